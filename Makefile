@@ -107,7 +107,7 @@ bench-memory: export OMP_NUM_THREADS = 1
 bench-memory: venv
 	$(BIN)/python benchmarks/memory/run.py
 
-PAPER := table1 fig8 fig10 fig12 fig13 fig17 fig21
+PAPER := table1 fig8 fig10 fig12 devices fig13 fig17 fig21
 
 paper: export OMP_NUM_THREADS = 1
 paper: venv

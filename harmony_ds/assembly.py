@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from harmony_ds.calls.contract import Contract
+from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.installed import Installation, belongs_to_engine
 from harmony_ds.calls.intercept import Interception
 from harmony_ds.calls.layer_call import LayerCalls
@@ -19,7 +20,7 @@ from harmony_ds.config import Config
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.find import Decomposition, Layer, find_layers, layer_graph
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
-from harmony_ds.device import Device, make_device
+from harmony_ds.device import Device, make_devices
 from harmony_ds.errors import ConfigError, ModelError, OptimizerError, UnsupportedError
 from harmony_ds.incoming import accept, fill_meta
 from harmony_ds.offload.cores import update_threads
@@ -46,6 +47,13 @@ from harmony_ds.stepping.runner import Runner
 _ALONE = Alone()
 
 
+def _finish_updates(updater: Updater | None, device_store: DeviceStore) -> None:
+    if updater is not None:
+        updater.wait_all()
+    device_store.show()
+    device_store.finish_reads()
+
+
 @dataclass(frozen=True, slots=True)
 class Assembly:
     """What an engine is made of."""
@@ -55,7 +63,6 @@ class Assembly:
     ledger: Ledger
     parts: Parts
     world: Alone
-    looks: Looks
     runner: Runner
     interception: Interception
     layers: tuple[Layer, ...]
@@ -68,8 +75,8 @@ class Assembly:
             self.parts.updater.wait_all()
 
     def finish_updates(self) -> None:
-        """Makes every weight, master and optimizer state on the host true."""
-        self.looks.at_everything()
+        """Makes every weight, master and optimizer state on the host true, for somebody who may write into them."""
+        _finish_updates(self.parts.updater, self.parts.device_store)
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory by kind."""
@@ -121,7 +128,8 @@ def assemble(
     settings = config.harmony
     _check_parallel(config, world)
     saved = saved_plan(settings.plan)
-    device = device or make_device(settings.device, settings.budget_bytes, settings.pin_memory)
+    device = device or make_devices(settings.device, settings.devices, settings.budget_bytes, settings.pin_memory)
+    _check_pipeline(config, device, saved)
     accept(model, device, config.compute_dtype)
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
@@ -137,11 +145,11 @@ def assemble(
     graph = with_update_bytes(layer_graph(decomposition, store.parameters), store, device_optimizer if stays else None)
     # What follows starts a thread: whatever may be refused has been by now.
     memory = device, store, world
-    parts, looks, ledger = _parts(model, config, decomposition, memory, host_optimizer, device_optimizer)
+    parts, ledger = _parts(model, config, decomposition, memory, host_optimizer, device_optimizer)
     layers = decomposition.layers
     runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(layers, model)
     device.limit_process()
-    return Assembly(device, store, ledger, parts, world, looks, runner, interception, layers, optimizer, host_optimizer)
+    return Assembly(device, store, ledger, parts, world, runner, interception, layers, optimizer, host_optimizer)
 
 
 def _check_room(need: HostNeed, world: Alone) -> None:
@@ -163,6 +171,22 @@ def _check_parallel(config: Config, world: Alone) -> None:
         )
     if config.values["gradient_allreduce_op"] == "sum":
         world.refuse('gradient_allreduce_op "sum"')
+
+
+def _check_pipeline(config: Config, device: Device, saved: Plan | None) -> None:
+    """Raises UnsupportedError for what several devices of one process cannot do."""
+    if device.count == 1:
+        return
+    if config.harmony.residency not in ("auto", "kept", "off", 0):
+        raise UnsupportedError(
+            f"harmony.residency is {config.harmony.residency}, and {device.count} devices run one plan (harmony.devices): "
+            'none of their packs stays from step to step. Set it to "auto", "kept" or "off".'
+        )
+    if saved is not None and (saved.policy.resident or len(saved.packing.covering) > len(saved.packing.backward)):
+        raise UnsupportedError(
+            f"harmony.plan was made for one device: packs of it stay there, or the passes are cut differently, and "
+            f"{device.count} devices (harmony.devices) do neither. Plan again."
+        )
 
 
 def _to_slabs(
@@ -199,39 +223,41 @@ def _parts(
     memory: tuple[Device, HostStore, Alone],
     host_optimizer: HostOptimizer | None,
     device_optimizer: DeviceOptimizer | None,
-) -> tuple[Parts, Looks, Ledger]:
+) -> tuple[Parts, Ledger]:
     device, store, world = memory
-    ledger, timeline = Ledger(), StepTimeline(device)
+    ledger, timeline = Ledger(device), StepTimeline(device)
     gradients: HostGradients | None = None
     updater: Updater | None = None
     if host_optimizer is not None:
-        limit = None if config.deferred_update else config.harmony.gradient_slabs
+        limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
         gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
         threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
-    looks = Looks(updater, DeviceStore(device, store, ledger, residency, device_optimizer))
+    device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
     if host_optimizer is not None:
-        host_optimizer.watch(looks.at_state)
+        host_optimizer.watch(partial(_finish_updates, updater, device_store))
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
+    crossings = Crossings(device, ledger)
     parts = Parts(
         device=device,
         residency=residency,
-        device_store=looks.device_store,
+        device_store=device_store,
         stash=stash,
         gradients=gradients,
         optimizer=host_optimizer,
         updater=updater,
         installation=installation,
         contract=Contract(model),
-        layer_calls=LayerCalls(decomposition.layers, installation, stash),
+        crossings=crossings,
+        layer_calls=LayerCalls(decomposition.layers, installation, stash, crossings),
         random=RandomStreams(device),
         timeline=timeline,
         own=OwnGradients(store, updater),
         world=world,
         follow_masters=store.follow_masters,
     )
-    return parts, looks, ledger
+    return parts, ledger
 
 
 def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: Alone) -> str | int:
@@ -243,7 +269,7 @@ def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None
     if settings.pack_layers is not None or settings.plan is not None or device.budget_bytes is None:
         return "off"
     # Each of several processes updates pieces of a pack: none could update it on its device.
-    able = world.size == 1 and optimizer is not None and optimizer.refusal is None
+    able = world.size == device.count == 1 and optimizer is not None and optimizer.refusal is None
     return "auto" if able else "kept"
 
 
@@ -263,32 +289,6 @@ def saved_plan(path: str | None) -> Plan | None:
         raise ConfigError(f"harmony.plan: {path} is no plan of this version of harmony_ds ({error!r}).") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Looks:
-    """Makes true what somebody is about to look at; who looks may write, so that nothing may read it any more."""
-
-    updater: Updater | None
-    device_store: DeviceStore
-
-    def at_weights(self, names: tuple[str, ...]) -> None:
-        """The weights `names`, through a module."""
-        self._at(lambda: self.device_store.show_weights(names))
-
-    def at_everything(self) -> None:
-        """Weights, masters and the optimizer's state."""
-        self._at(self.device_store.show)
-
-    def at_state(self, name: str | None) -> None:
-        """The optimizer's state of `name` (None: of all), through the optimizer."""
-        self._at(self.device_store.show if name is None else lambda: self.device_store.show_state(name))
-
-    def _at(self, show: Callable[[], None]) -> None:
-        if self.updater is not None:
-            self.updater.wait_all()
-        show()
-        self.device_store.finish_reads()
-
-
 def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOptimizer | None) -> LayerGraph:
     """The graph with what each parameter takes on the device when it is updated there.
 
@@ -302,10 +302,11 @@ def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOpti
     specs = []
     for spec in graph.parameters:
         if spec.trainable and optimizer.trains(spec.name):
-            footprint = optimizer.footprint(spec.name, store.masters[spec.name].shape)
             master = 0 if store.upload_copy(spec.name) is None else slab_bytes(spec.numel, 4)
             spec = replace(  # noqa: PLW2901
-                spec, state_bytes=master + footprint.state_bytes, update_bytes=footprint.working_bytes
+                spec,
+                state_bytes=master + optimizer.state_bytes(spec.name, spec.numel),
+                update_bytes=optimizer.working_bytes(spec.name, spec.numel),
             )
         specs.append(spec)
     return replace(graph, parameters=tuple(specs))

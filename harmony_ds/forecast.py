@@ -33,6 +33,12 @@ STREAM_NAMES = {
 }
 
 
+def name_of(stream: str) -> str:
+    """A stream's name for people, with its device's number where that is not the first."""
+    kind, _, device = stream.partition(" ")
+    return STREAM_NAMES[kind] + (f" (device {device})" if device else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Situation:
     """A survey, and what a step is judged by.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.swaps import Swaps
@@ -20,6 +20,8 @@ class SwapReport:
             weights in twice, gradients in and out for every micro-batch, and the fp32 gradients out once.
         micro_batches: in the step.
         sent_bytes: what this process's device sent to others'.
+        between_devices: what went from one to another of the devices that this process drives, by their numbers.
+        links: weights, gradients and activations to and from each of these devices.
     """
 
     host_to_device: dict[str, int]
@@ -28,6 +30,8 @@ class SwapReport:
     zero3_offload_bytes: int
     micro_batches: int
     sent_bytes: int = 0
+    between_devices: dict[tuple[int, int], int] = field(default_factory=dict)
+    links: tuple[tuple[int, int], ...] = ()
 
     @property
     def swap_bytes(self) -> int:
@@ -53,6 +57,11 @@ class SwapReport:
             lines.append(f"  ZeRO-3 offload would move {self.zero3_offload_bytes:,} bytes, {saved:.1f} x as much")
         if self.sent_bytes:
             lines.append(f"  sent to other devices {self.sent_bytes:,} bytes")
+        if len(self.links) > 1:
+            for device, (into, out) in enumerate(self.links):
+                lines.append(f"  {f'link of device {device}':<36}{into:>17,}{out:>16,}")
+            for (source, target), nbytes in sorted(self.between_devices.items()):
+                lines.append(f"  from device {source} to {target} {nbytes:,} bytes")
         return "\n".join(lines)
 
 
@@ -61,12 +70,13 @@ class MemoryReport:
     """Bytes on the device and on the host.
 
     Attributes:
-        device_peak_bytes: the most in use during the last step.
+        device_peak_bytes: the most in use during the last step; of several devices, on the one with most.
         planned_peak_bytes: what the plan predicted.
         budget_bytes: the limit (None: unlimited).
         host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash".
         counted: "allocator" where activations are counted as they are allocated, "plan" where they are charged as
             measured per layer (the CPU device).
+        device_peaks: the most in use on each device that this process drives.
         beside_bytes: of the budget, what is no part of a plan: libraries' workspaces, what the allocator cannot hand
             out, tensors that were on the device before.
     """
@@ -77,13 +87,16 @@ class MemoryReport:
     host_bytes: dict[str, int]
     counted: str
     beside_bytes: int = 0
+    device_peaks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         budget = "unlimited" if self.budget_bytes is None else f"{self.budget_bytes:,}"
         host = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.host_bytes.items())
+        several = len(self.device_peaks) > 1
+        each = f"\neach device {', '.join(f'{peak:,}' for peak in self.device_peaks)}" if several else ""
         return (
             f"device peak {self.device_peak_bytes:,} bytes ({self.counted}), planned {self.planned_peak_bytes:,}, "
-            f"budget {budget}\nhost {sum(self.host_bytes.values()):,} bytes: {host}"
+            f"budget {budget}{each}\nhost {sum(self.host_bytes.values()):,} bytes: {host}"
         )
 
 
@@ -99,6 +112,7 @@ class PlanReport:
         swapped_bytes: weights, gradients and stash in the last step, both ways.
         sent_bytes: what this process's device sent to others' in the last step.
         planned: the bytes that this process's device moves in a step, by the plan.
+        moved_bytes: what went between the devices that this process drives in the last step.
     """
 
     choices: tuple[Choice, ...]
@@ -107,6 +121,7 @@ class PlanReport:
     swapped_bytes: int
     sent_bytes: int
     planned: Swaps
+    moved_bytes: int = 0
 
     @property
     def predicted_step_ms(self) -> float:
@@ -143,6 +158,10 @@ class PlanReport:
         if self.planned.sent:
             lines.append(
                 f"  between       {self.planned.sent:,} bytes to other devices planned, {self.sent_bytes:,} counted"
+            )
+        if self.planned.moved:
+            lines.append(
+                f"  moved         {self.planned.moved:,} bytes between devices planned, {self.moved_bytes:,} counted"
             )
         lines += [
             f"  {rank}. instead   {choice.prediction.step_ms:,.1f} ms, peak {choice.plan.peak_bytes:,}: {choice.reason}"

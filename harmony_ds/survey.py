@@ -8,7 +8,7 @@ values (how many tokens an expert gets) cannot be estimated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from harmony_ds.calls.trees import map_tensors
 from harmony_ds.config import Config, Section
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.device import Device, DeviceGroup
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ConfigError, DoesNotFitError, ModelError, ProfileError
 from harmony_ds.measuring.measuring import SEVERAL
@@ -29,7 +30,7 @@ from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiler.profile import Machine, Profile
-from harmony_ds.profiler.roofline import Kernels, on_meta
+from harmony_ds.profiler.roofline import on_meta
 from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import ElementBytes
@@ -76,9 +77,7 @@ class Survey:
         return replace(self, profile=profile, request=request)
 
 
-def estimate(
-    model: nn.Module, inputs: Mapping[str, Any], config: Config, hardware: Hardware, kernels: Kernels = Kernels.CUDA
-) -> Survey:
+def estimate(model: nn.Module, inputs: Mapping[str, Any], config: Config, hardware: Hardware) -> Survey:
     """The survey of a machine that is only described.
 
     Args:
@@ -96,7 +95,7 @@ def estimate(
         )
     machine = hardware.machine(update_cost(config))
     budget = config.harmony.budget_bytes or hardware.device_budget_bytes
-    return _sized(_on_meta(model, inputs, config, (hardware.kernels(), kernels), (machine, budget)), config)
+    return _sized(_on_meta(model, inputs, config, hardware.kernels(), (machine, budget)), config)
 
 
 def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Survey:
@@ -127,7 +126,7 @@ def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, pr
         ModelError: the model cannot be decomposed, or not run without data.
     """
     budget = config.harmony.budget_bytes or profile.machine.device_bytes
-    found = _on_meta(model, inputs, config, (_NO_RATES, Kernels.CUDA), (profile.machine, budget))
+    found = _on_meta(model, inputs, config, _NO_RATES, (profile.machine, budget))
     Profile(profile.machine, profile.tables, _of_model(profile)).check(_of_model(found.profile))
     if profile.calls != found.graph.calls:
         raise ProfileError("the profile's layers are called in another order than this model's: profile again.")
@@ -160,13 +159,13 @@ def _on_meta(
     model: nn.Module,
     inputs: Mapping[str, Any],
     config: Config,
-    rates: tuple[KernelRates, Kernels],
+    rates: KernelRates,
     target: tuple[Machine, int | None],
 ) -> Survey:
     """`target`: the machine, and what may be used of its device's memory."""
     machine, budget = target
-    with on_meta(*rates) as clock:
-        device = MetaDevice(lambda: clock.ms, budget, "cuda" if machine.copies_overlap else "cpu")
+    with on_meta(rates) as clock:
+        device = _meta_devices(config, lambda: clock.ms, budget, "cuda" if machine.copies_overlap else "cpu")
         assembly = assemble(model, _bare(config), None, None, device)
         try:
             return _see(assembly, model, inputs, config, machine)
@@ -176,6 +175,16 @@ def _on_meta(
             raise ModelError(f"the model does not run on the meta device ({error}): profile it with data.") from error
         finally:
             assembly.destroy()
+
+
+def _meta_devices(config: Config, clock_ms: Callable[[], float], budget: int | None, steps_as: str) -> Device:
+    """As many as are wanted."""
+    wanted = config.harmony.devices
+    if wanted == "all":
+        raise ConfigError('harmony.devices is "all", and the machine is only described: say how many (--devices).')
+    count = len(wanted) if isinstance(wanted, tuple) else int(wanted)
+    made = [MetaDevice(clock_ms, budget, steps_as) for _ in range(count)]
+    return made[0] if count == 1 else DeviceGroup(made)
 
 
 def _bare(config: Config) -> Config:
@@ -225,7 +234,8 @@ def _sized(survey: Survey, config: Config) -> Survey:
         return replace(survey, costs=costs, request=replace(survey.request, policy=policy))
 
     def choose(costs: CostTable, sizes: Sizes) -> Choice:
-        return search(survey.graph, costs, profile.machine, survey.element, with_sizes(sizes).request)[0]
+        request = replace(with_sizes(sizes).request, thorough=False)
+        return search(survey.graph, costs, profile.machine, survey.element, request)[0]
 
     try:
         return with_sizes(rank_sizes(profile, rows, choose)[0])

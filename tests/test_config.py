@@ -70,6 +70,7 @@ def test_gradients_accumulate_in_fp32_or_the_compute_dtype(name: str | None, dty
 def test_the_harmony_block_is_read() -> None:
     block = {
         "device": "cpu",
+        "devices": 2,
         "device_memory_gib": 0.5,
         "pack_layers": 3,
         "layers": ["h.*", "head"],
@@ -82,9 +83,6 @@ def test_the_harmony_block_is_read() -> None:
         "residency": 3,
         "micro_batch": {"forward": 8, "backward": 4},
         "grouping": False,
-        "just_in_time_update": False,
-        "overlap_update": False,
-        "fuse_last_pack": False,
         "keep_graphs": False,
         "reduce": "host",
     }

@@ -44,8 +44,6 @@ def test_what_makes_no_difference_is_told() -> None:
     fp32 = {"bf16": {"enabled": False}}
 
     assert by_name["grouping"].applies_to({}, "cpu")
-    assert by_name["just-in-time-update"].applies_to({"gradient_clipping": 0.0}, "cpu")
-    assert not by_name["just-in-time-update"].applies_to({}, "cpu")
     assert by_name["bf16-gradients"].applies_to(CONFIG, "cpu")
     assert not by_name["bf16-gradients"].applies_to(fp32, "cuda")
     assert not by_name["bf16-gradients"].applies_to({}, "cuda")

@@ -182,7 +182,8 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"harmony": {"layers": ["h.*", 3]}}, r"harmony.layers must be a list of patterns .*, not \['h.\*', 3\]"),
     ({"harmony": {"prefetch": 1}}, "harmony.prefetch must be true or false, not 1"),
     ({"harmony": {"grouping": "off"}}, "harmony.grouping must be true or false, not 'off'"),
-    ({"harmony": {"fuse_last_packs": True}}, "fuse_last_pack"),
+    ({"harmony": {"prefetching": True}}, 'unknown key "prefetching" in "harmony". Did you mean "prefetch"?'),
+    ({"harmony": {"fuse_last_pack": False}}, 'unknown key "fuse_last_pack" in "harmony". Known keys: .*grouping'),
     ({"harmony": {"residency": "some"}}, 'harmony.residency is \'some\': it must be "auto", "kept", "off" or a number'),
     ({"harmony": {"plan": 3}}, "harmony.plan must be the path of a JSON file, not 3"),
 ]

@@ -6,6 +6,7 @@ import copy
 import resource
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ModelError, ProfileError
 from harmony_ds.measuring.measure import Measurement
 from harmony_ds.measuring.sample import Sample
+from harmony_ds.profiler import roofline
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import hardware_of
 from harmony_ds.profiler.profile import Profile
-from harmony_ds.profiler.roofline import Kernels, on_meta
+from harmony_ds.profiler.roofline import on_meta
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.scheduler.search import search
 from harmony_ds.subject import BatchShape, load_subject
 from harmony_ds.survey import Survey, estimate, measure, update_cost, with_profile
 from tests.cover import spread
@@ -58,7 +59,20 @@ def built_on_meta(one: Family, dropout: float) -> nn.Module:
 
 
 def estimated(one: Family, dropout: float, config: Config) -> Survey:
-    return estimate(built_on_meta(one, dropout), on_meta_device(one.batch(0)), config, HARDWARE, Kernels.CPU)
+    with patch.object(roofline.Attention, "fused", fused_on_cpu):
+        return estimate(built_on_meta(one, dropout), on_meta_device(one.batch(0)), config, HARDWARE)
+
+
+def fused_on_cpu(call: roofline.Attention) -> torch.Tensor | None:
+    """The CPU's flash attention, which knows no dropout, nor a gradient of the mask."""
+    query, value, mask = call.query, call.value, call.attn_mask
+    if call.dropout_p or (mask is not None and mask.requires_grad) or query.shape[-1] != value.shape[-1]:
+        return None
+    mask = None if mask is None else roofline.additive(mask, query.dtype)
+    flash: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, call.key, value, 0.0, call.is_causal, attn_mask=mask, scale=call.scale
+    )[0]
+    return flash
 
 
 @pytest.mark.parametrize(("name", "dropout"), spread(EXACT, [0.0, 0.1]))
@@ -194,7 +208,7 @@ def test_a_model_that_looks_at_numbers_is_told_to_be_profiled() -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "state"),
-    [("AdamW", 8), ("Adam", 8), ("Lion", 4), ("Adagrad", 4), ("SGD", 0), (None, 8)],
+    [("AdamW", 8), ("Adam", 8), ("Adagrad", 4), ("SGD", 0), (None, 8)],
 )
 def test_what_a_resident_parameter_takes_is_what_the_engine_would_keep(optimizer: str | None, state: int) -> None:
     model, inputs = llama("llama-2-7b", 1, 128)
@@ -203,25 +217,9 @@ def test_what_a_resident_parameter_takes_is_what_the_engine_would_keep(optimizer
 
     assert found.request.settings.residency == "auto"
     for spec in found.graph.parameters:
-        counter = 512 * (state > 0 and optimizer != "Lion")  # an allocator's piece for one number
+        counter = 512 * (state > 0)  # an allocator's piece for one number
         assert spec.state_bytes == (4 + state) * spec.numel + counter
-        fused = optimizer not in ("Lion", "Adagrad")
-        assert (spec.update_bytes == 0) == fused
-
-
-def test_packs_that_stay_make_a_plan_faster_and_count_in_its_peak() -> None:
-    model, inputs = llama("llama-2-7b", 1, 512)
-    plans = {}
-    for residency in ("off", "auto", 3):
-        config = config_of(bf16={"enabled": True}, harmony={"residency": residency})
-        found = estimate(model, inputs, config, HARDWARE)
-        plans[residency] = search(found.graph, found.costs, found.profile.machine, found.element, found.request)[0]
-
-    assert plans["auto"].prediction.step_ms < plans["off"].prediction.step_ms
-    assert plans["auto"].plan.policy.resident and not plans["off"].plan.policy.resident
-    kept = [plans[3].plan.packs[index] for index in plans[3].plan.policy.resident]
-    assert len(kept) == 3
-    assert plans[3].plan.peak_bytes > sum((2 + 12) * pack.update_elements for pack in kept)
+        assert (spec.update_bytes == 0) == (optimizer != "Adagrad")
 
 
 @pytest.mark.parametrize(("more", "stays"), [({}, "kept"), ({"pack_layers": 2}, "off")])

@@ -2,6 +2,7 @@
 
     python benchmarks/families/run.py                      # all: a table, and benchmarks/results/families.json
     python benchmarks/families/run.py --only qwen2-vl swin
+    python benchmarks/families/run.py --devices 3          # as a pipeline over three devices
 
 Each variant takes two steps of three clipped micro-batches (SGD, fp32, dropout as configured), in plain PyTorch and on the
 CPU device in packs of one layer; the swap ratio (bytes of weights and gradients over the least possible) is that of a
@@ -68,7 +69,7 @@ def train_plainly(variant: Variant) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def try_out(variant: Variant, way: str, expected: dict[str, torch.Tensor]) -> Row:
+def try_out(variant: Variant, way: str, expected: dict[str, torch.Tensor], devices: int) -> Row:
     begin = perf_counter()
     model = variant.build()
     engine, *_ = harmony_ds.initialize(
@@ -78,7 +79,7 @@ def try_out(variant: Variant, way: str, expected: dict[str, torch.Tensor]) -> Ro
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": GROUP,
             "gradient_clipping": CLIP,
-            "harmony": {"device": "cpu", "pack_layers": 1, "seed": SEED},
+            "harmony": {"device": "cpu", "devices": devices, "pack_layers": 1, "seed": SEED},
         },
     )
     try:
@@ -108,7 +109,7 @@ def largest_difference(expected: dict[str, torch.Tensor], actual: dict[str, nn.P
     )
 
 
-def rows_of(variant: Variant) -> list[Row]:
+def rows_of(variant: Variant, devices: int) -> list[Row]:
     try:
         expected = train_plainly(variant)
     except Exception as error:  # noqa: BLE001 - what does not train in plain PyTorch is no row
@@ -116,7 +117,7 @@ def rows_of(variant: Variant) -> list[Row]:
     rows = []
     for way in ("loop", "train_batch"):
         try:
-            rows.append(try_out(variant, way, expected))
+            rows.append(try_out(variant, way, expected, devices))
         except Exception as error:  # noqa: BLE001 - it is the row
             rows.append(Row(variant.name, variant.kind, way, error=f"{type(error).__name__}: {error}"[:300]))
     return rows
@@ -130,6 +131,7 @@ def line(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these variants alone; nothing is written")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="as a pipeline over N devices")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -138,13 +140,14 @@ def main() -> None:
     print("| family | trained on | by | off | ratio | s |\n|---|---|---|---|---|---|")
     for variant in variants():
         if not given.only or variant.name in given.only:
-            for row in rows_of(variant):
+            for row in rows_of(variant, given.devices):
                 rows.append(row)
                 print(line(row), flush=True)
     good = sum(not row.error and row.off < 1e-5 and row.ratio < 1.001 for row in rows)
     print(f"\n{len(rows)} rows: {good} equal to 1e-5 and with a swap ratio of 1.0 at most")
     if not given.only:
-        RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        results = RESULTS if given.devices == 1 else RESULTS.with_stem(f"families-{given.devices}-devices")
+        results.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
 
 A Llama comes from four sources: built in host memory; `from_pretrained` (bf16 safetensors, mapped); the meta device with
 `load_weights` (the same files); the meta device alone (initialized by its own modules). In a process of its own each, the
-kernel's high-water mark of resident memory, pages of files included, is reset before `initialize` and read after it. Less
-what the process had before the model was there, it may be at most the final state (weights in slabs, fp32 masters) plus
-twice the state of the largest layer. The optimizer's state is made by the first update, and gradients by the first step.
+kernel's high-water mark of resident memory is reset before `initialize` and read after it. Less what the process had before
+the model was there, and less the mapped files (the page cache's, which gives them back), it may be at most the final state
+(weights in slabs, fp32 masters) plus twice the state of the largest layer. The optimizer's state is made by the first
+update, and gradients by the first step.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def measure(source: str, dtype: str, options: argparse.Namespace) -> Measured:
     begin = time.perf_counter()
     engine, *_ = harmony_ds.initialize(model=model, config=ds_config(dtype))
     seconds = time.perf_counter() - begin
-    peak, after = resident("VmHWM") - base, resident() - base
+    files = options.folder.iterdir() if source in ("from_pretrained", "load_weights") else ()
+    peak, after = resident("VmHWM") - base - sum(file.stat().st_size for file in files), resident() - base
     layers = [model.model.embed_tokens, *model.model.layers, model.lm_head]
     state, layer = state_bytes(model, dtype), max(state_bytes(one, dtype) for one in layers)
     count = sum(p.numel() for p in model.parameters())

@@ -3,15 +3,13 @@
     OMP_NUM_THREADS=1 python benchmarks/kill/several.py --out benchmarks/results/kill-several.json
 
 Three processes train one small network, and save after every step. In the second step of their life one of them is
-killed (SIGKILL), stopped (SIGSTOP), loses its connections, or raises an exception: behind the first and the last task of
+killed (SIGKILL), loses its connections, or raises an exception: behind the first and the last task of
 every kind, in the exchange of gradients, and where a save begins; each rank in its turn, with clipping and without. Then:
 
     all others have ended within the limit, with an error that names the rank
     no process of the training is left, and nothing in /dev/shm
     the next three, which go on from what was saved, take one step with the losses, weights, optimizer state and
     generators of a run that nobody broke, before one of them is broken in its turn
-
-A process that is stopped is killed when the others have ended, as a launcher does.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ from run import _warm_up, batch, digest, engine_from
 
 from harmony_ds.checkpoint import folders, read_any
 from harmony_ds.parallel import exchange as exchange_module
-from harmony_ds.parallel import heart
 from harmony_ds.parallel.slots import Slots
 from harmony_ds.scheduler.plan import Task
 
@@ -50,9 +47,8 @@ WEIGHTS = "whole"
 REDUCE = "device"
 STEPS = 8
 MICRO_BATCHES = 2
-SILENCE_S = 3.0
 LIMIT_S = 20.0
-FAULTS = ("kill", "stop", "sockets", "exception")
+FAULTS = ("kill", "sockets", "exception")
 CLIPS = (0.0, 0.5)
 
 
@@ -86,7 +82,6 @@ def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Calla
     """Goes on from what is saved in `folder`, and ends after `STEPS` steps, or by `fault`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), LOCAL_WORLD_SIZE=str(SIZE))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # for who asks; the processes have met
-    heart.SILENCE_S = SILENCE_S
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{os.getppid()}", rank=rank, world_size=SIZE)
     engine = engine_from(folder, clip, profile=str(folder.parent / f"profile{clip}"), weights=WEIGHTS, reduce=REDUCE)
     begin = engine.global_steps
@@ -144,8 +139,6 @@ def happens(what: str) -> None:
     """To this process."""
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "exception":
         raise RuntimeError("it has burst")
     else:
@@ -179,7 +172,6 @@ def live(folder: Path, clip: float, fault: Fault | None = None) -> list[Ended]:
     codes: dict[int, int] = {}
     at: dict[int, float] = {}
     began = time.monotonic()
-    stopped = fault.rank if fault is not None and fault.what == "stop" else None
     late = False
     while len(codes) < SIZE:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -187,7 +179,7 @@ def live(folder: Path, clip: float, fault: Fault | None = None) -> list[Ended]:
             codes[children[pid]], at[children[pid]] = os.waitstatus_to_exitcode(status), time.monotonic()
             continue
         late = time.monotonic() - began > 2 * LIMIT_S
-        if late or (stopped is not None and set(codes) == set(range(SIZE)) - {stopped}):
+        if late:
             for child, rank in children.items():
                 if rank not in codes:
                     os.kill(child, signal.SIGKILL)
@@ -312,7 +304,6 @@ def main() -> None:
                             "processes": SIZE,
                             "weights": WEIGHTS,
                             "reduce": REDUCE,
-                            "silence_s": SILENCE_S,
                             "faults": rows,
                         }
                     )

@@ -14,14 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.search.models import HALF, Model
+from benchmarks.search.peak_bounds import PeakBounds
+from benchmarks.search.policies import Policies
+from benchmarks.search.time_bounds import TimeBounds
 from harmony_ds.scheduler.choose import draft_plan
+from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import Bounds
-from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.plan import Pack, Packing, Policy
-from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.simulate import simulate
-from harmony_ds.scheduler.time_bounds import TimeBounds
 
 _SWAPPED, _KEPT, _RESIDENT = range(3)
 
@@ -37,7 +38,8 @@ class Exhaustive:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._bounds = TimeBounds(model.costs, model.machine, model.request)
-        self._peaks = Peaks(model.costs, model.request)
+        self._peaks = PeakBounds(model.costs, model.request)
+        self._outlook = Outlook(model.costs, model.machine, model.request)
         self._budget = model.request.budget_bytes or 0
         self.plans = 0
         self.simulated = 0
@@ -70,7 +72,7 @@ class Exhaustive:
             if bounds[place] >= best_ms:
                 break
             policy = policies[int(place)]
-            if self._peaks.of(packing, policy) > self._budget:
+            if max(self._outlook.stages(self._outlook.short(packing, policy))) > self._budget:
                 continue
             self.simulated += 1
             plan = draft_plan(packing, self._model.costs, self._model.request, policy)

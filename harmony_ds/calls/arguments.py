@@ -11,6 +11,7 @@ import enum
 import functools
 import sys
 from collections import UserDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -164,6 +165,16 @@ def contents(container: Any) -> tuple[list[Any], list[Any]]:
     return ([], list(held)) if isinstance(held, list) else (list(held), list(held.values()))
 
 
+def change_contents(container: Any, change: Callable[[Any], Any]) -> bool:
+    """Puts what `change` makes of each thing that `container` holds in its place. False: it is no container."""
+    if not _is_container(container.__class__):
+        return False
+    held = _held(container)
+    for key in range(len(held)) if isinstance(held, list) else list(held):
+        held[key] = change(held[key])
+    return True
+
+
 def has_changed(container: Any, before: tuple[list[Any], list[Any]]) -> bool:
     """Whether it held something else when `contents` gave `before`."""
     keys, values = contents(container)
@@ -178,6 +189,12 @@ def _variable() -> Any:
     capturing = sys.modules.get("transformers.utils.output_capturing")
     variable = getattr(capturing, "_active_collector", None)
     return getattr(variable, "context_var", variable)
+
+
+def collector_here() -> Collector:
+    """The one that the current context's calls hand to; empty: none."""
+    variable = _variable()
+    return {} if variable is None else variable.get(None) or {}
 
 
 def _collector(request: Request) -> Collector | None:

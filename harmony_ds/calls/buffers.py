@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.held import held
 from harmony_ds.calls.sameness import equal
-from harmony_ds.device.base import Device
+from harmony_ds.device.base import HOME, Device
 from harmony_ds.offload.ledger import Kind, Ledger
 
 Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
@@ -55,12 +55,13 @@ _COMPARED_BYTES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A host buffer and its copy on the device, with the versions, and what a small one held, when they were the same."""
+    """A host buffer and its copy on device `number`, with the versions, and what a small one held, when both were alike."""
 
     host: Tensor
     host_version: int
     device: Tensor
     device_version: int
+    number: int
     values: Tensor | None = None
 
     def note(self, host: Tensor) -> None:
@@ -88,6 +89,7 @@ class DeviceBuffers:
         self._unseen: set[nn.Module] = (
             set()
         )  # whose forward was seen to write to them without raising a version (`.data`)
+        self._places: Mapping[nn.Module, int] = {}
         self.are_written = False
         self.nbytes = sum(b.nbytes for b in {id(b): b for b in buffers_of(self._owners)}.values())
 
@@ -97,10 +99,18 @@ class DeviceBuffers:
         return sum(copy.device.nbytes for copy in self._copies.values())
 
     @contextmanager
-    def installed(self, keep: bool) -> Iterator[None]:
-        """While open, modules hold the copies. What is done to them is kept if `keep` and nothing was raised."""
+    def installed(self, keep: bool, places: Mapping[nn.Module, int]) -> Iterator[None]:
+        """While open, modules hold the copies. What is done to them is kept if `keep` and nothing was raised.
+
+        Args:
+            places: of several devices, the number of the one that a module's buffers are on, if not HOME.
+        """
+        if places != self._places:
+            self.drop()
+            self._places = places
         self._forget(buffer for module in self._owners if not self._is_fresh(module) for buffer in buffers_of([module]))
         owned = [(module, module._buffers, self._copies_of(module)) for module in self._owners]
+        self._device.enter(HOME)
         finished = False
         with buffers_apart([(m, {**host, **{k: c.device for k, c in copies.items()}}) for m, host, copies in owned]):
             try:
@@ -132,6 +142,7 @@ class DeviceBuffers:
         return all(copy is not None and copy.is_fresh(buffer) for copy, buffer in known)
 
     def _copies_of(self, module: nn.Module) -> dict[str, _Copy]:
+        self._device.enter(self._places.get(module, HOME))
         return {key: self._copy(host) for key, host in module._buffers.items() if host is not None}
 
     def _copy(self, host: Tensor) -> _Copy:
@@ -139,7 +150,7 @@ class DeviceBuffers:
         if known is None:
             self._device.charge(host.nbytes, "a buffer of the model")
             device = self._device.upload(host)
-            known = self._copies[id(host)] = _Copy(host, host._version, device, device._version)
+            known = self._copies[id(host)] = _Copy(host, host._version, device, device._version, self._device.number)
             known.note(host)
             self._ledger.book_in(Kind.DATA, host.nbytes)
         return known
@@ -169,7 +180,9 @@ class DeviceBuffers:
         for host in hosts:
             known = self._copies.pop(id(host), None)
             if known is not None:
+                self._device.enter(known.number)
                 self._device.discharge(known.device.nbytes)
+                self._device.enter(HOME)
 
 
 def _changed(module: nn.Module, copies: dict[str, _Copy]) -> bool:

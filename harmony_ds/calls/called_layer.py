@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor, nn
 
 from harmony_ds.calls.arguments import Arguments, Outcome, collect, contents, has_changed
@@ -25,6 +28,7 @@ class CalledLayer:
         inputs_change: what a call was given was seen to be written to behind it, by the code between the layers.
         draws: a call was seen to draw random numbers, beside those of which that is known by how they are cut.
         replayed: it depends on buffers that it changes: a recomputation begins with what they were.
+        aligned: makes the context that it runs in. Of several devices: where what it computes with is on another one.
     """
 
     def __init__(self, layer: Layer, parameters: LayerParameters) -> None:
@@ -37,9 +41,10 @@ class CalledLayer:
         self.changes_buffers = False
         self.replayed = False
         self.draws = False
+        self.aligned: Callable[[], AbstractContextManager[object]] = nullcontext
         self._gathering: set[nn.Module] = set()  # normalization that has been seen to gather statistics
         self._reading: set[nn.Module] = set()  # and to read them
-        self._names = layer.parameters
+        self.names = layer.parameters
 
     @property
     def inputs_may_change(self) -> bool:
@@ -61,14 +66,14 @@ class CalledLayer:
         """Where those of the layer's parameters that are among `copies` lie."""
         found: set[int] | None = copies.made.get(self)
         if found is None:
-            found = copies.made[self] = memory_of(copies[name] for name in self._names if name in copies)
+            found = copies.made[self] = memory_of(copies[name] for name in self.names if name in copies)
         return found
 
     def guarded(self, copies: Leaves) -> Leaves:
         """Those of `copies` that are the layer's (a pack may hold many), for a graph that is thrown away."""
         found: Leaves | None = copies.made.get(self.dead_end)
         if found is None:
-            own = ((name, copies[name]) for name in self._names if name in copies)
+            own = ((name, copies[name]) for name in self.names if name in copies)
             found = copies.made[self.dead_end] = self.dead_end.guarded(own)
         return found
 
@@ -90,7 +95,7 @@ class CalledLayer:
         tracked = inputs if request.grad else []  # those of inference mode have no versions
         written_to = [tensor._version for tensor in tracked]
         kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
-        with self.parameters.installed(copies):
+        with self.parameters.installed(copies), self.aligned():
             result = request.run(values[: arguments.positional], kwargs)
         if caches:
             restore(caches)

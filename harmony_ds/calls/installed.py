@@ -28,6 +28,7 @@ from harmony_ds.errors import ModelError, ParameterOutsideLayerError
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.residency import Leaves
 
+_AT_HOME: Mapping[nn.Module, int] = {}
 Touched = Callable[[str], Tensor | None]
 
 
@@ -124,10 +125,13 @@ class Installation:
         self.fetch: Touched | None = None  # brings what is used outside a layer call
 
     @contextmanager
-    def installed(self, unlayered: Mapping[str, Tensor], keep_buffers: bool = True) -> Iterator[None]:
+    def installed(
+        self, unlayered: Mapping[str, Tensor], keep_buffers: bool = True, places: Mapping[nn.Module, int] = _AT_HOME
+    ) -> Iterator[None]:
         """While open, no module shows host tensors: phantoms, and `unlayered` device tensors by canonical name.
 
-        What the forward pass does to buffers is kept if `keep_buffers` and nothing was raised.
+        What the forward pass does to buffers is kept if `keep_buffers` and nothing was raised. `places`: see
+        `DeviceBuffers.installed`.
         """
         if self._open:  # a forward pass inside generate()
             yield
@@ -135,7 +139,8 @@ class Installation:
         self._open = True
         try:
             # The model's code may ask for the current device.
-            with held(self._without_host(unlayered)), self._device.inherited(), self.buffers.installed(keep_buffers):
+            buffers = self.buffers.installed(keep_buffers, places)
+            with held(self._without_host(unlayered)), self._device.inherited(), buffers:
                 yield
         finally:
             self._open = False

@@ -6,13 +6,13 @@ required, and the recomputation must give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harmony_ds.calls.arguments import Given, Outcome
 from harmony_ds.calls.boundary import propagate
@@ -20,6 +20,7 @@ from harmony_ds.calls.buffers import buffers_apart, copied_buffers
 from harmony_ds.calls.caches import held_by, restore, take_caches
 from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.contract import UnseenError
+from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
@@ -45,9 +46,12 @@ class LayerCalls:
         proving: what calls give is compared with what their recomputations give.
     """
 
-    def __init__(self, layers: tuple[Layer, ...], installation: Installation, stash: Stash) -> None:
+    def __init__(
+        self, layers: tuple[Layer, ...], installation: Installation, stash: Stash, crossings: Crossings
+    ) -> None:
         self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self._keeping = Keeping(stash)
+        self._crossings = crossings
         self.proving = True
         self._surprises: list[str] | None = None  # while they are gathered
 
@@ -72,6 +76,19 @@ class LayerCalls:
         new = not self._layers[layer].replayed
         self._layers[layer].replayed = self._layers[layer].changes_buffers = True
         return new
+
+    def spread(self, devices: Mapping[int, Sequence[int]], unlayered: Iterable[str]) -> dict[nn.Module, int]:
+        """Where the modules of layers have their buffers: on the first of the `devices` that run the layer.
+
+        A layer that several run, or that uses `unlayered` parameters, which are on HOME, has its operands aligned.
+        """
+        shared, places, aligned = set(unlayered), {}, self._crossings.between_layers
+        for index, numbers in devices.items():
+            layer = self._layers[index]
+            odd = not shared.isdisjoint(layer.names) or (len(set(numbers)) > 1 and layer.buffered)
+            layer.aligned = aligned if odd and aligned is not None else nullcontext
+            places.update(dict.fromkeys(layer.buffered, numbers[0]))
+        return places
 
     def copy_inputs(self, layer: int) -> None:
         """From now on, what is kept of calls of `layer` is a copy of what they were given."""
@@ -103,14 +120,16 @@ class LayerCalls:
         else:  # generation fills them
             values, caches = [*request.args, *request.kwargs.values()], {}
         held = held_by(caches.values())
+        values = self._crossings.values_here(values)
         kwargs = dict(zip(request.kwargs, values[len(request.args) :], strict=True))
-        with layer.parameters.installed(copies):
+        with layer.parameters.installed(copies), layer.aligned():
             outputs = request.run(values[: len(request.args)], kwargs)
         restore(held)
         own = layer.memory(copies)
         if not own.isdisjoint(memory_of(tensors_in(outputs))):
             with torch.set_grad_enabled(request.grad):
                 outputs = map_tensors(lambda t: taken_apart(t) if memory(t) in own else t, outputs)
+        self._crossings.made(outputs)
         return outputs
 
     def _unrecorded(self, request: Request, copies: Leaves, rows: Rows) -> Any:
@@ -147,6 +166,7 @@ class LayerCalls:
         if not request.grad:
             return self._unrecorded(request, copies, rows or WHOLE_CALLS), None
         layer, given = self._layers[request.layer], Given.of(request)
+        given.tensors = self._crossings.here(given.tensors)
         targets = [inter_layer.target(t) if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request.without_arguments(), number, given.arguments, targets)
         before = [t._version for t in given.tensors]
@@ -158,6 +178,7 @@ class LayerCalls:
             call.cut = self._cut(request.layer, given, rows or WHOLE_CALLS)
             outcome = self._run_to_recompute(layer, call, given.tensors, copies, state)
         leaves = cut_outputs(call, outcome, given.tensors, layer.memory(copies), layer.name)
+        self._crossings.made(leaves)  # those in containers that the layer writes into, too
         outputs = given.hand_over(outcome, leaves)
         self._check_seen(layer, call, not keeps_graph and before != [t._version for t in given.tensors])
         if keeps_graph:

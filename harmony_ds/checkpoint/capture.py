@@ -46,7 +46,7 @@ def capture(
     exclude_frozen: bool,
 ) -> Snapshot:
     """What `trained` is now. Must be written or read before the next step."""
-    trained.device_store.read()
+    trained.device_store.show()
     store = trained.store
     frozen = tuple(name for name in store.parameters if name not in store.masters)
     excluded = frozen if exclude_frozen else ()
@@ -63,7 +63,7 @@ def capture(
         frozen=frozen,
         excluded=excluded,
         extra=extra_states(trained.module),
-        optimizer=None if trained.optimizer is None else _optimizer(trained.optimizer, trained.device_store),
+        optimizer=None if trained.optimizer is None else _optimizer(trained.optimizer),
         scheduler=_scheduler(trained.scheduler),
         random=capture_random(trained.device),
         data=None if trained.loader is None else trained.loader.state_dict(trained.queued),
@@ -73,7 +73,6 @@ def capture(
 
 
 def _source(parameter: Tensor) -> Source:
-    """Saving does not write: what is on the device stays good there."""
     with ungated():
         return Source.of(parameter.data)
 
@@ -111,15 +110,14 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _optimizer(optimizer: HostOptimizer, device_store: DeviceStore) -> OptimizerState:
+def _optimizer(optimizer: HostOptimizer) -> OptimizerState:
     groups = tuple(
         ParameterGroup(names, dict(v)) for names, v in zip(optimizer.groups(), optimizer.hyper(), strict=True)
     )
     states: dict[str, dict[str, Any]] = {}
     for group in groups:
         for name in group.parameters:
-            newer = device_store.newer_state(name)
-            state = optimizer.state_of(name) if newer is None else newer
+            state = optimizer.state_of(name)
             if state:
                 states[name] = {
                     key: Source.of(value) if isinstance(value, Tensor) else value for key, value in state.items()

@@ -85,7 +85,8 @@ class Answer:
             "layer_calls": len(survey.graph.calls),
             "micro_batch": self.case.config.micro_batch,
             "accumulation": self.case.config.gradient_accumulation_steps,
-            "devices": survey.request.policy.devices,
+            "devices": survey.request.policy.devices * survey.request.policy.pipeline,
+            "processes": survey.request.policy.devices,
             "fits": self.fits,
             "lack": None if self.lack is None else asdict(self.lack),
         }
@@ -119,15 +120,18 @@ def _forecast_json(now: Forecast, unit: str) -> dict[str, Any]:
 
 def answered(asked: Asked, surveyed: Surveyed, host_bytes: int | None) -> Answer:
     """To `estimate` and `plan`. `host_bytes`: of the machine's host, where the options do not say it."""
-    config = asked.config(asked.devices)
+    config = asked.config(asked.processes)
     subject, survey = surveyed(asked.model, asked.shape(config), config)
 
     def resurvey(rows: int) -> Survey:
-        return surveyed(asked.model, BatchShape(rows, asked.sequence), config)[1].among(asked.devices)
+        return surveyed(asked.model, BatchShape(rows, asked.sequence), config)[1].among(asked.processes)
 
     one = Case(subject, config, survey, asked.host_bytes or host_bytes)
-    found = answer(replace(one, survey=survey.among(asked.devices)), resurvey, asked.advice)
-    if asked.devices == 1:
+    found = answer(replace(one, survey=survey.among(asked.processes)), resurvey, asked.advice)
+    if survey.request.policy.pipeline > 1:
+        config = replace(config, harmony=replace(config.harmony, devices=1))
+        one = replace(one, survey=surveyed(asked.model, asked.shape(config), config)[1])
+    elif asked.processes == 1:
         return found
     try:
         return replace(found, alone=forecast(one.situation))

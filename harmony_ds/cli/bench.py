@@ -35,7 +35,7 @@ class Raced(options.Wanted):
     device_memory_gib: float | None = None
     device: str | None = None
     threads: int | None = None
-    devices: int = 1
+    processes: int = 1
     uncapped: str | None = None
     ablate: bool = False
 
@@ -138,8 +138,8 @@ def _task(wanted: Raced) -> Workload:
         sequence=wanted.sequence,
         device=wanted.on,
         memory_gib=config.harmony.device_memory_gib,
-        threads=wanted.threads or (1 if wanted.on == "cpu" else torch.get_num_threads() // wanted.devices),
-        devices=wanted.devices,
+        threads=wanted.threads or (1 if wanted.on == "cpu" else torch.get_num_threads() // wanted.processes),
+        devices=wanted.processes,
     )
 
 
@@ -168,6 +168,11 @@ def _engines(task: Workload, wanted: Raced, several: bool) -> Iterator[Contestan
             _tell(f"{label} is left out: {reason}")
         else:
             yield Contestant(f"{label} | {task.items:,} {task.subject.unit}" if several else label, name, own)
+    if (wanted.devices or 1) > 1:  # the others run on one device
+        ours = {**task.ds_config, "harmony": {**task.ds_config["harmony"], "devices": 1}}
+        label = "harmony, one device"
+        one = replace(task, ds_config=ours)
+        yield Contestant(f"{label} | {task.items:,} {task.subject.unit}" if several else label, "harmony", one)
 
 
 def _with_best(

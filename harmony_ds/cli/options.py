@@ -75,7 +75,7 @@ OPTIONS: dict[str, Option] = {
         for name, key in _OF_KEYS.items()
         if key.option is not None
     },
-    "devices": Option("Devices of one server that train together, each with a micro-batch of its own.", "N", 1),
+    "processes": Option("Replicas on one server, each a process with micro-batches and devices of its own.", "N", 1),
     "host_memory_gib": Option("Host memory that may be used, in GiB.", "GIB", 0.001),
     "machine": Option(
         'GPU, and if not the usual ones its link and host: "rtx4090/pcie4/desktop-ddr5" (without: rtx4090).', "NAME"
@@ -112,7 +112,7 @@ OPTIONS: dict[str, Option] = {
     "target": Option("The folder to write into; made if it is not there.", "DST", is_argument=True),
     "to": Option("harmony, deepspeed-zero2, deepspeed-zero3, universal or hf.", "LAYOUT"),
     "tag": Option("Which checkpoint in SRC."),
-    "processes": Option("deepspeed-zero2 and -zero3: with so many processes DeepSpeed will go on.", "N", 1),
+    "convert.processes": Option("deepspeed-zero2 and -zero3: with so many processes DeepSpeed will go on.", "N", 1),
     "sub_group_size": Option("deepspeed-zero3: that of the ds_config it will go on with.", "N", 1),
 }
 """By the parameter's name; before it, by the command's and its."""
@@ -131,9 +131,10 @@ class Wanted:
     ds_config: Path | None = None
     micro_batch: int | None = None
     sequence: int | None = None
+    devices: int | None = None
 
     def config(self, world_size: int = 1) -> Config:
-        """The ds_config with the options' values in it, for so many devices.
+        """The ds_config with the options' values in it, for so many processes.
 
         Raises:
             ConfigError: it cannot be meant.
@@ -158,9 +159,9 @@ class Planned(Wanted):
 
 @dataclass(frozen=True)
 class Asked(Planned):
-    """And on how many devices, what of the host's memory, and how much of an answer is wanted."""
+    """And in how many processes, what of the host's memory, and how much of an answer is wanted."""
 
-    devices: int = 1
+    processes: int = 1
     host_memory_gib: float | None = None
     advice: bool = True
     as_json: bool = False

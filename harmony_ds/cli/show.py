@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from harmony_ds.cli.answer import Answer, Lack
-from harmony_ds.forecast import STREAM_NAMES, Forecast
+from harmony_ds.forecast import Forecast, name_of
 from harmony_ds.scheduler.grid import amount
 from harmony_ds.scheduler.sizes import WHOLE, Sizes
 from harmony_ds.text import labelled, wrapped
@@ -29,9 +29,13 @@ def _show(answer: Answer, note: str) -> None:
     print(f"{subject.name}, {_count(parameters)} parameters in {len(survey.graph.layers)} layers")
     print(wrapped(f"on {survey.profile.machine.name}{note}"))
     rows = "1 row" if config.micro_batch == 1 else f"{config.micro_batch} rows"
-    devices = survey.request.policy.devices
-    each = "" if devices == 1 else f" on each of {devices} devices"
-    print(f"{steps} micro-batches of {rows} in a step{each}: {subject.items * steps * devices:,} {subject.unit}\n")
+    policy = survey.request.policy
+    processes, devices = policy.devices, policy.devices * policy.pipeline
+    each = "" if processes == 1 else f" in each of {processes} processes"
+    driven = "" if policy.pipeline == 1 else f", through a pipeline of {policy.pipeline} devices"
+    print(
+        f"{steps} micro-batches of {rows} in a step{each}{driven}: {subject.items * steps * processes:,} {subject.unit}\n"
+    )
     if answer.forecast is not None:
         _show_forecast(answer.forecast, subject.unit)
     if answer.forecast is not None and answer.alone is not None:
@@ -52,11 +56,12 @@ def _show_forecast(now: Forecast, unit: str) -> None:
     device, host = _budget(now.device_budget_bytes), _budget(now.host_budget_bytes)
     fits = "does not fit" if now.host_missing_bytes else "fits"
     kinds = ", ".join(f"{kind} {amount(nbytes)}" for kind, nbytes in now.host_bytes.items() if nbytes)
-    busy = ", ".join(f"{STREAM_NAMES[name]} {share:.0%}" for name, share in now.busy_share.items() if share >= 0.005)
+    busy = ", ".join(f"{name_of(name)} {share:.0%}" for name, share in now.busy_share.items() if share >= 0.005)
     swaps, sizes = now.prediction.swaps, Sizes.of(now.plan.policy)
     moved, stash = swaps.weights_in + swaps.gradients_out, swaps.stash_in + swaps.stash_out
     versus = "" if now.plan.policy.devices > 1 else f"; ZeRO-3 offload moves {amount(now.zero3_offload_bytes)}"
     between = f", {amount(swaps.sent)} to other devices" if swaps.sent else ""
+    between += f", {amount(swaps.moved)} from device to device" if swaps.moved else ""
     lines = {
         "device": f"{amount(now.plan.peak_bytes)} of {device}: fits",
         "host": f"{amount(now.host_total_bytes)} of {host}: {fits} ({kinds})",
@@ -64,7 +69,7 @@ def _show_forecast(now: Forecast, unit: str) -> None:
         **({} if sizes == WHOLE else {"pieces": str(sizes)}),
         "one step": f"{_seconds(now.prediction.step_ms)}: {now.items_per_s:,.0f} {unit}/s, the device computes "
         f"{1 - now.prediction.idle_share:.0%} of the time",
-        "bottleneck": f"{STREAM_NAMES[now.bottleneck]} (busy: {busy})",
+        "bottleneck": f"{name_of(now.bottleneck)} (busy: {busy})",
         "swaps": f"{amount(moved)} of weights and gradients = {moved / max(1, now.lower_bound_bytes):.2f} x the lower "
         f"bound, {amount(stash)} of stash{between}{versus}",
     }

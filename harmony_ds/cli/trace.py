@@ -18,7 +18,7 @@ from harmony_ds.cli.show import DOES_NOT_FIT
 from harmony_ds.config import Config
 from harmony_ds.engine import HarmonyEngine
 from harmony_ds.errors import ConfigError, DoesNotFitError
-from harmony_ds.forecast import STREAM_NAMES
+from harmony_ds.forecast import name_of
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
@@ -114,7 +114,7 @@ def _as_json(drawn: _Drawn, output: Path) -> dict[str, Any]:
 def _show(drawn: _Drawn, output: Path) -> None:
     prediction, executed = drawn.choice.prediction, drawn.executed
     both: dict[str, tuple[float, float | None]] = {
-        STREAM_NAMES[name]: (ms, None if executed is None else executed.busy_ms[name])
+        name_of(name): (ms, None if executed is None else executed.busy_ms.get(name, 0.0))
         for name, ms in busy_of(prediction.spans).items()
     }
     both["the whole step"] = prediction.step_ms, None if executed is None else executed.step_ms

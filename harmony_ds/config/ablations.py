@@ -16,7 +16,7 @@ ABLATIONS: tuple[Ablation, ...] = (
     Ablation(
         "everything",
         {path: value for one in _ALONE if not (one.is_choice or one.device) for path, value in one.changes.items()},
-        "grouping, prefetch, just-in-time and overlapped updates, the fused last pack and residency, all off",
+        "grouping, prefetch and residency, all off",
         rounds_on=tuple(device for ablation in _ALONE if not ablation.is_choice for device in ablation.rounds_on),
     ),
 )

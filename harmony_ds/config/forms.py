@@ -120,6 +120,7 @@ def _both_passes(value: object) -> object:
 
 
 _AT_LEAST_1 = Form("a whole number of at least 1", _COUNT, _MUST)
+_DEVICES_TYPE = Literal["all"] | _COUNT | Annotated[tuple[StrictStr, ...], Field(min_length=1)]
 _GIB = Form("a number above 0", Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)], _MUST)
 _ROWS = '"config", "auto", a whole number of rows of at least 1, or two such numbers, as {"forward": 8, "backward": 4}'
 _ROWS_TYPE = Literal["config", "auto"] | Annotated[tuple[_COUNT, _COUNT], Strict()]
@@ -156,6 +157,9 @@ FORMS: dict[str, Form] = {
     "gib or null": optional(_GIB),
     "file or null": optional(Form("the path of a JSON file", StrictStr, _MUST)),
     "device": Form('a name such as "cpu" or "cuda:0"', StrictStr, _MUST),
+    "devices": Form(
+        'a number of at least 1, "all", or a list of names such as ["cuda:0", "cuda:1"]', _DEVICES_TYPE, _IS
+    ),
     "patterns": Form('a list of patterns such as ["model.layers.*"]', tuple[StrictStr, ...], _MUST),
     "weights": Form('"auto", "whole" or "share"', Literal["auto", "whole", "share"], _IS),
     "place": Form('"auto", "device" or "host"', Literal["auto", "device", "host"], _IS),

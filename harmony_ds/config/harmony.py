@@ -8,22 +8,11 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSwitches:
-    """How a plan is carried out. Every plan knows what it was made with: see `harmony_ds.scheduler.plan.Policy`."""
-
-    grouping: bool = True
-    prefetch: bool = True
-    just_in_time_update: bool = True
-    overlap_update: bool = True
-    fuse_last_pack: bool = True
-    gradient_slabs: int = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HarmonySettings(PlanSwitches):
+class HarmonySettings:
     """The "harmony" block, and all that a plan is asked for beside the model and the machine."""
 
     device: str = "auto"
+    devices: int | str | tuple[str, ...] = 1
     device_memory_gib: float | None = None
     pack_layers: int | None = None
     layers: tuple[str, ...] = ()
@@ -39,6 +28,9 @@ class HarmonySettings(PlanSwitches):
     plan: str | None = None
     profile: str | None = None
     unknown_keys: str = "error"
+    grouping: bool = True
+    prefetch: bool = True
+    gradient_slabs: int = 3
 
     @property
     def budget_bytes(self) -> int | None:

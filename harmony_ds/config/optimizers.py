@@ -17,14 +17,16 @@ class Native:
     Attributes:
         cls, module: its class, and where that is.
         op, update: the attribute that holds its compiled op, and the update function in it.
-        macro: that our stand-in for the update function is compiled with (csrc/gil_free.cpp).
+        numbers, tensors: what the C++ function behind it takes: the types of numbers, as C++ compilers spell them, and then
+            so many tensors.
     """
 
     cls: str
     module: str
     op: str
     update: str
-    macro: str
+    numbers: str
+    tensors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class OptimizerRow:
         needs: an option without which it keeps nothing.
         classes: of the same formula: each may go on with the state of another. DeepSpeed's own first.
         native: how DeepSpeed compiles it for the host.
-        on_device: the class that takes the compiled one's place on an accelerator.
-        kept_as: names of its state in that class, where they differ ("": nothing reads it).
+        on_device: the class of torch's that takes the compiled one's place on an accelerator; of Lion's size, not formula.
+        kept_as: names of its state in that class, where they differ.
         refusal: why it is not run.
         of_deepspeed: whether DeepSpeed 0.19.8 knows the name.
         whole: it does not treat parameters one by one.
@@ -63,24 +65,21 @@ OPTIMIZERS = (
         ("adam", "adamw"),
         ("exp_avg", "exp_avg_sq"),
         classes=("DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam", "AdamW", "Adam"),
-        native=Native("DeepSpeedCPUAdam", "deepspeed.ops.adam", "ds_opt_adam", "adam_update", "HARMONY_ADAM"),
+        native=Native("DeepSpeedCPUAdam", "deepspeed.ops.adam", "ds_opt_adam", "adam_update", "imfffffb", 4),
         on_device="AdamW",
     ),
     OptimizerRow(
         ("lion",),
         ("exp_avg",),
         classes=("DeepSpeedCPULion", "FusedLion"),
-        native=Native("DeepSpeedCPULion", "deepspeed.ops.lion", "ds_opt_lion", "lion_update", "HARMONY_LION"),
-        on_device="Lion",
-        kept_as={"exp_avg_sq": ""},
+        native=Native("DeepSpeedCPULion", "deepspeed.ops.lion", "ds_opt_lion", "lion_update", "imffff", 3),
+        on_device="RMSprop",
     ),
     OptimizerRow(
         ("adagrad",),
         ("exp_avg_sq",),
         classes=("DeepSpeedCPUAdagrad",),
-        native=Native(
-            "DeepSpeedCPUAdagrad", "deepspeed.ops.adagrad", "ds_opt_adagrad", "adagrad_update", "HARMONY_ADAGRAD"
-        ),
+        native=Native("DeepSpeedCPUAdagrad", "deepspeed.ops.adagrad", "ds_opt_adagrad", "adagrad_update", "imfff", 3),
         on_device="Adagrad",
         kept_as={"exp_avg_sq": "sum"},
     ),

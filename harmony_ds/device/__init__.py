@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+
 import torch
 
 from harmony_ds.device.base import Device, Event, MemoryProbe, Stream
 from harmony_ds.device.cpu import CpuDevice
 from harmony_ds.device.cuda import CudaDevice
+from harmony_ds.device.group import DeviceGroup
 from harmony_ds.device.host_streams import HostStreamDevice
 from harmony_ds.errors import ConfigError, ContradictionError
 
@@ -14,34 +18,92 @@ __all__ = [
     "CpuDevice",
     "CudaDevice",
     "Device",
+    "DeviceGroup",
     "Event",
     "HostStreamDevice",
     "MemoryProbe",
     "Stream",
-    "device_of_process",
+    "devices_of_process",
     "make_device",
+    "make_devices",
 ]
 
 
-def device_of_process(name: str, local_rank: int, processes: int) -> str | None:
-    """The CUDA device of one of several processes, its current one from now on; None: it is to have none.
+Devices = int | str | tuple[str, ...]
+"""What harmony.devices says: so many, "all" there are, or these."""
+
+
+def devices_of_process(name: str, devices: Devices, local_rank: int, processes: int) -> tuple[str, ...]:
+    """The CUDA devices of one of several processes, the first of them its current one from now on; (): it has none.
+
+    Process `r` of a server drives devices `r * N` to `r * N + N - 1`.
 
     Raises:
-        ContradictionError: all `processes` were given the same one.
+        ContradictionError: all `processes` were given the same ones.
+        ConfigError: there are not so many.
     """
     if name == "cpu" or not torch.cuda.is_available():
-        return None
+        return ()
     if name not in ("auto", "cuda"):
         raise ContradictionError(
             f'harmony.device is "{name}" for all {processes} processes: leave it to the launcher, which gives each a '
             'device of its own ("auto").'
         )
-    torch.cuda.set_device(local_rank)
-    return f"cuda:{local_rank}"
+    if isinstance(devices, tuple):
+        raise ContradictionError(
+            f"harmony.devices names {', '.join(devices)} for all {processes} processes: say how many each drives."
+        )
+    there = torch.cuda.device_count()
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE") or processes)
+    each = max(1, there // beside) if isinstance(devices, str) else devices
+    first = local_rank * each
+    if first + each > there:
+        raise ConfigError(
+            f"{beside} processes of {each} devices each (harmony.devices) need {beside * each} CUDA devices, and this "
+            f"machine has {there}: start {there // each} processes, or let each drive fewer."
+        )
+    torch.cuda.set_device(first)
+    return tuple(f"cuda:{first + index}" for index in range(each))
 
 
-def make_device(name: str, budget_bytes: int | None, pin: bool = True) -> Device:
-    """The device called `name`: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
+def make_devices(name: str, devices: Devices, budget_bytes: int | None, pin: bool = True) -> Device:
+    """The devices that one process drives, one of which is called `name`: so many, "all" there are, or these.
+
+    A name that stands there twice makes two logical devices of one GPU.
+
+    Raises:
+        ConfigError: there are not so many, or they are not alike.
+    """
+    if devices == 1:
+        return make_device(name, budget_bytes, pin)
+    on_cpu = name == "cpu" or (name == "auto" and not torch.cuda.is_available())
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices == "all":
+        devices = 1 if on_cpu else max(1, there)
+    if isinstance(devices, int):
+        if not on_cpu and devices > there:
+            names = ", ".join(f"cuda:{index}" for index in range(there)) or "none"
+            raise ConfigError(
+                f"harmony.devices asks for {devices} CUDA devices, and this process sees {there} ({names}): ask for "
+                "fewer, or let it see more (CUDA_VISIBLE_DEVICES, --num_gpus of a launcher)."
+            )
+        devices = ("cpu",) * devices if on_cpu else tuple(f"cuda:{index}" for index in range(devices))
+    assert not isinstance(devices, str)
+    if len(devices) == 1:
+        return make_device(devices[0], budget_bytes, pin)
+    counts = Counter(devices)
+    made = [make_device(one, budget_bytes, pin, counts[one]) for one in devices]
+    models = {f"{one} is a {device.model}" for one, device in zip(devices, made, strict=True)}
+    if len({device.model for device in made}) > 1:
+        raise ConfigError(
+            f"harmony.devices are not alike ({', '.join(sorted(models))}): one plan is made for all, by the times of the "
+            "first. Name devices of one kind."
+        )
+    return DeviceGroup(made)
+
+
+def make_device(name: str, budget_bytes: int | None, pin: bool = True, logical: int = 1) -> Device:
+    """The device called `name`: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"; one of `logical` on it.
 
     Raises:
         ConfigError: there is no such device on this machine.
@@ -57,4 +119,4 @@ def make_device(name: str, budget_bytes: int | None, pin: bool = True) -> Device
     wanted = int(index) if index else (torch.cuda.current_device() if count else 0)
     if wanted >= count:
         raise ConfigError(f'harmony.device is "{name}" but this machine has {count} CUDA devices: use "cpu" or "auto".')
-    return CudaDevice(wanted, budget_bytes, pin)
+    return CudaDevice(wanted, budget_bytes, pin, logical)

@@ -53,12 +53,17 @@ Moment = object
 
 Issuing = AbstractContextManager[object]
 
+HOME = 0
+"""Of the devices that one process drives, that of inputs, unlayered parameters, and all else that is no pack's."""
+
 
 class Device(ABC):
     """Buffers, copies, streams, events, random state, memory limit and peak of one device."""
 
     name: str
     torch_device: torch.device
+    model = "CPU"
+    """What it is: one plan is made for devices of one model."""
     budget_bytes: int | None
     copies_overlap: bool
     """Whether copies run beside compute, or on the thread that computes."""
@@ -68,6 +73,9 @@ class Device(ABC):
     """Whether `host_empty` page-locks."""
     has_values = True
     """Whether tensors have contents. Where they have none, nothing can depend on them: equal calls take the same."""
+    number = 0
+    """Which of the devices that one process drives is current, of `count`."""
+    count = 1
     modes: tuple[type, ...] = ()
     """Torch's modes of its own, which `inherited` enters."""
     _watch: Callable[[Stream, Issuing], Issuing] | None = None
@@ -115,6 +123,13 @@ class Device(ABC):
     def inherited(self) -> AbstractContextManager[object]:
         """A context for the thread that runs a model: this is the current device, its compute stream the current one."""
 
+    def enter(self, number: int) -> None:  # noqa: B027 - a device is alone unless it is a group
+        """Make device `number` of a group the one that this thread issues on."""
+
+    def peaks(self) -> tuple[int, ...]:
+        """The peak of each device, in bytes."""
+        return (self.peak_bytes(),)
+
     def current(self) -> object:
         """What this thread would issue on now; two of them compare."""
         return None
@@ -156,6 +171,9 @@ class Device(ABC):
 
         To be called before the buffer is dropped.
         """
+
+    def used(self, tensor: Tensor) -> None:  # noqa: B027 - most devices have one stream
+        """The compute stream uses `tensor`, which another stream made: its memory is not used again before that is done."""
 
     def charge(self, nbytes: int, what: str) -> None:
         """Tells of `nbytes` that torch holds on the device for us. Does nothing where an allocator counts them.

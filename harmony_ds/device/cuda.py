@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import Device, Event, Moment, Stream
+from harmony_ds.device.base import Device, Event, MemoryProbe, Moment, Stream
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every device."""
 
 
 class CudaDevice(Device):
@@ -27,23 +30,27 @@ class CudaDevice(Device):
     _shares: ClassVar[dict[int, list[float]]] = {}
     """Of each device what this process may have: without engines, and as each living one wants it. The last is in force."""
 
-    def __init__(self, index: int = 0, budget_bytes: int | None = None, pin: bool = True) -> None:
+    def __init__(self, index: int = 0, budget_bytes: int | None = None, pin: bool = True, logical: int = 1) -> None:
+        """`logical`: how many devices of this process are this GPU. They share its memory; each has streams of its own."""
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
+        self.model = torch.cuda.get_device_name(index)
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         self.budget_bytes = budget_bytes
         if budget_bytes is None:
-            self.budget_bytes = int(0.9 * (free_bytes + torch.cuda.memory_reserved(index)))
-        self._share = None if budget_bytes is None else min(1.0, budget_bytes / total_bytes)
+            self.budget_bytes = int(0.9 * (free_bytes + torch.cuda.memory_reserved(index)) / logical)
+        self._share = None if budget_bytes is None else min(1.0, logical * budget_bytes / total_bytes)
         self._limits = False
         self.pins_host = pin
         self._registered: dict[int, int] = {}  # address to bytes
-        self._streams = {stream: torch.cuda.Stream(index) for stream in Stream if stream is not Stream.COMPUTE}
+        self._logical = logical
+        # Of several logical devices none may compute on what is current: that may be another one's.
+        self._streams = {one: torch.cuda.Stream(index) for one in Stream if logical > 1 or one is not Stream.COMPUTE}
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
-        if stream is Stream.COMPUTE:
-            return torch.cuda.current_stream(self.torch_device)
-        return self._streams[stream]
+        if stream in self._streams:
+            return self._streams[stream]
+        return torch.cuda.current_stream(self.torch_device)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         context = torch.cuda.stream(self._stream(stream))
@@ -73,8 +80,18 @@ class CudaDevice(Device):
         assert isinstance(event, torch.cuda.Event)
         self._stream(stream).wait_event(event)
 
-    def inherited(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream(Stream.COMPUTE))
+    @contextmanager
+    def inherited(self) -> Iterator[None]:
+        outside, own = torch.cuda.current_stream(self.torch_device), self._stream(Stream.COMPUTE)
+        if own != outside:
+            own.wait_stream(outside)
+        with torch.cuda.stream(own):
+            yield
+        if own != outside:
+            outside.wait_stream(own)
+
+    def enter(self, number: int) -> None:
+        torch.cuda.set_stream(self._stream(Stream.COMPUTE))
 
     def current(self) -> object:
         return torch.cuda.current_device(), torch._C._cuda_getCurrentStream(self.torch_device.index)
@@ -95,6 +112,9 @@ class CudaDevice(Device):
         staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return staged.to(self.torch_device, non_blocking=True)
 
+    def used(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._stream(Stream.COMPUTE))
+
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = torch.empty(numel, dtype=dtype)
         self.host_lock(buffer)
@@ -104,8 +124,8 @@ class CudaDevice(Device):
         nbytes = buffer.numel() * buffer.element_size()
         if not self.pins_host or nbytes == 0:
             return
-        with torch.cuda.device(self.torch_device):  # registering is for the current device, and makes it one
-            status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+        with torch.cuda.device(self.torch_device):  # registering makes a device the current one
+            status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, _PORTABLE)
         if int(status) == 0:
             self._registered[buffer.data_ptr()] = nbytes
         else:
@@ -169,10 +189,20 @@ class CudaDevice(Device):
         return 2 * workspace + (len(Stream) - 1) * (2 + 20) * 2**20
 
     def allocated_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.torch_device)
+        """Of several logical devices, which the allocator does not tell apart: an equal part."""
+        return torch.cuda.memory_allocated(self.torch_device) // self._logical
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        return torch.cuda.max_memory_allocated(self.torch_device) // self._logical
+
+    @contextmanager
+    def probe(self) -> Iterator[MemoryProbe]:
+        logical, self._logical = self._logical, 1  # while a model is measured, one of them works
+        try:
+            with super().probe() as probe:
+                yield probe
+        finally:
+            self._logical = logical
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

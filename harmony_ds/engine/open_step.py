@@ -187,7 +187,7 @@ class OpenStep:
         self._assembly.finish_updates()
 
     def materialize(self, name: str) -> None:
-        self._assembly.looks.at_weights((name,))
+        self._assembly.finish_updates()
 
     def before_write(self, name: str) -> None:
         """As `propagate`, since the values of `name` are about to be changed.

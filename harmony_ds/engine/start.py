@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ from harmony_ds.arguments import the_model
 from harmony_ds.assembly import assemble
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
-from harmony_ds.device import Device, device_of_process
+from harmony_ds.device import Device, devices_of_process
 from harmony_ds.distributed import init_distributed, launched_size
 from harmony_ds.engine.core import Client, HarmonyEngine
 from harmony_ds.engine.partitioned import make_whole
@@ -119,12 +120,19 @@ def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Co
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return settings, Alone()
     harmony = settings.harmony
+    if harmony.devices != 1 and "CROSS_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise UnsupportedError(
+            f"harmony.devices is {harmony.devices}, which one process drives, and DeepSpeed's launcher has started "
+            f"{dist.get_world_size()}: start the script by `python {Path(sys.argv[0]).name}`, or by `torchrun "
+            "--nproc_per_node P` for P replicas with so many devices each."
+        )
     on_cuda = device is not None and device.torch_device.type == "cuda"
     if device is None:
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-        own = device_of_process(harmony.device, local_rank, dist.get_world_size())
-        if own is not None:
-            on_cuda, settings = True, replace(settings, harmony=replace(harmony, device=own))
+        own = devices_of_process(harmony.device, harmony.devices, local_rank, dist.get_world_size())
+        if own:
+            devices = own if len(own) > 1 else 1
+            on_cuda, settings = True, replace(settings, harmony=replace(harmony, device=own[0], devices=devices))
     parameters = dict(model.named_parameters())
     digest = {
         "The ds_config": settings.values,

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from harmony_ds.assembly import Assembly
-from harmony_ds.offload.ledger import Kind, Traffic
+from harmony_ds.offload.ledger import SWAPPED, Traffic
 from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
@@ -24,7 +24,7 @@ class StepRecord:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._planner = assembly.runner.planner
-        self._peak_bytes = 0
+        self._peaks: tuple[int, ...] = (0,)
         self._step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._plan: Plan | None = None  # that `_step_ms` is of
         self.traffic: Traffic | None = None
@@ -45,7 +45,7 @@ class StepRecord:
             traffic, sent = self._assembly.ledger.close(), self._assembly.parts.world.sent_bytes
             sent_bytes, self._sent_before = sent - self._sent_before, sent
         self._note_time((time.perf_counter() - begin) * 1e3, as_planned)
-        self._peak_bytes = device.peak_bytes()
+        self._peaks = device.peaks()
         self.traffic, self._sent_bytes, self.micro_batches = traffic, sent_bytes, micro_batches
 
     def _note_time(self, step_ms: float, as_planned: bool) -> None:
@@ -95,6 +95,11 @@ class StepRecord:
             zero3_offload_bytes(graph, weight_bytes, self.micro_batches),
             self.micro_batches,
             self._sent_bytes,
+            dict(self.traffic.between_devices),
+            tuple(
+                (self.traffic.links[number, True], self.traffic.links[number, False])
+                for number in range(self._assembly.device.count)
+            ),
         )
 
     def plan_report(self) -> PlanReport:
@@ -106,17 +111,16 @@ class StepRecord:
         if self.traffic is None or self._planner.plan is None:
             raise RuntimeError("there has been no optimizer step yet: plan_report() compares steps with their plan.")
         swapped = sum(
-            side[kind]
-            for side in (self.traffic.host_to_device, self.traffic.device_to_host)
-            for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.ACTIVATIONS)
+            side[kind] for side in (self.traffic.host_to_device, self.traffic.device_to_host) for kind in SWAPPED
         )
         return PlanReport(
             self._planner.choices,
             tuple(self._step_ms),
-            self._peak_bytes,
+            max(self._peaks),
             swapped,
             self._sent_bytes,
             self._planner.swaps,
+            sum(self.traffic.between_devices.values()),
         )
 
     def memory_report(self) -> MemoryReport:
@@ -124,10 +128,11 @@ class StepRecord:
         self._assembly.wait_for_updates()
         plan, device = self._planner.plan, self._assembly.device
         return MemoryReport(
-            device_peak_bytes=self._peak_bytes,
+            device_peak_bytes=max(self._peaks),
+            device_peaks=self._peaks,
             planned_peak_bytes=0 if plan is None else plan.peak_bytes,
             budget_bytes=device.budget_bytes,
             host_bytes=self._assembly.host_bytes(),
-            counted="plan" if device.name == "cpu" else "allocator",
+            counted="plan" if device.torch_device.type == "cpu" else "allocator",
             beside_bytes=self._planner.beside_bytes,
         )

@@ -120,6 +120,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             self._ds_config = read_config(self.args.deepspeed) if self.args.deepspeed else {}
         # accelerate's own DeepSpeed stays out: the engine places weights, clips, scales and casts.
         self.args.deepspeed = self.args.deepspeed_plugin = None
+        self.args._n_gpu = min(1, self.args.n_gpu)  # the engine drives those there are: no DataParallel
         theirs = super()._build_accelerator_args(**kwargs)
         return {**theirs, "deepspeed_plugin": None, "mixed_precision": "no", "device_placement": False}
 
@@ -189,17 +190,16 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
 
     def _filled_config(self, max_steps: int) -> dict[str, Any]:
         """The ds_config, its "auto" values filled as Hugging Face fills them."""
-        args = self.args
         config = copy.deepcopy(dict(self._ds_config or {}))
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
             config.setdefault(key, "auto")
-        for name, wanted in (("bf16", args.bf16), ("fp16", args.fp16)):
+        for name, wanted in (("bf16", self.args.bf16), ("fp16", self.args.fp16)):
             if wanted:
                 config.setdefault(name, {"enabled": "auto"})
         filler = HfTrainerDeepSpeedConfig(config)
         try:
-            filler.trainer_config_process(args)
-            filler.trainer_config_finalize(args, self.model, max_steps)
+            filler.trainer_config_process(self.args)
+            filler.trainer_config_finalize(self.args, self.model, max_steps)
         finally:
             unset_hf_deepspeed_config()  # from_pretrained would build later models for ZeRO-3
         return dict(filler.config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.errors import ModelError, RecomputeError
+from harmony_ds.measuring.flow_watch import FlowWatch
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.routing import RoutingWatch, extremes
@@ -56,6 +58,7 @@ class Measurement(Passes):
         self._base = 0  # alive before the first call
         self._given: list[tuple[int, Writes]] = []  # to the layers' calls
         self._surprises: list[str] = []
+        self._flow: FlowWatch | None = None
 
     def measure(self, sample: Sample) -> CostTable:
         """Costs of its forward pass and of propagating its objective.
@@ -69,6 +72,7 @@ class Measurement(Passes):
         with self._opened() as copy, self._parts.layer_calls.gathering_surprises() as self._surprises:
             _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
             self._resident_leaves = copy.leaves
+            self._flow = FlowWatch(copy.leaves.values()) if self._parts.device.count > 1 else None
             with self._parts.device.probe() as probe:
                 self._stretch = _Stretch(probe)
                 self._base = probe.live_bytes()
@@ -79,8 +83,9 @@ class Measurement(Passes):
         seen = self._seen
         seen.scalar, seen.grain = self._allocation(torch.float32), self._allocation(torch.uint8)
         self._stretch.begin()
-        outputs = self._forward(sample)
-        loss = sample.objective(outputs)
+        with self._flow or nullcontext():
+            outputs = self._forward(sample)
+            loss = self._objective(sample, outputs)
         self._check_seen()
         seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
@@ -99,6 +104,14 @@ class Measurement(Passes):
         seen.held_and_stashed = self._drop_recorded()
         seen.held = max(0, held - seen.held_and_stashed)
         self._settle()
+
+    def _objective(self, sample: Sample, outputs: Any) -> Tensor | None:
+        if self._flow is None:
+            return sample.objective(outputs)
+        self._flow.in_objective = True
+        loss = sample.objective(outputs)
+        self._seen.flow = self._flow.flow
+        return loss
 
     def _allocation(self, dtype: torch.dtype) -> int:
         """What the allocator takes for one element."""
@@ -143,6 +156,8 @@ class Measurement(Passes):
         with RoutingWatch() as watch:
             outputs, recorded = self._record(replace(request, forward=forward), copy)
         call.note_most(forward_bytes=stretch.peak())
+        if self._flow is not None:
+            self._flow.call(request, self._inputs, outputs)
         if recorded is not None:
             self._given += [(request.layer, writes) for writes in recorded.writes]
             self._note(call, recorded)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.flow import Flow
 
 _Gradient = OutputGradient | InterLayerGradient
 _NOTHING_KNOWN = CallCost()
@@ -55,6 +56,7 @@ class Seen:
         held, held_and_stashed: see `CostTable`.
         scalar, grain: what a number takes on the device, and what a byte does.
         spans: places that share inter-layer operations, see `InterLayerGraph.spans`.
+        flow: what is handed from layer to layer, where several devices are to run them.
     """
 
     calls: list[SeenCall] = field(default_factory=list)
@@ -64,6 +66,7 @@ class Seen:
     scalar: int = 0
     grain: int = 1
     spans: set[tuple[int, int]] = field(default_factory=set)
+    flow: Flow = field(default_factory=Flow)
 
     def table(self) -> CostTable:
         """The costs of every call."""
@@ -75,6 +78,7 @@ class Seen:
             self.held,
             scalar_bytes=self.scalar,
             held_and_stashed_bytes=self.held_and_stashed,
+            flow=self.flow,
         )
 
     def _cost(self, position: int) -> CallCost:

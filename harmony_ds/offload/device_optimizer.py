@@ -9,63 +9,25 @@ the host's. Knows no packs.
     torch.optim            itself                 itself, fused or parameter by parameter
     DeepSpeedCPUAdam       itself                 torch.optim.AdamW or Adam
     DeepSpeedCPUAdagrad    itself                 torch.optim.Adagrad
-    DeepSpeedCPULion       itself                 Lion, below
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.config.optimizers import OptimizerRow
-from harmony_ds.device.live_bytes import LiveBytes
-from harmony_ds.errors import OptimizerError
+from harmony_ds.config.optimizers import OptimizerRow, state_numbers
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper, part_of
 from harmony_ds.offload.native import native_of
 
-_FUSED_ON_CUDA = (torch.optim.Adam, torch.optim.SGD)  # AdamW is an Adam
+_TEMPORARIES = {"AdamW": 2, "Adam": 2, "Adagrad": 1, "SGD": 0}
+"""Tensors of a parameter's size that torch's step of one parameter takes; those of other classes are not known."""
 _GRAIN = 512
 """Allocators give memory in pieces of at least this many bytes."""
-_STEPS = 8
-"""RAdam takes more memory from its sixth step on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Device bytes of one parameter's update: its state between steps, and what a step takes beside that."""
-
-    state_bytes: int
-    working_bytes: int
-
-
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al. 2023, arXiv 2302.06675), with the state of DeepSpeed's."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = 0
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                state["step"] += 1
-                momentum = state["exp_avg"]
-                direction = (momentum * beta1).add_(parameter.grad, alpha=1 - beta1)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                # As DeepSpeed's: where the direction is zero, its sign still moves the parameter.
-                parameter.sub_(torch.full_like(direction, group["lr"]).copysign_(direction))
-                momentum.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)
 
 
 class DeviceOptimizer:
@@ -75,26 +37,25 @@ class DeviceOptimizer:
         self._host = host
         self._on_host = device.type == "cpu"
         row = native_of(host.optimizer)
-        stand_in = None
-        if row is not None:
-            coupled = not getattr(host.optimizer, "adam_w_mode", True)
-            stand_in = stand_in_of(row, [nn.Parameter(torch.empty(0))], coupled)
-        self._fused = device.type == "cuda" and isinstance(stand_in or host.optimizer, _FUSED_ON_CUDA)
-        # Memory is asked of the stand-in in any case: compiled code cannot step tensors that have no memory.
-        self._asked = part_of(stand_in or host.optimizer)
+        stand_in = None if row is None else stand_in_of(row, [nn.Parameter(torch.empty(0))], _is_coupled(host))
         self._replaced = stand_in is not None and not self._on_host
+        self._kind = _kind_of(stand_in or host.optimizer)
+        self._fused = device.type == "cuda" and self._kind in ("AdamW", "Adam", "SGD")
         self._kept_as = row.kept_as if row is not None and self._replaced else {}
-        self._kept_back = {there: here for here, there in self._kept_as.items() if there}
+        self._kept_back = {there: here for here, there in self._kept_as.items()}
         self._part = part_of(stand_in if stand_in is not None and self._replaced else host.part)
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._part.state = self.state
-        self._known: dict[tuple[torch.Size, int], Footprint] = {}
 
     @property
     def refusal(self) -> str | None:
         """Why this optimizer cannot step anything on the device, if so."""
         if self._host.steps_whole:
             return f"the step of {type(self._host.optimizer).__name__} has to be called as a whole"
+        if not self._kind:
+            return (
+                f"what {type(self._host.optimizer).__name__} takes is not known (of Adam, AdamW, SGD and Adagrad it is)"
+            )
         if self._replaced and not all(
             group.get("bias_correction", True) for group in self._host.optimizer.param_groups
         ):
@@ -110,7 +71,7 @@ class DeviceOptimizer:
     def step(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         """Steps `parameters` (fp32, on the device) that have a gradient (the same) once."""
         values = tuple(map(self._values, hyper))
-        if self._fused or self._host.native:
+        if self._fused:
             self._host.step_part(self._part, parameters, gradients, values)
             return
         # One by one: torch's loops keep the last parameter's intermediate results while they compute the next one's.
@@ -138,46 +99,27 @@ class DeviceOptimizer:
         """Copies the host's state of `name`, if there is any, beside `parameter`; returns the bytes moved."""
         known = self._host.state_of(name)
         self.state.pop(parameter, None)
-        if not known:
-            if self._replaced:
-                self.state[parameter] = _first_state(self._part, parameter)
-            return 0
-        read = {key: value for key, value in known.items() if self._kept_as.get(key, key)}
-        self.state[parameter] = {
-            self._kept_as.get(key, key): self._on_device(key, value, parameter) for key, value in read.items()
-        }
-        return sum(_bytes(value) for value in read.values())
-
-    def state_as_on_host(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
-        """The state beside `parameter` as the host's of `name` would be, but with the device's own tensors."""
-        values = {
-            key: int(value) if self._replaced and key == "step" else value
-            for key, value in self._named_as_on_host(self.state.get(parameter) or {}).items()
-        }
-        return {**(self._host.state_of(name) or {}), **values} if self._replaced else values
-
-    def _named_as_on_host(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {self._kept_back.get(key, key): value for key, value in state.items()}
+        if known:
+            self.state[parameter] = {
+                self._kept_as.get(key, key): self._on_device(key, value, parameter) for key, value in known.items()
+            }
+        elif self._replaced and self._kind == "Adagrad":  # which makes its state when it is constructed
+            self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
+        return sum(map(_bytes, (known or {}).values()))
 
     def copy_state_to_host(self, name: str, parameter: nn.Parameter) -> int:
         """Copies the state beside `parameter` into the host's state of `name`; returns the bytes moved."""
-        state = self.state.get(parameter)
+        state = {self._kept_back.get(key, key): value for key, value in (self.state.get(parameter) or {}).items()}
         if not state:
             return 0
+        if self._replaced:
+            state["step"] = int(state["step"])
         known = self._host.state_of(name) or {}
-        values = self.state_as_on_host(name, parameter)
-        own = self._named_as_on_host(state)
-        self._host.put_state(
-            name, {key: _into(known.get(key), value) if key in own else value for key, value in values.items()}
-        )
-        return sum(_bytes(value) for value in state.values())
-
-    def forget(self, parameter: nn.Parameter) -> None:
-        """Drops the state beside `parameter`."""
-        self.state.pop(parameter, None)
+        self._host.put_state(name, {key: _into(known.get(key), value) for key, value in state.items()})
+        return sum(map(_bytes, state.values()))
 
     def _on_device(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
-        if self._replaced and key == "step" and not isinstance(self._part, Lion):
+        if self._replaced and key == "step":
             value = torch.tensor(float(value))
         if not isinstance(value, Tensor):
             return value
@@ -187,69 +129,45 @@ class DeviceOptimizer:
 
     # ---- memory
 
-    def footprint(self, name: str, shape: torch.Size) -> Footprint:
-        """Bytes of the update of a parameter of `shape`, found by stepping one that has no memory.
+    def state_bytes(self, name: str, numel: int) -> int:
+        """Of a parameter of `numel`, on the device between steps."""
+        options = self._options(name)
+        numbers = (state_numbers(self._kind, options) or 0) + bool(options.get("amsgrad"))
+        return numbers * _rounded(numel) + (0 if self._kind == "SGD" else _GRAIN)
 
-        Raises:
-            OptimizerError: the optimizer cannot be asked.
-        """
-        key = (shape, self._host.group_of(name))
-        if key not in self._known:
-            try:
-                self._known[key] = self._footprint(name, shape, "meta")
-            except Exception:  # noqa: BLE001 - an optimizer that looks at values needs some
-                try:
-                    self._known[key] = self._footprint(name, shape, "cpu")
-                except Exception as failure:
-                    raise OptimizerError(
-                        f"the memory that {type(self._host.optimizer).__name__} takes on the device cannot be found out: "
-                        f"{failure!r}"
-                    ) from failure
-        return self._known[key]
+    def working_bytes(self, name: str, numel: int) -> int:
+        """What a step of it takes beside that."""
+        options = self._options(name)
+        coupled = options.get("weight_decay") if self._kind != "AdamW" else 0
+        more = sum(map(bool, (coupled, options.get("maximize"), options.get("nesterov"))))  # each takes one more
+        return 0 if self._fused else (_TEMPORARIES[self._kind] + more) * numel * torch.float32.itemsize
 
-    def _footprint(self, name: str, shape: torch.Size, place: str) -> Footprint:
-        parameter = nn.Parameter(torch.zeros(shape, device=place))
-        parameter.grad = torch.ones(shape, device=place)
-        part = part_of(self._asked)
-        part.state = defaultdict(dict)
-        if not self._host.native:
-            part.state[parameter] = {
-                key: torch.empty_like(value, device=place).copy_(value)
-                if isinstance(value, Tensor) and value.dim()
-                else deepcopy(value)
-                for key, value in (self._host.state_of(name) or {}).items()
-            }
-        else:
-            part.state[parameter] = _first_state(part, parameter)
-        values = self._host.hyper()[self._host.group_of(name)]
-        known = {**part.defaults, **{k: v for k, v in values.items() if not self._host.native or k in part.defaults}}
-        flags: dict[str, Any] = {key: False for key in ("foreach", "fused") if key in known}
-        part.param_groups = [{**known, **flags, "params": [parameter]}]
-        working = 0
-        with LiveBytes(place) as probe:
-            for _ in range(_STEPS):
-                probe.reset()
-                type(part).step(part)
-                working = max(working, probe.peak_bytes() - probe.live_bytes())
-        state = [value for value in part.state[parameter].values() if isinstance(value, Tensor)]
-        # A scalar is on the device only where a fused kernel reads it there.
-        return Footprint(sum(_rounded(value) for value in state), 0 if self._fused else working)
+    def _options(self, name: str) -> dict[str, Any]:
+        return self._host.optimizer.param_groups[self._host.group_of(name)]
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The class of torch's that it is, step included; "": none whose memory is known."""
+    classes = type(optimizer).__mro__
+    stepping = next(cls for cls in classes if "step" in cls.__dict__)
+    kinds = [
+        cls.__name__ for cls in classes if cls.__module__.startswith("torch.optim.") and cls.__name__ in _TEMPORARIES
+    ]
+    return kinds[0] if kinds and stepping.__module__.startswith("torch.optim.") else ""
+
+
+def _is_coupled(host: HostOptimizer) -> bool:
+    """Whether weight decay is Adam's, not AdamW's."""
+    return not getattr(host.optimizer, "adam_w_mode", True)
 
 
 def stand_in_of(row: OptimizerRow, parameters: Iterable[Any], coupled: bool = False) -> torch.optim.Optimizer:
     """An optimizer over `parameters`, or groups of them, with the formula of DeepSpeed's compiled one in `row`, that an
-    accelerator can run. `coupled`: weight decay is Adam's, not AdamW's.
+    accelerator can run; of Lion, one that keeps as much. `coupled`: weight decay is Adam's, not AdamW's.
     """
-    name = "Adam" if coupled and row.on_device == "AdamW" else row.on_device
-    cls: Any = Lion if name == "Lion" else getattr(torch.optim, name)
+    cls: Any = getattr(torch.optim, "Adam" if coupled and row.on_device == "AdamW" else row.on_device)
     stand_in: torch.optim.Optimizer = cls(parameters)
     return stand_in
-
-
-def _first_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """What torch's Adagrad makes when it is constructed; others make theirs at the first step."""
-    adagrad = isinstance(optimizer, torch.optim.Adagrad)
-    return {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)} if adagrad else {}
 
 
 def _into(known: Any, value: Any) -> Any:
@@ -265,5 +183,5 @@ def _bytes(value: object) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) and value.dim() else 0
 
 
-def _rounded(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _GRAIN) * _GRAIN
+def _rounded(numel: int) -> int:
+    return -(-numel * torch.float32.itemsize // _GRAIN) * _GRAIN

@@ -6,28 +6,26 @@ ever; between two looks they lag behind.
 
     first use        weights, masters, optimizer state    host -> device
     a step           nothing
-    a look           what changed since the last look     device -> host, and it waits
-    after a look     what was looked at                   host -> device at the next use: who looks may have written
-    let go           what changed                         device -> host; the memory is free
+    a look           all of it, if a step came before     device -> host, and it waits
+    after a look     all of it                            host -> device at the next use: who looks may have written
+    let go           all of it, if a step came before     device -> host; the memory is free
 
 A parameter that several resident packs share lies on the device once; each pack gathers gradients of its own for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
-from harmony_ds.offload.device_twin import HeldParameter, StateTwin, TensorTwin, Twin
 from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffers
 from harmony_ds.offload.host_optimizer import Hyper
-from harmony_ds.offload.host_store import HostStore
+from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.places import places_of
 from harmony_ds.offload.residency import DeviceCopy, Residency
@@ -54,10 +52,14 @@ class DeviceStore(GradientSums):
         self._optimizer = optimizer
         self._names: tuple[Names, ...] = ()
         self._packs: list[DeviceCopy] = []  # in the same order; packs may have the same names
-        self._held: dict[str, HeldParameter] = {}
-        self._masters: list[Tensor] = []
+        self._weights: dict[str, Tensor] = {}
+        self._stepped: dict[str, nn.Parameter] = {}  # of those that are trained: the weight, or a master beside it
+        self._masters: list[Tensor] = []  # the buffers that masters lie in
+        self._state_bytes = 0
+        self._is_newer = False  # than the host's
+        self._was_shown = False  # somebody may have written into the host's
         self._norm_buffers = HostBuffers(device)
-        self._reading: Event | None = None  # behind the last refresh, while that may still be queued
+        self._reading: Event | None = None  # behind the last copy out of host memory that may still be queued
 
     # ---- what is on the device
 
@@ -69,7 +71,7 @@ class DeviceStore(GradientSums):
     def nbytes(self) -> int:
         """Device bytes of what is here: weights, masters and optimizer state."""
         buffers = (*(copy.buffer for copy in self._packs), *self._masters)
-        return sum(b.numel() * b.element_size() for b in buffers) + sum(h.state_bytes for h in self._held.values())
+        return sum(b.numel() * b.element_size() for b in buffers) + self._state_bytes
 
     def hold(self, packs: Sequence[Names]) -> list[DeviceCopy]:
         """Device copies of exactly these packs' parameters (in forward order), up to date; all others are let go.
@@ -77,7 +79,9 @@ class DeviceStore(GradientSums):
         Raises:
             DeviceOutOfMemoryError: they do not fit; none is held then.
         """
-        if not self.holds(packs):
+        if self.holds(packs):
+            self.refresh()
+        else:
             self.drop()
             try:
                 for names in packs:
@@ -86,58 +90,63 @@ class DeviceStore(GradientSums):
             except BaseException:
                 self.drop()
                 raise
-        self.refresh()
         return list(self._packs)
 
     def _settle(self, names: Names) -> None:
-        fresh = tuple(name for name in names if name not in self._held)
+        fresh = tuple(name for name in names if name not in self._weights)
         copy = self._residency.swap_in(fresh, Kind.RESIDENT)
         self._packs.append(copy)
         copy.wait(self._device)
-        for name in fresh:
-            self._held[name] = HeldParameter(TensorTwin(self._store.parameters[name], copy.leaves[name].detach()))
+        self._weights.update({name: copy.leaves[name].detach() for name in fresh})
         for name in names:
             if name not in copy.leaves:
-                shared = self._held[name].weight
-                copy.leaves[name] = nn.Parameter(shared.device, requires_grad=shared.host.requires_grad)
+                trained = self._store.parameters[name].requires_grad
+                copy.leaves[name] = nn.Parameter(self._weights[name], requires_grad=trained)
         if self._optimizer is not None:
-            self._settle_training(tuple(name for name in fresh if self._optimizer.trains(name)), self._optimizer)
+            self._settle_training([name for name in fresh if self._optimizer.trains(name)], self._optimizer)
 
-    def _settle_training(self, names: Names, optimizer: DeviceOptimizer) -> None:
+    def _settle_training(self, names: Sequence[str], optimizer: DeviceOptimizer) -> None:
         """Masters and optimizer state of `names`, whose weights are there."""
-        masters = self._bring_masters([name for name in names if self._store.upload_copy(name) is not None])
-        for name in names:
-            held = self._held[name]
-            stepped = nn.Parameter(masters.get(name, held.weight.device))
-            if name in masters:
-                held.master = TensorTwin(self._store.masters[name], stepped.detach())
-            held.state = StateTwin(name, stepped, optimizer)
-            state_bytes = optimizer.footprint(name, stepped.shape).state_bytes
-            self._device.charge(state_bytes, f"the optimizer state of {name}")
-            held.state_bytes = state_bytes
-
-    @torch.no_grad()
-    def _bring_masters(self, names: Sequence[str]) -> dict[str, Tensor]:
-        if not names:
-            return {}
-        masters = {name: self._store.masters[name] for name in names}
+        masters = {name: self._store.masters[name] for name in names if self._store.upload_copy(name) is not None}
         places, numel = places_of(masters, torch.float32.itemsize)
-        buffer = self._device.empty(numel, torch.float32)
-        self._masters.append(buffer)
-        views = {name: place.view(buffer) for name, place in places.items()}
-        for name, master in masters.items():
-            views[name].copy_(master, non_blocking=True)
-            self._ledger.book_in(Kind.RESIDENT, master.numel() * master.element_size())
-        return views
+        if masters:
+            self._masters.append(self._device.empty(numel, torch.float32))
+        for name in names:
+            there = places[name].view(self._masters[-1]) if name in masters else self._weights[name]
+            state_bytes = optimizer.state_bytes(name, there.numel())
+            self._device.charge(state_bytes, f"the optimizer state of {name}")
+            self._state_bytes += state_bytes
+            self._stepped[name] = nn.Parameter(there)
+        self._bring_in([(masters[name], self._stepped[name].detach()) for name in masters], names)
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Brings to the device what may have changed on the host."""
-        self._notice_replaced_state()
-        moved = sum(twin.to_device() for held in self._held.values() for twin in held.twins)
+    def _bring_in(self, tensors: Iterable[tuple[Tensor, Tensor]], names: Iterable[str]) -> None:
+        """Issues the copies of `tensors` (the host's and the device's), and of the optimizer's state of `names`."""
+        moved = 0
+        with ungated():
+            for host, there in tensors:
+                moved += there.copy_(host, non_blocking=True).nbytes
+        for name in names:
+            assert self._optimizer is not None
+            moved += self._optimizer.copy_state_to_device(name, self._stepped[name])
         if moved:
             self._ledger.book_in(Kind.RESIDENT, moved)
             self._reading = self._device.record(Stream.COMPUTE)
+
+    def _tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The host's and the device's, of all that is here."""
+        for name, weight in self._weights.items():
+            yield self._store.parameters[name], weight
+        for name, stepped in self._stepped.items():
+            if self._store.upload_copy(name) is not None:
+                yield self._store.masters[name], stepped.detach()
+
+    def refresh(self) -> None:
+        """Brings to the device what may have changed on the host."""
+        self._notice_replaced_state()
+        if self._was_shown:
+            self._bring_in(self._tensors(), self._stepped)
+        self._was_shown = False
 
     def finish_reads(self) -> None:
         """Waits until nothing queued reads host memory any more: afterwards it may be written."""
@@ -151,7 +160,7 @@ class DeviceStore(GradientSums):
         return {
             name: next(copy.leaves[name] for copy in self._packs if name in copy.leaves)
             for name in names
-            if name in self._held
+            if name in self._weights
         }
 
     def drop(self) -> None:
@@ -162,14 +171,13 @@ class DeviceStore(GradientSums):
             self._residency.evict(copy)
         for buffer in self._masters:
             self._device.free(buffer)
-        for held in self._held.values():
-            if held.state is not None and self._optimizer is not None:
-                self._optimizer.forget(held.state.parameter)
-            self._device.discharge(held.state_bytes)
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+        self._device.discharge(self._state_bytes)
+        self._state_bytes, self._was_shown = 0, False
         self._names = ()
-        self._packs.clear()
-        self._masters.clear()
-        self._held.clear()
+        for held in (self._packs, self._masters, self._weights, self._stepped):
+            held.clear()
 
     def destroy(self) -> None:
         """As `drop`, and gives page-locked memory back."""
@@ -178,44 +186,28 @@ class DeviceStore(GradientSums):
 
     # ---- looks from the host
 
+    @torch.no_grad()
     def show(self) -> None:
         """Makes everything on the host true: weights, masters, optimizer state."""
         self._notice_replaced_state()
-        self._copy_to_host(twin for held in self._held.values() for twin in held.twins)
-
-    def read(self) -> None:
-        """Makes weights and masters on the host true, for somebody who does not write into them."""
-        self._copy_to_host((twin for held in self._held.values() for twin in held.tensors), read_only=True)
-
-    def show_weights(self, names: Iterable[str]) -> None:
-        """Makes the host's weights `names` true."""
-        self._copy_to_host(self._held[name].weight for name in names if name in self._held)
-
-    def show_state(self, name: str) -> None:
-        """Makes the host's optimizer state of `name` true."""
-        self._notice_replaced_state()
-        state = self._held[name].state if name in self._held else None
-        self._copy_to_host([] if state is None else [state])
-
-    def newer_state(self, name: str) -> dict[str, Any] | None:
-        """The optimizer state of `name` with tensors of the device, under the host's keys; None: the host's is true."""
-        self._notice_replaced_state()
-        state = self._held[name].state if name in self._held else None
-        return None if state is None else state.newer()
+        self._was_shown = bool(self._weights)
+        if not self._is_newer:
+            return
+        self._is_newer = False
+        moved = 0
+        with ungated():
+            for host, there in self._tensors():
+                moved += host.data.copy_(there, non_blocking=True).nbytes
+        for name, stepped in self._stepped.items():
+            assert self._optimizer is not None
+            moved += self._optimizer.copy_state_to_host(name, stepped)
+        self._ledger.book_out(Kind.RESIDENT, moved)
+        self._device.record(Stream.COMPUTE).synchronize()
 
     def _notice_replaced_state(self) -> None:
         """When the host's optimizer has been given another state, what is here of the old one is out of date."""
         if self._optimizer is not None and self._optimizer.was_replaced():
-            for held in self._held.values():
-                if held.state is not None:
-                    held.state.replaced()
-
-    @torch.no_grad()
-    def _copy_to_host(self, twins: Iterable[Twin], read_only: bool = False) -> None:
-        moved = sum(twin.to_host(read_only) for twin in twins)
-        if moved:
-            self._ledger.book_out(Kind.RESIDENT, moved)
-            self._device.record(Stream.COMPUTE).synchronize()
+            self._bring_in((), self._stepped)
 
     # ---- gradients and updates
 
@@ -240,7 +232,7 @@ class DeviceStore(GradientSums):
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Everything that waits for its update here, as copies on the host; nothing waits here any more."""
-        taken = self.copied(self._held)
+        taken = self.copied(self._weights)
         self.forget_gradients()
         return taken
 
@@ -270,21 +262,18 @@ class DeviceStore(GradientSums):
         assert self._optimizer is not None
         gradients = self.for_update(names, coefficient, measured)
         self._came.update(gradients)
-        held = {name: self._held[name] for name in gradients}
-        for parameter in held.values():
-            for twin in parameter.twins:
-                twin.stepped()
-        parameters = {name: one.state.parameter for name, one in held.items() if one.state is not None}
-        self._optimizer.step(parameters, gradients, hyper)
-        for parameter in held.values():
-            if parameter.master is not None:
-                parameter.weight.device.copy_(parameter.master.device)
+        self._is_newer, self._was_shown = True, False
+        stepped = {name: self._stepped[name] for name in gradients}
+        self._optimizer.step(stepped, gradients, hyper)
+        for name, parameter in stepped.items():
+            if self._store.upload_copy(name) is not None:
+                self._weights[name].copy_(parameter)
         self.forget_gradients(names)
 
     def forget_gradients(self, names: Iterable[str] | None = None) -> None:
         if names is None:
             self.norms.clear()
-        chosen = list(self._held if names is None else names)
+        chosen = list(self._weights if names is None else names)
         for copy in self._packs:
             for name in chosen:
                 self._residency.forget_gradient(copy, name)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.device.base import HOME, Device, Event, Stream
 
 
 @dataclass(slots=True, eq=False)
@@ -27,12 +27,14 @@ class HostBuffer:
         asked: the size class that its user wanted; the memory may be of a larger one.
         user: who has it, dead or alive; None while it is spare.
         read: behind the last copy out of it; None: not known.
+        number: of several devices, the one that its last user was on.
     """
 
     memory: Tensor
     asked: int = 0
     user: weakref.ref[object] | None = None
     read: Event | None = None
+    number: int = HOME
 
     def tensor(self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor in it; without overlaps, so that as many elements are as `shape` says."""
@@ -64,7 +66,7 @@ class HostBuffers:
             self._most_bytes = max(self._most_bytes, self._asked_bytes + size)
             buffer = self._spare_of(size) or self._make(size)
             self._asked_bytes += size
-            buffer.asked = size
+            buffer.asked, buffer.number = size, self._device.number
             buffer.user = weakref.ref(user, lambda _: self._dropped.append(buffer))
         return buffer
 
@@ -89,9 +91,19 @@ class HostBuffers:
         if spares is None:
             return None
         buffer = spares.pop()
-        # A buffer whose user was dropped may still be read by copies that were queued.
-        self._device.wait(Stream.SWAP_OUT, buffer.read or self._device.record(Stream.SWAP_IN))
+        for event in self._last_uses(buffer):
+            self._device.wait(Stream.SWAP_OUT, event)
         return buffer
+
+    def _last_uses(self, buffer: HostBuffer) -> list[Event]:
+        """A buffer whose user was dropped may still be read and written by copies that were queued."""
+        if buffer.read is not None:
+            return [buffer.read]
+        here = self._device.number
+        self._device.enter(buffer.number)
+        events = [self._device.record(Stream.SWAP_IN), self._device.record(Stream.SWAP_OUT)]
+        self._device.enter(here)
+        return events
 
     def _make(self, size: int) -> HostBuffer:
         small = [buffer for _, spares in sorted(self._spare.items()) for buffer in spares]

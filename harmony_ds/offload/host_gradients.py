@@ -8,7 +8,8 @@ are all there when they leave are taken on the device, and travel behind them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,7 @@ from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.offload.places import places_of, places_of_shapes
+from harmony_ds.offload.places import places_of
 from harmony_ds.parallel import Alone, World
 from harmony_ds.parallel.slots import HostSum
 
@@ -118,11 +119,11 @@ class HostGradients(GradientSums):
         device = self._device
         places, numel = places_of(gradients, self._dtype.itemsize)
         nbytes = numel * self._dtype.itemsize
-        buffer = self._take(nbytes + (0 if norms is None else norms.nbytes), beyond)
-        memory = buffer.memory[:nbytes].view(self._dtype)
-        on_host = {name: place.view(memory) for name, place in places.items()}
         device.wait(Stream.SWAP_OUT, device.record(behind))
-        with torch.no_grad(), device.on(Stream.SWAP_OUT):
+        room = self._taken(nbytes + (0 if norms is None else norms.nbytes), beyond)
+        with room as buffer, torch.no_grad(), device.on(Stream.SWAP_OUT):
+            memory = buffer.memory[:nbytes].view(self._dtype)
+            on_host = {name: place.view(memory) for name, place in places.items()}
             for name, gradient in gradients.items():
                 on_host[name].copy_(gradient, non_blocking=True)
             taken: dict[str, Tensor] = {}
@@ -167,7 +168,7 @@ class HostGradients(GradientSums):
         assert isinstance(self.world, World)
         total: HostSum = self.world.reduce_on_host(kind, left.elements, left.here)
         sizes = {name: torch.Size([numel]) for name, numel in total.pieces.items()}
-        places, numel = places_of_shapes(sizes, self._dtype.itemsize)
+        places, numel = places_of(sizes, self._dtype.itemsize)
         buffer = self._take(numel * self._dtype.itemsize, beyond)
         memory = buffer.memory[: numel * self._dtype.itemsize].view(self._dtype)
         transfer = GradientTransfer({name: place.view(memory) for name, place in places.items()}, left.arrived, buffer)
@@ -187,6 +188,16 @@ class HostGradients(GradientSums):
             buffer = self._buffers.take(self, nbytes)
             self._kept += 1  # only now: a buffer that could not be allocated takes no room
         return buffer
+
+    @contextmanager
+    def _taken(self, nbytes: int, beyond: int | None) -> Iterator[HostBuffer]:
+        """The same, given back where copies into it fail."""
+        buffer = self._take(nbytes, beyond)
+        try:
+            yield buffer
+        except BaseException:
+            self._give_back(buffer, self._device.record(Stream.SWAP_OUT))
+            raise
 
     def stop_waiting(self) -> None:
         """Let nobody wait for room from now on: the update thread has failed, and releases no transfer any more."""
@@ -212,11 +223,10 @@ class HostGradients(GradientSums):
     # ---- called by the update thread
 
     def arrive(self, names: Iterable[str]) -> None:
-        """Waits for all that carries a gradient of `names`; raises what has cut it off."""
+        """Waits for all that carries a gradient of `names`."""
         for name in names:
             for transfer in self._transfers.get(name, ()):
                 transfer.arrived.synchronize()
-        self.world.check_whole()
 
     @torch.no_grad()
     def measure(self, names: Iterable[str]) -> None:
@@ -253,10 +263,13 @@ class HostGradients(GradientSums):
 
     def _release(self, transfer: GradientTransfer) -> None:
         if transfer.buffer is not None:
-            self._buffers.give_back(transfer.buffer, transfer.arrived)
-            with self._released:
-                self._kept -= 1
-                self._released.notify_all()
+            self._give_back(transfer.buffer, transfer.arrived)
+
+    def _give_back(self, buffer: HostBuffer, done: Event) -> None:
+        self._buffers.give_back(buffer, done)
+        with self._released:
+            self._kept -= 1
+            self._released.notify_all()
 
     def destroy(self) -> None:
         """Gives every buffer back, also those of transfers that nobody will use."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from harmony_ds.config.optimizers import of_class, state_numbers
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_store import ungated
-from harmony_ds.offload.native import gil_free_op, is_native
+from harmony_ds.offload.native import gil_free_op, native_of
 from harmony_ds.offload.watched_state import WatchedState, plain
 
 _NUMBER_BYTES = 4
@@ -48,21 +48,21 @@ class HostOptimizer:
         _check_elementwise(optimizer)
         self.optimizer = optimizer
         self._names = names = {id(master): name for name, master in masters.items()}
-        self._look: Callable[[str | None], None] | None = None
+        self._look: Callable[[], None] | None = None
         self._masters = masters
-        self._apart = frozenset(apart)
-        self._stepped: dict[str, nn.Parameter] = {}
+        # Where the master is not the model's parameter, which notices what is done to its gradient, one over the same
+        # memory is stepped that nobody else has: else `zero_grad()` behind a step drops what an update steps with.
+        self._stepped = {name: nn.Parameter(masters[name].detach()) for name in apart}
         self._group_of = _groups(optimizer, names)
         self._members = _members(optimizer)
         self.own_step: Callable[[], Any] | None = None
         """A `step` that the user has put on the optimizer object: it is the update, as a whole."""
         self.is_stepping_whole = False
-        self.native = is_native(optimizer)
+        self.native = native_of(optimizer) is not None
         self._lock = threading.Lock()  # DeepSpeed's compiled object keeps the hyper-parameters of a call in itself
         self.part = part_of(optimizer)
-        if self._apart:
-            beside = {key: value for key, value in plain(optimizer.state).items() if id(key) not in names}
-            self.part.state = defaultdict(dict, beside)
+        beside = {key: value for key, value in plain(optimizer.state).items() if id(key) not in names}
+        self.part.state = defaultdict(dict, beside)
         if self.native:
             setattr(self.part, *gil_free_op(optimizer))
 
@@ -123,10 +123,10 @@ class HostOptimizer:
         """The names of each parameter group's parameters."""
         return tuple(tuple(self._names[id(p)] for p in group["params"]) for group in self.optimizer.param_groups)
 
-    def watch(self, look: Callable[[str | None], None]) -> None:
-        """Lets the user's optimizer call `look` with a parameter's name (None: all) before its state is read."""
+    def watch(self, look: Callable[[], None]) -> None:
+        """Lets the user's optimizer call `look` before its state is read."""
         self._look = look
-        self.optimizer.state = WatchedState(plain(self.optimizer.state), self._looked)  # type: ignore[assignment]
+        self.optimizer.state = WatchedState(plain(self.optimizer.state), look)  # type: ignore[assignment]
 
     def unwatch(self) -> None:
         """Gives the user's optimizer its plain state back."""
@@ -138,7 +138,7 @@ class HostOptimizer:
         for group in self.optimizer.param_groups:
             group["params"] = [parameters[self._names[id(p)]] if id(p) in self._names else p for p in group["params"]]
         state = plain(self.optimizer.state)
-        for name in self._apart:
+        for name in self._stepped:
             if self._masters[name] in state:
                 state[parameters[name]] = state.pop(self._masters[name])
 
@@ -148,11 +148,6 @@ class HostOptimizer:
             return False
         self.watch(self._look)
         return True
-
-    def _looked(self, key: object) -> None:
-        name = self._names.get(id(key))
-        if self._look is not None and (key is None or name is not None):
-            self._look(name)
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """The optimizer's state of `name`; None before its first step. Does not look on the device."""
@@ -195,16 +190,7 @@ class HostOptimizer:
 
     def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         trained = {name: gradient for name, gradient in gradients.items() if name in self._group_of}
-        if self.native:
-            for name, gradient in trained.items():
-                master = self._masters[name]
-                # DeepSpeed's op reads a gradient of another dtype as garbage, and skips what is not contiguous.
-                assert gradient.dtype == master.dtype and gradient.is_contiguous() and master.is_contiguous(), name
         known = plain(self.optimizer.state)  # load_state_dict puts another one there
-        if not self._apart:
-            self.part.state = known  # type: ignore[assignment]
-            self.step_part(self.part, self._masters, trained, hyper)
-            return
         stepped = {name: self._parameter_to_step(name) for name in trained}
         for name, parameter in stepped.items():
             self.part.state.pop(parameter, None)
@@ -216,19 +202,11 @@ class HostOptimizer:
                 known[self._masters[name]] = self.part.state[parameter]
 
     def _parameter_to_step(self, name: str) -> nn.Parameter:
-        """What is stepped as `name`: where the master is not the model's parameter, which notices what is done to its
-        gradient, one over the same memory that nobody else has. The program's `zero_grad()` right behind a step would drop
-        the gradient that a pending update steps with.
-        """
-        master = self._masters[name]
-        if name not in self._apart:
-            return master
-        if name not in self._stepped:  # an optimizer may keep things by its parameters, or on them
-            self._stepped[name] = nn.Parameter(master.detach())
-            self._stepped[name].__dict__ = master.__dict__
-        if self._stepped[name].data_ptr() != master.data_ptr():
-            self._stepped[name].data = master.detach()
-        return self._stepped[name]
+        stepped = self._stepped.get(name)
+        if stepped is None:
+            return self._masters[name]
+        stepped.data = self._masters[name].detach()
+        return stepped
 
     def step_part(
         self,
@@ -246,7 +224,7 @@ class HostOptimizer:
             {**values, "params": members} for values, members in zip(hyper, chosen, strict=True) if members
         ]
         try:
-            with self._lock if is_native(part) else nullcontext():
+            with self._lock if native_of(part) else nullcontext():
                 type(part).step(part)
         finally:
             part.param_groups = []
@@ -257,9 +235,7 @@ class HostOptimizer:
         """An optimizer of the same kind over `master` alone, with state of its own: for measuring what a step takes."""
         if not _is_elementwise(self.optimizer):  # its step may do anything, to anybody
             return torch.optim.AdamW([master])
-        scratch = part_of(self.optimizer)
-        if self.native:
-            setattr(scratch, *gil_free_op(self.optimizer))
+        scratch = part_of(self.part)
         scratch.state = defaultdict(dict)
         scratch.param_groups = [{**self.hyper()[0], "params": [master]}]
         return scratch

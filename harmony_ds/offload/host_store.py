@@ -7,7 +7,7 @@ fp32 beside it; in fp32 the parameter is its own master.
     fp32         parameter = slab view = master                          4 bytes per parameter
     bf16, fp16   parameter = slab view (2), master (4)                   6 bytes per trainable parameter
 
-A model whose weights are a mapped file is read once, layer by layer, and the file's pages go as its layers are copied.
+A model whose weights are a mapped file is read once, layer by layer; its pages go when the system wants memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
 from harmony_ds.offload.places import Place, places_of
-from harmony_ds.offload.process_memory import MappedFiles, return_freed
+from harmony_ds.offload.process_memory import return_freed
 from harmony_ds.parallel import Alone
 
 ungated = torch._C.DisableTorchFunctionSubclass
@@ -64,17 +64,16 @@ class HostStore:
         self._slabs: list[Tensor] = []
         self._places: dict[str, tuple[int, Place]] = {}  # a slab, and where in it
         self._pieces: dict[tuple[str, ...], list[SlabPart]] = {}  # that have been asked for
-        mapped = MappedFiles()
         freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.unlayered):
             fresh = [name for name in names if name not in self._places]
             if fresh:
-                freed_bytes += self._settle(fresh, mapped)
+                freed_bytes += self._settle(fresh)
                 if freed_bytes >= _WORTH_RETURNING:
                     return_freed()
                     freed_bytes = 0
 
-    def _settle(self, names: list[str], mapped: MappedFiles) -> int:
+    def _settle(self, names: list[str]) -> int:
         """Moves `names` into a slab; returns how many bytes they took before."""
         freed_bytes = 0
         places, end = places_of({name: self.parameters[name] for name in names}, self.dtype.itemsize)
@@ -92,7 +91,6 @@ class HostStore:
                     slab[place.start + view.numel() : place.end].zero_()
             before = parameter.data
             parameter.data = view
-            mapped.release(before)
             freed_bytes += before.numel() * before.element_size()
             del before  # the last reference, unless the caller holds one: its memory goes now
             self._places[name] = (len(self._slabs), place)

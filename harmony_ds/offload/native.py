@@ -1,14 +1,14 @@
 """DeepSpeed's compiled CPU optimizers, with Python's lock released while they run.
 
-What enters is the name of an optimizer, what leaves is an instance of DeepSpeed's own class whose compiled update does
-not hold the global interpreter lock, and depends on its arguments alone (csrc/gil_free.cpp). Both are compiled once per
-machine, on first use (compiled.py).
+What enters is the name of an optimizer, what leaves is an instance of DeepSpeed's own class, compiled by DeepSpeed on
+first use. Its update holds the global interpreter lock, which starves the thread that feeds the device: the same function
+is called through ctypes, which does not.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
+import ctypes
+import logging
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ import torch
 from torch.utils import cpp_extension
 
 from harmony_ds.config.hints import check_params
-from harmony_ds.config.optimizers import OPTIMIZERS, OptimizerRow, of_class
+from harmony_ds.config.optimizers import OPTIMIZERS, Native, OptimizerRow, of_class
 from harmony_ds.errors import CompilerMissingError
-from harmony_ds.offload import compiled
 
-_SOURCE = Path(__file__).parent / "csrc" / "gil_free.cpp"
+_logger = logging.getLogger(__name__)
+_KINDS = {"i": ctypes.c_int, "m": ctypes.c_size_t, "f": ctypes.c_float, "b": ctypes.c_bool}
 
 
 def native_of(optimizer: torch.optim.Optimizer) -> OptimizerRow | None:
@@ -29,11 +29,6 @@ def native_of(optimizer: torch.optim.Optimizer) -> OptimizerRow | None:
     row = of_class(type(optimizer).__mro__)
     names = {base.__name__ for base in type(optimizer).__mro__}
     return row if row is not None and row.native is not None and row.native.cls in names else None
-
-
-def is_native(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` is one of DeepSpeed's compiled CPU optimizers."""
-    return native_of(optimizer) is not None
 
 
 def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -45,66 +40,74 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(native.module), name)
     check_params("optimizer.params", cls, options)
-    with compiled.instead_of_torch():
-        optimizer: torch.optim.Optimizer = _or_explain(name, lambda: cls(parameter_groups, **options))
+    _tell_of_lock(f"cpu_{native.update.removesuffix('_update')}")
+    try:
+        optimizer: torch.optim.Optimizer = cls(parameter_groups, **options)
+    except (RuntimeError, OSError, ImportError) as error:
+        raise CompilerMissingError(_remedy(name, f"{error.__cause__ or error}".splitlines())) from None
     return optimizer
+
+
+def _tell_of_lock(extension: str) -> None:
+    """Torch waits for whoever compiles the same without a word, and for ever if that was killed."""
+    lock = Path(cpp_extension._get_build_directory(extension, verbose=False)) / "lock"
+    if lock.exists():
+        _logger.warning("waiting for another process that compiles %s. If there is none, delete %s", extension, lock)
 
 
 def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
     """The attribute of `optimizer` that holds its compiled op, and a stand-in whose update releases the lock.
 
-    Raises:
-        CompilerMissingError: the stand-in cannot be compiled here.
+    The op itself, if this DeepSpeed's function takes other arguments than those that are known.
     """
     row = native_of(optimizer)
     assert row is not None and row.native is not None
-    native = row.native
-    op = getattr(optimizer, native.op)
-    flags = {"extra_cflags": [f"-D{native.macro}", "-O1"], "extra_ldflags": [op.__file__]}
-    name = f"harmony_gil_free_{native.update}"
-    extension = _or_explain(native.cls, lambda: compiled.load(name, [str(_SOURCE)], **flags))
-    return native.op, GilFreeOp(op, native.update, getattr(extension, native.update))
+    op = getattr(optimizer, row.native.op)
+    try:
+        return row.native.op, GilFreeOp(op, row.native)
+    except (AttributeError, OSError) as error:
+        _logger.warning("updates of %s hold Python's lock, so that device work may wait: %s", row.native.cls, error)
+        return row.native.op, op
 
 
 class GilFreeOp:
-    """A compiled op of DeepSpeed's with its update replaced; everything else is the op's own."""
+    """A compiled op of DeepSpeed's whose update releases the lock, and depends on its arguments alone."""
 
-    def __init__(self, op: object, update_name: str, update: Callable[..., int]) -> None:
+    def __init__(self, op: Any, native: Native) -> None:
         self._op = op
-        self.__dict__[update_name] = update
+        kinds: list[Any] = [_KINDS[letter] for letter in native.numbers]
+        self._numbers = len(kinds)
+        tensors = "RN2at6TensorE" + "S1_" * (native.tensors - 1)  # as C++ compilers spell it
+        function = f"{native.update.removesuffix('_update')}_step"
+        self._step = ctypes.CDLL(op.__file__)[f"_Z{len(function) + 3}ds_{function}{native.numbers}{tensors}"]
+        self._step.argtypes = [*kinds, *[ctypes.c_void_p] * native.tensors]
+        self._counts_powers = "b" in native.numbers
+        self._nothing = torch.empty(0)
+        self._nowhere = [ctypes.c_void_p(self._nothing._cdata)] * native.tensors
+        self.__dict__[native.update] = self._update
+
+    def _update(self, *given: Any) -> None:
+        numbers, tensors = given[: self._numbers], given[self._numbers :]
+        # It takes another dtype for its own and skips what is not contiguous; what it raises ends the process.
+        assert all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors)
+        if self._counts_powers:
+            # DeepSpeed's Adam multiplies the powers of its betas up from step to step, and computes them anew after a jump
+            # to another step, which rounds differently: what a step does would depend on when the process began. So it is
+            # sent to another step first, with nothing to update, and jumps every time.
+            self._step(numbers[0], numbers[1] + 2, *numbers[2:], *map(ctypes.addressof, self._nowhere))
+        # A C++ tensor is a pointer to what Python's knows by its address.
+        places = [ctypes.c_void_p(tensor._cdata) for tensor in tensors]
+        self._step(*numbers, *map(ctypes.addressof, places))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._op, name)
 
 
-def _check_compiler(name: str) -> None:
-    compiler = cpp_extension.get_cxx_compiler()
-    if shutil.which(compiler) is None:
-        raise CompilerMissingError(_remedy(name, f'the C++ compiler "{compiler}" was not found'))
-    if not cpp_extension.is_ninja_available():
-        raise CompilerMissingError(_remedy(name, "ninja was not found (pip install ninja)"))
-
-
-def _or_explain(name: str, make: Callable[[], Any]) -> Any:
-    _check_compiler(name)
-    try:
-        return make()
-    except (RuntimeError, OSError, ImportError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, OSError) and cause.errno is not None:  # none: the library cannot be loaded
-            what = f"its folder cannot be written ({cause})"
-            raise CompilerMissingError(_remedy(name, what, _ANOTHER_FOLDER)) from None
-        said = f"{cause}\n{error}".splitlines()
-        first = next((line for line in said if "error:" in line), said[0])
-        raise CompilerMissingError(_remedy(name, f"compiling it failed ({first.strip()})")) from None
-
-
-_COMPILER = "Install a C++ compiler (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++) and try again"
-_ANOTHER_FOLDER = "Let the environment variable TORCH_EXTENSIONS_DIR name one that can"
-
-
-def _remedy(name: str, what: str, cure: str = _COMPILER) -> str:
+def _remedy(name: str, said: list[str]) -> str:
+    why = next((line for line in said if "error:" in line or "not found" in line), said[-1])
     return (
-        f'{name} is compiled on first use, and {what}. {cure}, or set "torch_adam": true in the ds_config\'s optimizer '
-        "params to use torch's fused AdamW, which needs no compiler."
+        f"{name} is compiled on first use, and that failed ({why.strip()}). Install a C++ compiler and ninja (Debian, "
+        "Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; pip install ninja) and try again, let the environment "
+        'variable TORCH_EXTENSIONS_DIR name a folder that can be written, or set "torch_adam": true in the ds_config\'s '
+        "optimizer params to use torch's fused AdamW, which needs no compiler."
     )

@@ -88,7 +88,8 @@ def build_optimizer(
     """
     if client is not None:
         optimizer = client if isinstance(client, torch.optim.Optimizer) else client(given)
-        _complete(optimizer)
+        for hooks in _HOOKS:  # a wrapper around another one may not have called `Optimizer.__init__`
+            optimizer.__dict__.setdefault(hooks, OrderedDict())
         masters.adopt(optimizer)
         return optimizer
     if section is None:
@@ -100,24 +101,6 @@ def build_optimizer(
         return _by_name(section, groups)
     except TypeError as error:
         raise ConfigError(f'optimizer "{section.type}" does not take these params: {error}') from None
-
-
-def _complete(optimizer: torch.optim.Optimizer) -> None:
-    """Gives an optimizer whose class does not call `Optimizer.__init__` (a wrapper around another one) places for hooks.
-
-    Raises:
-        OptimizerError: it lacks more than that.
-    """
-    for hooks in _HOOKS:
-        optimizer.__dict__.setdefault(hooks, OrderedDict())
-    for key in ("param_groups", "state"):
-        try:
-            setattr(optimizer, key, getattr(optimizer, key))
-        except AttributeError as error:
-            raise OptimizerError(
-                f"{type(optimizer).__name__}.{key} is not there or cannot be exchanged ({error}): let its __init__ call "
-                f"super().__init__(params, defaults), or set self.{key}."
-            ) from error
 
 
 def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

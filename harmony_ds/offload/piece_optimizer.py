@@ -10,7 +10,6 @@ it is moved into a place that was set aside for it, and shown to the program as 
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
-from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.process_memory import return_freed
 from harmony_ds.offload.watched_state import plain
 from harmony_ds.parallel import World
@@ -57,7 +55,6 @@ class PieceOptimizer(HostOptimizer):
         self._places: dict[str, int] = {}
         self._order: dict[str, list[str]] = {}  # of the states that lie at a place
         self._shared: dict[tuple[str, str], Tensor] = {}
-        self._seen: dict[str, int] = {}  # what the program may have written into: checksums
         for name, master in masters.items():
             self._places[name] = world.memory.reserve(_MOST_STATES * self._room(name))
             self._order[name] = []
@@ -83,14 +80,10 @@ class PieceOptimizer(HostOptimizer):
         """As `HostOptimizer.hyper`.
 
         Raises:
-            UnsupportedError: the optimizer cannot be stepped by several processes any more, or its state was written into.
+            UnsupportedError: the optimizer cannot be stepped by several processes any more.
         """
         if self.steps_whole:
             self._world.refuse("hooks on the optimizer's step, or a step of the program's own")
-        for name, before in self._seen.items():
-            if before != self._checksum(name):
-                self._world.refuse(f"writing into the optimizer's state of {name}, which every process would do again")
-        self._seen.clear()
         return super().hyper()
 
     def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
@@ -111,7 +104,6 @@ class PieceOptimizer(HostOptimizer):
     def put_state(self, name: str, state: dict[str, Any] | None) -> None:
         """As `HostOptimizer.put_state`; what is kept for every number goes to its place at once."""
         super().put_state(name, state)
-        self._seen.pop(name, None)
         if state is not None:
             self._load(name)
 
@@ -184,22 +176,3 @@ class PieceOptimizer(HostOptimizer):
 
     def _room(self, name: str) -> int:
         return -(-self._masters[name].numel() * _STATE_BYTES // 65536) * 65536
-
-    # ---- what the program does with it
-
-    def _looked(self, key: object) -> None:
-        super()._looked(key)
-        name = self._names.get(id(key))
-        for seen in self._masters if key is None else () if name is None else (name,):
-            self._seen.setdefault(seen, self._checksum(seen))
-
-    def _checksum(self, name: str) -> int:
-        state = self.state_of(name) or {}
-        return sum(checksum(value) for value in state.values() if isinstance(value, Tensor))
-
-
-def checksum(tensor: Tensor) -> int:
-    """Of a tensor's bytes in host memory."""
-    with ungated():
-        flat = tensor.detach().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0

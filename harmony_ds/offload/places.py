@@ -32,16 +32,12 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def places_of(tensors: Mapping[str, Tensor], itemsize: int) -> tuple[dict[str, Place], int]:
+def places_of(tensors: Mapping[str, Tensor | torch.Size], itemsize: int) -> tuple[dict[str, Place], int]:
     """Where `tensors` lie in a buffer whose elements have `itemsize` bytes, and how many elements it has."""
-    return places_of_shapes({name: tensor.shape for name, tensor in tensors.items()}, itemsize)
-
-
-def places_of_shapes(shapes: Mapping[str, torch.Size], itemsize: int) -> tuple[dict[str, Place], int]:
-    """As `places_of`, of tensors that are not there yet."""
     places: dict[str, Place] = {}
     end = 0
-    for name, shape in shapes.items():
+    for name, tensor in tensors.items():
+        shape = tensor.shape if isinstance(tensor, Tensor) else tensor
         start, end = end, end + slab_bytes(shape.numel(), itemsize) // itemsize
         places[name] = Place(start, end, shape)
     return places, end

@@ -10,7 +10,8 @@ with. Gradients gather on those leaves (or beside them, in the accumulation dtyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -71,7 +72,7 @@ class Residency:
         self._store = store
         self._ledger = ledger
         self._accumulation_dtype = accumulation_dtype
-        self._reading: Event | None = None  # behind the last copy out of host memory that may still be queued
+        self._reading: dict[int, Event] = {}  # by device: behind its last copy out of host memory that may be queued
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,8 +97,7 @@ class Residency:
         """
         pieces = self._store.pieces(names)
         total = sum(piece.memory.numel() for piece in pieces)
-        with torch.no_grad(), self._device.on(Stream.SWAP_IN):
-            buffer = self._device.empty(total, self._store.dtype)
+        with self._buffer(total) as buffer:
             views: dict[str, Tensor] = {}
             offset = 0
             for piece in pieces:
@@ -109,11 +109,24 @@ class Residency:
                     self._ledger.book_in(kind, memory.numel() * memory.element_size())
                 views |= {name: place.view(target) for name, place in piece.places.items()}
                 offset += piece.memory.numel()
-        arrived = self._reading = self._device.record(Stream.SWAP_IN)
+        arrived = self._reading[self._device.number] = self._device.record(Stream.SWAP_IN)
         with ungated():
             trained = {name: self._store.parameters[name].requires_grad for name in views}
         leaves = Leaves({name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()})
         return DeviceCopy(buffer, leaves, arrived)
+
+    @contextmanager
+    def _buffer(self, numel: int) -> Iterator[Tensor]:
+        """A buffer to be filled by the swap-in stream, which is current meanwhile; freed if that fails."""
+        buffer = None
+        try:
+            with torch.no_grad(), self._device.on(Stream.SWAP_IN):
+                buffer = self._device.empty(numel, self._store.dtype)
+                yield buffer
+        except BaseException:
+            if buffer is not None:
+                self._device.free(buffer)
+            raise
 
     def join(self, copy: DeviceCopy, names: Iterable[str]) -> None:
         """Swaps in those of `names` that `copy` does not have, to stay with it."""
@@ -128,9 +141,8 @@ class Residency:
 
     def finish_reads(self) -> None:
         """Waits until no swap-in reads host memory any more: afterwards it may be written."""
-        if self._reading is not None:
-            self._reading.synchronize()
-            self._reading = None
+        while self._reading:
+            self._reading.popitem()[1].synchronize()
 
     def written(self, copy: DeviceCopy) -> list[str]:
         """The parameters of `copy` that no longer hold what they were filled with: somebody wrote into them."""

@@ -6,12 +6,13 @@ says; a tensor that something else still holds is freed on the device only when 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.device.base import HOME, Device, Event, Stream
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.offload.ledger import Kind, Ledger
@@ -55,7 +56,7 @@ class Stash:
         self._device = device
         self._ledger = ledger
         self._buffers = HostBuffers(device)
-        self._leaving: list[tuple[Event, Tensor]] = []
+        self._leaving: defaultdict[int, list[tuple[Event, Tensor]]] = defaultdict(list)  # by device
 
     @property
     def host_bytes(self) -> int:
@@ -85,7 +86,7 @@ class Stash:
                 entry.buffer = self._buffers.take(entry, tensor.numel() * tensor.element_size())
                 entry.host_tensor = self._copy_out(tensor, entry.buffer)
                 entry.arrived = device.record(Stream.SWAP_OUT)
-                self._leaving.append((entry.arrived, tensor))
+                self._leaving[device.number].append((entry.arrived, tensor))
             entry.device_tensor = None
 
     def _copy_out(self, tensor: Tensor, buffer: HostBuffer) -> Tensor:
@@ -98,10 +99,9 @@ class Stash:
         return host
 
     def _let_go(self) -> None:
-        for copied, _ in self._leaving:
+        for copied, _ in self._leaving.pop(self._device.number, ()):
             # Their memory belongs to the compute stream: its next owner there comes behind the copy.
             self._device.wait(Stream.COMPUTE, copied)
-        self._leaving.clear()
 
     def bring_in(self, entries: Iterable[StashEntry]) -> None:
         """Issues the copies back; `tensor` waits for them."""
@@ -150,8 +150,12 @@ class Stash:
 
     def abandon(self) -> None:
         """After a failed step: what is dropped from now on, on its way or not, is dropped behind its last use."""
-        self._let_go()
-        self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
+        for number in range(self._device.count):
+            self._device.enter(number)
+            self._let_go()
+            self._device.wait(Stream.COMPUTE, self._device.record(Stream.SWAP_OUT))
+            self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
+        self._device.enter(HOME)
 
     def destroy(self) -> None:
         """Gives the host buffers back."""

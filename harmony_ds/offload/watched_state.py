@@ -13,43 +13,40 @@ State = MutableMapping[Any, Any]
 
 
 class WatchedState(State):
-    """Calls `look` with the parameter (None: with all of them) before anything is read. Copies are plain."""
+    """Calls `look` before anything is read. Copies are plain."""
 
-    def __init__(self, state: State, look: Callable[[Any], None]) -> None:
+    def __init__(self, state: State, look: Callable[[], None]) -> None:
         self.plain = state
         self._look = look
 
+    @property
+    def _seen(self) -> State:
+        self._look()
+        return self.plain
+
     def __getitem__(self, key: Any) -> Any:
-        self._look(key)
-        return self.plain[key]  # an optimizer's state makes what is missing
+        return self._seen[key]  # an optimizer's state makes what is missing
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._look(key)
-        self.plain[key] = value
+        self._seen[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        self._look(key)
-        del self.plain[key]
+        del self._seen[key]
 
     def __iter__(self) -> Iterator[Any]:
-        self._look(None)
-        return iter(self.plain)
+        return iter(self._seen)
 
     def __len__(self) -> int:
-        self._look(None)
-        return len(self.plain)
+        return len(self._seen)
 
     def __contains__(self, key: object) -> bool:
-        self._look(key)
-        return key in self.plain
+        return key in self._seen
 
     def __repr__(self) -> str:
-        self._look(None)
-        return repr(self.plain)
+        return repr(self._seen)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._look(None)
-        made: tuple[Any, ...] = self.plain.__reduce_ex__(2)  # type: ignore[assignment]
+        made: tuple[Any, ...] = self._seen.__reduce_ex__(2)  # type: ignore[assignment]
         return made
 
 

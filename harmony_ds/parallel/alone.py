@@ -96,9 +96,6 @@ class Alone:
     def give_up(self, why: str) -> None:
         """This process cannot go on, and none can without it."""
 
-    def check_whole(self) -> None:
-        """Raise what has cut off an exchange of this process, if one was: what it was to bring is not there."""
-
     # ---- gradients and updates
 
     def reduce(

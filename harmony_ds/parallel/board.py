@@ -4,7 +4,6 @@ Every process has a place of its own, which it alone writes:
 
     rows        two in turn: what it says in agreement k. It writes k + 2 over k when all have read k
     passed      the last agreement that it is through with
-    beats       counted up while it lives (heart.py)
     left        the last exchange on the host (slots.py) for which its gradients are there
     through     the last one whose gradients it has read
     norms       a ring: its part of the norm of step s
@@ -27,8 +26,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from harmony_ds.errors import PeerFailedError, ProcessesDifferError
-from harmony_ds.parallel import heart
-from harmony_ds.parallel.heart import Heart
 
 _ROW_BYTES = 16384
 _HEAD = struct.Struct("<qII")  # stamp, bytes of the body, checksum
@@ -38,8 +35,7 @@ _NORMS = 64
 _NUMBER = struct.Struct("<q")
 _TEXT_BYTES = 4096
 _PASSED = 2 * _ROW_BYTES
-_BEATS = _PASSED + 64
-_LEFT = _BEATS + 64
+_LEFT = _PASSED + 64
 _THROUGH = _LEFT + 64
 _GIVEN_UP = _THROUGH + 64
 _NORM_RING = _GIVEN_UP + _TEXT_BYTES
@@ -91,7 +87,6 @@ class Board:
         self._others = [other for other in range(self.size) if other != rank]
         self._alive = {other: os.pidfd_open(pids[other]) for other in self._others}
         self._agreements = 0
-        self.heart = Heart(self, self._others)
 
     @property
     def number(self) -> int:
@@ -100,7 +95,6 @@ class Board:
 
     def close(self) -> None:
         """Nobody is asked or told any more."""
-        self.heart.stop()
         for file in self._alive.values():
             os.close(file)
         self._alive.clear()
@@ -179,14 +173,6 @@ class Board:
     def _pass(self, number: int) -> None:
         self._write_number(_PASSED, number)
 
-    # ---- beats: on the thread of the heart
-
-    def post_beat(self, count: int) -> None:
-        self._write_number(_BEATS, count)
-
-    def beats_of(self, other: int) -> int:
-        return self._number(other, _BEATS)
-
     # ---- exchanges on the host, norms and versions: on the thread of the updates
 
     def post_left(self, number: int) -> None:
@@ -264,14 +250,6 @@ class Board:
                 return next((self.numbers[other] for other in silent or ended), None)
             time.sleep(_LOOK_SECONDS)
 
-    def gone(self) -> int | None:
-        """The rank in the training of one that takes part in nothing any more: it has ended, given up, or is stopped."""
-        for other in self._others:
-            silent = self.heart.silence_s(other) > heart.SILENCE_S
-            if silent or self._has_ended(other) or self._number(other, _GIVEN_UP):
-                return self.numbers[other]
-        return None
-
     def wait(self, there: Callable[[int], bool], what: str, among: Sequence[int] | None = None) -> None:
         """Until `there` of every other process (or of those `among`).
 
@@ -299,9 +277,6 @@ class Board:
         for other in waiting:
             if other != self.rank and self._has_ended(other) and not there(other):
                 raise self._failed(other, f"its process ended before it had {what}")
-            if other != self.rank and self.heart.silence_s(other) > heart.SILENCE_S:
-                silence = f"no sign of life for {self.heart.silence_s(other):.0f} s"
-                raise self._failed(other, f"it has given {silence}: its process is stopped, or its engine destroyed")
             if waited > self._timeout_s:
                 raise self._failed(other, f"it has not {what} within {self._timeout_s:.0f} s")
 

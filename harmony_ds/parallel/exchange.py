@@ -16,9 +16,7 @@ the library, the machine, or the number of tensors that are sent together.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +24,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from harmony_ds.decomposer.graph import piece_of
-from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.device.base import Device, Stream
 
-_logger = logging.getLogger(__name__)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 _BUCKET_BYTES = 64 * 2**20
 _BUFFERS = 3
@@ -95,33 +92,12 @@ class Exchange:
         self._rank, self._size = rank, size
         self.sent_bytes = 0
         """What has been sent to other processes so far."""
-        self._device: Device | None = None  # of the exchanges so far
-        self._last: Event | None = None  # behind the last of them
-        self.cut: Exception | None = None
-        """Why an exchange was cut off, if one was: nothing that it was to bring may be used."""
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
         """Those that are still to be ended."""
-        groups = self._groups
-        several = (groups.server, groups.column, groups.everyone) if self.cut is None else ()
-        return list(dict.fromkeys(group for group in several if group is not None))
-
-    def cut_off(self, cause: Exception) -> None:
-        """End what is under way on the device, on whatever thread, since somebody will never take part in it.
-
-        NCCL's kernels wait for their peers on the device, where no error reaches them; `ProcessGroup.abort` ends them.
-        """
-        if self.cut is not None or self._last is None or self._last.query():
-            return
-        groups, self.cut = self.process_groups, cause  # before anybody goes on with what was not received
-        _logger.error("%s. This process ends its exchanges with the others.", cause)
-        for group in groups:
-            with suppress(RuntimeError):  # of a connection that is broken already
-                group.abort()
-
-    def _issued(self, device: Device, stream: Stream = Stream.PEER) -> None:
-        self._device, self._last = device, device.record(stream)
+        groups = (self._groups.server, self._groups.column, self._groups.everyone)
+        return list(dict.fromkeys(group for group in groups if group is not None))
 
     def reduce(
         self, device: Device, shapes: Mapping[str, int], gradients: Mapping[str, Tensor], dtype: torch.dtype
@@ -154,7 +130,6 @@ class Exchange:
                         pieces[part.name][begin : begin + _length(own)].copy_(total)
         finally:
             device.discharge(taken)
-            self._issued(device)
         return pieces
 
     def _exchange(
@@ -210,15 +185,12 @@ class Exchange:
         own = whole.view(self._size, -1)[self._rank]
         with torch.no_grad(), device.on(Stream.PEER):
             _all_gather(whole, own, group=self._group)
-        self._issued(device)
         self.sent_bytes += (self._size - 1) * own.nbytes
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a small tensor over the processes, added in the order of the ranks."""
         values = [torch.empty_like(value) for _ in range(self._size * self._groups.servers)]
         dist.all_gather(values, value.contiguous(), group=self._groups.everyone)
-        if self._device is not None:
-            self._issued(self._device, Stream.COMPUTE)
         total = values[0]
         for other in values[1:]:
             total = total + other

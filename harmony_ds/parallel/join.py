@@ -7,6 +7,7 @@ import platform
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
         ProcessesDifferError: `digest` is not the same everywhere.
     """
     rank = dist.get_rank()
-    objects = dist.new_group(backend="gloo")
+    objects = _new_group(None, "gloo")
     card = _Card(_host(), os.getpid(), make_file(), secrets.token_bytes(_TOKEN_BYTES), dict(digest))
     os.pwrite(card.file, card.token, 0)
     cards: list[Any] = [None] * dist.get_world_size()
@@ -63,7 +64,9 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
         os.close(card.file)
         file = _opened(cards[mine[0]])
     _check_opened(file, ranks, objects)
-    board = Board(file, mine.index(rank), [cards[r].pid for r in mine], len(parameters), _timeout_s(), mine)
+    board = Board(
+        file, mine.index(rank), [cards[r].pid for r in mine], len(parameters), _timeout().total_seconds(), mine
+    )
     dist.barrier(group=objects)
     if rank == mine[0]:
         os.pwrite(file, bytes(_TOKEN_BYTES), 0)
@@ -79,10 +82,10 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
 def _groups(ranks: Sequence[Sequence[int]], rank: int, on_cuda: bool, objects: dist.ProcessGroup) -> Groups:
     """Of the devices; made by all processes, each group in its turn."""
     if len(ranks) == 1:
-        everyone = dist.new_group(backend="nccl") if on_cuda else objects
+        everyone = _new_group(None, "nccl") if on_cuda else objects
         return Groups(everyone, None, everyone)
     backend = "nccl" if on_cuda else "gloo"
-    everyone = dist.new_group(backend=backend)
+    everyone = _new_group(None, backend)
     server = _group_of(ranks, rank, backend)
     column = _group_of([*zip(*ranks, strict=True)], rank, backend)
     assert server is not None
@@ -91,7 +94,7 @@ def _groups(ranks: Sequence[Sequence[int]], rank: int, on_cuda: bool, objects: d
 
 def _group_of(several: Sequence[Sequence[int]], rank: int, backend: str) -> dist.ProcessGroup | None:
     """That of `several` groups of ranks which has `rank`."""
-    made = [dist.new_group(list(ranks), backend=backend) for ranks in several]
+    made = [_new_group(list(ranks), backend) for ranks in several]
     return next((group for group, ranks in zip(made, several, strict=True) if rank in ranks), None)
 
 
@@ -159,9 +162,14 @@ def _check_opened(file: int, ranks: Sequence[Sequence[int]], objects: dist.Proce
             )
 
 
-def _timeout_s() -> float:
+def _new_group(ranks: list[int] | None, backend: str) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=_timeout(), backend=backend)
+    return group
+
+
+def _timeout() -> timedelta:
     """How long `torch.distributed` was told to wait."""
     group = dist.group.WORLD
     options = getattr(group and group._get_backend(torch.device("cpu")), "options", None)
-    timeout = getattr(options, "_timeout", default_pg_timeout)
-    return float(timeout.total_seconds())
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
+    return timeout

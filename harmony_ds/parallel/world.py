@@ -57,7 +57,6 @@ class World(Alone):
         self.memory = memory
         self._objects = objects
         self._exchange = exchange
-        board.heart.cut_off = exchange.cut_off
         self._index: dict[str, int] = {}
         self._issued = torch.zeros(0, dtype=torch.int64)
         self._done = torch.zeros(0, dtype=torch.int64)
@@ -130,9 +129,7 @@ class World(Alone):
 
     def agree(self, kind: str, payload: bytes = b"") -> list[bytes]:
         try:
-            told = self._agreeing.agree(kind, payload)
-            self.check_whole()
-            return told
+            return self._agreeing.agree(kind, payload)
         except BaseException as error:
             self._told = error
             raise
@@ -184,10 +181,6 @@ class World(Alone):
                     self._agreeing.tell_failure(f"{type(error).__name__}: {error}")
             raise
 
-    def check_whole(self) -> None:
-        if not self._left and self._exchange.cut is not None:
-            raise self._exchange.cut
-
     def strayed(self) -> None:
         self._agreeing.tell_strayed()
 
@@ -197,17 +190,15 @@ class World(Alone):
     @contextmanager
     def _collective(self) -> Iterator[None]:
         """A call that only the others can end. Where it breaks, it cannot be called again: nobody goes on."""
-        with self._board.heart.in_collective():
-            try:
-                yield
-            except RuntimeError as error:
-                peer = self._board.who_ended()
-                cause = error if peer is None else PeerFailedError(peer, "its process ended in an exchange with others")
-                self._exchange.cut_off(cause)
-                self._board.give_up(f"its connections to the others are broken: {cause}")
-                if cause is error:
-                    raise
-                raise cause from error
+        try:
+            yield
+        except RuntimeError as error:
+            peer = self._board.who_ended()
+            cause = error if peer is None else PeerFailedError(peer, "its process ended in an exchange with others")
+            self._board.give_up(f"its connections to the others are broken: {cause}")
+            if cause is error:
+                raise
+            raise cause from error
 
     # ---- gradients and updates
 

@@ -9,9 +9,10 @@ A micro-batch's bytes in the three ways a call is run, `p` being its position:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from harmony_ds.decomposer.graph import merge_calls, positions_of
+from harmony_ds.profiler.flow import Flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class CostTable:
         in_slices: whether layer calls are cut into slices of a micro-batch's rows. The fused pack then keeps no graph:
             it runs forward and backward as any other does.
         scalar_bytes: what a tensor of one number takes: a loss, and the grain of the device's allocator.
+        flow: what is handed from layer to layer, where several devices are to run them.
         margin_bytes: the most that a step has taken beyond its plan.
     """
 
@@ -114,6 +116,7 @@ class CostTable:
     head_ms: float = 0.0
     tail_ms: float = 0.0
     in_slices: bool = False
+    flow: Flow = field(default_factory=Flow)
 
     def worst(self, other: CostTable) -> CostTable:
         """A table that covers what both saw: every call of either, at the larger of both costs."""
@@ -122,5 +125,8 @@ class CostTable:
         for table in (self, other):
             for position, cost in zip(positions_of(table.calls, order), table.costs, strict=True):
                 costs[position] = costs[position].worst(cost)
-        rest = [f.name for f in fields(CostTable) if f.name not in ("calls", "costs")]
-        return CostTable(order, tuple(costs), *(max(getattr(self, name), getattr(other, name)) for name in rest))
+        rest = [f.name for f in fields(CostTable) if f.name not in ("calls", "costs", "flow")]
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in rest}
+        larger = max(self, other, key=lambda table: sum(table.flow.nbytes))
+        flow = larger.flow.at(positions_of(larger.calls, order))
+        return CostTable(order, tuple(costs), flow=flow, **most)

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 from harmony_ds.errors import ProfileError
 from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.flow import Flow
 
 UPDATE_BYTES_PER_ELEMENT = 28.0
 """Adam in fp32: master, both moments read and written (24), the gradient read (4)."""
 
-_FORMAT = 4
+_FORMAT = 5
 _SHOWN = 60  # characters of an entry in an error
 _Costs = TypeVar("_Costs", CallCost, CostTable)
 
@@ -243,4 +244,4 @@ def _mixed(below: _Costs, above: _Costs, share: float) -> _Costs:
 
 def _table(data: dict[str, Any]) -> CostTable:
     costs = tuple(CallCost(**cost) for cost in data["costs"])
-    return CostTable(**{**data, "calls": tuple(data["calls"]), "costs": costs})
+    return CostTable(**{**data, "calls": tuple(data["calls"]), "costs": costs, "flow": Flow.of(data["flow"])})

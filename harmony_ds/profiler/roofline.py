@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -61,13 +60,6 @@ _FUSED_ATTENTION = frozenset(
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256
 """The largest head that CUDA's flash attention takes."""
-
-
-class Kernels(Enum):
-    """Whose fused attention is used: what a layer holds for its backward pass depends on it."""
-
-    CUDA = "cuda"
-    CPU = "cpu"
 
 
 class RooflineClock(Watching):
@@ -121,9 +113,9 @@ class RooflineClock(Watching):
 
 
 @contextmanager
-def on_meta(rates: KernelRates, kernels: Kernels = Kernels.CUDA) -> Iterator[RooflineClock]:
-    """A clock that runs while the context is open, and the kernels that a device would choose."""
-    with _FusedAttention(kernels), RooflineClock(rates) as clock:
+def on_meta(rates: KernelRates) -> Iterator[RooflineClock]:
+    """A clock that runs while the context is open, and the kernels that a CUDA device would choose."""
+    with _FusedAttention(), RooflineClock(rates) as clock:
         yield clock
 
 
@@ -156,25 +148,21 @@ def _answer(value: Tensor) -> bool:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention by the kernel that `F.scaled_dot_product_attention` chooses on the device that is meant."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        super().__init__()
-        self._kernels = kernels
+    """Attention by the kernel that `F.scaled_dot_product_attention` chooses on a CUDA device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            fused = _Attention(*args, **kwargs).run(self._kernels)
+            fused = Attention(*args, **kwargs).run()
             if fused is not None:
                 return fused
         return func(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class _Attention:
+class Attention:
     """The arguments of `F.scaled_dot_product_attention`."""
 
     query: Tensor
@@ -186,15 +174,15 @@ class _Attention:
     scale: float | None = None
     enable_gqa: bool = False
 
-    def run(self, kernels: Kernels) -> Tensor | None:
+    def run(self) -> Tensor | None:
         """(B, H, T, E) attention, or None where no fused kernel takes it: then torch multiplies matrices."""
         if self.query.dim() != 4 or self.query.device.type != "meta":
             return None
         if not self.enable_gqa and any(t.shape[:2] != self.query.shape[:2] for t in (self.key, self.value)):
             return None  # multi-query attention, say: no fused kernel broadcasts heads or batches
-        return self._on_cuda() if kernels is Kernels.CUDA else self._on_cpu()
+        return self.fused()
 
-    def _on_cuda(self) -> Tensor:
+    def fused(self) -> Tensor | None:
         """Flash attention in half precision without a mask, else the memory-efficient kernel."""
         query, key, value, mask = self.query, self.key, self.value, self.attn_mask
         fits_flash = query.dtype in _HALF and query.shape[-1] == value.shape[-1] <= _FLASH_HEAD
@@ -207,25 +195,14 @@ class _Attention:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         if mask is not None:
-            mask = _additive(mask, query.dtype).expand(*query.shape[:-1], key.shape[-2])
+            mask = additive(mask, query.dtype).expand(*query.shape[:-1], key.shape[-2])
         efficient: Tensor = _aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, True, self.dropout_p, self.is_causal, scale=self.scale
         )[0]
         return efficient
 
-    def _on_cpu(self) -> Tensor | None:
-        """The CPU's flash attention, which knows no dropout, nor a gradient of the mask."""
-        query, value, mask = self.query, self.value, self.attn_mask
-        if self.dropout_p or (mask is not None and mask.requires_grad) or query.shape[-1] != value.shape[-1]:
-            return None
-        mask = None if mask is None else _additive(mask, query.dtype)
-        flash: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, self.key, value, self.dropout_p, self.is_causal, attn_mask=mask, scale=self.scale
-        )[0]
-        return flash
 
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to the scores."""
     if mask.dtype is not torch.bool:
         return mask

@@ -11,14 +11,18 @@ What becomes of the gradients is `updates`'.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
+from torch import nn
+
 from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.intercept import Autocast, Request
-from harmony_ds.device.base import Stream
+from harmony_ds.calls.trees import map_tensors, tensors_in
+from harmony_ds.device.base import HOME, Stream
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
@@ -30,7 +34,7 @@ from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.updates import Updates
 from harmony_ds.runtime.waiting import WaitingSwapIns
-from harmony_ds.scheduler.plan import NOTHING, Pack, Plan, Task, TaskKind, suspended
+from harmony_ds.scheduler.plan import NOTHING, Pack, Plan, Task, TaskKind
 
 OnTask = Callable[[int, int, Task], None]
 """Is told, of each task that has run, how many of the step's are done, how many there are, and which it is."""
@@ -44,8 +48,8 @@ class Executor:
         self._collection = collection_within_steps()
         self._plan = NOTHING
         self._first = 0  # task of a micro-batch, as what follows
-        self._suspended: frozenset[int] = frozenset()
         self._needs_backward: dict[int, bool] = {}  # by position
+        self._buffers: dict[nn.Module, int] = {}  # of several devices: the one that a module's buffers are on
         self._micro_batches: Mapping[int, MicroBatch] = {}
         self._copies: dict[int, DeviceCopy] = {}
         self._done = 0  # tasks
@@ -66,6 +70,8 @@ class Executor:
             TaskKind.EVICT: self._evict,
             TaskKind.STASH_OUT: self._stash_out,
             TaskKind.STASH_IN: self._stash_in,
+            TaskKind.MOVE: self._move,
+            TaskKind.MOVE_BACK: self._move_back,
             **self.updates.handlers,
         }
 
@@ -105,14 +111,15 @@ class Executor:
             waiting = WaitingSwapIns(parts, plan)
             self._execute(waiting.placed(islice(tasks, self._first)))
             if self._first < len(plan.tasks):  # what modules show meanwhile has been swapped in by now
-                with parts.installation.installed(
-                    {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
-                ):
+                unlayered = {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
+                with parts.installation.installed(unlayered, places=self._buffers):
                     self._execute(waiting.placed(tasks))
             self._execute(waiting.left())
+            parts.device.enter(HOME)
             if not self.propagated:
                 parts.random.check_drawn()
         finally:
+            parts.crossings.finish()
             parts.random.close()
             self._micro_batches = {}
             for index in plan.policy.resident:
@@ -121,6 +128,7 @@ class Executor:
     def _execute(self, tasks: Iterable[tuple[Task, int]]) -> None:
         parts = self._parts
         for task, nbytes in tasks:
+            parts.device.enter(self._plan.packs[task.pack].device)
             parts.device.charge(nbytes, "the activations and gradients of a task")
             try:
                 if parts.timeline.is_recording:
@@ -149,19 +157,23 @@ class Executor:
         """
         for pack, copy in list(self._copies.items()):
             if not any(copy is one for one in self._before):
-                self._parts.residency.evict(self._copies.pop(pack))
+                self._free(pack)
         self._parts.stash.abandon()
 
     def abandon(self) -> None:
         """After a failure: frees everything on the device but resident packs. Gradients on the host are dropped by the
         updater.
         """
-        self._parts.device_store.forget_gradients()
-        for copy in self._copies.values():
-            self._parts.residency.evict(copy)
-        self._copies.clear()
-        self.updates.abandon()
         self._parts.stash.abandon()
+        self._parts.device_store.forget_gradients()
+        for pack in list(self._copies):
+            self._free(pack)
+        self.updates.abandon()
+        self._parts.device.enter(HOME)
+
+    def _free(self, pack: int) -> None:
+        self._parts.device.enter(self._plan.packs[pack].device)
+        self._parts.residency.evict(self._copies.pop(pack))
 
     def _handle(self, task: Task) -> None:
         """A task, in the modes that its micro-batch was called in."""
@@ -199,9 +211,15 @@ class Executor:
         self._plan = plan
         tasks = enumerate(plan.tasks)
         self._first = next((place for place, task in tasks if task.micro_batch >= 0), len(plan.tasks))
-        self._suspended = suspended(plan.packs, plan.tasks)
         packs = [plan.packs[index] for index in plan.packing.backward]
         self._needs_backward = {position: pack.needs_backward for pack in packs for position in pack.positions}
+        if self._parts.device.count > 1:
+            devices: defaultdict[int, list[int]] = defaultdict(list)
+            for pack in plan.packing.covering:
+                for layer in pack.layers:
+                    devices[layer].append(pack.device)
+            unlayered = [name for pack in plan.packing.always for name in pack.parameters]
+            self._buffers = self._parts.layer_calls.spread(devices, unlayered)
         self.updates.take(plan)
 
     @property
@@ -244,6 +262,8 @@ class Executor:
             self._copies[pack.index].wait(self._parts.device)
 
     def _evict(self, task: Task) -> None:
+        if not self._plan.packs[task.pack].positions:  # which may be on its way to other devices
+            self._parts.crossings.finish()
         self._parts.residency.evict(self._copies.pop(task.pack))
 
     def _leaves(self, pack: int) -> Leaves:
@@ -254,11 +274,6 @@ class Executor:
 
     # ---- compute
 
-    def _suspends(self, task: Task) -> bool:
-        """Whether the micro-batch of `task`, which runs through a pack, waits behind that pack."""
-        plan = self._plan
-        return task.micro_batch in self._suspended and plan.packs[task.pack].positions[-1] == len(plan.calls) - 1
-
     def _forward(self, task: Task) -> None:
         micro_batch, leaves = self._micro_batches[task.micro_batch], self._leaves(task.pack)
         if micro_batch.forwarded:  # it ended before this pack
@@ -266,6 +281,7 @@ class Executor:
         self._enter(micro_batch).run_on(partial(self._answer_cut, task, micro_batch, leaves))
         if micro_batch.has_ended:
             micro_batch.finish()
+            micro_batch.outputs = map_tensors(self._parts.crossings.home, micro_batch.outputs)
 
     def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
         """What the model gets of a layer call that is cut from its graph."""
@@ -282,9 +298,6 @@ class Executor:
             if not self._needs_backward[position]:  # it returned its input when it was measured
                 raise OffPlanError
             micro_batch.record(position, call)
-        if position == len(plan.calls) - 1 and self._suspends(task):
-            micro_batch.suspend(outputs)
-            return Turn.LATER
         return outputs
 
     def _answer_attached(self, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
@@ -301,7 +314,10 @@ class Executor:
         elif not micro_batch.forwarded:
             self._enter(micro_batch).run_on(partial(self._answer_attached, micro_batch, leaves))
             micro_batch.finish()
-        self._begin_backward(micro_batch)
+        self.propagated = True
+        with self._parts.crossings.aligned():
+            micro_batch.propagate_loss()
+        self._parts.random.check_drawn()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
         if plan.rows.cuts:
@@ -310,26 +326,9 @@ class Executor:
         micro_batch.settle()
         self._accumulate(task.pack)
 
-    def _begin_backward(self, micro_batch: MicroBatch) -> None:
-        self.propagated = True
-        micro_batch.propagate_loss()
-        self._parts.random.check_drawn()
-
-    def _run_to_end(self, micro_batch: MicroBatch) -> None:
-        """What comes behind the last call."""
-        if micro_batch.is_suspended:  # it may have ended without that call
-            lane = self._enter(micro_batch)
-            lane.resume(micro_batch.take_suspended())
-            if lane.request is not None:
-                raise OffPlanError
-            micro_batch.finish()
-
     def _backward(self, task: Task) -> None:
         micro_batch = self._micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
-        if self._suspends(task):
-            self._run_to_end(micro_batch)
-            self._begin_backward(micro_batch)
         self.propagated = True
         for call in micro_batch.take_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.settle(call.number)
@@ -350,7 +349,22 @@ class Executor:
             self._parts.random.switch(micro_batch)
             return micro_batch.lane
         self._parts.random.start(micro_batch, micro_batch.seed)
-        return micro_batch.start(self._parts.device)
+        return micro_batch.start(self._parts.device, self._parts.crossings.between_layers)
+
+    # ---- between devices
+
+    def _move(self, task: Task) -> None:
+        """What the micro-batch hands to the next pack goes to that pack's device while others compute."""
+        micro_batch = self._micro_batches[task.micro_batch]
+        if micro_batch.lane is not None and micro_batch.lane.request is not None:
+            request = micro_batch.lane.request
+            self._parts.crossings.here(tensors_in((request.args, request.kwargs)))
+
+    def _move_back(self, task: Task) -> None:
+        """Gradients of what the pack has given go back to its device."""
+        micro_batch = self._micro_batches[task.micro_batch]
+        if calls := micro_batch.calls_in(self._plan.packs[task.pack]):
+            micro_batch.inter_layer.settle(calls[-1].number)
 
     # ---- stash
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import enum
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -50,8 +51,9 @@ class Lane:
         autocast: Autocast | None,
         device: Device,
         context: contextvars.Context,
+        between_layers: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
-        """A lane that has not begun, and will run in `context`."""
+        """A lane that has not begun, and will run in `context`; `between_layers` makes what its own code runs in."""
         self.device_type = device.torch_device.type
         self.request: Request | None = None
         self.result: Any = None
@@ -59,6 +61,7 @@ class Lane:
         self._grad = grad
         self._autocast = autocast
         self._thread = ThreadState(device)
+        self._between_layers = between_layers
         self._on_top: OnTop | None = None  # while it is suspended
         self._reply: Any = None  # to the call that it waits at; nobody else holds it while the lane runs on
         self._aborted = False
@@ -113,6 +116,13 @@ class Lane:
             self._go_on(self._thread.read(), self._greenlet.throw, LaneAborted)
 
     def _go_on(self, engines: tuple[Any, ...], switch: Callable[..., Any], *values: Any) -> None:
+        if self._between_layers is None:
+            self._switch(engines, switch, *values)
+        else:
+            with self._between_layers():
+                self._switch(self._thread.read(), switch, *values)
+
+    def _switch(self, engines: tuple[Any, ...], switch: Callable[..., Any], *values: Any) -> None:
         self._greenlet.parent = getcurrent()
         try:
             with handled_by(self):

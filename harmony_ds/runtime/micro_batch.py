@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from harmony_ds.calls.boundary import backward_of_engine, cut, outlet
@@ -41,6 +43,7 @@ class MicroBatch:
         backward_autocast: of who called backward on its loss; None: whatever is there when it runs.
         context: the caller's context variables, likewise.
         state: what the call saw of the model; None: what is there when it runs.
+        home: the device that losses are on whose values somebody sees.
         reduce: if given, what is kept of the outputs (evaluation keeps the loss, not everybody's logits).
     """
 
@@ -53,6 +56,7 @@ class MicroBatch:
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     state: CallState | None = None
     grad: bool = True
+    home: torch.device | None = None
     reduce: Callable[[Any], Any] | None = None
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
     lane: Lane | None = None
@@ -63,8 +67,6 @@ class MicroBatch:
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
     """Recorded calls with their positions, in the order they were made."""
     inter_layer: InterLayerGraph = field(default_factory=InterLayerGraph)
-    _suspended: list[Any] = field(default_factory=list)
-    """The outputs of the last call, while what comes behind it waits for the backward pass; else empty."""
     _cursor: int = 0
     _numbers: int = 0
 
@@ -83,9 +85,9 @@ class MicroBatch:
 
     # ---- its forward pass
 
-    def start(self, device: Device) -> Lane:
-        """Runs forward up to the first layer call."""
-        self.lane = Lane(self.forward, self.grad, self.autocast, device, self.context)
+    def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Lane:
+        """Runs forward up to the first layer call; `between_layers` makes what the model's own code runs in."""
+        self.lane = Lane(self.forward, self.grad, self.autocast, device, self.context, between_layers)
         self.lane.resume()
         return self.lane
 
@@ -109,18 +111,6 @@ class MicroBatch:
     def record(self, position: int, call: RecordedCall) -> None:
         """Keeps a call for the backward pass."""
         self.calls.append((position, call))
-
-    def suspend(self, outputs: Any) -> None:
-        """What comes behind the last call, which gave `outputs`, waits."""
-        self._suspended.append(outputs)
-
-    @property
-    def is_suspended(self) -> bool:
-        return bool(self._suspended)
-
-    def take_suspended(self) -> Any:
-        """The outputs of the last call, which nobody keeps from now on."""
-        return self._suspended.pop()
 
     def calls_in(self, pack: Pack) -> list[RecordedCall]:
         """The recorded calls of `pack`."""
@@ -196,7 +186,6 @@ class MicroBatch:
         self.lane = None
         self.outputs = None
         self.calls.clear()
-        self._suspended.clear()
         self.inter_layer = InterLayerGraph()
         self.forwarded = False
         self._cursor = self._numbers = 0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from harmony_ds.calls.contract import Contract
+from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.layer_call import LayerCalls
 from harmony_ds.calls.random_streams import RandomStreams
@@ -34,6 +35,7 @@ class Parts:
     updater: Updater | None
     installation: Installation
     contract: Contract
+    crossings: Crossings
     layer_calls: LayerCalls
     random: RandomStreams
     timeline: StepTimeline

@@ -98,6 +98,10 @@ class Streamer:
 
     def call(self, request: Request) -> Any:
         """Runs one layer call at once."""
+        with handled_by(None):  # it is no code between layers that runs
+            return self._call(request)
+
+    def _call(self, request: Request) -> Any:
         self._observer.arrived(request)
         copy = self._take(request.layer)
         try:
@@ -106,8 +110,7 @@ class Streamer:
                 self._ahead[following] = self._swap_in(following)
             copy.wait(self._device)
             self._observer.swapped_in(copy)
-            with handled_by(None):  # it is no code between layers that runs
-                return self._observer.run(request, copy)
+            return self._observer.run(request, copy)
         finally:
             self._residency.evict(copy)
             del copy  # its memory

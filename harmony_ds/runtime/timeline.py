@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from harmony_ds.device.base import Device, Issuing, Moment, Stream
 from harmony_ds.scheduler.plan import Plan, Task
-from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, Span
+from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, Span, of_device
 from harmony_ds.scheduler.trace import ExecutedStep
 
 _TRACKS = {Stream.COMPUTE: COMPUTE, Stream.SWAP_IN: SWAP_IN, Stream.SWAP_OUT: SWAP_OUT, Stream.PEER: PEER}
@@ -156,7 +156,8 @@ class StepTimeline:
         parts = [(entry.task, stream, times) for entry in step.entries for stream, times in entry.moments.items()]
         ends = self._device.read_moments([moment for _, _, times in parts for moment in (times[0], times[-1])])
         for (task, stream, _), begin, end in zip(parts, ends[::2], ends[1::2], strict=True):
-            yield Span(_TRACKS[stream], begin - step.begin_ms, end - step.begin_ms, (task,))
+            track = of_device(_TRACKS[stream], step.plan.packs[task.pack].device)
+            yield Span(track, begin - step.begin_ms, end - step.begin_ms, (task,))
 
 
 @contextmanager

@@ -56,6 +56,7 @@ class Updates:
         self._gathered = gathered
         self._plan = NOTHING
         self._held_transfers = 0  # of it
+        self._held: int | None = None  # transfers that wait for something else than their update; None: all may
         self._sends: Counter[int] = Counter()  # pack -> how often its gradients leave in the plan
         self._to_send: Counter[int] = Counter()  # and are still to leave
         self._reduced: dict[int, dict[str, Tensor]] = {}  # pack -> this device's pieces of its gradients
@@ -67,7 +68,7 @@ class Updates:
         self.handlers: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.REDUCE: self._reduce,
             TaskKind.SWAP_OUT: self._swap_out,
-            TaskKind.FREE_GRADIENTS: self._free_gradients,
+            TaskKind.FREE_GRADIENTS: lambda task: self._free(task.pack),
             TaskKind.NORM: self._norm,
             TaskKind.UPDATE: self._update,
             TaskKind.UPDATE_ON_DEVICE: self._update_on_device,
@@ -93,6 +94,7 @@ class Updates:
     def start(self, hyper: Hyper, clipping: Clipping | None) -> None:
         """The plan begins to run, with `hyper` for updates; with `clipping`, they wait for the norm of all gradients."""
         self._hyper, self._clipping, self._to_send = hyper, clipping, self._sends.copy()
+        self._held = self._held_transfers if clipping is None else None
 
     def promise_norm(self) -> None:
         """Where no update waits for the norm of all gradients: it will be known when all are made."""
@@ -100,7 +102,6 @@ class Updates:
         if self.outcome.norm is None and updater is not None:
             updater.add_norms(self._parts.device_store.take_norms())
             self.outcome.norm = updater.norm_of_updates()
-        self._wait_for_host()
 
     def step_whole(self, clipping: Clipping) -> None:
         """The optimizer's own `step` over all gradients that have gathered, and have left the device."""
@@ -145,8 +146,7 @@ class Updates:
         """After a failure: frees what is on its way."""
         self._reduced.clear()
         self._left.clear()
-        while self._leaving:
-            self._free(next(iter(self._leaving)))
+        self._leaving.clear()  # behind their copies: the stash has seen to that
 
     # ---- handlers
 
@@ -162,11 +162,6 @@ class Updates:
                 kind, parts.device, copy.leaves, parts.residency.gradients(copy)
             )
         self.outcome.others_update |= self._clipping is None
-
-    @property
-    def _held(self) -> int | None:
-        """Transfers that wait for something else than their update; None: all may."""
-        return self._held_transfers if self._clipping is None else None
 
     def _swap_out(self, task: Task) -> None:
         parts, copy = self._parts, self._copies[task.pack]
@@ -195,15 +190,6 @@ class Updates:
             self._gathered.receive_own(pack.owned)
             if self._clipping is not None and pack.owned:
                 parts.updater.measure(pack.owned)
-        self._wait_for_host()
-
-    def _wait_for_host(self) -> None:
-        """Where updates do not overlap: until the host has done what it was asked for."""
-        if not self._plan.policy.overlap_update and self._parts.updater is not None:
-            self._parts.updater.wait_all()
-
-    def _free_gradients(self, task: Task) -> None:
-        self._free(task.pack)
 
     def _free(self, pack: int) -> None:
         _, copied = self._leaving.pop(pack)
@@ -237,7 +223,6 @@ class Updates:
             self._gathered.receive_own(pack.owned)
         self.outcome.updates_issued += 1
         self._parts.updater.update(pack.needed_at, pack.owned, self._hyper, self.outcome.norm)
-        self._wait_for_host()
 
     def _update_on_device(self, task: Task) -> None:
         if self.outcome.overflow:

@@ -2,145 +2,209 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import combinations, product
 
-import numpy as np
-from numpy.typing import NDArray
-
-from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sums_of, uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Policy
-from harmony_ds.scheduler.policies import Policies
-from harmony_ds.scheduler.resident import closed, holders, resident_packs
+from harmony_ds.scheduler.resident import closed, may_stay, resident_packs
 
-_SWAPPED, _KEPT, _RESIDENT = range(3)
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-_SINGLE = 32
-_MOST = 6_000
-"""So many policies of the same packs are all looked at."""
-_FORWARD_MULTIPLES = (2, 4)
+_MULTIPLES = (1, 2, 4)
 
 
 # ---- where to cut
 
 
-def packings(
-    graph: LayerGraph, costs: CostTable, packer: Packer, request: PlanRequest
-) -> Iterator[tuple[Packing, str]]:
-    """Ways to cut both passes, each once, and its name; the same whatever the budget."""
-    seen: set[tuple[Bounds, Bounds | None]] = set()
-    cuts = _cuts(graph, costs, packer, request)
-    # Where every micro-batch swaps every pack, ends and first packs are nothing special, and plans are long to simulate.
-    plain = request.is_manual or not request.policy.grouping
-    for backward, name in cuts if plain else _with_short_ends(cuts):
-        whole = packer.packing(backward)
-        if (backward, None) not in seen:
-            seen.add((backward, None))
-            yield whole, f"{len(whole.backward)} packs {name}"
-        if request.is_manual:
-            continue
-        for multiple in _FORWARD_MULTIPLES:
-            # Forward packs hold no gradients and no graph: several backward packs fit in one.
-            before = backward[:-1]
-            forward = tuple(sorted({0, *before[len(before) - 1 :: -multiple]}))
-            if len(forward) < len(before) and len(forward) > 1 and (backward, forward) not in seen:
-                seen.add((backward, forward))
-                yield (
-                    packer.packing(backward, forward),
-                    (f"{len(whole.backward)} packs {name}, {len(forward) - 1} in the forward pass"),
-                )
+class Kind(Enum):
+    """What packs have in common."""
+
+    EQUAL = "of {size} calls"
+    TIME = "of balanced time"
+    MEMORY = "of balanced memory"
 
 
-def _cuts(graph: LayerGraph, costs: CostTable, packer: Packer, request: PlanRequest) -> Iterator[tuple[Bounds, str]]:
-    count = len(graph.calls)
-    if request.settings.pack_layers is not None:
-        yield (
-            uniform_bounds(count, request.settings.pack_layers),
-            f"of {request.settings.pack_layers} calls, as configured",
-        )
-        return
-    for size in _sizes(count):
-        yield uniform_bounds(count, size), f"of {size} calls"
-    singles = packer.packs(tuple(range(count + 1)))
-    times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
-    weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
-    for values, name in ((times, "of balanced time"), (weights, "of balanced memory")):
-        cuts = BestCuts(sums_of(values), Combine.MAX)
-        for parts in _ladder(count):
-            bounds = cuts.bounds(parts)
-            if bounds is not None:
-                yield bounds, name
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A way to cut both passes.
 
-
-def _with_short_ends(cuts: Iterator[tuple[Bounds, str]]) -> Iterator[tuple[Bounds, str]]:
-    """Each cut, and the same with its first pack cut into packs of 1, 2, 4, ... calls and the rest.
-
-    Nothing hides the update of the first pack, which is the last to have its gradients and the first that the next step
-    needs: it should be small, and the ones behind it so large that theirs are hidden under what runs before.
+    Attributes:
+        parts: packs of the backward pass.
+        small_first: with the first pack cut into packs of 1, 2, 4, ... calls and the rest. Nothing hides the update of the
+            first pack, which is the last to have its gradients and the first that the next step needs: it should be small,
+            and the ones after it so large that theirs are hidden under what runs before.
+        multiple: so many of its packs are one in the forward pass, which holds neither gradients nor graphs.
     """
-    for bounds, name in cuts:
-        yield bounds, name
-        ends = [2**power - 1 for power in range(1, bounds[1].bit_length()) if 3 * (2**power - 1) < 2 * bounds[1]]
-        if ends:
-            yield (0, *ends, *bounds[1:]), f"{name}, small ones first"
+
+    kind: Kind
+    parts: int
+    small_first: bool = False
+    multiple: int = 1
 
 
-def _sizes(count: int) -> list[int]:
-    """Calls in a pack, the most first: for each number of packs the fewest, and the most, with which there are as many."""
-    sizes: set[int] = set()
-    for parts in {-(-count // size) for size in range(1, count + 1)}:
-        sizes.add(-(-count // parts))
-        sizes.add(-(-count // (parts - 1)) - 1 if parts > 1 else count)
-    return sorted(sizes, reverse=True)
+class Cuts:
+    """Ways to cut the calls of one model."""
+
+    def __init__(self, costs: CostTable, packer: Packer, request: PlanRequest) -> None:
+        self._count = count = len(costs.calls)
+        self._packer = packer
+        self._size = request.settings.pack_layers
+        singles = packer.packs(tuple(range(count + 1)))
+        times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
+        weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
+        self._best = {
+            kind: BestCuts(sums_of(values), Combine.MAX)
+            for kind, values in ((Kind.TIME, times), (Kind.MEMORY, weights))
+        }
+
+    def first(self) -> Iterator[Cut]:
+        """Those to look at first: of every kind, into 1, 2, 3, 4, 6, 9, ... packs, the fewest first."""
+        if self._size is not None:
+            yield Cut(Kind.EQUAL, -(-self._count // self._size))
+            return
+        yield from (Cut(kind, parts) for parts in _ladder(self._count) for kind in Kind)
+
+    def near(self, cut: Cut) -> Iterator[Cut]:
+        """Those to look at if that one is good."""
+        yield replace(cut, small_first=not cut.small_first)
+        yield from (replace(cut, multiple=multiple) for multiple in _MULTIPLES if multiple != cut.multiple)
+        for parts in sorted({cut.parts - 1, cut.parts + 1, round(0.8 * cut.parts), round(1.25 * cut.parts)}):
+            if 0 < parts <= self._count and parts != cut.parts:
+                yield replace(cut, parts=parts)
+
+    def packing(self, cut: Cut) -> tuple[Packing, str] | None:
+        """Its packs and its name; None: there are none."""
+        size = self._size or -(-self._count // cut.parts)
+        if cut.kind is Kind.EQUAL:
+            bounds: Bounds | None = uniform_bounds(self._count, size)
+        else:
+            bounds = self._best[cut.kind].bounds(cut.parts)
+        if bounds is None:
+            return None
+        name = cut.kind.value.format(size=size) + (", as configured" if self._size is not None else "")
+        if cut.small_first:
+            ends = [2**power - 1 for power in range(1, bounds[1].bit_length()) if 3 * (2**power - 1) < 2 * bounds[1]]
+            if not ends:
+                return None
+            bounds, name = (0, *ends, *bounds[1:]), f"{name}, small ones first"
+        before = bounds[:-1]
+        forward = tuple(sorted({0, *before[len(before) - 1 :: -cut.multiple]}))
+        if cut.multiple > 1:
+            if not 1 < len(forward) < len(before):
+                return None
+            name += f", {len(forward) - 1} in the forward pass"
+        return self._packer.packing(bounds, forward), f"{len(bounds) - 1} packs {name}"
 
 
 def _ladder(count: int) -> list[int]:
     """1, 2, 3, ... with growing steps, up to `count`."""
     rungs, rung = [], 1
-    while rung <= count:
+    while rung < count:
         rungs.append(rung)
-        rung += max(1, rung // 8)
-    return rungs
+        rung += max(1, rung // 2)
+    return [*rungs, count]
 
 
 # ---- what to do with spare memory
 
 
-def policies(packing: Packing, copies_overlap: bool, request: PlanRequest) -> Policies:
-    """The policies for these packs: all there are where they are few, else what is likely to be near the best."""
-    stashes, ahead = _stashes(packing, request), _ahead(copies_overlap, request)
-    states = _states(packing, request, _MOST // (len(stashes) * len(ahead)))
-    which, away, early = (grid.ravel() for grid in np.meshgrid(np.arange(len(states)), stashes, ahead, indexing="ij"))
-    chosen = states[which].T
-    return Policies(request.policy, chosen == _RESIDENT, chosen == _KEPT, away, early)
+Peak = Callable[[Policy], float]
 
 
-def around(packing: Packing, policy: Policy, copies_overlap: bool, request: PlanRequest) -> Policies:
-    """The policies that differ from one in a pack or two, in the stash of one pack, or in whether swaps are ahead."""
-    row = np.zeros(len(packing.backward), int)
-    row[list(policy.resident)], row[list(policy.kept)] = _RESIDENT, _KEPT
-    changed = [(row, policy.stash_on_host, policy.prefetch)]
-    choices = _choices(packing, request) if may_stay(request) else []
-    single = [(place, state) for place, of_pack in enumerate(choices) for state in of_pack if state != row[place]]
-    several = [[one] for one in single] + (list(combinations(single, 2)) if len(single) <= _SINGLE else [])
-    for changes in several:
-        states = row.copy()
-        for place, state in changes:
-            states[place] = state
-        changed.append((states, policy.stash_on_host, policy.prefetch))
-    if request.settings.stash == "auto":
-        least, most = max(0, policy.stash_on_host - 1), min(len(packing.forward), policy.stash_on_host + 1)
-        changed += [(row, away, policy.prefetch) for away in {least, most} - {policy.stash_on_host}]
-    changed += [(row, policy.stash_on_host, early) for early in _ahead(copies_overlap, request)]
-    states = np.array([one for one, _, _ in changed])
-    chosen = _with_their_own(packing, states).T
-    away, early = np.array([n for _, n, _ in changed]), np.array([early for _, _, early in changed])
-    return Policies(request.policy, chosen == _RESIDENT, chosen == _KEPT, away, early)
+def policies(
+    packing: Packing, copies_overlap: bool, request: PlanRequest, peak: Peak, thorough: bool = True
+) -> Iterator[Policy]:
+    """A few policies for these packs that fit, spare memory used in one way or another.
+
+    Args:
+        peak: the device peak in bytes; infinite where the host has no room.
+        thorough: also without swaps ahead, with all the stash on the host, and with the last packs resident.
+    """
+    stashes, ways_ahead = _stashes(packing, request), ahead(copies_overlap, request)
+    base = replace(request.policy, resident=_given(packing, request))
+    least = peak(replace(base, prefetch=ways_ahead[-1], stash_on_host=stashes[-1]))
+    if request.budget_bytes is not None and least > request.budget_bytes:
+        return
+    for early in ways_ahead:
+        base = replace(base, prefetch=early)
+        ways = [replace(base, stash_on_host=away) for away in stashes]
+        first = first_fitting(ways, peak, request)
+        if first is None:
+            continue
+        if thorough or not may_stay(request) or request.policy.pipeline > 1:
+            yield first
+        for way in dict.fromkeys((first, ways[-1])) if thorough else (first,):
+            if may_stay(request):
+                yield from _filled(packing, way, request, peak, thorough)
+        if not thorough:
+            return
+
+
+def every_set(packing: Packing, copies_overlap: bool, request: PlanRequest, peak: Peak) -> Iterator[Policy]:
+    """For each set of packs that may be resident, the policy with the least stash on the host that fits, and packs kept."""
+    able = closed(packing, packing.backward) if request.settings.residency == "auto" else ()
+    sets = [some for number in range(len(able) + 1) for some in combinations(able, number)]
+    for early, resident in product(ahead(copies_overlap, request), sets):
+        if closed(packing, resident) == resident:
+            base = replace(request.policy, resident=resident, prefetch=early)
+            ways = [replace(base, stash_on_host=away) for away in _stashes(packing, request)]
+            first = first_fitting(ways, peak, request)
+            if first is not None:
+                yield _kept(packing, first, request, peak)
+
+
+def _filled(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak, thorough: bool) -> Iterator[Policy]:
+    """The same with as many packs that stay as fit: the last ones kept; before that, the first or the last resident."""
+    yield _kept(packing, policy, request, peak)
+    if request.settings.residency == "auto":
+        count = len(packing.backward)
+        for places in (range(count), range(count - 1, -1, -1))[: 2 if thorough else 1]:
+            more = [replace(policy, resident=closed(packing, sorted(places[:n]))) for n in range(count, 0, -1)]
+            some = first_fitting(more, peak, request)
+            if some is not None:
+                yield _kept(packing, some, request, peak)
+
+
+def _kept(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak) -> Policy:
+    able = sorted(both_ways(packing).difference(policy.resident))
+    most = [replace(policy, kept=tuple(able[first:])) for first in range(len(able) + 1)]
+    return first_fitting(most, peak, request) or policy
+
+
+def first_fitting(policies: Sequence[Policy], peak: Peak, request: PlanRequest) -> Policy | None:
+    """The first of policies, each of which takes less memory than the one before, that fits.
+
+    Few peaks are asked for: where memory changes evenly, the place is told from those of the first and the last.
+    """
+    budget = request.budget_bytes
+    if not policies or budget is None:
+        return policies[0] if policies and peak(policies[0]) < float("inf") else None
+    low, high = 0, len(policies) - 1
+    least = peak(policies[high])
+    if least > budget:
+        return None
+    most = peak(policies[low])
+    if most <= budget:
+        return policies[low]
+    while high - low > 1:  # the one at `low` does not fit, the one at `high` does
+        share = (most - budget) / (most - least) if most < float("inf") else 0.5
+        middle = min(max(low + round(share * (high - low)), low + 1), high - 1)
+        here = peak(policies[middle])
+        if here > budget:
+            low, most = middle, here
+        else:
+            high, least = middle, here
+    return policies[high]
+
+
+def both_ways(packing: Packing) -> set[int]:
+    """Packs that may be kept from forward to backward: both passes have them."""
+    return {i for i in packing.forward if i in packing.backward[:-1] and packing.packs[i].needs_backward}
 
 
 def use_of(packing: Packing, policy: Policy) -> str:
@@ -160,12 +224,8 @@ def use_of(packing: Packing, policy: Policy) -> str:
     return f"{text}; {weights}, gradients reduced on the {'host' if policy.reduce_on_host else 'devices'}"
 
 
-def may_stay(request: PlanRequest) -> bool:
-    """Whether the search decides which packs are kept, and perhaps which are resident."""
-    return request.settings.residency in ("auto", "kept") and request.budget_bytes is not None
-
-
-def _ahead(copies_overlap: bool, request: PlanRequest) -> list[bool]:
+def ahead(copies_overlap: bool, request: PlanRequest) -> list[bool]:
+    """Whether swaps may be issued ahead, and whether not."""
     if not request.policy.prefetch or request.is_manual:
         return [request.policy.prefetch]
     # Where nothing overlaps, a swap-in issued ahead takes memory and saves nothing.
@@ -180,54 +240,7 @@ def _stashes(packing: Packing, request: PlanRequest) -> list[int]:
     return sorted({round(share * count) for share in _SHARES}) if count > len(_SHARES) else list(range(count + 1))
 
 
-def _states(packing: Packing, request: PlanRequest, most: int) -> NDArray[np.int_]:
-    """What becomes of each pack of the backward pass, a row for each way: swapped, kept, or resident."""
-    count = len(packing.backward)
-    if isinstance(request.settings.residency, int):
-        chosen = resident_packs(packing, request.settings.residency)
-        return np.array([[_RESIDENT if index in chosen else _SWAPPED for index in packing.backward]])
-    if not may_stay(request):
-        return np.zeros((1, count), int)
-    choices = _choices(packing, request)
-    if request.policy.grouping and math.prod(map(len, choices)) <= most:
-        rows = np.array(list(product(*choices)))
-        possible: NDArray[np.int_] = rows[(rows == _with_their_own(packing, rows)).all(axis=1)]
-        return possible
-    return np.unique(_with_their_own(packing, np.array(list(_likely(choices, request.policy.grouping)))), axis=0)
-
-
-def _choices(packing: Packing, request: PlanRequest) -> list[list[int]]:
-    """What can become of each pack of the backward pass."""
-    both = {i for i in packing.forward if i in packing.backward and packing.packs[i].needs_backward}
-    able = closed(packing, packing.backward) if request.settings.residency == "auto" else ()
-    return [[_SWAPPED] + [_KEPT] * (i in both) + [_RESIDENT] * (i in able) for i in packing.backward]
-
-
-def _with_their_own(packing: Packing, rows: NDArray[np.int_]) -> NDArray[np.int_]:
-    """The same, but that a pack is swapped if one that it shares a parameter with is not resident as it is."""
-    having = holders(packing)
-    tied = [
-        (index, other)
-        for index in packing.backward
-        for other in having[index]
-        if index != other < len(packing.backward)
-    ]
-    rows = rows.copy()
-    for index, other in tied * len(packing.backward) if tied else ():
-        alone = (rows[:, index] == _RESIDENT) & (rows[:, other] != _RESIDENT)
-        rows[alone, index] = _SWAPPED
-    return rows
-
-
-def _likely(choices: list[list[int]], grouping: bool) -> Iterator[list[int]]:
-    """The first packs resident, for whose update the next step waits, or the last ones; of the others, the last kept."""
-    count = len(choices)
-    some = [0, *(2**power for power in range(count.bit_length())), count]
-    for number in some:
-        for first in (True, False) if grouping else (False,):
-            there = range(number) if first else range(count - number, count)
-            states = [_RESIDENT if i in there and _RESIDENT in choices[i] else _SWAPPED for i in range(count)]
-            rest = [i for i in range(count) if states[i] == _SWAPPED and _KEPT in choices[i]]
-            for kept_share in (0.0, 0.5, 1.0):
-                kept = {*rest[len(rest) - round(kept_share * len(rest)) :]}
-                yield [_KEPT if i in kept else state for i, state in enumerate(states)]
+def _given(packing: Packing, request: PlanRequest) -> tuple[int, ...]:
+    """The packs that are resident because the settings say how many are."""
+    residency = request.settings.residency
+    return resident_packs(packing, residency) if isinstance(residency, int) else ()

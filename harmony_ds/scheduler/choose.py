@@ -26,6 +26,7 @@ class PlanRequest:
         host_bytes: host memory for what waits there, of one device (None: unlimited). Where no plan can do with that, it is
             no bound: the host says itself what it lacks.
         policy: where tasks are placed; stash, kept and resident packs are decided by the search.
+        thorough: whether neighbours of the best plans are looked at, too; without, the search is quick, and near.
     """
 
     settings: HarmonySettings
@@ -36,6 +37,7 @@ class PlanRequest:
     beside_bytes: int = 0
     exchange_bytes: int = 0
     host_bytes: int | None = None
+    thorough: bool = True
 
     @property
     def budget(self) -> str:
@@ -97,8 +99,8 @@ def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: 
     """The plan over given packs, with its peak."""
     plan = draft_plan(packing, costs, request, policy)
     walked = walk_memory(packing.packs, plan.tasks, costs)
-    peak = plan.resident_bytes + walked.peak_bytes
-    return replace(plan, peak_bytes=peak, activation_bytes=walked.activation_bytes)
+    peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)
+    return replace(plan, peak_bytes=max(peaks), device_peaks=peaks, activation_bytes=walked.activation_bytes)
 
 
 def draft_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy, peak_bytes: int = 0) -> Plan:

@@ -8,8 +8,8 @@
 Around all of that, I u brings the unlayered parameters, and O u, G u, E u take them away: in front of N, if there is one.
 U u updates them, and U v those that the model does not use.
 
-Without grouping, forward to backward once for each micro-batch, and the updates with the last one's; without a fused
-last pack, F n-1.* ends the forward pass and B n-1.* begins the backward pass, and the pack stays in between.
+Without grouping, forward to backward once for each micro-batch, and the updates with the last one's. A micro-batch whose
+forward pass ran alone has B n-1 in the place of L n-1.
 
 Of several devices, R p in front of every O p, or behind it if gradients are added up on the host; and A p behind every I p
 where each swaps in a share.
@@ -22,10 +22,12 @@ have K in the place of F, which keeps the graph, and P in the place of B; their 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from harmony_ds.scheduler.plan import Pack, Packing, Policy, Task, TaskKind
+from harmony_ds.scheduler.plan import Packing, Policy, Task, TaskKind
+from harmony_ds.scheduler.waves import Visit, issued
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +64,20 @@ def compose_forward(packing: Packing, group: Group, policy: Policy) -> tuple[Tas
     """The forward pass of one micro-batch alone, every pack cut: somebody wants its outputs now, and may want gradients
     later on, so that the unlayered parameters stay on the device.
     """
-    return (*_begin(packing, group, policy), *_Composer(packing, group, policy).forward_alone())
+    return (*_begin(packing, group, policy), *issued(_Composer(packing, group, policy).forward_alone()))
 
 
 def compose_evaluation(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
     """The forward passes of a group without gradients, each pack swapped in once for all of them."""
-    tasks = [*_begin(packing, group, policy)]
+    visits = []
     for index in packing.backward:
-        runs = [Task(TaskKind.FORWARD, index, m) for m in group.fresh]
+        visit = Visit(packing.packs[index], [(m, [Task(TaskKind.FORWARD, index, m)]) for m in group.fresh])
         if index not in policy.resident:
-            runs = [*_weights_in(index, policy), *runs, Task(TaskKind.EVICT, index)]
-        tasks += runs
-    tasks += [Task(TaskKind.EVICT, pack.index) for pack in packing.always if not group.begun]
-    return tuple(tasks)
+            visit.before += _weights_in(index, policy)
+            visit.after.append(Task(TaskKind.EVICT, index))
+        visits.append(visit)
+    end = [Task(TaskKind.EVICT, pack.index) for pack in packing.always if not group.begun]
+    return (*_begin(packing, group, policy), *issued(visits), *end)
 
 
 def compose_step(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
@@ -82,7 +85,7 @@ def compose_step(packing: Packing, group: Group, policy: Policy) -> tuple[Task, 
     rounds = [_Composer(packing, part, policy) for part in group.rounds(policy.grouping)]
     tasks = [*_begin(packing, group, policy)]
     for part in rounds:
-        tasks += part.passes(last=part is rounds[-1])
+        tasks += issued(part.passes(last=part is rounds[-1]), last_first=not policy.deferred_update)
     return (*tasks, *compose_end(packing, policy))
 
 
@@ -94,11 +97,10 @@ def compose_end(packing: Packing, policy: Policy) -> tuple[Task, ...]:
         for pack in packing.always
         for kind in (*_gradients_out(policy), TaskKind.FREE_GRADIENTS, TaskKind.EVICT)
     ]
-    if policy.deferred_update:
-        tasks += [*away, Task(TaskKind.NORM, 0)]
-    if policy.updates_last:  # in forward order: what is needed first goes first
-        tasks += [_update(index, policy) for index in packing.backward if packing.packs[index].needs_backward]
-    if not policy.deferred_update:
+    if policy.deferred_update:  # in forward order: what is needed first goes first
+        updates = [_update(index, policy) for index in packing.backward if packing.packs[index].needs_backward]
+        tasks += [*away, Task(TaskKind.NORM, 0), *updates]
+    else:
         tasks += away
     tasks += [_update(index, policy) for index in (packing.unlayered, packing.uncalled) if index is not None]
     return tuple(tasks)
@@ -139,101 +141,103 @@ class _Composer:
         self._group = group
         self._policy = policy
         self._out, self._in = stash_moves(packing, policy)
-        self._swap_ins: Iterator[list[Task]] = iter(())
         self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch)
 
-    def forward_alone(self) -> Iterator[Task]:
+    def forward_alone(self) -> list[Visit]:
         fused = self._packing.backward[-1]
-        order = [*self._packing.forward, fused]
         if self._policy.stash_on_host:
             self._out.add(fused)
-        self._swap_ins = self._issue([(index, index not in self._policy.resident) for index in order])
-        yield from self._forward(order, kept=self._policy.resident)
+        stay = self._policy.resident
+        visits = [self._forward(index, stay) for index in (*self._packing.forward, fused)]
+        self._swap_in([(visit, visit.pack.index not in stay) for visit in visits])
+        return visits
 
-    def passes(self, last: bool) -> Iterator[Task]:
+    def passes(self, last: bool) -> list[Visit]:
         """Both passes; in the last round of a step with the updates that are due."""
         policy, packs = self._policy, self._packing.packs
-        end = self._packing.backward[-1]
-        through = [*self._packing.forward] if policy.fuse_last_pack else [*self._packing.forward, end]
-        forward = through if self._group.fresh else []
-        backward = [end, *(i for i in reversed(self._packing.backward[:-1]) if packs[i].needs_backward)]
-        # Without a pass there and a pass back there is nothing to be kept for. What ends one pass begins the other.
-        stays = (*policy.kept, end)
-        kept = {*policy.resident, *(index for index in stays if index in forward and index in backward)}
+        forward = self._packing.forward if self._group.fresh else ()
+        *earlier, end = self._packing.backward
+        backward = [end, *(i for i in reversed(earlier) if packs[i].needs_backward)]
+        # Without a pass there and a pass back there is nothing to be kept for.
+        stay = (*policy.kept, *self._packing.turning)
+        kept = {*policy.resident, *(index for index in stay if index in forward and index in backward)}
         self._graphs = {
             (index, m)
             for index, count in enumerate(policy.graphs)
-            if index in kept and index in forward and packs[index].needs_backward and index != end
+            if index in kept and index in forward and packs[index].needs_backward
             for m in self._group.fresh[:count]
         }
+        there = [self._forward(index, kept) for index in forward]
+        back = [self._backward(index, fused=self._group.fresh if index == end else ()) for index in backward]
+        self._gradients_out(back, updates=last and not policy.deferred_update)
         # One sequence, so that the last pack is swapped in while the one before it computes.
-        self._swap_ins = self._issue(
-            [(index, index not in policy.resident) for index in forward]
-            + [(index, index not in kept) for index in backward]
+        self._swap_in(
+            [(visit, visit.pack.index not in policy.resident) for visit in there]
+            + [(visit, visit.pack.index not in kept) for visit in back]
         )
-        yield from self._forward(forward, kept)
-        yield from self._backward(backward, updates=last and not policy.updates_last)
+        return there + back
 
-    def _forward(self, order: Sequence[int], kept: Collection[int]) -> Iterator[Task]:
-        for index in order:
-            yield from next(self._swap_ins)
-            for m in self._group.fresh:
-                if (index, m) in self._graphs:
-                    yield Task(TaskKind.FORWARD_FOR_GRAPH, index, m)
-                    continue
-                yield Task(TaskKind.FORWARD, index, m)
-                if index in self._out:
-                    yield Task(TaskKind.STASH_OUT, index, m)
-            if index not in kept:
-                yield Task(TaskKind.EVICT, index)
+    def _forward(self, index: int, kept: Collection[int]) -> Visit:
+        visit = Visit(self._packing.packs[index])
+        for m in self._group.fresh:
+            graph = (index, m) in self._graphs
+            tasks = [Task(TaskKind.FORWARD_FOR_GRAPH if graph else TaskKind.FORWARD, index, m)]
+            if index in self._out and not graph:
+                tasks.append(Task(TaskKind.STASH_OUT, index, m))
+            visit.runs.append((m, tasks))
+        if index not in kept:
+            visit.after.append(Task(TaskKind.EVICT, index))
+        return visit
 
-    def _backward(self, order: Sequence[int], updates: bool) -> Iterator[Task]:
-        fused = self._group.fresh if self._policy.fuse_last_pack else ()
-        freed: Task | None = None
-        for index in order:
-            pack = self._packing.packs[index]
-            resident = index in self._policy.resident
-            yield from next(self._swap_ins)
-            yield from self._run_backward(pack, fused=fused if index == order[0] else ())
-            if freed:
-                yield freed
-                freed = None
-            if pack.needs_backward and not resident:
-                yield from (Task(kind, index) for kind in _gradients_out(self._policy))
-                freed = Task(TaskKind.FREE_GRADIENTS, index)
-            if pack.needs_backward and updates:
-                yield _update(index, self._policy)
-            if not resident:
-                yield Task(TaskKind.EVICT, index)
-        if freed:
-            yield freed
-
-    def _run_backward(self, pack: Pack, fused: tuple[int, ...]) -> Iterator[Task]:
-        back = [m for m in self._group.all if m not in fused and self._stash_is_away(pack, m)]
+    def _backward(self, index: int, fused: tuple[int, ...]) -> Visit:
+        visit = Visit(self._packing.packs[index], is_backward=True)
+        back = [m for m in self._group.all if m not in fused and self._stash_is_away(index, m)]
         if back:
-            yield Task(TaskKind.STASH_IN, pack.index, back.pop(0))
+            visit.before.append(Task(TaskKind.STASH_IN, index, back.pop(0)))
         for m in self._group.all:
             if m in fused:
-                yield Task(TaskKind.FUSED, pack.index, m)
-                continue
-            if (pack.index, m) in self._graphs:
-                yield Task(TaskKind.BACKWARD_FROM_GRAPH, pack.index, m)
-                continue
-            if back:
-                yield Task(TaskKind.STASH_IN, pack.index, back.pop(0))
-            yield Task(TaskKind.BACKWARD, pack.index, m)
+                tasks = [Task(TaskKind.FUSED, index, m)]
+            elif (index, m) in self._graphs:
+                tasks = [Task(TaskKind.BACKWARD_FROM_GRAPH, index, m)]
+            else:
+                ahead = [Task(TaskKind.STASH_IN, index, back.pop(0))] if back else []
+                tasks = [*ahead, Task(TaskKind.BACKWARD, index, m)]
+            visit.runs.append((m, tasks))
+        return visit
 
-    def _stash_is_away(self, pack: Pack, micro_batch: int) -> bool:
-        if (pack.index, micro_batch) in self._graphs:
+    def _gradients_out(self, visits: Sequence[Visit], updates: bool) -> None:
+        """What comes after each pack's backward pass; its gradients are freed after that of the device's next one."""
+        freed: dict[int, Task] = {}
+        for visit in visits:
+            pack, resident = visit.pack, visit.pack.index in self._policy.resident
+            if pack.device in freed:
+                visit.after.append(freed.pop(pack.device))
+            if pack.needs_backward and not resident:
+                visit.after += (Task(kind, pack.index) for kind in _gradients_out(self._policy))
+                freed[pack.device] = Task(TaskKind.FREE_GRADIENTS, pack.index)
+            if pack.needs_backward and updates:
+                visit.after.append(_update(pack.index, self._policy))
+            if not resident:
+                visit.after.append(Task(TaskKind.EVICT, pack.index))
+        visits[-1].after += freed.values()
+
+    def _stash_is_away(self, index: int, micro_batch: int) -> bool:
+        if (index, micro_batch) in self._graphs:
             return False
-        if pack.index in self._in:
+        if index in self._in:
             return True
         # A forward pass that ran alone has cut, and stashed, the last pack too.
-        last = pack.index == self._packing.backward[-1]
+        last = index == self._packing.backward[-1]
         return last and bool(self._policy.stash_on_host) and micro_batch in self._group.forwarded
 
-    def _issue(self, order: list[tuple[int, bool]]) -> Iterator[list[Task]]:
-        """For each pack in `order`, with whether it is swapped in: the swap-ins to issue before it runs."""
-        tasks = [_weights_in(index, self._policy) if swapped else [] for index, swapped in order]
-        ahead = self._policy.prefetch and len(tasks) > 1
-        return iter([tasks[0] + tasks[1], *tasks[2:], []] if ahead else tasks)
+    def _swap_in(self, visits: Sequence[tuple[Visit, bool]]) -> None:
+        """Puts the swap-ins of `visits`, each with whether there is one, in front of what the same device runs before."""
+        by_device: defaultdict[int, list[tuple[Visit, bool]]] = defaultdict(list)
+        for visit, swapped in visits:
+            by_device[visit.pack.device].append((visit, swapped))
+        for own in by_device.values():
+            tasks = [_weights_in(visit.pack.index, self._policy) if swapped else [] for visit, swapped in own]
+            if self._policy.prefetch and len(tasks) > 1:
+                tasks = [tasks[0] + tasks[1], *tasks[2:], []]
+            for (visit, _), before in zip(own, tasks, strict=True):
+                visit.before[:0] = before

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 _Demands = tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One piece of work.
+class Job(NamedTuple):
+    """One piece of work (a named tuple: a search makes hundreds of thousands).
 
     Attributes:
         streams: the streams it occupies, each in the order of the list that the job stands in.
@@ -55,54 +56,36 @@ def run_jobs(
         crowded: resources that have a limit only while several jobs use them: two together may do less than one alone.
     """
     assert all(before < place for place, job in enumerate(jobs) for before in job.after), "a job waits for a later one"
-    limited = capacities or {}
-    if any(resource in limited for job in jobs for resource, _ in job.demands):
-        return _run_together(jobs, _Speeds(limited, crowded))
-    return _run_alone(jobs)
-
-
-def _run_alone(jobs: Sequence[Job]) -> Timeline:
-    """Nobody slows anybody down: each job is placed in turn."""
-    begin: list[float] = []
-    end: list[float] = []
-    free: dict[str, float] = {}
-    for job in jobs:
-        start = 0.0
-        for before in job.after:
-            start = max(start, end[before])
-        for stream in job.streams:
-            start = max(start, free.get(stream, 0.0))
-        stop = start + job.duration_ms
-        for stream in job.streams:
-            free[stream] = stop
-        begin.append(start)
-        end.append(stop)
-    return Timeline(tuple(begin), tuple(end))
-
-
-def _run_together(jobs: Sequence[Job], speeds: _Speeds) -> Timeline:
+    speeds = _Speeds(capacities or {}, crowded)
     begin, end = [0.0] * len(jobs), [0.0] * len(jobs)
     missing, followers = _dependencies(jobs)
+    kinds = speeds.kinds(jobs)
     ready = [place for place, count in enumerate(missing) if not count]
-    left: dict[int, float] = {}  # running jobs, and the ms at full speed that each still takes
+    running: list[int] = []
+    left: list[float] = []  # the ms at full speed that each of them still takes
     now = 0.0
-    while ready or left:
+    while ready or running:
         for place in ready:
             begin[place] = now
-            left[place] = jobs[place].duration_ms
+            left.append(jobs[place].duration_ms)
+        running += ready
         ready = []
-        speed = speeds.of(tuple([jobs[place].demands for place in left]))
-        step = min([ms / v for ms, v in zip(left.values(), speed, strict=True)])
+        speed = speeds.of(tuple([kinds[place] for place in running]))
+        step = min([ms / v for ms, v in zip(left, speed, strict=True)])
         now += step
-        for place, v in zip(list(left), speed, strict=True):
-            left[place] -= step * v
-            if left[place] <= 1e-9 * jobs[place].duration_ms:
-                del left[place]
-                end[place] = now
-                for other in followers[place]:
-                    missing[other] -= 1
-                    if not missing[other]:
-                        ready.append(other)
+        still, left_of = [], []
+        for place, ms, v in zip(running, left, speed, strict=True):
+            rest = ms - step * v
+            if rest > 1e-9 * jobs[place].duration_ms:
+                still.append(place)
+                left_of.append(rest)
+                continue
+            end[place] = now
+            for other in followers[place]:
+                missing[other] -= 1
+                if not missing[other]:
+                    ready.append(other)
+        running, left = still, left_of
     return Timeline(tuple(begin), tuple(end))
 
 
@@ -112,8 +95,11 @@ def _dependencies(jobs: Sequence[Job]) -> tuple[list[int], list[list[int]]]:
     missing: list[int] = []
     followers: list[list[int]] = [[] for _ in jobs]
     for place, job in enumerate(jobs):
-        before = {*job.after, *(last_on[stream] for stream in job.streams if stream in last_on)}
-        last_on.update(dict.fromkeys(job.streams, place))
+        before = set(job.after)
+        for stream in job.streams:
+            if stream in last_on:
+                before.add(last_on[stream])
+            last_on[stream] = place
         missing.append(len(before))
         for other in before:
             followers[other].append(place)
@@ -124,31 +110,46 @@ class _Speeds:
     """Of running jobs: capacity over demand at the resource where that is smallest, and at most 1."""
 
     def __init__(self, capacities: Mapping[str, float], crowded: Collection[str]) -> None:
-        self._capacities = capacities
-        self._crowded = crowded
-        self._known: dict[tuple[_Demands, ...], list[float]] = {}
+        self._capacities = tuple(capacities.items())
+        self._crowded = frozenset(crowded)
+        self._demands: list[_Demands] = []  # each that a job has, once
+        self._known: dict[tuple[int, ...], Sequence[float]] = {}
 
-    def of(self, running: tuple[_Demands, ...]) -> list[float]:
+    def kinds(self, jobs: Sequence[Job]) -> list[int]:
+        """A number for the demands of each job: what is looked up at every event is short."""
+        numbers: dict[_Demands, int] = {}
+        kinds = [numbers.setdefault(job.demands, len(numbers)) for job in jobs]
+        self._demands = list(numbers)
+        return kinds
+
+    def of(self, running: tuple[int, ...]) -> Sequence[float]:
+        """By the kinds of the jobs that run."""
         speeds = self._known.get(running)
         if speeds is None:
-            speeds = self._known[running] = self._share_out(running)
+            demands = tuple([self._demands[kind] for kind in running])
+            speeds = self._known[running] = _share_out(demands, self._capacities, self._crowded)
         return speeds
 
-    def _share_out(self, running: tuple[_Demands, ...]) -> list[float]:
-        drawn: dict[str, float] = defaultdict(float)
-        for demands in running:
-            for resource, demand in demands:
-                drawn[resource] += demand
-        return [
-            min(
-                (
-                    self._capacities[resource] / drawn[resource]
-                    for resource, demand in demands
-                    if demand > 0
-                    and drawn[resource] > self._capacities.get(resource, drawn[resource])
-                    and (drawn[resource] > demand or resource not in self._crowded)
-                ),
-                default=1.0,
-            )
-            for demands in running
-        ]
+
+@lru_cache(maxsize=4096)  # the same jobs run together in plan after plan
+def _share_out(
+    running: tuple[_Demands, ...], capacities: tuple[tuple[str, float], ...], crowded: frozenset[str]
+) -> Sequence[float]:
+    capacity_of = dict(capacities)
+    drawn: dict[str, float] = defaultdict(float)
+    for demands in running:
+        for resource, demand in demands:
+            drawn[resource] += demand
+    return [
+        min(
+            (
+                capacity_of[resource] / drawn[resource]
+                for resource, demand in demands
+                if demand > 0
+                and drawn[resource] > capacity_of.get(resource, drawn[resource])
+                and (drawn[resource] > demand or resource not in crowded)
+            ),
+            default=1.0,
+        )
+        for demands in running
+    ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import partial
 
-from harmony_ds.scheduler.plan import Plan, Policy, Task, TaskKind
+from harmony_ds.scheduler.plan import Plan, Task, TaskKind
 
 _WIDTH = 120
 _WIDEST_CELL = 24
-_ROWS_SHOWN = 48  # of each pass; of more, the first and the last
+_ROWS_SHOWN = 96  # of more, the first and the last
 _RUNS = {
     TaskKind.FORWARD: "forward",
     TaskKind.FORWARD_FOR_GRAPH: "forward",
@@ -18,9 +18,14 @@ _RUNS = {
     TaskKind.BACKWARD: "backward",
     TaskKind.BACKWARD_FROM_GRAPH: "backward",
 }
-_UPDATES = (TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
 _HEADINGS = ("pass", "pack", "calls", "weights", "gradients", "swap in", "runs", "stash", "swap out", "update", "then")
 _RIGHT = ("pack", "weights", "gradients")
+_RUNS_AT = _HEADINGS.index("runs")
+_LEGEND = (
+    "swap in, swap out, update: packs. runs, stash: micro-batches; F forward, L forward with loss and backward,",
+    "B recompute and backward; K forward, its graph is kept; P back through that. A kept pack waits on the device for",
+    "its backward pass. A pack without a row: parameters outside all layer calls.",
+)
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -29,10 +34,8 @@ class _Visit:
     """The tasks from the first swap-in issued before a pack runs to the last one before the next pack's."""
 
     runs: Task | None = None
+    begins: int = 0  # place of its first run among the plan's tasks
     tasks: list[Task] = field(default_factory=list)
-
-    def numbers(self, kind: TaskKind) -> list[int]:
-        return _numbers(self.tasks, kind)
 
     def goes_on(self, task: Task) -> bool:
         """Whether `task` belongs to it still."""
@@ -47,12 +50,14 @@ def format_plan(plan: Plan) -> str:
     """A table for people, at most 120 columns wide: a row for each time that a pack runs, in order of time. The same plan
     always prints the same.
     """
-    visits, closing = _visits(plan.tasks, plan.policy.updates_last)
-    rows = list(_rows(plan, visits))
-    table = [_HEADINGS, *(row for _, same in groupby(rows, key=lambda row: row[0]) for row in _fewer(list(same)))]
-    shown = [column for column in range(len(_HEADINGS)) if any(row[column] for row in table[1:])]
+    visits, closing = _visits(plan)
+    headings = [*_HEADINGS]
+    if plan.policy.pipeline > 1:
+        headings[_RUNS_AT : _RUNS_AT + 1] = [f"device {device}" for device in range(plan.policy.pipeline)]
+    table = [tuple(headings), *_fewer([_row(plan, visit, visit.runs) for visit in visits if visit.runs])]
+    shown = [column for column in range(len(headings)) if any(row[column] for row in table[1:])]
     lines = [*_head(plan), "", *_aligned([[_cut(row[column]) for column in shown] for row in table])]
-    return "\n".join([*lines, *_closing(closing, plan.policy.overlap_update), "", *_legend(plan)])
+    return "\n".join([*lines, *_closing(closing), "", *_LEGEND])
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -74,42 +79,39 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{plan.micro_batches} micro-batches in a group"
     )
     yield f"device peak {amount(plan.peak_bytes)} planned, {amount(plan.resident_bytes)} of it all the time"
+    if policy.pipeline > 1:
+        peaks = ", ".join(amount(peak) for peak in plan.device_peaks)
+        yield f"packs are dealt to {policy.pipeline} devices in turn (peaks {peaks}); a column shows what each runs"
     away = len(packing.forward[: policy.stash_on_host])
     stash = f"of {away} forward packs on the host" if away else "on the device"
     if not policy.grouping:
         yield "no grouping: each micro-batch passes all packs on its own"
-    if not policy.overlap_update:
-        yield "no overlap of updates: all else waits for them"
     if policy.forward_rows or policy.backward_rows:
         yield (
             f"micro-batches go through layers in slices of {policy.forward_rows or 'all'} rows forward and "
             f"{policy.backward_rows or 'all'} rows backward"
         )
-    yield f"stash {stash}; updates {_when(policy)}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
+    updates = "when the norm of all gradients is known" if policy.deferred_update else "as gradients arrive"
+    yield f"stash {stash}; updates {updates}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
 
 
-def _when(policy: Policy) -> str:
-    """Updates happen."""
-    arriving = "as gradients arrive" if policy.grouping else "as the last micro-batch's gradients arrive"
-    if policy.deferred_update:
-        return "when the norm of all gradients is known"
-    return "when the backward pass is over" if policy.updates_last else arriving
-
-
-def _visits(tasks: Sequence[Task], updates_last: bool) -> tuple[list[_Visit], list[Task]]:
-    """The visits, and what comes behind the last one."""
-    visits = [_Visit()]
-    closing: list[Task] = []
-    for task in tasks:
-        if closing or task.kind is TaskKind.NORM or (updates_last and task.kind in _UPDATES):
-            closing.append(task)
-            continue
-        if not visits[-1].goes_on(task):
-            visits.append(_Visit())
-        if task.kind in _RUNS:
-            visits[-1].runs = task
-        visits[-1].tasks.append(task)
-    return [visit for visit in visits if visit.runs], closing
+def _visits(plan: Plan) -> tuple[list[_Visit], Sequence[Task]]:
+    """The visits in the order of their first runs, and what comes from the norm on."""
+    tasks = plan.tasks
+    end = next((place for place, task in enumerate(tasks) if task.kind is TaskKind.NORM), len(tasks))
+    visits: list[_Visit] = []
+    for device in range(plan.policy.pipeline):
+        own = [_Visit()]
+        for place, task in enumerate(tasks[:end]):
+            if plan.packs[task.pack].device != device:
+                continue
+            if not own[-1].goes_on(task):
+                own.append(_Visit())
+            if task.kind in _RUNS and own[-1].runs is None:
+                own[-1].runs, own[-1].begins = task, place
+            own[-1].tasks.append(task)
+        visits += own
+    return sorted(visits, key=lambda visit: visit.begins), tasks[end:]
 
 
 def _numbers(tasks: Iterable[Task], kind: TaskKind) -> list[int]:
@@ -117,27 +119,12 @@ def _numbers(tasks: Iterable[Task], kind: TaskKind) -> list[int]:
     return [task.pack if task.micro_batch < 0 else task.micro_batch for task in tasks if task.kind is kind]
 
 
-def _rows(plan: Plan, visits: Sequence[_Visit]) -> Iterator[tuple[str, ...]]:
-    """One for each visit; where micro-batches pass alone, those of the first and of the last."""
-    last = plan.micro_batches - 1
-    if plan.policy.grouping or last < 2:
-        yield from (_row(plan, visit, visit.runs) for visit in visits if visit.runs)
-        return
-    for shown in (0, last):
-        yield from (_row(plan, v, v.runs) for v in visits if v.runs and shown in v.numbers(v.runs.kind))
-        if shown == 0:
-            yield _more(f"{last - 1} times more")
-
-
-def _more(text: str) -> tuple[str, ...]:
-    return (f"... {text}", *("" for _ in _HEADINGS[1:]))
-
-
 def _row(plan: Plan, visit: _Visit, runs: Task) -> tuple[str, ...]:
-    pack, numbers = plan.packs[runs.pack], visit.numbers
+    pack, numbers = plan.packs[runs.pack], partial(_numbers, visit.tasks)
     out, back, updates = numbers(TaskKind.STASH_OUT), numbers(TaskKind.STASH_IN), numbers(TaskKind.UPDATE)
     stash = [f"out {ranges(out)}"] * bool(out) + [f"in {ranges(back)}"] * bool(back)
     updated = [f"on host {ranges(updates)}"] * bool(updates) + ["on device"] * bool(numbers(TaskKind.UPDATE_ON_DEVICE))
+    ran = f"{runs.kind.value} {ranges(numbers(runs.kind))}"
     evicted = "evicted" if pack.index in numbers(TaskKind.EVICT) else "kept"
     return (
         _RUNS[runs.kind],
@@ -146,7 +133,7 @@ def _row(plan: Plan, visit: _Visit, runs: Task) -> tuple[str, ...]:
         amount(pack.weight_bytes),
         "" if _RUNS[runs.kind] == "forward" else amount(pack.gradient_bytes),
         ranges(numbers(TaskKind.SWAP_IN)),
-        f"{runs.kind.value} {ranges(numbers(runs.kind))}",
+        *["" if device != pack.device else ran for device in range(plan.policy.pipeline)],
         " ".join(stash),
         ranges(numbers(TaskKind.SWAP_OUT)),
         " ".join(updated),
@@ -154,14 +141,12 @@ def _row(plan: Plan, visit: _Visit, runs: Task) -> tuple[str, ...]:
     )
 
 
-def _fewer(rows: list[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    if len(rows) <= _ROWS_SHOWN:
-        yield from rows
-        return
+def _fewer(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    left = len(rows) - _ROWS_SHOWN
+    if left <= 0:
+        return rows
     half = _ROWS_SHOWN // 2
-    yield from rows[:half]
-    yield _more(f"{len(rows) - 2 * half} more")
-    yield from rows[-half:]
+    return [*rows[:half], (f"... {left} more", *("" for _ in rows[0][1:])), *rows[-half:]]
 
 
 def _aligned(table: list[list[str]]) -> Iterator[str]:
@@ -175,28 +160,13 @@ def _aligned(table: list[list[str]]) -> Iterator[str]:
         yield _cut("  ".join(cells).rstrip(), _WIDTH)
 
 
-def _closing(tasks: Sequence[Task], overlap: bool) -> Iterator[str]:
-    if not tasks:
-        return
+def _closing(tasks: Sequence[Task]) -> Iterator[str]:
     updates, there = _numbers(tasks, TaskKind.UPDATE), _numbers(tasks, TaskKind.UPDATE_ON_DEVICE)
-    under = ", under the next forward pass" if overlap else ""
-    parts = ["norm of all gradients"] if _numbers(tasks, TaskKind.NORM) else []
-    parts += [f"updates of {ranges(updates)} on the host{under}"] if updates else []
+    parts = ["norm of all gradients"]
+    parts += [f"updates of {ranges(updates)} on the host, under the next forward pass"] if updates else []
     parts += [f"updates of {ranges(there)} on the device"] if there else []
-    yield _cut("then      " + "; ".join(parts), _WIDTH)
-
-
-def _legend(plan: Plan) -> Iterator[str]:
-    yield "swap in, swap out, update: packs. runs, stash: micro-batches; F forward, L forward with loss and backward,"
-    stays = plan.policy.kept or not plan.policy.fuse_last_pack
-    kept = " A kept pack waits on the device for its backward pass." if stays else ""
-    yield f"B recompute and backward.{kept}"
-    if any(plan.policy.graphs):
-        yield "K forward, its graph is kept; P back through that."
-    if plan.packing.unlayered is not None:
-        yield f"pack {plan.packing.unlayered}: parameters that no layer call covers, on the device for the whole step"
-    if plan.packing.uncalled is not None:
-        yield f"pack {plan.packing.uncalled}: parameters that the model does not use, updated on the host"
+    if tasks:
+        yield _cut("then      " + "; ".join(parts), _WIDTH)
 
 
 def _cut(text: str, width: int = _WIDEST_CELL) -> str:

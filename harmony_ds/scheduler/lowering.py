@@ -3,27 +3,27 @@
     host      issues tasks in order; a swap-in makes it wait until the host has updated those weights
     swap_in   I, T           waits, behind an E, for the compute that the evicted weights served
     compute   F, L, B, K, P, D   waits for the weights of its pack and stash, and behind a G for the gradients on their way
-    peer      R, A           waits for the compute so far, or for the device's share of the weights
+    peer      R, A, M, W     waits for the compute so far, or for the device's share of the weights
     swap_out  S, O           waits for the compute so far, or for the gradients to be reduced
     update    norms, U, R    waits for the gradients to arrive; without grouping, adds up what each micro-batch sends; R is
                              here where gradients are reduced on the host
 
-Where updates do not overlap, whatever is issued behind them waits for them.
-Where copies do not overlap with compute (the CPU device), all but updates are one stream.
+Each of several devices that one process drives has streams and a link of its own; they share the host, its memory and the
+updates. Where copies do not overlap with compute (the CPU device), all but updates are one stream.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, zip_longest
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.events import Job
 from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Pack, Plan, Task, TaskKind
-from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE
-from harmony_ds.scheduler.swaps import stash_bytes
+from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, of_device
+from harmony_ds.scheduler.swaps import moved_bytes, stash_bytes
 
 _STASHING = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
 _THROUGH = (*_STASHING, TaskKind.STASH_OUT, TaskKind.STASH_IN)
@@ -43,25 +43,39 @@ class Lowering:
         work: for each job, its stream and the tasks behind it.
     """
 
-    def __init__(self, plan: Plan, costs: CostTable, machine: Machine) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        costs: CostTable,
+        machine: Machine,
+        counts: Sequence[int] = (),
+        pieces: int = STASH_PIECES,
+    ) -> None:
+        """`counts`: how many micro-batches each one stands for; empty: for itself. `pieces`: of the stash for a pack."""
         self._plan = plan
         self._costs = costs
         self._machine = machine
-        self._times = _PackTimes(costs, None if plan.policy.fuse_last_pack else plan.packing.fused)
-        self._runs = _merged(plan.tasks, -(-plan.micro_batches // STASH_PIECES))
+        self._times: dict[tuple[TaskKind, int], float] = {}  # of one micro-batch through a pack
+        self._runs = _merged(plan.tasks, -(-plan.micro_batches // pieces), counts)
         self._rounds = 1 if plan.policy.grouping else plan.micro_batches
         self.jobs: list[Job] = []
         self.work: list[tuple[str, _Tasks]] = []
         self._arrived: dict[int, int] = {}  # pack -> its swap-in, or what brings its shares together
-        self._stashed: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> its stash's way back
+        self._stashed: dict[int, list[int]] = {}  # pack -> its stash's way back, by micro-batches that have not run yet
         self._reduced: dict[int, int] = {}  # pack -> what adds its gradients up
         self._gone: dict[int, int] = {}  # pack -> its gradients' way out
         self._there: dict[int, int] = {}  # pack -> what its update waits for: that, or their sum on the host
         self._updated: dict[str, int] = {}  # parameter -> the update of it
         self._last: dict[str, int] = {}  # stream -> the last job on it
-        self._compute_after: list[int] = []  # what the next compute job waits for
-        self._swap_in_after: list[int] = []
-        self._leaving: int | None = None
+        self._device = 0  # of the task
+        self._compute_after: defaultdict[int, list[int]] = defaultdict(
+            list
+        )  # device -> what its next compute waits for
+        self._swap_in_after: dict[int, tuple[int, ...]] = {}  # and its next swap-in
+        self._leaving: dict[int, int] = {}  # device -> the last stash that left it
+        self._moved_bytes = moved_bytes(plan.packing, costs.flow)
+        self._ran: dict[int, int] = {}  # micro-batch -> what ran it last
+        self._moved: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> what brought it to the pack's device
         self._norms: list[int] = []
         self._updates: list[int] = []
         self._sums: list[int] = []
@@ -79,45 +93,59 @@ class Lowering:
 
     def _issue(self, tasks: _Tasks) -> None:
         task, pack = tasks[0], self._plan.packs[tasks[0].pack]
+        self._device = pack.device
         match task.kind:
             case kind if kind in _RUNS:
                 self._run(tasks, pack)
-            case TaskKind.SWAP_IN:
-                after = self._owner_updates(pack.parameters)
-                self._arrived[task.pack] = self._copy_in((task,), pack.swap_in_bytes(self._plan.policy.shared), after)
-            case TaskKind.GATHER:
-                shares = (self._arrived[task.pack],)
-                self._arrived[task.pack] = self._exchange(task, pack.gathered_bytes, shares)
+            case TaskKind.SWAP_IN | TaskKind.GATHER:
+                self._arrived[task.pack] = self._weights_in(task, pack)
             case TaskKind.EVICT:
-                self._swap_in_after = list(self._latest(COMPUTE))
+                self._swap_in_after[pack.device] = self._latest(COMPUTE)
             case TaskKind.REDUCE | TaskKind.SWAP_OUT:
                 self._gradients_out(task, pack)
             case TaskKind.FREE_GRADIENTS:
-                self._compute_after.append(self._gone[task.pack])
+                self._compute_after[pack.device].append(self._gone[task.pack])
             case TaskKind.STASH_OUT | TaskKind.STASH_IN:
                 self._move_stash(tasks, pack)
+            case TaskKind.MOVE | TaskKind.MOVE_BACK:
+                self._move(task, self._moved_bytes[task.kind, task.pack])
             case TaskKind.NORM:
                 self._norms.append(self._add(UPDATE, (task,), 0.0, tuple(self._norms)))
             case TaskKind.UPDATE | TaskKind.UPDATE_ON_DEVICE:
                 self._update_pack(task, pack)
 
+    def _weights_in(self, task: Task, pack: Pack) -> int:
+        if task.kind is TaskKind.GATHER:
+            return self._exchange(task, pack.gathered_bytes, (self._arrived[task.pack],))
+        updates = tuple({self._updated[name] for name in pack.parameters if name in self._updated})
+        return self._copy_in((task,), pack.swap_in_bytes(self._plan.policy.shared), updates)
+
     def _move_stash(self, tasks: _Tasks, pack: Pack) -> None:
-        if self._leaving is not None:
+        if pack.device in self._leaving:
             # Compute goes on over the memory of the last stash that left only when its copy is done.
-            self._compute_after.append(self._leaving)
-            self._leaving = None
+            self._compute_after[pack.device].append(self._leaving.pop(pack.device))
         nbytes = stash_bytes(pack, self._costs)
         if tasks[0].kind is TaskKind.STASH_OUT:
-            self._leaving = self._copy_out(tasks, nbytes)
+            self._leaving[pack.device] = self._copy_out(tasks, nbytes)
         else:
             done = self._copy_in(tasks, nbytes, self._latest(SWAP_OUT))
-            self._stashed.update(((task.pack, task.micro_batch), done) for task in tasks)
+            self._stashed.setdefault(pack.index, []).extend([done] * len(tasks))
+
+    def _move(self, task: Task, nbytes: int) -> None:
+        machine = self._machine
+        rate = machine.peer_bytes_per_ms or machine.link_bytes_per_ms / 2
+        demands = () if machine.peer_bytes_per_ms and not machine.peers_share_link else self._link_demand(rate)
+        ran = self._ran[task.micro_batch]
+        after = (*self._host((task,), machine.task_ms), ran)
+        duration = machine.peer_ms + nbytes / rate
+        self._moved[task.pack, task.micro_batch] = self._add(PEER, (task,), duration, after, demands)
 
     def _update_pack(self, task: Task, pack: Pack) -> None:
         normed = tuple(self._norms[-1:])
         if task.kind is TaskKind.UPDATE:
             there = (self._there[task.pack],) if task.pack in self._there else ()
-            done = self._update((task,), pack.update_elements, (*there, *normed))
+            duration = self._machine.host_update_ms(pack.update_elements)
+            done = self._add(UPDATE, (task,), duration, (*there, *normed), self._host_demand())
             self._updates.append(done)
         else:
             duration = pack.update_elements / self._machine.device_update_elements_per_ms
@@ -128,12 +156,19 @@ class Lowering:
         task = tasks[0]
         needed = (task.pack, *(pack.index for pack in self._plan.packing.always))
         arrived = [self._arrived[index] for index in needed if index in self._arrived]
-        stash = {self._stashed.pop((one.pack, one.micro_batch), -1) for one in tasks} - {-1}
-        after = (*arrived, *self._compute_after, *sorted(stash))
-        self._compute_after = []
+        back = self._stashed.get(task.pack) if task.kind is TaskKind.BACKWARD else None
+        stash = sorted({*back[: len(tasks)]}) if back else ()
+        if back:
+            del back[: len(tasks)]
+        moved = [self._moved.pop((one.pack, one.micro_batch), -1) for one in tasks] if self._moved else []
+        after = (*arrived, *self._compute_after.pop(pack.device, ()), *stash, *(job for job in moved if job >= 0))
+        if (task.kind, task.pack) not in self._times:
+            self._times[task.kind, task.pack] = _run_ms(task.kind, pack, self._costs)
+        duration = self._times[task.kind, task.pack]
         first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
-        duration = self._times.of(task.kind, pack, first and task.kind not in BACKWARD_KINDS)
-        self._compute(tasks, len(tasks) * duration, after)
+        duration += self._costs.head_ms if first and task.kind not in BACKWARD_KINDS else 0.0
+        ran = self._compute(tasks, len(tasks) * duration, after)
+        self._ran.update((one.micro_batch, ran) for one in tasks)
 
     def _gradients_out(self, task: Task, pack: Pack) -> None:
         on_host = self._plan.policy.reduce_on_host
@@ -178,9 +213,6 @@ class Lowering:
         after = (*self._host((task,), machine.task_ms), *behind)
         return self._add(PEER, (task,), machine.peer_exchange_ms(sent_bytes), after, demands)
 
-    def _owner_updates(self, parameters: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple({self._updated[name] for name in parameters if name in self._updated})
-
     # ---- jobs
 
     def _compute(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...]) -> int:
@@ -192,7 +224,11 @@ class Lowering:
 
     def _copy_in(self, tasks: _Tasks, nbytes: int, updates: tuple[int, ...]) -> int:
         machine = self._machine
-        after = (*self._host(tasks, len(tasks) * machine.task_ms, updates), *updates, *self._swap_in_after)
+        after = (
+            *self._host(tasks, len(tasks) * machine.task_ms, updates),
+            *updates,
+            *self._swap_in_after.get(self._device, ()),
+        )
         demands = self._link_demand(machine.swap_in_bytes_per_ms)
         return self._add(SWAP_IN, tasks, len(tasks) * machine.swap_in_ms(nbytes), after, demands)
 
@@ -204,9 +240,6 @@ class Lowering:
         demands = self._link_demand(machine.swap_out_bytes_per_ms)
         return self._add(SWAP_OUT, tasks, len(tasks) * machine.swap_out_ms(nbytes), after, demands)
 
-    def _update(self, tasks: _Tasks, elements: int, after: tuple[int, ...]) -> int:
-        return self._add(UPDATE, tasks, self._machine.host_update_ms(elements), after, self._host_demand())
-
     def _host(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
         """The host's part in a task; where nothing overlaps, it is part of the task itself."""
         if not self._machine.copies_overlap or (not duration_ms and not after):
@@ -214,10 +247,15 @@ class Lowering:
         return (self._add(HOST, tasks, duration_ms, after),)
 
     def _latest(self, stream: str) -> tuple[int, ...]:
-        return (self._last[stream],) if stream in self._last else ()
+        known = self._last.get(self._own(stream))
+        return () if known is None else (known,)
+
+    def _own(self, stream: str) -> str:
+        """The name of the device's own `stream`."""
+        return of_device(stream, self._device)
 
     def _link_demand(self, bytes_per_ms: float) -> tuple[tuple[str, float], ...]:
-        demands = [("link", bytes_per_ms), ("host memory", bytes_per_ms)]
+        demands = [(of_device("link", self._device), bytes_per_ms), ("host memory", bytes_per_ms)]
         if self._machine.beside_update < 1.0 and not self._machine.copies_overlap:
             demands.append(("cores", 1.0))
         return tuple(demands)
@@ -237,50 +275,40 @@ class Lowering:
         after: tuple[int, ...],
         demands: tuple[tuple[str, float], ...] = (),
     ) -> int:
-        lane = stream if stream == UPDATE or self._machine.copies_overlap else COMPUTE
-        if stream != UPDATE and not self._plan.policy.overlap_update:
-            after = (*after, *self._latest(UPDATE))
-        self._last[stream] = len(self.jobs)
+        own = self._own(stream)
+        lane = own if stream == UPDATE or self._machine.copies_overlap else COMPUTE
+        self._last[own] = len(self.jobs)
         self.jobs.append(Job((lane,), duration_ms, after, demands))
-        self.work.append((stream, tasks))
-        return self._last[stream]
+        self.work.append((own, tasks))
+        return self._last[own]
 
 
-class _PackTimes:
-    """How long one micro-batch takes through a pack; `suspended`: the one whose backward pass begins with the loss."""
-
-    def __init__(self, costs: CostTable, suspended: Pack | None) -> None:
-        self._costs = costs
-        self._suspended = suspended
-        self._known: dict[tuple[TaskKind, tuple[int, ...]], float] = {}
-
-    def of(self, kind: TaskKind, pack: Pack, first: bool) -> float:
-        known = self._known.get((kind, pack.positions))
-        if known is None:
-            known = self._known[kind, pack.positions] = self._sum(kind, pack)
-        return known + (self._costs.head_ms if first else 0.0)
-
-    def _sum(self, kind: TaskKind, pack: Pack) -> float:
-        costs = [self._costs.costs[p] for p in pack.positions]
-        if kind in FORWARD_KINDS:
-            return sum(cost.forward_ms for cost in costs)
-        if kind is TaskKind.BACKWARD_FROM_GRAPH:
-            return sum(cost.propagate_ms for cost in costs)
-        if kind is TaskKind.BACKWARD:
-            tail_ms = self._costs.tail_ms if pack is self._suspended else 0.0
-            return tail_ms + sum(cost.backward_ms for cost in costs)
-        return self._costs.tail_ms + sum(cost.fused_ms for cost in costs)
+def _run_ms(kind: TaskKind, pack: Pack, costs: CostTable) -> float:
+    """How long one micro-batch takes through a pack."""
+    calls = [costs.costs[p] for p in pack.positions]
+    if kind in FORWARD_KINDS:
+        return sum(call.forward_ms for call in calls)
+    if kind is TaskKind.BACKWARD_FROM_GRAPH:
+        return sum(call.propagate_ms for call in calls)
+    if kind is TaskKind.BACKWARD:
+        return sum(call.backward_ms for call in calls)
+    return costs.tail_ms + sum(call.fused_ms for call in calls)
 
 
-def _merged(tasks: _Tasks, at_once: int) -> list[_Tasks]:
+def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
     """Runs of further micro-batches through the same pack go with the first one; where their stash moves between them,
-    `at_once` do, and as many moves, so that a plan of many micro-batches has few jobs.
+    `at_once` do, and as many moves, so that a plan of many micro-batches has few jobs. A task that stands for several is
+    there as often.
     """
     merged: list[_Tasks] = []
     for (_, through), visit in groupby(tasks, key=lambda task: (task.pack, task.kind in _THROUGH)):
         several = tuple(visit)
+        if counts:
+            several = tuple(
+                chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several)
+            )
         moves = tuple(task for task in several if task.kind not in _RUNS)
-        if through and at_once > 1 and 2 * len(moves) == len(several):
+        if through and moves and 2 * len(moves) == len(several):
             runs = tuple(task for task in several if task.kind in _RUNS)
             merged += _alternating(_cut(runs, at_once), _cut(moves, at_once))
             continue

@@ -9,64 +9,89 @@ ten thousand tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.pack_bytes import PackBytes, with_stash_on_host
-from harmony_ds.scheduler.plan import Pack, Task, TaskKind, suspended
+from harmony_ds.scheduler.plan import Pack, Task, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Per task: bytes of swapped-in weights, and of everything else but what stays from step to step."""
+    """Per task: bytes of swapped-in weights, and of everything else but what stays from step to step; on which device."""
 
     weight_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def device_peaks(self) -> tuple[int, ...]:
+        """The most on each device."""
+        peaks = [0] * (1 + max(self.devices, default=0))
+        for device, weights, rest in zip(self.devices, self.weight_bytes, self.activation_bytes, strict=True):
+            peaks[device] = max(peaks[device], weights + rest)
+        return tuple(peaks)
 
     @property
     def peak_bytes(self) -> int:
-        return max((w + a for w, a in zip(self.weight_bytes, self.activation_bytes, strict=True)), default=0)
+        """The most on any device."""
+        return max(self.device_peaks)
 
 
 def walk_memory(packs: tuple[Pack, ...], tasks: tuple[Task, ...], costs: CostTable) -> MemoryProfile:
     """The bytes alive while each task runs."""
-    return MemoryWalks(packs, costs).walk(tasks)
+    return MemoryWalks(costs).walk(packs, tasks)
 
 
 class MemoryWalks:
-    """Walks of several task lists over the same packs."""
+    """Walks of many task lists, over packs of one model: what a micro-batch adds in a pack is worked out once."""
 
-    def __init__(self, packs: tuple[Pack, ...], costs: CostTable) -> None:
-        self._packs = packs
+    def __init__(self, costs: CostTable) -> None:
         self._costs = costs
-        self._known: dict[bool, tuple[CostTable, list[PackBytes]]] = {}
+        self._tables: dict[frozenset[int] | None, CostTable] = {None: costs}
+        self._known: dict[tuple[int, int, frozenset[int] | None], PackBytes] = {}
 
-    def walk(self, tasks: tuple[Task, ...]) -> MemoryProfile:
-        """The bytes alive while each task runs."""
-        away = any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
-        walk = _Walk(self._packs, *self._counted(away), suspended(self._packs, tasks))
+    def walk(self, packs: tuple[Pack, ...], tasks: tuple[Task, ...], counts: Sequence[int] = ()) -> MemoryProfile:
+        """The bytes alive while each task runs.
+
+        Args:
+            counts: how many micro-batches each one stands for; empty: for itself. While one runs that stands for
+                several, no more is counted than while they wait: those before and after it show what running takes.
+        """
+        count = 1 + max(pack.device for pack in packs)
+        # On several devices each pack has what it takes for itself, as it has where its stash waits on the host.
+        away = count > 1 or any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
+        walks = [_Walk(packs, *self._counted(packs, away), counts) for _ in range(count)]
         swapped_in = {task.pack for task in tasks if task.kind is TaskKind.SWAP_IN}
-        for pack in self._packs:
+        for pack in packs:
             if not pack.positions and pack.index not in swapped_in:  # an earlier part of the step brought it
-                walk.bring(pack.index)
-        rows = [walk.step(task) for task in tasks]
-        return MemoryProfile(tuple(w for w, _ in rows), tuple(a for _, a in rows))
+                walks[pack.device].bring(pack.index)
+        devices = [packs[task.pack].device for task in tasks]
+        rows = [walks[device].step(task) for device, task in zip(devices, tasks, strict=True)]
+        return MemoryProfile(tuple([w for w, _ in rows]), tuple([a for _, a in rows]), tuple(devices))
 
-    def costs(self, away: bool) -> CostTable:
-        """Those of the calls; `away`: where some stash waits on the host."""
-        return self._counted(away)[0]
-
-    def pack_bytes(self, away: bool) -> list[PackBytes]:
+    def pack_bytes(self, packs: tuple[Pack, ...], away: bool) -> list[PackBytes]:
         """What a micro-batch adds in each pack; `away`: where some stash waits on the host."""
-        return self._counted(away)[1]
+        return self._counted(packs, away)[1]
 
-    def _counted(self, away: bool) -> tuple[CostTable, list[PackBytes]]:
-        if away not in self._known:
-            costs = with_stash_on_host(self._packs, self._costs) if away else self._costs
-            self._known[away] = costs, [PackBytes(pack, costs) for pack in self._packs if pack.positions]
-        return self._known[away]
+    def _counted(self, packs: tuple[Pack, ...], away: bool) -> tuple[CostTable, list[PackBytes]]:
+        cuts = None
+        if away:  # calls that stash more where a pack begins
+            calls = self._costs.costs
+            firsts = {pack.positions[0] for pack in packs if pack.positions}
+            cuts = frozenset(first for first in firsts if calls[first].stash_again_at_cut_bytes)
+            if cuts not in self._tables:
+                self._tables[cuts] = with_stash_on_host(cuts, self._costs)
+        costs, found = self._tables[cuts], []
+        for pack in packs:
+            if pack.positions:
+                key = pack.positions[0], pack.positions[-1], cuts
+                if key not in self._known:
+                    self._known[key] = PackBytes(pack, costs)
+                found.append(self._known[key])
+        return costs, found
 
 
 class _Total:
@@ -76,29 +101,31 @@ class _Total:
 
     def __init__(self) -> None:
         self.total = 0
-        self._held: dict[object, int] = {}
+        self._held: dict[object, tuple[int, int]] = {}
 
-    def put(self, key: object, nbytes: int) -> bool:
-        """`key` now holds `nbytes`. Returns whether it held something before."""
+    def put(self, key: object, nbytes: int, times: int = 1) -> bool:
+        """`key` now holds `nbytes`, which count so many times. Returns whether it held something before."""
         known = key in self._held
         self.take(key)
-        self.total += nbytes
-        self._held[key] = nbytes
+        self.total += times * nbytes
+        self._held[key] = nbytes, times
         return known
 
     def take(self, key: object) -> int:
         """What `key` held; it holds nothing any more."""
-        nbytes = self._held.pop(key, 0)
-        self.total -= nbytes
+        nbytes, times = self._held.pop(key, (0, 0))
+        self.total -= times * nbytes
         return nbytes
 
 
 class _Walk:
+    """What is on one device. A micro-batch that has gone on to another holds there what it held when it left."""
+
     def __init__(
-        self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[PackBytes], suspended: frozenset[int]
+        self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[PackBytes], counts: Sequence[int]
     ) -> None:
         self._costs = costs
-        self._suspended = suspended
+        self._counts = counts
         self._packs = pack_costs
         self._plan_packs = packs
         self._updated: set[int] = set()  # packs, on the device
@@ -125,9 +152,12 @@ class _Walk:
 
     def step(self, task: Task) -> tuple[int, int]:
         """Weights, and everything else, while `task` runs."""
-        if task.kind in self._runs:
-            activations = self._runs[task.kind](self._packs[task.pack], task) + self._costs.margin_bytes
-            return self._weights.total, activations + self._gradients.total
+        run = self._runs.get(task.kind)
+        if run is not None:
+            activations = run(self._packs[task.pack], task)
+            if self._times(task) > 1:
+                return 0, 0
+            return self._weights.total, activations + self._costs.margin_bytes + self._gradients.total
         match task.kind:
             case TaskKind.SWAP_IN:
                 self.bring(task.pack)
@@ -135,6 +165,8 @@ class _Walk:
                 self._stash_out(self._packs[task.pack], task)
             case TaskKind.STASH_IN:
                 self._stash_in(self._packs[task.pack], task)
+            case TaskKind.MOVE | TaskKind.MOVE_BACK:
+                self._waiting.put(task.micro_batch, self._moved(self._packs[task.pack], task))
             case TaskKind.FREE_GRADIENTS:
                 self._gradients.take(task.pack)
         working = self._plan_packs[task.pack].update_bytes if task.kind is TaskKind.UPDATE_ON_DEVICE else 0
@@ -144,6 +176,12 @@ class _Walk:
         if task.kind is TaskKind.UPDATE_ON_DEVICE:
             self._free_updated(task.pack)
         return held
+
+    def _moved(self, pack: PackBytes, task: Task) -> int:
+        """What a micro-batch holds that comes to the device."""
+        if task.kind is TaskKind.MOVE:
+            return self._costs.costs[pack.first].alive_bytes
+        return self._held_by(task) + self._costs.costs[pack.last + 1].shared_bytes
 
     def bring(self, index: int) -> None:
         """Weights come; those of no call with their gradients, which any call may give them."""
@@ -161,6 +199,9 @@ class _Walk:
         for index in [i for i in self._updated if done.issuperset(self._plan_packs[i].parameters)]:
             self._gradients.take(index)
 
+    def _times(self, task: Task) -> int:
+        return self._counts[task.micro_batch] if self._counts else 1
+
     @property
     def _between(self) -> int:
         """What all micro-batches hold while none runs."""
@@ -172,20 +213,16 @@ class _Walk:
         keeps = task.kind is TaskKind.FORWARD_FOR_GRAPH
         most = self._between + (pack.forward_for_graph_bytes if keeps else pack.forward_bytes)
         if keeps:
-            self._graphs.put((task.pack, task.micro_batch), pack.kept_bytes)
-        self._waiting.put(task.micro_batch, self._held_behind(pack, task))
-        self._stash.put(task.micro_batch, self._stash.take(task.micro_batch) + pack.stash_bytes)
+            self._graphs.put((task.pack, task.micro_batch), pack.kept_bytes, self._times(task))
+        times = self._times(task)
+        self._waiting.put(task.micro_batch, self._held_behind(pack, task), times)
+        self._stash.put(task.micro_batch, self._stash.take(task.micro_batch) + pack.stash_bytes, times)
         return max(most, self._between)
 
     def _held_behind(self, pack: PackBytes, task: Task) -> int:
         """What a micro-batch holds that has been run forward through `pack`, beside its stash."""
-        following = pack.last + 1
-        if following < len(self._costs.costs):
-            return self._costs.costs[following].alive_bytes
-        if task.micro_batch in self._suspended:
-            last = self._costs.costs[-1]
-            return max(self._held_by(task), last.alive_bytes + last.graph_bytes)
-        return self._held_by(task)
+        calls, following = self._costs.costs, pack.last + 1
+        return calls[following].alive_bytes if following < len(calls) else self._held_by(task)
 
     def _fused(self, pack: PackBytes, task: Task) -> int:
         self._known.add(task.micro_batch)
@@ -211,27 +248,26 @@ class _Walk:
             own = self._stash.take(task.micro_batch)
             if task.micro_batch not in self._known:
                 own = self._stash_before[pack.last + 1]
-            self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes))
+            self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes), self._times(task))
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
         self._graphs.take(key)
         kept = task.kind is TaskKind.BACKWARD_FROM_GRAPH
         running = pack.backward_from_graph_bytes if kept else pack.backward_bytes
-        backward = self._held_by(task) + excess + running[again]
-        if task.micro_batch in self._suspended and pack.is_last:
-            backward = max(backward, pack.forward_bytes)  # which holds the loss
-        most = self._between + backward
+        most = self._between + self._held_by(task) + excess + running[again]
         self._leave(pack, task)
         return max(most, self._between)
 
     def _leave(self, pack: PackBytes, task: Task) -> None:
         done = pack.first <= self._backward_ends
-        self._waiting.put(task.micro_batch, self._loss if done else self._held_by(task) + pack.shared_bytes)
+        left = self._loss if done else self._held_by(task) + pack.shared_bytes
+        self._waiting.put(task.micro_batch, left, self._times(task))
 
     def _stash_out(self, pack: PackBytes, task: Task) -> None:
         """The copies to the host leave the device when the next ones move."""
         self._leaving = pack.stash_bytes
-        self._stash.put(task.micro_batch, max(0, self._stash.take(task.micro_batch) - pack.stash_bytes))
+        own = self._stash.take(task.micro_batch)
+        self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes), self._times(task))
 
     def _stash_in(self, pack: PackBytes, task: Task) -> None:
         self._known.add(task.micro_batch)

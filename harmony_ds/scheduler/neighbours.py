@@ -1,4 +1,5 @@
-"""Small changes of where the passes are cut: a cut moves by one call, goes, or comes.
+"""Small changes of a plan: a cut moves by one call, goes, or comes; a pack stays or no longer does; the stash of one more
+pack waits on the host.
 
 What is done with the packs goes with them: it is kept by the positions of calls, not by numbers of packs.
 """
@@ -9,9 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from harmony_ds.scheduler.candidates import ahead, both_ways
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Policy
-from harmony_ds.scheduler.resident import closed
+from harmony_ds.scheduler.resident import closed, holders, may_stay
+
+_FEW = 8
+"""Of so many packs at most, two are changed at once."""
+_MANY = 8
+"""Of so many packs that stay at most, each in turn has its graphs kept before the others'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,7 @@ class Point:
         backward, forward: bounds of the packs of both passes; the forward ones end where the fused pack begins.
         away: the stash of calls before this one waits on the host.
         kept, resident: where packs begin.
+        graphs: where the pack begins whose graphs are kept before those of others (None: of the one they save most for).
     """
 
     backward: Bounds
@@ -30,9 +39,10 @@ class Point:
     kept: frozenset[int]
     resident: frozenset[int]
     prefetch: bool
+    graphs: int | None = None
 
     @staticmethod
-    def of(packing: Packing, policy: Policy) -> Point:
+    def of(packing: Packing, policy: Policy, graphs: int | None = None) -> Point:
         packs = packing.packs
         begins = {index: packs[index].positions[0] for index in packing.backward}
         forward = (0, *(packs[index].positions[-1] + 1 for index in packing.forward))
@@ -43,28 +53,73 @@ class Point:
             kept=frozenset(begins[index] for index in policy.kept),
             resident=frozenset(begins[index] for index in policy.resident),
             prefetch=policy.prefetch,
+            graphs=graphs,
         )
 
     def policy_for(self, packing: Packing, base: Policy) -> Policy:
         """The policy for its packs, without what cannot be: a kept pack that only one pass has, half of a tied pair."""
-        packs = packing.packs
-        begins = {packs[index].positions[0]: index for index in packing.backward}
+        begins = {packing.packs[index].positions[0]: index for index in packing.backward}
         resident = closed(packing, [begins[p] for p in sorted(self.resident) if p in begins])
-        both = {*packing.forward} & {index for index in packing.backward if packs[index].needs_backward}
-        kept = sorted(both.intersection(begins[p] for p in self.kept if p in begins).difference(resident))
+        kept = both_ways(packing).intersection(begins[p] for p in self.kept if p in begins).difference(resident)
         return replace(
             base,
             stash_on_host=sum(bound <= self.away for bound in self.forward[1:]),
-            kept=tuple(kept),
+            kept=tuple(sorted(kept)),
             resident=resident,
             prefetch=self.prefetch,
         )
 
 
-def neighbours(point: Point) -> Iterator[Point]:
+def recut(point: Point, pipeline: int) -> Iterator[Point]:
     """Every point with other cuts that is one change away."""
     yield from _other_cuts(point)
-    yield from _other_forward_cuts(point)
+    if pipeline == 1:
+        yield from _other_forward_cuts(point)
+
+
+def reused(point: Point, packing: Packing, request: PlanRequest, copies_overlap: bool) -> Iterator[Point]:
+    """Every point with the same cuts that uses memory otherwise, in one way; in two, where packs are few."""
+    single = dict.fromkeys(_reused(point, packing, request, copies_overlap))
+    yield from single
+    if len(packing.backward) <= _FEW:
+        for one in single:
+            yield from (two for two in _reused(one, packing, request, copies_overlap) if two != point)
+
+
+def _reused(point: Point, packing: Packing, request: PlanRequest, copies_overlap: bool) -> Iterator[Point]:
+    """Swaps are issued ahead, or not; more or less stash waits on the host; a pack stays, or no longer; other graphs."""
+    for early in ahead(copies_overlap, request):
+        if early != point.prefetch:
+            yield replace(point, prefetch=early)
+    if request.settings.stash == "auto":
+        most = len(point.forward) - 1
+        place = sum(bound <= point.away for bound in point.forward[1:])
+        for other in sorted({place - 1, place + 1, place // 2, (place + most + 1) // 2} - {place}):
+            if 0 <= other <= most:
+                yield replace(point, away=point.forward[other])
+    if may_stay(request):
+        yield from _restated(point, packing, request)
+    stays = sorted(point.kept | point.resident)
+    for begin in (None, *stays) if request.settings.keep_graphs and len(stays) <= _MANY else ():
+        if begin != point.graphs:
+            yield replace(point, graphs=begin)
+
+
+def _restated(point: Point, packing: Packing, request: PlanRequest) -> Iterator[Point]:
+    """One pack (with those that share a parameter with it) kept, resident, or swapped; many kept, or none."""
+    begin_of = {index: packing.packs[index].positions[0] for index in packing.backward}
+    able = both_ways(packing)
+    auto = request.settings.residency == "auto"
+    having = holders(packing) if auto else {}
+    whole = {*closed(packing, packing.backward)} if auto else set()
+    for index, begin in begin_of.items():
+        if begin in point.kept | point.resident:
+            yield replace(point, kept=point.kept - {begin}, resident=point.resident - {begin})
+        if index in able and begin not in point.kept:
+            yield replace(point, kept=point.kept | {begin}, resident=point.resident - {begin})
+        if index in whole and begin not in point.resident:
+            more = {begin_of[other] for other in having[index] | {index} if other in begin_of}
+            yield replace(point, kept=point.kept - more, resident=point.resident | more)
 
 
 def _other_cuts(point: Point) -> Iterator[Point]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import accumulate
 
@@ -11,9 +11,12 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.plan import Pack
 
 
-def with_stash_on_host(packs: Sequence[Pack], costs: CostTable) -> CostTable:
-    """Each pack stashes for itself what its calls take; what lingers is no part of an earlier stash, but on top of it."""
-    firsts = {pack.positions[0] for pack in packs if pack.positions}
+def with_stash_on_host(firsts: Collection[int], costs: CostTable) -> CostTable:
+    """Each pack stashes for itself what its calls take; what lingers is no part of an earlier stash, but on top of it.
+
+    Args:
+        firsts: calls with which packs begin (those may be left out that stash nothing again there).
+    """
     calls = (
         replace(
             call,
@@ -63,17 +66,13 @@ class PackBytes:
                 max(self.forward_bytes, held + self.backward_bytes[1]),
             )
 
-    @property
-    def is_last(self) -> bool:
-        return self.last == len(self._costs.costs) - 1
-
     def _forward(self, graphs: list[int]) -> int:
         """Beside the stash of earlier packs. `graphs`: what is kept of those of the calls before each."""
         stash, most = 0, 0
         for graph, call in zip(graphs, self._calls, strict=False):
             most = max(most, stash + graph + call.alive_bytes + call.forward_bytes)
             stash += call.stashed_bytes
-        if self.is_last:
+        if self.last == len(self._costs.costs) - 1:
             call = self._calls[-1]
             most = max(most, stash - call.stashed_bytes + call.alive_bytes + call.graph_bytes + self._costs.tail_bytes)
         return most

@@ -51,7 +51,8 @@ class Packer:
             forward: from 0 to where the fused pack begins (None: the bounds of the backward pass).
         """
         packs = self.packs(backward)
-        forward = backward[:-1] if forward is None else forward
+        if forward is None or self._policy.pipeline > 1:  # whose packs lie on one device in both passes
+            forward = backward[:-1]
         known = {pack.positions: pack.index for pack in packs}
         everything, order = list(packs), []
         for first, last in pairwise(forward):
@@ -86,10 +87,11 @@ class Packer:
         owned = () if taken is None or not needs_backward else tuple(n for n in parameters if n not in taken)
         known = self._known.get((positions, owned))
         if known is not None:
-            return replace(known, index=index)
+            return replace(known, index=index, device=index % self._policy.pipeline)
         trained = [self._specs[n] for n in parameters if self._specs[n].trainable and needs_backward]
         pack = self._known[positions, owned] = Pack(
             index=index,
+            device=index % self._policy.pipeline,
             positions=positions,
             layers=layers,
             parameters=parameters,
@@ -102,6 +104,8 @@ class Packer:
             update_bytes=self._update_bytes(owned),
             gradient_pieces=self._gradient_pieces(trained),
             sent_bytes=self._sent_bytes(trained),
+            forward_ms=sum(self._costs[p].forward_ms for p in positions),
+            backward_ms=sum(self._costs[p].backward_ms for p in positions),
         )
         return pack
 

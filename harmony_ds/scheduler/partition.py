@@ -6,7 +6,7 @@ the items bounds[i] to bounds[i + 1] - 1. Every part has at least one item.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate
 
@@ -14,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bounds = tuple[int, ...]
-PartCost = Callable[[int, int], float]
-"""What the items from the first number to before the second cost as one part."""
 
 
 class Combine(Enum):
@@ -25,14 +23,8 @@ class Combine(Enum):
     MAX = "max"
 
 
-def sum_of(values: Sequence[float]) -> PartCost:
-    """A part costs the sum of its values."""
-    before = (0, *accumulate(values))
-    return lambda first, last: before[last] - before[first]
-
-
 def sums_of(values: Sequence[float]) -> NDArray[np.float64]:
-    """The same, of every part: see `BestCuts`."""
+    """What every part costs that costs the sum of its values: see `BestCuts`."""
     before = np.array([0, *accumulate(values)], dtype=np.float64)
     return before[None, :] - before[:, None]
 

@@ -16,12 +16,10 @@ the model uses between its layers, `O4 G4 E4` at the end takes it away, `U4` upd
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from harmony_ds.config.harmony import PlanSwitches
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
 
@@ -42,6 +40,8 @@ class TaskKind(Enum):
     UPDATE_ON_DEVICE = "D"
     REDUCE = "R"
     GATHER = "A"
+    MOVE = "M"
+    MOVE_BACK = "W"
 
 
 FORWARD_KINDS = (TaskKind.FORWARD, TaskKind.FORWARD_FOR_GRAPH)
@@ -94,6 +94,9 @@ class Pack:
             have it done; else empty.
         gathered_bytes: of several devices, bytes of its weights that each one sends to, and has from, the others, where
             each swaps in its share.
+        device: of those that one process drives, the one that it runs on.
+        forward_ms, backward_ms: about what a micro-batch takes through it, by which several devices take turns; 0: not
+            known.
     """
 
     index: int
@@ -110,6 +113,9 @@ class Pack:
     gradient_pieces: tuple[int, ...] = ()
     sent_bytes: tuple[int, ...] = ()
     gathered_bytes: int = 0
+    device: int = 0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
 
     def swap_in_bytes(self, shared: bool) -> int:
         """What one swap-in moves; `shared`: of a device's share."""
@@ -163,14 +169,20 @@ class Packing:
         return () if self.unlayered is None else (self.packs[self.unlayered],)
 
     @property
+    def turning(self) -> tuple[int, ...]:
+        """Of several devices: the last pack of each one's forward pass, which begins its backward pass, and stays there."""
+        last = {self.packs[index].device: index for index in (*self.forward, self.backward[-1])}
+        return tuple(index for index in last.values() if index != self.backward[-1])
+
+    @property
     def covering(self) -> tuple[Pack, ...]:
         """The packs that have calls."""
         return tuple(pack for pack in self.packs if pack.positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy(PlanSwitches):
-    """Where things wait, and when tasks are issued: the switches that the ds_config sets, and what the search decides.
+class Policy:
+    """Where things wait, and when tasks are issued: what the ds_config says (the first three), and what the search decides.
 
     Of one kind of update (`deferred_update`), size of slices and number of devices, every policy gives the same bits.
 
@@ -187,8 +199,12 @@ class Policy(PlanSwitches):
         servers: how many do so, each with so many devices, and with all weights and updates for itself.
         shared: of several devices, each swaps in a share of every pack, and has the rest from the others.
         reduce_on_host: several devices swap out all of their gradients, which are added up on the host.
+        pipeline: how many devices one process drives, to which packs are dealt in turn.
     """
 
+    grouping: bool = True
+    prefetch: bool = True
+    gradient_slabs: int = 3
     stash_on_host: int = 0
     deferred_update: bool = True
     kept: tuple[int, ...] = ()
@@ -200,22 +216,12 @@ class Policy(PlanSwitches):
     servers: int = 1
     shared: bool = False
     reduce_on_host: bool = False
-
-    @staticmethod
-    def of(switches: PlanSwitches, deferred_update: bool, devices: int = 1, servers: int = 1) -> Policy:
-        """As the ds_config says; what the search decides is left as it is."""
-        given = {one.name: getattr(switches, one.name) for one in fields(PlanSwitches)}
-        return Policy(**given, deferred_update=deferred_update, devices=devices, servers=servers)
+    pipeline: int = 1
 
     @property
     def alone(self) -> bool:
         """Whether one device trains the model."""
         return self.devices == self.servers == 1
-
-    @property
-    def updates_last(self) -> bool:
-        """Whether all updates come behind the backward pass."""
-        return self.deferred_update or not self.just_in_time_update
 
     @property
     def leave_whole(self) -> bool:
@@ -225,7 +231,7 @@ class Policy(PlanSwitches):
     @property
     def gradients_wait(self) -> bool:
         """Whether the gradients of all packs are on the host at once."""
-        return self.updates_last or not self.grouping
+        return self.deferred_update or not self.grouping
 
 
 _NEVER = 2**30
@@ -243,8 +249,9 @@ class Plan:
         tasks: the executor runs exactly these.
         micro_batches: the size of the group.
         resident_bytes: everything that is on the device from step to step: buffers, resident packs.
-        peak_bytes: predicted device peak.
+        peak_bytes: predicted device peak; of several devices that one process drives, the highest.
         calls: the call order, by the layers' indices: what packs' positions refer to.
+        device_peaks: the peak of each.
         activation_bytes: what each task holds beside weights, in the order of `tasks`.
         rows: how layer calls are cut into slices of a micro-batch's rows. Where they are, the fused pack keeps no graph.
     """
@@ -257,6 +264,7 @@ class Plan:
     peak_bytes: int
     calls: tuple[int, ...] = ()
     activation_bytes: tuple[int, ...] = ()
+    device_peaks: tuple[int, ...] = ()
     rows: Rows = WHOLE_CALLS
 
     @property
@@ -285,10 +293,6 @@ class Plan:
         shared = set(pack.parameters) - set(pack.owned)
         return [pack, *(other for other in self.packs if other is not pack and shared & set(other.owned))]
 
-    def until(self, kind: TaskKind) -> Plan:
-        """The tasks before the first one of that kind."""
-        return self.part(0, next(place for place, task in enumerate(self.tasks) if task.kind is kind))
-
     def part(self, begin: int, end: int | None = None) -> Plan:
         """The tasks from one place to before another."""
         part = slice(begin, end)
@@ -314,17 +318,6 @@ class Plan:
 
 NOTHING = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
 """Where none has been run."""
-
-
-def suspended(packs: Sequence[Pack], tasks: Sequence[Task]) -> frozenset[int]:
-    """The micro-batches that `tasks` run forward through the last pack and, later on, back through it: they wait behind
-    its last call, and what comes after that (the loss) runs at the beginning of their backward pass.
-    """
-    last = max(packs, key=lambda pack: pack.positions[-1:]).index
-    there = {task.micro_batch for task in tasks if task.kind is TaskKind.FORWARD and task.pack == last}
-    if not there:
-        return frozenset()
-    return frozenset(t.micro_batch for t in tasks if t.kind is TaskKind.BACKWARD and t.pack == last) & there
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,17 @@
-"""Which packs can stay on the device from step to step."""
+"""Which packs can stay on the device: from forward to backward, and from step to step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.plan import Packing
+
+
+def may_stay(request: PlanRequest) -> bool:
+    """Whether the search decides which packs are kept, and perhaps which are resident."""
+    return request.settings.residency in ("auto", "kept") and request.budget_bytes is not None
 
 
 def resident_packs(packing: Packing, count: int | None) -> tuple[int, ...]:

@@ -1,62 +1,62 @@
 """Searches for the fastest plan that fits.
 
 What is varied: where the passes are cut into packs, each in its own way; how much of the stash waits on the host; which
-packs stay on the device from forward to backward, and which from step to step; whether swaps are issued ahead.
+packs stay on the device from forward to backward, and which from step to step; whether swaps are issued ahead; whose graphs
+are kept.
 
-First many ways to cut are looked at, and of few packs all that can be done with them; then, again and again, the
-neighbours of the best few: a cut moved by one call, removed, or added. Candidates are taken in the order of a lower
-bound of their time, and only those whose bound is below the best time found are simulated. Times are compared in steps
-of two thousandths; of equally fast plans the one that moves fewer bytes is taken, then the one with fewer packs. Nothing
-depends on chance.
+First many ways to cut are looked at, with few uses of memory each; then, again and again, the neighbours of the best few.
+All are judged by their outlook: the walks over a few micro-batches that stand for all. Those chosen are walked in full.
+Times are compared in steps of two thousandths; of equally fast plans the one that moves fewer bytes is taken, then the one
+with fewer packs. Nothing depends on chance.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
-
-import numpy as np
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from harmony_ds.decomposer.graph import LayerGraph
-from harmony_ds.errors import DoesNotFitError
+from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.candidates import around, may_stay, packings, policies, use_of
-from harmony_ds.scheduler.choose import PlanRequest, among_devices, draft_plan, explain, make_plan
+from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, every_set, first_fitting, policies, use_of
+from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan
 from harmony_ds.scheduler.graphs import Graphs
-from harmony_ds.scheduler.host_room import away_bytes, gradient_bytes, waiting_of
-from harmony_ds.scheduler.neighbours import Point, neighbours
+from harmony_ds.scheduler.host_room import waiting_of
+from harmony_ds.scheduler.lowering import STASH_PIECES
+from harmony_ds.scheduler.neighbours import Point, recut, reused
+from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
-from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
-from harmony_ds.scheduler.policies import Policies
+from harmony_ds.scheduler.resident import closed, may_stay
 from harmony_ds.scheduler.simulate import Prediction, simulate
-from harmony_ds.scheduler.time_bounds import TimeBounds
 
 _QUANTUM = math.log1p(2e-3)
 _BEAM = 6
 """So many of the best ways to cut have their neighbours looked at."""
-_WORK, _MORE_WORK = 10_000, 3_000
-"""After so many packs no more neighbours are; so many more around what was found in another way."""
-_TASKS = 200_000
-"""After so many simulated tasks neither are any."""
-_PATIENT_LOOKS = 300
-"""After so many plans, most of which did not fit, none of which was better, the others are taken not to be better."""
-_SMALLEST = 50
-_PATIENCE = 48
-_PATIENT_TASKS = 15_000
-"""After so many simulated plans, or plans of so many tasks together, none of which was better, those with the least
-bounds have been seen. Long plans take long to simulate, and are more alike."""
-_WAYS_TASKS = 600
-"""After so many simulated tasks of one plan, whose graphs it is that are kept is not varied any further."""
+_AT_ONCE = 48
+"""So many neighbours of one, before those of the best are gone on with."""
+_PATIENCE = 900
+"""After so many plans none of which was better, the others are taken not to be."""
+_WORK, _FIRST_WORK = 600_000, 350_000
+"""After so many tasks walked no more neighbours are looked at; after so many, no more ways to cut from scratch."""
+_SIMULATED = 3
+"""So much more work it is to simulate a task than to walk it."""
+_SLOWER, _MARGIN = 2, 1.1
+"""After so many ways to cut of one kind, each so much slower than the best, more packs are taken to be slower still."""
+_FEW = 6
+"""Of so many packs at most, every set of them is tried as the resident ones."""
+_SHORT = 8
+"""Of so many packs at most, all uses of memory are looked at for each way to cut."""
+_PIECES = 8
+"""In so many pieces, at most, the stash for a pack moves while candidates are compared; in fewer where packs are many."""
+_MANY = 24
 _TRIALS = 4
 """So often graphs are added to the plan that was found: what is certain to fit is less than what does."""
-_MARGIN = 1.1
-"""How much slower than the best a plan may be and still be looked at, while the list is not full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,15 @@ def search(
     """The `top` fastest plans that fit, best first; such as the host has room for, if the fastest is not and any is.
 
     Raises:
+        ConfigError: there are more devices than packs.
         DoesNotFitError: nothing fits the device; says what the smallest plan needs and what would help.
     """
+    packs, devices = -(-len(costs.calls) // (request.settings.pack_layers or 1)), request.policy.pipeline
+    if packs < devices:
+        raise ConfigError(
+            f"harmony.devices asks for {devices} devices, and the model's {len(costs.calls)} layer calls make {packs} "
+            "packs at most, each of which runs on one device: lower harmony.devices, or harmony.pack_layers."
+        )
     fastest = _search(graph, costs, machine, element, replace(request, host_bytes=None), top)
     if request.host_bytes is None or waiting_of(fastest[0].plan, costs).total_bytes <= request.host_bytes:
         return fastest
@@ -89,11 +96,17 @@ def _search(
     found: list[tuple[Choice, ...]] = []
     failures: list[DoesNotFitError] = []
     for way in among_devices(request, machine):
-        try:
-            choices = _search_one(graph, costs, machine, element, way, top)
-            found += [choices] if choices else []
-        except DoesNotFitError as failure:
-            failures.append(failure)
+        packer = Packer(graph, costs, element, way.policy)
+        one = _Search(costs, machine, packer, way, top)
+        one.run()
+        choices = one.choices()
+        if choices:
+            found.append(choices)
+        elif request.host_bytes is None:
+            assert one.smallest is not None
+            packing, policy = one.smallest
+            smallest = make_plan(packing, costs, way, policy)
+            failures.append(DoesNotFitError(explain(smallest, way)))
     if not found:
         if failures:
             raise failures[-1]
@@ -103,196 +116,252 @@ def _search(
     return (*best, *others)[:top]
 
 
-def _search_one(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int
-) -> tuple[Choice, ...]:
-    packer = Packer(graph, costs, element, request.policy)
-    cuts = list(packings(graph, costs, packer, request))
-    search = _Search(costs, machine, packer, request, top)
-    found = search.run(cuts)
-    if not found.choices:
-        if request.host_bytes is not None:
-            return ()
-        raise DoesNotFitError(explain(search.smallest(packing for packing, _ in cuts), request))
-    if may_stay(request) and search.has_improved:
-        # Where nothing stays there is less to look at, so that more cuts are: what is found there may be better.
-        swapped = replace(request, settings=replace(request.settings, residency="off"))
-        others = _Search(costs, machine, packer, swapped, top, search.tasks).run(cuts)
-        if others.choices and found.add(others.choices[0]):
-            search.improve(_MORE_WORK)
-    return tuple(_checked(search.settled(choice), costs, request) for choice in found.choices[:top])
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A candidate that fits: as in `Choice`, but not walked in full.
 
+    Attributes:
+        ms: the time of a step.
+        rank: less is better.
+        cut: the name of its cuts.
+    """
 
-def _checked(choice: Choice, costs: CostTable, request: PlanRequest) -> Choice:
-    """The same choice with its plan's memory walked in full."""
-    plan = make_plan(choice.plan.packing, costs, request, choice.plan.policy)
-    assert plan.peak_bytes == choice.plan.peak_bytes, (plan.peak_bytes, choice.plan.peak_bytes)
-    return replace(choice, plan=plan)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Candidate:
-    """Packs and a policy, not yet composed; no step with it is shorter than the bound."""
-
-    bound_ms: float
-    number: int
-    packing: Packing = field(compare=False)
-    policy: Policy = field(compare=False)
-    cut: str = field(compare=False)
+    ms: float
+    rank: tuple[int, ...]
+    packing: Packing
+    policy: Policy
+    point: Point
+    cut: str
 
 
 class _Search:
     """What is known of one request while it is searched."""
 
-    def __init__(
-        self, costs: CostTable, machine: Machine, packer: Packer, request: PlanRequest, top: int, tasks: int = 0
-    ) -> None:
-        """`tasks`: simulated before, in another search."""
+    def __init__(self, costs: CostTable, machine: Machine, packer: Packer, request: PlanRequest, top: int) -> None:
         self._costs = costs
         self._machine = machine
+        self._packer = packer
         self._request = request
-        self._bounds = TimeBounds(costs, machine, request)
-        self._peaks = Peaks(costs, request)
-        self._graphs = Graphs(costs, request, self._peaks)
+        self._outlook = Outlook(costs, machine, request)
+        self._graphs = Graphs(costs, request)
         self._budget = float("inf") if request.budget_bytes is None else request.budget_bytes
-        self.packer = packer
-        self.found = _Found(top)
+        self._top = top
+        self._most = max(top, _BEAM)
         self._packings: dict[tuple[Bounds, Bounds], Packing] = {}
-        self._tried: set[tuple[Bounds, Bounds, Policy]] = set()
-        self._numbers = count()
-        self._work = self._limit = 0  # packs whose ways through the streams have been followed, and may be
-        self.tasks = tasks  # simulated
+        self._peaks: dict[tuple[Bounds, Bounds, Policy], list[int]] = {}
+        self._tried: set[Point] = set()
+        self._work = 0  # tasks walked
+        self._cuts: dict[tuple[Bounds, Bounds], Cut] = {}
+        self._every: set[tuple[Bounds, Bounds]] = set()
+        self._in_vain = 0
+        self.found: list[_Found] = []
+        self.smallest: tuple[Packing, Policy] | None = None
+        self._least = float("inf")
 
-    @property
-    def has_improved(self) -> bool:
-        """Whether cuts have been looked at beside those that it began with."""
-        return bool(self._packings)
+    # ---- the way
 
-    def run(self, cuts: Sequence[tuple[Packing, str]]) -> _Found:
-        """All of it, from these ways to cut on."""
-        self.look(self.candidates(packing, cut) for packing, cut in cuts)
-        if self.found.choices and self._request.policy.grouping and not self._request.is_manual:
-            self.improve(_WORK - self._work)
-        return self.found
-
-    def look(self, ranked: Iterable[Iterable[_Candidate]]) -> None:
-        """Simulates what may be better than what is known, of lists of candidates in the order of their bounds."""
-        in_vain = _Patience()
-        for candidate in heapq.merge(*ranked):
-            if not self.found.wants(candidate.bound_ms) or (self.found.choices and in_vain.is_over):
+    def run(self) -> None:
+        """Look at ways to cut from scratch, then at neighbours of the best."""
+        cuts = Cuts(self._costs, self._packer, self._request)
+        self._look_at(cuts.first(), cuts)
+        varied: set[Cut] = set()
+        while not self._request.is_manual and (not varied or self._work < _FIRST_WORK):
+            best = (self._cuts[_cuts_of(one.packing)] for one in self.found)
+            cut = next((one for one in best if one not in varied), None)
+            if cut is None:
                 break
-            in_vain.saw(*self._try(candidate))
+            varied.add(cut)
+            self._look_at(cuts.near(cut), cuts)
+        if self._request.thorough and self._request.policy.grouping:
+            self._improve()
 
-    def candidates(self, packing: Packing, cut: str) -> Iterator[_Candidate]:
-        """The policies for these packs, the least bound first."""
-        return self._ranked(packing, cut, policies(packing, self._machine.copies_overlap, self._request))
+    def _look_at(self, several: Iterable[Cut], cuts: Cuts) -> None:
+        slower: Counter[Kind] = Counter()
+        for cut in several:
+            made = cuts.packing(cut) if slower[cut.kind] < _SLOWER else None
+            if made is None or self._cuts.setdefault(_cuts_of(made[0]), cut) != cut:
+                continue
+            ms = self._look_at_uses(*made, thorough=len(made[0].backward) <= _SHORT)
+            if self.found and len(made[0].backward) > _SHORT:
+                slower[cut.kind] = slower[cut.kind] + 1 if ms > _MARGIN * self.found[0].ms else 0
 
-    def _ranked(self, packing: Packing, cut: str, every: Policies) -> Iterator[_Candidate]:
-        """Those that may fit."""
-        every = every.only(self._peaks.at_least(packing, every) <= self._budget)
-        if self._request.host_bytes is not None and len(every):
-            gradients = gradient_bytes(packing, every)
-            stash = away_bytes(packing, every, self._costs, self._request.micro_batches)
-            every = every.only(gradients + stash <= self._request.host_bytes)
-        if not len(every):
+    def _look_at_uses(self, packing: Packing, cut: str, thorough: bool) -> float:
+        """Look at a few ways to use memory with these cuts. Returns the shortest step; infinite if it is too long."""
+
+        def peak(policy: Policy) -> float:
+            return self._peak(packing, policy)
+
+        every = policies(packing, self._machine.copies_overlap, self._request, peak, thorough)
+        return min([self._look(packing, Point.of(packing, one), one, cut) for one in every], default=0.0)
+
+    def _improve(self) -> None:
+        """Look at the neighbours of the best, as long as they bring better ones."""
+        waiting: dict[Point, Iterator[Point]] = {}
+        over: set[Point] = set()
+        self._in_vain = 0
+        while self._in_vain < _PATIENCE and self._work < _WORK:
+            best = next((one for one in self.found[:_BEAM] if one.point not in over), None)
+            if best is None:
+                return
+            if best.point not in waiting:
+                waiting[best.point] = self._around(best)
+            for _ in range(_AT_ONCE):
+                near = next(waiting[best.point], None)
+                if near is None or self._work >= _WORK:
+                    over.add(best.point)
+                    break
+                self._look_near(near, best)
+
+    def _around(self, best: _Found) -> Iterator[Point]:
+        """Its neighbours: other uses of memory and other cuts in turn. Of few packs, first any that may be resident are."""
+        packing = best.packing
+        if len(packing.backward) <= _FEW and may_stay(self._request) and _cuts_of(packing) not in self._every:
+            self._every.add(_cuts_of(packing))
+            for policy in every_set(
+                packing, self._machine.copies_overlap, self._request, lambda one: self._peak(packing, one)
+            ):
+                yield Point.of(packing, policy)
+        uses = reused(best.point, packing, self._request, self._machine.copies_overlap)
+        cuts = iter(()) if self._request.is_manual else recut(best.point, self._request.policy.pipeline)
+        for both in zip_longest(uses, cuts):
+            yield from filter(None, both)
+
+    def _look_near(self, point: Point, best: _Found) -> None:
+        """Look at a point, or, where it does not fit, at those that differ from it by what takes too much."""
+        known = len(self._packings)
+        packing = self._packing(point)
+        if len(self._packings) > known and len(packing.backward) <= _SHORT:
+            self._look_at_uses(packing, f"{len(packing.backward)} packs, cut by trial", thorough=True)
+        policy = point.policy_for(packing, self._request.policy)
+        same = packing is best.packing
+        cut = best.cut if same else f"{len(packing.backward)} packs, cut by trial"
+        if self._peak(packing, policy) <= self._budget:
+            self._look(packing, point, policy, cut)
             return
-        self._work += len(packing.forward) + len(packing.backward)
-        every = self._graphs.filling(packing, every, self._peaks.spare(packing, every, self._budget))
-        bounds = self._bounds.tighter(packing, every)
-        if not self._request.policy.grouping:
-            bounds = np.array([self._bounds.of(packing, every[n]) for n in range(len(every))])
-        for n in np.argsort(bounds, kind="stable").tolist():
-            yield _Candidate(float(bounds[n]), next(self._numbers), packing, every[n], cut)
+        for way in self._smaller(packing, policy):
+            fitting = first_fitting(way, lambda one: self._peak(packing, one), self._request)
+            if fitting is not None:
+                self._look(packing, Point.of(packing, fitting, point.graphs), fitting, cut)
 
-    def _try(self, candidate: _Candidate) -> tuple[bool, int]:
-        """Simulates it if it fits. Returns whether it is the best so far, and the number of its tasks (see _Patience)."""
-        packing, policy = candidate.packing, candidate.policy
-        cuts = _cuts_of(packing)
-        if (*cuts, policy) in self._tried:
-            return False, 0
-        self._tried.add((*cuts, policy))
-        without = replace(policy, graphs=())
-        if self._peaks.at_least_closely(packing, without) > self._budget:  # most are, where little fits
-            return False, 1
-        peaks = self._peaks.stages(packing, without)
-        if max(peaks) > self._budget:
-            return False, 1
-        choices: list[Choice] = []
-        tasks = 0
-        for way in self._graphs.ways(packing, without, peaks, self._budget):
-            if tasks > _WAYS_TASKS:
-                break
-            choices.append(self._choice(packing, way, max(peaks), candidate.cut))
-            tasks += len(choices[-1].plan.tasks)
-        return self.found.add(min(choices, key=_rank)), tasks
+    def _smaller(self, packing: Packing, policy: Policy) -> Iterator[list[Policy]]:
+        """Policies of less and less memory."""
+        kept, resident, count = policy.kept, policy.resident, len(packing.forward)
+        yield [replace(policy, kept=kept[number:]) for number in range(1, len(kept) + 1)]
+        if self._request.settings.residency == "auto":
+            for index in resident:
+                yield [replace(policy, resident=closed(packing, [other for other in resident if other != index]))]
+            yield [replace(policy, resident=())]
+        if self._request.settings.stash == "auto":
+            yield [replace(policy, stash_on_host=away) for away in range(policy.stash_on_host + 1, count + 1)]
+        if policy.prefetch and not self._request.is_manual and self._request.policy.prefetch:
+            yield [replace(policy, prefetch=False)]
 
-    def _choice(self, packing: Packing, policy: Policy, peak: int, cut: str) -> Choice:
-        plan = draft_plan(packing, self._costs, self._request, policy, peak)
-        self.tasks += len(plan.tasks)
-        return Choice(plan, simulate(plan, self._costs, self._machine), f"{cut}; {use_of(packing, policy)}")
+    # ---- one candidate
 
-    def settled(self, choice: Choice) -> Choice:
+    def _packing(self, point: Point) -> Packing:
+        cuts = point.backward, point.forward
+        if cuts not in self._packings:
+            self._packings[cuts] = self._packer.packing(*cuts)
+        return self._packings[cuts]
+
+    def _stages(self, packing: Packing, policy: Policy) -> list[int]:
+        """The peak in bytes by stage, without graphs."""
+        key = (*_cuts_of(packing), policy)
+        peaks = self._peaks.get(key)
+        if peaks is None:
+            short = self._outlook.short(packing, policy)
+            self._work += len(short.plan.tasks)
+            peaks = self._peaks[key] = self._outlook.stages(short)
+            if max(peaks) < self._least:
+                self._least, self.smallest = max(peaks), (packing, policy)
+        return peaks
+
+    def _peak(self, packing: Packing, policy: Policy) -> float:
+        """The device peak in bytes; infinite where the host has no room."""
+        room = self._request.host_bytes
+        if room is not None:
+            plan = Plan(packing, policy, (), self._request.micro_batches, 0, 0)
+            if waiting_of(plan, self._costs).total_bytes > room:
+                return float("inf")
+        return max(self._stages(packing, policy))
+
+    def _look(self, packing: Packing, point: Point, policy: Policy, cut: str) -> float:
+        """Simulate a candidate that fits. Returns the time of its step; infinite if it is none of the best."""
+        if point in self._tried:
+            return float("inf")
+        self._tried.add(point)
+        first = next((i for i in packing.backward if packing.packs[i].positions[0] == point.graphs), None)
+        peaks = self._stages(packing, policy)
+        policy = self._graphs.fitting(packing, policy, peaks, self._outlook.pack_bytes(packing, policy), first)
+        pieces = max(2, min(_PIECES, _PIECES * _MANY // len(packing.packs)))
+        wanted_ms = min(
+            [one.ms for one in self.found if one.packing.packs == packing.packs]
+            + [one.ms for one in self.found[self._most - 1 :]],
+            default=float("inf"),
+        )
+        new = self._judged(_Found(float("inf"), (), packing, policy, point, cut), max(peaks), pieces, wanted_ms)
+        better = new.ms < float("inf") and self._add(new)
+        self._in_vain = 0 if better else self._in_vain + 1
+        return new.ms
+
+    def _judged(self, found: _Found, peak: int, pieces: int, wanted_ms: float = float("inf")) -> _Found:
+        if self._outlook.least_ms(found.packing, found.policy) > wanted_ms:
+            return found
+        short = self._outlook.short(found.packing, found.policy)
+        self._work += _SIMULATED * len(short.plan.tasks)
+        ms = self._outlook.step_ms(short, pieces, wanted_ms)
+        if ms == float("inf"):
+            return found
+        rank = steps(ms), self._outlook.swapped_bytes(short), len(found.packing.packs), peak
+        return replace(found, ms=ms, rank=rank)
+
+    def _add(self, new: _Found) -> bool:
+        """Keep it if it is among the best: one for each way to cut; of those that do the same, that of the fewest packs.
+
+        Returns whether it is the best of all.
+        """
+        same = [one for one in self.found if one.packing.packs == new.packing.packs or one.rank[:2] == new.rank[:2]]
+        if any(one.rank <= new.rank for one in same):
+            return False
+        self.found = [one for one in self.found if one not in same]
+        self.found.append(new)
+        self.found.sort(key=lambda one: one.rank)
+        del self.found[self._most :]
+        return self.found[0] is new
+
+    # ---- the end
+
+    def choices(self) -> tuple[Choice, ...]:
+        """The best, walked and simulated in full."""
+        finalists = sorted(
+            (self._judged(one, one.rank[-1], STASH_PIECES) for one in self.found), key=lambda one: one.rank
+        )
+        choices = [self._settled(one) for one in finalists[: self._top]]
+        return tuple(sorted(choices, key=lambda one: steps(one.prediction.step_ms)))
+
+    def _settled(self, found: _Found) -> Choice:
         """With as many graphs as fit to the byte; without any, if they bring nothing."""
-        packing, cut = choice.plan.packing, choice.reason.partition("; ")[0]
-        without, policy = replace(choice.plan.policy, graphs=()), choice.plan.policy
-        peaks = self._peaks.stages(packing, policy)
-        if max(peaks) > self._budget:
-            policy, peaks = without, self._peaks.stages(packing, without)
-        for _ in range(_TRIALS):
-            more = self._graphs.fitting(packing, policy, peaks, self._budget)
-            now = self._peaks.stages(packing, more) if more != policy else peaks
-            if more == policy or max(now) > self._budget:
+        packing, without = found.packing, replace(found.policy, graphs=())
+        policy, bytes_of = found.policy, self._outlook.pack_bytes(found.packing, without)
+        for _ in range(_TRIALS if self._graphs.wanted else 0):
+            peaks = self._outlook.stages(self._outlook.short(packing, policy))
+            if max(peaks) > self._budget:
+                policy = without
+                continue
+            more = self._graphs.fitting(packing, policy, peaks, bytes_of)
+            if more == policy or max(self._outlook.stages(self._outlook.short(packing, more))) > self._budget:
                 break
-            policy, peaks = more, now
-        if policy == without == choice.plan.policy:
-            return choice
-        most = self._choice(packing, policy, max(peaks), cut)
+            policy = more
+        most = self._choice(packing, policy, found.cut)
         if not policy.graphs:
             return most
-        least = self._choice(packing, without, self._peaks.of(packing, without), cut)
+        least = self._choice(packing, without, found.cut)
         return most if steps(most.prediction.step_ms) < steps(least.prediction.step_ms) else least
 
-    def improve(self, work: int) -> None:
-        """Looks at the neighbours of the best plans, as long as they bring better ones."""
-        expanded: set[Point] = set()
-        self._limit = self._work + work
-        while self._may_go_on:
-            points = (Point.of(choice.plan.packing, choice.plan.policy) for choice in self.found.choices)
-            point = next((one for one in points if one not in expanded), None)
-            if point is None:
-                return
-            expanded.add(point)
-            self.look(self._around(point))
-
-    @property
-    def _may_go_on(self) -> bool:
-        return self._work < self._limit and self.tasks < _TASKS
-
-    def _around(self, point: Point) -> Iterator[Iterator[_Candidate]]:
-        for near in (point, *neighbours(point)):
-            if not self._may_go_on:
-                return
-            cuts = near.backward, near.forward
-            new = cuts not in self._packings
-            packing = self._packings[cuts] = self._packings.get(cuts) or self.packer.packing(*cuts)
-            name = f"{len(packing.backward)} packs, cut by trial"
-            if new:
-                yield self.candidates(packing, name)
-            if may_stay(self._request):
-                policy = near.policy_for(packing, self._request.policy)
-                yield self._ranked(packing, name, around(packing, policy, self._machine.copies_overlap, self._request))
-
-    def smallest(self, packings: Iterable[Packing]) -> Plan:
-        """The plan that needs least, among those that need least at least."""
-        least: list[tuple[float, int, Packing, Policy]] = []
-        for packing in packings:
-            few = policies(packing, self._machine.copies_overlap, self._request)
-            peaks = self._peaks.at_least(packing, few)
-            smallest = np.argsort(peaks, kind="stable")[:2].tolist()
-            least += ((float(peaks[n]), next(self._numbers), packing, few[n]) for n in smallest)
-        tried = heapq.nsmallest(_SMALLEST, least, key=lambda one: one[:2])
-        _, _, packing, policy = min(tried, key=lambda one: self._peaks.of(one[2], one[3]))
-        return make_plan(packing, self._costs, self._request, policy)
+    def _choice(self, packing: Packing, policy: Policy, cut: str) -> Choice:
+        plan = make_plan(packing, self._costs, self._request, policy)
+        assert plan.peak_bytes <= self._budget, (plan.peak_bytes, self._budget)
+        return Choice(plan, simulate(plan, self._costs, self._machine), f"{cut}; {use_of(packing, policy)}")
 
 
 def _cuts_of(packing: Packing) -> tuple[Bounds, Bounds]:
@@ -305,55 +374,3 @@ def _cuts_of(packing: Packing) -> tuple[Bounds, Bounds]:
 def steps(ms: float) -> int:
     """A time in steps of two thousandths."""
     return math.ceil(math.log(max(ms, 1e-9)) / _QUANTUM)
-
-
-class _Patience:
-    """How long a search goes on in vain."""
-
-    def __init__(self) -> None:
-        self._plans = self._tasks = self._looks = 0
-
-    def saw(self, better: bool, tasks: int) -> None:
-        """A plan of so many tasks; 1: it did not fit, 0: it is known already."""
-        self._looks = 0 if better else self._looks + bool(tasks)
-        self._plans = 0 if better else self._plans + (tasks > 1)
-        self._tasks = 0 if better else self._tasks + tasks
-
-    @property
-    def is_over(self) -> bool:
-        return self._plans >= _PATIENCE or self._tasks >= _PATIENT_TASKS or self._looks >= _PATIENT_LOOKS
-
-
-class _Found:
-    """The best choices so far, best first, one for each way to cut."""
-
-    def __init__(self, top: int) -> None:
-        self._most = max(top, _BEAM)
-        self.choices: list[Choice] = []
-
-    def wants(self, bound_ms: float) -> bool:
-        """Whether a plan of that bound could be the best, or fill the list with one that is not much slower."""
-        if not self.choices:
-            return True
-        best_ms = self.choices[0].prediction.step_ms
-        if len(self.choices) < self._most:
-            return bound_ms <= best_ms * _MARGIN
-        return steps(bound_ms) < steps(best_ms)
-
-    def add(self, choice: Choice) -> bool:
-        """Returns whether it is the best of all."""
-        cuts = _cuts_of(choice.plan.packing)
-        same = next((c for c in self.choices if _cuts_of(c.plan.packing) == cuts), None)
-        if same and _rank(same) <= _rank(choice):
-            return False
-        if same:
-            self.choices.remove(same)
-        self.choices.append(choice)
-        self.choices.sort(key=_rank)
-        del self.choices[self._most :]
-        return self.choices[0] is choice
-
-
-def _rank(choice: Choice) -> tuple[int, int, int, int]:
-    prediction, plan = choice.prediction, choice.plan
-    return steps(prediction.step_ms), prediction.swaps.total, len(plan.packs), plan.peak_bytes

@@ -6,15 +6,15 @@ one counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.events import run_jobs
-from harmony_ds.scheduler.lowering import Lowering
+from harmony_ds.scheduler.events import Timeline, run_jobs
+from harmony_ds.scheduler.lowering import STASH_PIECES, Lowering
 from harmony_ds.scheduler.plan import Plan
-from harmony_ds.scheduler.spans import COMPUTE, STREAMS, UPDATE, Span
+from harmony_ds.scheduler.spans import COMPUTE, STREAMS, UPDATE, Span, of_device
 from harmony_ds.scheduler.swaps import Swaps, swaps_of
 
 _STEPS = 2
@@ -39,7 +39,8 @@ class Prediction:
     @property
     def idle_share(self) -> float:
         """The part of the step in which the device does not compute."""
-        return max(0.0, 1.0 - self.busy_ms[COMPUTE] / self.step_ms) if self.step_ms else 0.0
+        computing = [ms for stream, ms in self.busy_ms.items() if stream.startswith(COMPUTE)]
+        return max(0.0, 1.0 - sum(computing) / len(computing) / self.step_ms) if self.step_ms else 0.0
 
     @property
     def bottleneck(self) -> str:
@@ -55,10 +56,7 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
     """
     lowering = Lowering(plan, costs, machine)
     steps = [lowering.step() for _ in range(_STEPS)]
-    timeline = run_jobs(lowering.jobs, _capacities(machine), crowded=("cores",))
-    before, end = (
-        max((timeline.end_ms[job] for job in jobs if lowering.work[job][0] != UPDATE), default=0.0) for jobs in steps
-    )
+    timeline = _run(lowering, machine, plan.policy.pipeline)
     busy = dict.fromkeys(STREAMS, 0.0)
     for job in steps[-1]:
         stream = lowering.work[job][0]
@@ -70,12 +68,45 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
         for stream, tasks in (lowering.work[job],)
         if timeline.end_ms[job] > timeline.begin_ms[job]
     )
-    return Prediction(end - before, busy, swaps_of(plan, costs), tuple(spans))
+    return Prediction(_step_ms(lowering, steps, timeline), busy, swaps_of(plan, costs), tuple(spans))
 
 
-def _capacities(machine: Machine) -> dict[str, float]:
+def step_ms(
+    plan: Plan,
+    costs: CostTable,
+    machine: Machine,
+    counts: Sequence[int] = (),
+    pieces: int = STASH_PIECES,
+    wanted_ms: float = float("inf"),
+) -> float:
+    """How long a step takes, and no more; infinite if that is certain to be more than `wanted_ms`.
+
+    Args:
+        counts, pieces: see `Lowering`.
+    """
+    lowering = Lowering(plan, costs, machine, counts, pieces)
+    steps = [lowering.step() for _ in range(_STEPS)]
+    if wanted_ms < float("inf"):  # jobs that slow each other down end later, never earlier
+        alone_ms = _step_ms(lowering, steps, run_jobs(lowering.jobs))
+        if alone_ms > wanted_ms:
+            return float("inf")
+    return _step_ms(lowering, steps, _run(lowering, machine, plan.policy.pipeline))
+
+
+def _run(lowering: Lowering, machine: Machine, devices: int) -> Timeline:
+    return run_jobs(lowering.jobs, _capacities(machine, devices), crowded=("cores",))
+
+
+def _step_ms(lowering: Lowering, steps: Sequence[range], timeline: Timeline) -> float:
+    before, end = (
+        max((timeline.end_ms[job] for job in jobs if lowering.work[job][0] != UPDATE), default=0.0) for jobs in steps
+    )
+    return end - before
+
+
+def _capacities(machine: Machine, devices: int) -> dict[str, float]:
     return {
-        "link": machine.link_bytes_per_ms,
+        **{of_device("link", device): machine.link_bytes_per_ms for device in range(devices)},
         "host memory": machine.host_bytes_per_ms,
         "cores": 2 * machine.beside_update,
     }

@@ -12,6 +12,18 @@ PEER = "peer"
 """Beside these, where there are several devices: what they send each other."""
 
 
+def of_device(stream: str, device: int) -> str:
+    """The name of a stream, or of a link, of one of several devices, which share the host."""
+    return stream if not device or stream in (HOST, UPDATE) else f"{stream} {device}"
+
+
+def streams_of(devices: int, peers: bool) -> tuple[str, ...]:
+    """The streams of so many devices of one process, and of their host. `peers`: there are devices of other processes."""
+    own = (SWAP_IN, COMPUTE, SWAP_OUT, PEER)
+    more = tuple(of_device(stream, device) for device in range(1, devices) for stream in own)
+    return (*STREAMS, *((PEER,) if peers or more else ()), *more)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Work on a stream, predicted or executed: when it ran, and the task (or tasks) behind it."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.scheduler.plan import Pack, Plan, TaskKind
+from harmony_ds.profiler.flow import Flow, Move
+from harmony_ds.scheduler.plan import Pack, Packing, Plan, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
 class Swaps:
-    """Bytes that one step moves on one device, by kind; `sent`: to other devices, not the host."""
+    """Bytes that one step moves on one device, by kind; `sent`: to other processes' devices, not the host; `moved`: from
+    one to another of the devices that one process drives (the other kinds are all of these devices' then).
+    """
 
     weights_in: int = 0
     gradients_out: int = 0
     stash_out: int = 0
     stash_in: int = 0
     sent: int = 0
+    moved: int = 0
 
     @property
     def total(self) -> int:
@@ -25,9 +31,9 @@ class Swaps:
         return self.weights_in + self.gradients_out + self.stash_out + self.stash_in
 
 
-def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None) -> Swaps:
+def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequence[int] = ()) -> Swaps:
     """The bytes that the tasks of `plan` move on device `rank` (None: on the one that moves most); what the ledger will
-    count.
+    count. `counts`: how many micro-batches each one stands for; empty: for itself.
     """
     weights = gradients = out = back = sent = 0
     away = {p for index in plan.packing.forward[: plan.policy.stash_on_host] for p in plan.packs[index].positions}
@@ -43,17 +49,45 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None) -> Swaps:
             case TaskKind.REDUCE if pack.sent_bytes:
                 sent += max(pack.sent_bytes) if rank is None else pack.sent_bytes[rank]
             case TaskKind.STASH_OUT:
-                out += stash_bytes(pack, costs)
+                out += stash_bytes(pack, costs) * (counts[task.micro_batch] if counts else 1)
             case TaskKind.STASH_IN:
-                back += sum(costs.costs[p].stash_bytes for p in pack.positions if p in away)
+                nbytes = sum(costs.costs[p].stash_bytes for p in pack.positions if p in away)
+                back += nbytes * (counts[task.micro_batch] if counts else 1)
             case _:
                 pass
-    return Swaps(weights, gradients, out, back, sent)
+    moved = sum(between_devices(plan.packing, costs.flow, plan.micro_batches).values())
+    return Swaps(weights, gradients, out, back, sent, moved)
 
 
 def stash_bytes(pack: Pack, costs: CostTable) -> int:
     """What one micro-batch stashes for a pack."""
     return sum(costs.costs[p].stash_bytes for p in pack.positions)
+
+
+def between_devices(packing: Packing, flow: Flow, micro_batches: int) -> dict[tuple[int, int], int]:
+    """What a step takes from a device to another, by their numbers: activations, and gradients of them."""
+    between: Counter[tuple[int, int]] = Counter()
+    for move in _moves(packing, flow):
+        between[move.source, move.target] += move.nbytes * (1 if move.is_lasting else micro_batches)
+        if move.returns:
+            between[move.target, move.source] += move.nbytes * micro_batches
+    return dict(between)
+
+
+def _moves(packing: Packing, flow: Flow) -> tuple[Move, ...]:
+    devices = {p: packing.packs[index].device for index in packing.backward for p in packing.packs[index].positions}
+    return flow.moves([devices[p] for p in sorted(devices)]) if any(devices.values()) else ()
+
+
+def moved_bytes(packing: Packing, flow: Flow) -> Counter[tuple[TaskKind, int]]:
+    """By the kind of move and the pack: what one micro-batch takes along to the pack's device, what comes of gradients."""
+    pack_of = {p: index for index in packing.backward for p in packing.packs[index].positions}
+    moved: Counter[tuple[TaskKind, int]] = Counter()
+    for move in _moves(packing, flow):
+        index = pack_of[max(move.position, 0)]
+        moved[TaskKind.MOVE, index] += move.nbytes
+        moved[TaskKind.MOVE_BACK, index - 1] += move.nbytes * move.returns
+    return moved
 
 
 def lower_bound_bytes(plan: Plan, rank: int | None = None) -> int:
@@ -66,7 +100,8 @@ def lower_bound_bytes(plan: Plan, rank: int | None = None) -> int:
     shared = policy.shared
     forward = sum(plan.packs[index].swap_in_bytes(shared) for index in once if index not in policy.resident)
     backward = [plan.packs[i] for i in packing.backward if plan.packs[i].needs_backward and i not in policy.resident]
-    kept = {packing.backward[-1], *(index for index in policy.kept if index in packing.forward)}
+    stay = (*policy.kept, *packing.turning)
+    kept = {packing.backward[-1], *(index for index in stay if index in packing.forward)}
     again = sum(pack.swap_in_bytes(shared) for pack in backward if pack.index not in kept)
     gradients = sum(pack.swap_out_bytes(rank) for pack in backward)
     always = sum(pack.swap_in_bytes(shared) + pack.swap_out_bytes(rank) for pack in packing.always)

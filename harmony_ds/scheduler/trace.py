@@ -1,42 +1,23 @@
 """A step as a picture: the predicted and the executed one on the same tracks, to be laid side by side.
 
 The result is Chrome's Trace Event format, which https://ui.perfetto.dev and chrome://tracing open. Each step is a
-process, each stream a track of it; equal work has the same name, colour and arguments in both.
+process, each stream a track of it; equal work has the same name and arguments in both.
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.simulate import Prediction
-from harmony_ds.scheduler.spans import COMPUTE, PEER, STREAMS, UPDATE, Span, busy_of
-from harmony_ds.scheduler.swaps import stash_bytes
+from harmony_ds.scheduler.spans import COMPUTE, UPDATE, Span, busy_of, streams_of
+from harmony_ds.scheduler.swaps import moved_bytes, swaps_of
 
-_COLOURS = {
-    TaskKind.SWAP_IN: "rail_load",
-    TaskKind.FORWARD: "thread_state_running",
-    TaskKind.FORWARD_FOR_GRAPH: "thread_state_running",
-    TaskKind.FUSED: "rail_animation",
-    TaskKind.BACKWARD: "thread_state_runnable",
-    TaskKind.BACKWARD_FROM_GRAPH: "thread_state_runnable",
-    TaskKind.SWAP_OUT: "rail_response",
-    TaskKind.UPDATE: "cq_build_running",
-    TaskKind.EVICT: "grey",
-    TaskKind.FREE_GRADIENTS: "grey",
-    TaskKind.STASH_OUT: "thread_state_iowait",
-    TaskKind.STASH_IN: "thread_state_uninterruptible",
-    TaskKind.NORM: "cq_build_passed",
-    TaskKind.UPDATE_ON_DEVICE: "cq_build_running",
-    TaskKind.REDUCE: "rail_idle",
-    TaskKind.GATHER: "rail_idle",
-}
-"""Of those that chrome://tracing knows; Perfetto colours by name."""
 _US_PER_MS = 1e3
 _Event = dict[str, Any]
 
@@ -123,75 +104,64 @@ def _planned_bytes(plan: Plan, costs: CostTable) -> dict[Task, int]:
     return {task: plan.resident_bytes + weights + rest for task, weights, rest in rows}
 
 
+@dataclass(frozen=True, slots=True)
 class _Process:
     """One step's events."""
 
-    def __init__(self, pid: int, name: str, plan: Plan, costs: CostTable, layer_names: Sequence[str]) -> None:
-        self._pid = pid
-        self._name = name
-        self._plan = plan
-        self._costs = costs
-        self._layer_names = layer_names
+    pid: int
+    name: str
+    plan: Plan
+    costs: CostTable
+    layer_names: Sequence[str]
 
     def events(self, spans: Sequence[Span], bytes_of: Mapping[Task, int]) -> Iterator[_Event]:
         """`bytes_of`: device bytes alive, by task; drawn where compute begins."""
-        yield self._meta("process_name", 0, {"name": f"{self._name} step"})
-        yield self._meta("process_sort_index", 0, {"sort_index": self._pid})
-        tracks = STREAMS if self._plan.policy.alone else (*STREAMS, PEER)
+        yield self._meta("process_name", 0, {"name": f"{self.name} step"})
+        yield self._meta("process_sort_index", 0, {"sort_index": self.pid})
+        policy = self.plan.policy
+        tracks = streams_of(policy.pipeline, peers=not policy.alone)
         for number, stream in enumerate(tracks, start=1):
             yield self._meta("thread_name", number, {"name": stream})
             yield self._meta("thread_sort_index", number, {"sort_index": number})
         for span in sorted(spans, key=lambda span: (span.begin_ms, span.end_ms)):
-            if span.stream == COMPUTE and span.tasks[0] in bytes_of:
-                yield self._event("C", "device memory", span.begin_ms, 0, args={"bytes": bytes_of[span.tasks[0]]})
+            if span.stream.startswith(COMPUTE) and span.tasks[0] in bytes_of:
+                name = f"device memory{span.stream.removeprefix(COMPUTE)}"
+                yield self._event("C", name, span.begin_ms, 0, args={"bytes": bytes_of[span.tasks[0]]})
             begin, end = _us(span.begin_ms), _us(span.end_ms)
             yield {
                 **self._event("X", span.name, span.begin_ms, tracks.index(span.stream) + 1, args=self._args(span)),
                 "cat": span.tasks[0].kind.name.lower(),
                 "dur": round(end - begin, 3),
-                "cname": _COLOURS[span.tasks[0].kind],
             }
 
     def _meta(self, name: str, tid: int, args: _Event) -> _Event:
-        return {"ph": "M", "name": name, "pid": self._pid, "tid": tid, "args": args}
+        return {"ph": "M", "name": name, "pid": self.pid, "tid": tid, "args": args}
 
     def _event(self, phase: str, name: str, begin_ms: float, tid: int, args: _Event) -> _Event:
-        return {"ph": phase, "name": name, "pid": self._pid, "tid": tid, "ts": _us(begin_ms), "args": args}
+        return {"ph": phase, "name": name, "pid": self.pid, "tid": tid, "ts": _us(begin_ms), "args": args}
 
     def _args(self, span: Span) -> _Event:
         """The same keys for every event: pack and micro-batch are -1, bytes 0, where there are none."""
         task = span.tasks[0]
         whole = task.kind is TaskKind.NORM
-        pack = self._plan.packs[task.pack]
+        pack = self.plan.packs[task.pack]
+        swaps = swaps_of(replace(self.plan, tasks=(task,), micro_batches=0), self.costs)
+        between = task.kind in (TaskKind.MOVE, TaskKind.MOVE_BACK)
+        moved = moved_bytes(self.plan.packing, self.costs.flow)[task.kind, task.pack] if between else 0
         return {
             "task": str(task),
             "pack": -1 if whole else task.pack,
             "layers": "" if whole else self._layers(pack),
             "micro_batch": task.micro_batch,
-            "bytes": self._bytes(task, pack),
+            # What it moves between host and device, or between devices, at most.
+            "bytes": swaps.total + swaps.sent + moved,
         }
 
     def _layers(self, pack: Pack) -> str:
         if not pack.layers:
             return "parameters that no layer call covers"
-        names = [self._layer_names[i] if self._layer_names else str(i) for i in pack.layers]
+        names = [self.layer_names[i] if self.layer_names else str(i) for i in pack.layers]
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-
-    def _bytes(self, task: Task, pack: Pack) -> int:
-        """What the task moves between host and device, or between devices, at most."""
-        match task.kind:
-            case TaskKind.SWAP_IN:
-                return pack.swap_in_bytes(self._plan.policy.shared)
-            case TaskKind.GATHER:
-                return pack.gathered_bytes
-            case TaskKind.SWAP_OUT:
-                return pack.swap_out_bytes()
-            case TaskKind.REDUCE:
-                return max(pack.sent_bytes, default=0)
-            case TaskKind.STASH_OUT | TaskKind.STASH_IN:
-                return stash_bytes(pack, self._costs)
-            case _:
-                return 0
 
 
 def _us(ms: float) -> float:

@@ -153,6 +153,7 @@ class StepGroup(Queue):
             context=contextvars.copy_context(),
             state=self._contract.take(),
             grad=reduce is None,
+            home=self._parts.calls.device.torch_device,
             reduce=reduce,
             inputs=inputs,
         )

@@ -54,7 +54,15 @@ class Planner:
         self._saved = saved
         self._group_size = config.gradient_accumulation_steps
         self._element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
-        self._policy = Policy.of(config.harmony, config.deferred_update, parts.world.local_size, parts.world.servers)
+        self._policy = Policy(
+            grouping=config.harmony.grouping,
+            prefetch=config.harmony.prefetch,
+            gradient_slabs=config.harmony.gradient_slabs * parts.device.count,
+            deferred_update=config.deferred_update,
+            devices=parts.world.local_size,
+            servers=parts.world.servers,
+            pipeline=parts.device.count,
+        )
         self.wanted_sizes = Sizes.wanted(config.harmony.micro_batch) if saved is None else Sizes.of(saved.policy)
         """As configured; None: as the search finds best."""
         self.graph = graph
@@ -120,7 +128,7 @@ class Planner:
         graph = self.graph_with(profile.calls)
 
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
-            return self._choose(graph, costs, self._group_size, sizes)[0]
+            return self._choose(graph, costs, self._group_size, sizes, thorough=False)[0]
 
         for sizes in rank_sizes(profile, sample.rows, choose):
             yield sizes, self.measuring.in_slices(sample, profile, sizes)
@@ -162,14 +170,17 @@ class Planner:
         self._host_bytes = min((room for _, _, room in found if room is not None), default=None)
         return reduce(CostTable.worst, (one for one, _, _ in found))
 
-    def _choose(self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes) -> tuple[Choice, ...]:
-        """The best plans, as the first process finds them; all run the same."""
-        machine, request = self._machine(), self.request(graph, group_size, sizes)
+    def _choose(
+        self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes, thorough: bool = True
+    ) -> tuple[Choice, ...]:
+        """The best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
+        machine = self._machine()
+        request = replace(self.request(graph, group_size, sizes), thorough=thorough)
 
         def found() -> tuple[Choice, ...]:
             if self._saved is not None:
                 return (adopt(self._saved, graph, costs, machine, self._element, request),)
-            choices = search(graph, costs, machine, self._element, request, top=_TOP)
+            choices = search(graph, costs, machine, self._element, request, top=_TOP if thorough else 1)
             if isinstance(self._settings.residency, int):
                 for reason in why_not_resident(choices[0].plan.packing, self._settings.residency):
                     _logger.warning("%s", reason)

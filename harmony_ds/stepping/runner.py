@@ -216,7 +216,8 @@ class Runner:
         assert end is not None
         with self._recovering(()):
             if self.steps_whole:
-                self.executor.run(end.until(TaskKind.NORM), (), hyper, clipping)
+                norm = [task.kind for task in end.tasks].index(TaskKind.NORM)
+                self.executor.run(end.part(0, norm), (), hyper, clipping)
                 self.executor.updates.step_whole(clipping)
             else:
                 self.executor.run(end, (), hyper, clipping)

@@ -173,7 +173,7 @@ class QueuedMicroBatch:
     def take_loss(self, outputs: Any) -> Tensor:
         """Notes the loss among `outputs`."""
         loss = self.loss_fn(outputs)
-        self._value = loss.detach().clone()  # a loss may be a view of something large
+        self._value = loss.detach().to(self.micro_batch.home, copy=True)  # a loss may be a view of something large
         if self.expected is not None:
             self.expected(self._value)
         return loss

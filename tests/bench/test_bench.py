@@ -364,7 +364,18 @@ def test_what_runs_on_one_device_is_left_out(task: Workload) -> None:
 def test_two_processes_are_compared_as_one_engine(model: str, tmp_path: Path, place: str) -> None:
     file, output = tmp_path / "ds.json", tmp_path / "bench.json"
     file.write_text(json.dumps({**DS_CONFIG, "harmony": {"reduce": place}}), encoding="utf-8")
-    arguments = ("bench", model, "--ds-config", str(file), "--device", "cpu", "--devices", "2", "--output", str(output))
+    arguments = (
+        "bench",
+        model,
+        "--ds-config",
+        str(file),
+        "--device",
+        "cpu",
+        "--processes",
+        "2",
+        "--output",
+        str(output),
+    )
     found = shell(*arguments, "--engines", "harmony,deepspeed-zero3-offload", "--rounds", "1", "--steps", "1")
 
     assert found.exit_code == 0, found.stdout + found.stderr
@@ -376,6 +387,18 @@ def test_two_processes_are_compared_as_one_engine(model: str, tmp_path: Path, pl
     assert ours.report["sent_bytes"] == (pytest.approx(half, rel=0.2) if place == "device" else 0)
     # Theirs cross for each of 4 micro-batches (weights of this size it does not gather).
     assert theirs.report["sent_bytes"] > 4 * half * 0.8
+
+
+def test_a_pipeline_is_compared_with_one_device(model: str, tmp_path: Path) -> None:
+    file, output = tmp_path / "ds.json", tmp_path / "bench.json"
+    file.write_text(json.dumps({**DS_CONFIG, "harmony": {"pack_layers": 1}}), encoding="utf-8")
+    arguments = ("bench", model, "--ds-config", str(file), "--device", "cpu", "--devices", "2", "--output", str(output))
+    found = shell(*arguments, "--engines", "harmony", "--rounds", "1", "--steps", "1")
+    assert found.exit_code == 0, found.stdout + found.stderr
+    rows = Results.load(output).rows
+    assert [*rows] == ["harmony", "harmony, one device"]
+    assert rows["harmony"].losses == rows["harmony, one device"].losses
+    assert rows["harmony"].report["between_devices"] > 0 == rows["harmony, one device"].report["between_devices"]
 
 
 def test_an_error_in_one_of_two_processes_is_the_row_s(task: Workload, tmp_path: Path) -> None:

@@ -62,4 +62,4 @@ class GivenNet(Net):
 @pytest.mark.parametrize("pack", [1, 2])
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 def test_layers_get_what_the_model_gives_them(given: Given, pack: int) -> None:
-    assert_equals_plain(lambda: GivenNet(given), pack_layers=pack, fuse_last_pack=False)
+    assert_equals_plain(lambda: GivenNet(given), pack_layers=pack)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import init_distributed
-from harmony_ds.offload import compiled
 
 MICRO_BATCHES = 2
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -106,8 +105,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         job.get("optimizer", "torch"),
         job.get("clip", 0.5),
     )
-    with compiled.instead_of_torch():  # other runs may be compiling the same
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)
     found: dict[str, Any] = {}
     if "load" in job:
         folder, client_state = engine.load_checkpoint(job["load"])

@@ -140,7 +140,7 @@ def test_estimate_as_json(tiny: str) -> None:
 
 
 def test_estimate_of_several_devices(tiny: str) -> None:
-    arguments = ("estimate", tiny, "--accumulation", "4", "--sequence", "32", "--no-advice", "--devices", "2")
+    arguments = ("estimate", tiny, "--accumulation", "4", "--sequence", "32", "--no-advice", "--processes", "2")
     data = run_json(*arguments)
 
     assert data["devices"] == data["policy"]["devices"] == 2
@@ -151,15 +151,38 @@ def test_estimate_of_several_devices(tiny: str) -> None:
     assert data["tokens_per_s_of_one_device"] == pytest.approx(one["tokens_per_s"])
     assert "sent" in one["swaps"] and one["swaps"]["sent"] == 0
     shown = run(*arguments).stdout
-    assert "on each of 2 devices: 256 tokens" in shown
+    assert "in each of 2 processes: 256 tokens" in shown
     assert "to other devices" in shown and "one device:" in shown
+
+
+def test_a_pipeline_is_estimated_planned_and_drawn(tiny: str, tmp_path: Path) -> None:
+    asked = (tiny, "--accumulation", "4", "--sequence", "32", "--devices", "2")
+    data = run_json("estimate", *asked, "--no-advice")
+    assert data["devices"] == data["policy"]["pipeline"] == 2 and data["processes"] == 1
+    assert data["tokens_per_step"] == 4 * 32
+    assert data["tokens_per_s_of_one_device"] > 0
+    file = tmp_path / "ds.json"
+    harmony = {"device": "cpu", "pack_layers": 1}
+    optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "harmony": harmony}))
+    shown = run("plan", *asked, "--ds-config", str(file))
+    assert shown.exit_code == 0 and "through a pipeline of 2 devices: 128 tokens" in shown.stdout
+    assert "from device to device" in shown.stdout and "compute (device 1)" in shown.stdout
+    drawn = tmp_path / "trace.json"
+    assert run("trace", *asked, "--ds-config", str(file), "--output", str(drawn), "--run").exit_code == 0
+    events = json.loads(drawn.read_text())["traceEvents"]
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    busy = {(e["pid"], tracks[e["pid"], e["tid"]]) for e in events if e["ph"] == "X"}
+    assert {
+        (pid, f"{stream}{n}") for pid in (1, 2) for stream in ("compute", "peer", "swap_in") for n in ("", " 1")
+    } <= busy
 
 
 def test_a_batch_that_devices_do_not_divide_is_said(tiny: str, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}')
-    assert run_json("estimate", tiny, "--ds-config", str(file), "--devices", "2", "--no-advice")["devices"] == 2
-    found = run("estimate", tiny, "--ds-config", str(file), "--devices", "3")
+    assert run_json("estimate", tiny, "--ds-config", str(file), "--processes", "2", "--no-advice")["devices"] == 2
+    found = run("estimate", tiny, "--ds-config", str(file), "--processes", "3")
     assert found.exit_code == 1
     assert "8 != 1 * 4 * 3" in found.stderr
 
@@ -315,13 +338,6 @@ def test_a_file_that_is_no_profile(tiny: str, tmp_path: Path, text: str | None, 
 
     assert found.exit_code == 1
     assert message in found.stderr
-
-
-def test_plan_measures_where_no_profile_is_given(tiny: str, on_cpu: str) -> None:
-    found = run("plan", tiny, "--ds-config", on_cpu, "--no-advice")
-
-    assert found.exit_code == 0, found.stderr
-    assert "tokens/s" in found.stdout
 
 
 # ---- machines

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.offload import compiled
-
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.1}}
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
@@ -86,9 +84,8 @@ class Api:
         self.utils: Any = helpers if name == "deepspeed" else harmony_ds.utils
 
     def initialize(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
-        """The package's; what it compiles is whole or not there: DeepSpeed waits for ever for a run that was killed."""
-        with compiled.instead_of_torch():
-            result: tuple[Any, ...] = self.package.initialize(*arguments, **named)
+        """The package's."""
+        result: tuple[Any, ...] = self.package.initialize(*arguments, **named)
         return result
 
     @property

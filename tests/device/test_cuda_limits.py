@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from harmony_ds.device import CudaDevice
+from harmony_ds.device import CpuDevice, CudaDevice, DeviceGroup, devices_of_process, make_devices
+from harmony_ds.errors import ConfigError, ContradictionError
 
 TOTAL = 1_000
 
@@ -26,6 +27,10 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (TOTAL, TOTAL))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index // 2}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index: now[index])
     return now
@@ -61,3 +66,39 @@ def test_the_last_of_several_budgets_is_in_force_until_all_have_ended(
     assert shares[1] == (0.8, 0.5)[ends[0]]
     devices[ends[1]].unlimit_process()
     assert shares == {0: 1.0, 1: 0.8}
+
+
+def test_the_devices_of_a_pipeline_are_there_and_alike(shares: dict[int, float]) -> None:
+    wrong: dict[Any, str] = {
+        5: r"asks for 5 CUDA devices, and this process sees 4 \(cuda:0, cuda:1, cuda:2, cuda:3\)",
+        ("cuda:0", "cuda:7"): '"cuda:7" but this machine has 4',
+        ("cuda:1", "cuda:2"): r"not alike \(cuda:1 is a card 0, cuda:2 is a card 1\)",
+        ("cpu", "cuda:0"): "not alike",
+        "all": "not alike",
+    }
+    for devices, said in wrong.items():
+        with pytest.raises(ConfigError, match=said):
+            make_devices("auto", devices, None)
+    assert [one.name for one in make_devices("auto", 2, None).members] == ["cuda:0", "cuda:1"]
+    assert DeviceGroup([CpuDevice(300), CpuDevice(200)]).budget_bytes == 200  # what all of them have
+
+
+def test_logical_devices_share_what_their_gpu_has(shares: dict[int, float]) -> None:
+    group = make_devices("cuda", ("cuda:0", "cuda:0"), None)
+    assert isinstance(group, DeviceGroup) and not group.is_apart and group.budget_bytes == 450
+    make_devices("cuda", ("cuda:0", "cuda:0"), 200).limit_process()
+    assert shares[0] == 0.4
+
+
+def test_processes_drive_devices_side_by_side(shares: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices_of_process("auto", 2, 1, 2) == ("cuda:2", "cuda:3")
+    assert devices_of_process("auto", "all", 0, 2) == ("cuda:0", "cuda:1")
+    assert devices_of_process("cuda", 1, 3, 4) == ("cuda:3",)
+    assert devices_of_process("cpu", 2, 1, 2) == ()
+    with pytest.raises(
+        ConfigError, match=r"2 processes of 3 devices each .* need 6 CUDA devices, and this machine has 4"
+    ):
+        devices_of_process("auto", 3, 1, 2)
+    for name, devices in (("cuda:0", 1), ("auto", ("cuda:0",))):
+        with pytest.raises(ContradictionError, match="for all 2 processes"):
+            devices_of_process(name, devices, 0, 2)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
-from harmony_ds.config.harmony import PlanSwitches
 from harmony_ds.config.key import Effect, Key
 from harmony_ds.config.keys import KEYS
 from harmony_ds.config.optimizers import NOT_RUN
@@ -38,10 +36,7 @@ def tables() -> dict[str, str]:
 
 def _table(effect: Effect) -> list[str]:
     rows = [_row(key) for key in KEYS if key.effect is effect]
-    first = (
-        len(fields(PlanSwitches)) if effect is Effect.OURS else 0
-    )  # what a newcomer needs comes before the mechanisms
-    return ["| key | values | default | |", "|---|---|---|---|", *rows[first:], *rows[:first]]
+    return ["| key | values | default | |", "|---|---|---|---|", *rows]
 
 
 def _row(key: Key) -> str:

@@ -19,9 +19,7 @@ BFLOAT16: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat
 FLOAT16: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 
 
-@pytest.mark.parametrize(
-    "packs", [{"pack_layers": 1}, {"pack_layers": 2, "residency": 1}, {"fuse_last_pack": False}], ids=str
-)
+@pytest.mark.parametrize("packs", [{"pack_layers": 1}, {"pack_layers": 2, "residency": 1}], ids=str)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_step_equals_plain_autocast(packs: dict[str, Any], clip: float | None) -> None:
     plain = LLAMA.build(0.1)

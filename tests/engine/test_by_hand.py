@@ -366,20 +366,6 @@ def test_a_closure_is_refused() -> None:
     assert "step" not in optimizer.__dict__
 
 
-def test_gradients_through_an_engine_by_autograd_grad_or_create_graph_are_refused() -> None:
-    model = net()
-    inputs, targets = batch(0)
-    inputs.requires_grad_()
-    with engine_for(model, sgd, config_of(1)) as engine:
-        for wanted in (list(model.parameters()), inputs):
-            for loss in (engine(inputs, targets), F.cross_entropy(engine(inputs), targets)):
-                with pytest.raises(UnsupportedError, match=r"torch\.autograd\.grad"):
-                    torch.autograd.grad(loss, wanted)
-        loss = F.cross_entropy(engine(inputs), targets)
-        with pytest.raises(UnsupportedError, match="create_graph"):
-            loss.backward(create_graph=True)
-
-
 def test_gradients_that_a_program_uses_again_behind_its_step_are_refused() -> None:
     model = net()
     optimizer = sgd(model.parameters())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harmony_ds import CallChangedError, ModelError, UnsupportedError
+from harmony_ds import CallChangedError, ModelError
 from tests.engine.drive import config_of, engine_for, seed_of, sgd, weights_of
 from tests.families import build_seeded
 from tests.inside import planner_of
@@ -164,15 +164,6 @@ def test_a_layer_that_changes_its_buffers_several_times_in_each_forward_pass(cap
 
 
 # ---- what is refused
-
-
-def test_hooks_that_change_what_is_saved_for_backward_are_refused() -> None:
-    with (
-        engine_for(build_seeded(Model), sgd, config_of(1)) as engine,
-        torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0.5, lambda t: t),
-        pytest.raises(UnsupportedError, match="saved_tensors_hooks"),
-    ):
-        engine(inputs(1))
 
 
 def write_buffer(model: Any) -> None:

@@ -16,16 +16,7 @@ from torch import Tensor, nn
 
 from harmony_ds.errors import DoesNotFitError
 from tests.cover import spread
-from tests.engine.drive import (
-    EVERY_FAMILY,
-    config_of,
-    engine_for,
-    family,
-    loop,
-    means_of,
-    seed_of,
-    train_groups,
-)
+from tests.engine.drive import EVERY_FAMILY, config_of, engine_for, family, loop, means_of, seed_of, train_groups
 from tests.families import Batch, Family
 from tests.oracle import train_plainly
 

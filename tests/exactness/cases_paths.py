@@ -241,7 +241,7 @@ class OwnCaches(Net):
         return x
 
 
-@case(*FOUR, pack_layers=2, fuse_last_pack=False, residency="off")
+@case(*FOUR, pack_layers=1, residency="off")
 def caches_of_its_own_given(side: Side) -> Found:
     """A trained prefix (`past_key_values=((key, value),)`), and an object whose class the program calls `...Cache`."""
     return trained(side, OwnCaches())

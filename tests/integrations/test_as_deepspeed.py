@@ -37,7 +37,8 @@ def installed() -> Iterator[None]:
         yield
 
 
-def test_an_accelerate_loop(installed: None) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_accelerate_loop(installed: None, devices: int) -> None:
     data = text(16)
     expected = llama()
     optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
@@ -47,7 +48,10 @@ def test_an_accelerate_loop(installed: None) -> None:
 
     model = llama()
     accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=dict(DS_CONFIG)), gradient_accumulation_steps=4
+        deepspeed_plugin=DeepSpeedPlugin(
+            hf_ds_config={**DS_CONFIG, "harmony": {"device": "cpu", "devices": devices, "pack_layers": 1}}
+        ),
+        gradient_accumulation_steps=4,
     )
     engine, optimizer, loader = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(data, batch_size=2)
@@ -68,6 +72,7 @@ def test_an_accelerate_loop(installed: None) -> None:
                 optimizer.zero_grad()
     assert [float(loss) for loss in seen] == [loss for group in losses for loss in group]
     assert_same_bits(model, expected, bitwise=True)
+    assert len(engine.memory_report().device_peaks) == devices
     accelerator.free_memory()
 
 

@@ -23,14 +23,31 @@ LAUNCHERS = {
 }
 
 
+def launched(*command: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PATH": path}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_one_step(launcher: str) -> None:
     given = [str(SCRIPT)] + (["--accelerate"] if launcher == "accelerate" else [])
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PATH": path}
-    run = subprocess.run(
-        [*LAUNCHERS[launcher], *given], capture_output=True, text=True, check=False, env=environment, cwd=ROOT
-    )
-
+    run = launched(*LAUNCHERS[launcher], *given)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "trained 0.35365 -0.01979 1" in run.stdout
+
+
+PIPELINE = """
+import torch, harmony_ds
+config = {"train_micro_batch_size_per_gpu": 1, "harmony": {"device": "cpu", "devices": 2}}
+harmony_ds.initialize(model=torch.nn.Linear(3, 1), config=config)
+"""
+
+
+def test_deepspeeds_launcher_of_several_processes_is_refused_for_a_pipeline(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import argparse{PIPELINE}")
+    command = [*LAUNCHERS["deepspeed"][:4], "2", "--master_port", "29714"]
+    run = launched(*command, str(script))
+    assert run.returncode != 0
+    assert "start the script by `python train.py`, or by `torchrun --nproc_per_node P`" in run.stderr

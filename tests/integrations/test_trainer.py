@@ -105,6 +105,22 @@ def test_language_modelling_with_a_last_group_that_is_not_full(tmp_path: Path, a
     assert ours._engine.swap_report().micro_batches == 3
 
 
+def test_one_process_that_sees_several_devices_drives_them_as_a_pipeline(tmp_path: Path) -> None:
+    stock = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=text(), eval_dataset=text(6))
+    stock.train()
+    args = arguments(tmp_path)
+    assert args.n_gpu == 0
+    args._n_gpu = 3  # as where torch sees three
+    harmony = {"device": "cpu", "devices": 3, "pack_layers": 1}
+    data = {"train_dataset": text(), "eval_dataset": text(6)}
+    ours = HarmonyTrainer(model=llama(), args=args, ds_config={"harmony": harmony}, **data)
+    ours.train()
+    assert args.n_gpu == 1 and args.train_batch_size == 2
+    assert len(ours.harmony_engine.memory_report().device_peaks) == 3
+    assert_same(stock, ours)
+    assert ours.evaluate()["eval_loss"] == stock.evaluate()["eval_loss"]
+
+
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
     """Data that does not say how much it is: 11 micro-batches."""
 

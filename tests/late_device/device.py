@@ -10,6 +10,9 @@
     host memory      page-locked buffers must be given back before they are dropped, and be left alone while a queued
                      copy reads or writes them
 
+Several of them (`beside`) make a DeviceGroup: a kernel runs where its operands lie, which must be one device; copies from
+another one on a PEER stream are as late as those of the swap streams.
+
 What is not ordered by events is reported even where it does no harm in this run (see `order`), and does harm wherever
 lateness can: a copy out of freed memory brings NaN, one out of memory that was overwritten brings what is there then.
 
@@ -24,25 +27,31 @@ import random
 import threading
 import traceback
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harmony_ds.device import CpuDevice, Event, Stream
-from tests.late_device.order import Block, Clock, Order
+from tests.late_device.order import Block, Clock, Order, Who, name_of
+from tests.late_device.tensors import Place, operands, poisoned, same_bits, tensors_in
 
 _GRAIN = 512
 """Bytes; CUDA's caching allocator hands out multiples of it."""
 _UPDATES = "harmony-update"  # the thread that may wait
 _COPY = torch.ops.aten.copy_.default
+_TO_COPY = torch.ops.aten._to_copy.default
 _READS_A_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
 _HOST = None
+_SHARED = (
+    *("order", "registered", "waste", "_spare", "_chance", "_queues", "_done", "_blocks", "_storages"),
+    *("_queued_writes", "_lock", "_here", "_group"),
+)
+"""What the devices of a group have in common."""
 
 
 class LateDevice(CpuDevice):
@@ -51,21 +60,30 @@ class LateDevice(CpuDevice):
     copies_overlap = True
     pins_host = True
 
-    def __init__(self, seed: int | None = None, budget_bytes: int | None = None) -> None:
-        """`seed`: copies are done at random moments (None: as late as possible)."""
+    def __init__(
+        self, seed: int | None = None, budget_bytes: int | None = None, beside: LateDevice | None = None
+    ) -> None:
+        """`seed`: copies are done at random moments (None: as late as possible). `beside`: the first of its group."""
         super().__init__(budget_bytes)
         self.name = "late"
         self.modes = (_Watch,)
+        self.place = 0
+        if beside is not None:
+            self.place = len(beside._group)
+            self.__dict__.update({name: beside.__dict__[name] for name in _SHARED})
+            self._group.append(self)
+            return
+        self._group = [self]
         self.order = Order()
         self.registered: dict[int, int] = {}  # address to bytes
         self.waste: list[str] = []
         """What a step should do once and no more, and where: memory taken that no stream had given back (of its size), host
         memory page-locked, and the host waiting for a stream, but on the thread of updates.
         """
-        self._spare: Counter[tuple[Stream | None, int]] = Counter()  # device memory given back, by stream and bytes
+        self._spare: Counter[tuple[Who, int]] = Counter()  # device memory given back, by stream and bytes
         self._chance = None if seed is None else random.Random(seed)
-        self._queues: dict[Stream, list[Callable[[], None] | None]] = {stream: [] for stream in Stream}
-        self._done = dict.fromkeys(Stream, 0)
+        self._queues: defaultdict[Who, list[Callable[[], None] | None]] = defaultdict(list)
+        self._done: Counter[Who] = Counter()
         self._blocks: dict[int, Block] = {}  # by storage
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._queued_writes: dict[int, int] = {}  # by storage: copies into it that are not done yet
@@ -85,7 +103,7 @@ class LateDevice(CpuDevice):
         places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in engine[-4:]]
         self.waste.append(f"{what} ({' > '.join(places)})")
 
-    def _take(self, who: Stream, nbytes: int, what: str) -> None:
+    def _take(self, who: Who, nbytes: int, what: str) -> None:
         key = who, -(-nbytes // _GRAIN) * _GRAIN
         if nbytes and not self._spare[key]:
             self._wasted(f"{nbytes} bytes of device memory for {what}")
@@ -94,9 +112,9 @@ class LateDevice(CpuDevice):
     # ---- threads
 
     @contextmanager
-    def watched(self, who: Stream | None = Stream.COMPUTE) -> Iterator[None]:
-        """While open, this thread's torch operations are those of `who` (None: the host's own)."""
-        before, self._here.who = self._here.who, who
+    def watched(self, stream: Stream | None = Stream.COMPUTE) -> Iterator[None]:
+        """While open, this thread's torch operations are those of `stream` (None: the host's own)."""
+        before, self._here.who = self._here.who, None if stream is None else (self.place, stream)
         if self._here.watched:
             try:
                 yield
@@ -117,36 +135,41 @@ class LateDevice(CpuDevice):
     def inherited(self) -> AbstractContextManager[object]:
         return self.watched()
 
+    def enter(self, number: int) -> None:
+        self._here.who = self.place, Stream.COMPUTE
+
     # ---- events
 
     def record(self, stream: Stream) -> Event:
         with self._lock:
-            return _LateEvent(self, stream, len(self._queues[stream]), self.order.snapshot(stream))
+            who = self.place, stream
+            return _LateEvent(self, who, len(self._queues[who]), self.order.snapshot(who))
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, _LateEvent)
         with self._lock:
-            self.order.join(stream, event.clock)
+            self.order.join((self.place, stream), event.clock)
             if stream is Stream.COMPUTE:
-                self.pass_to(event.stream, event.position)
+                self.pass_to(event.who, event.position)
             else:
-                self._queues[stream].append(lambda: self.pass_to(event.stream, event.position))
+                self._queues[self.place, stream].append(lambda: self.pass_to(event.who, event.position))
 
-    def pass_to(self, stream: Stream, position: int) -> None:
-        """Does everything that was queued on `stream` before `position`."""
+    def pass_to(self, who: Who, position: int) -> None:
+        """Does everything that was queued on the stream `who` before `position`."""
         with self._lock, self._here.unwatched():
-            while self._done[stream] < position:
-                place = self._done[stream]
-                self._done[stream] += 1
-                work, self._queues[stream][place] = self._queues[stream][place], None
+            queue = self._queues[who]
+            while self._done[who] < position:
+                place = self._done[who]
+                self._done[who] += 1
+                work, queue[place] = queue[place], None
                 assert work is not None
                 work()
 
     def _maybe_pass(self) -> None:
         if self._chance is not None and self._chance.random() < 0.125:
-            stream = self._chance.choice(list(Stream))
-            ahead = len(self._queues[stream]) - self._done[stream]
-            self.pass_to(stream, self._done[stream] + min(ahead, self._chance.randrange(4)))
+            who = self._chance.randrange(len(self._group)), self._chance.choice(list(Stream))
+            ahead = len(self._queues[who]) - self._done[who]
+            self.pass_to(who, self._done[who] + min(ahead, self._chance.randrange(4)))
 
     def synchronize(self) -> None:
         """The host waits for every stream."""
@@ -155,15 +178,23 @@ class LateDevice(CpuDevice):
 
     # ---- memory
 
+    def used(self, tensor: Tensor) -> None:
+        block = self._block(tensor)
+        assert block is not None
+        block.used.add((self.place, Stream.COMPUTE))
+
     def upload(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()  # staged: done when the call returns
+        with self._here.unwatched():
+            made = tensor.clone()  # staged: done when the call returns
+        self._own((self.place, Stream.COMPUTE), made, "upload")
+        return made
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._here.unwatched():
             buffer = torch.empty(numel, dtype=dtype)
             if not numel:
                 return buffer
-            _poison(buffer)
+            poisoned(buffer)
         self.host_lock(buffer)
         return buffer
 
@@ -211,13 +242,22 @@ class LateDevice(CpuDevice):
             return func(*args, **kwargs)
         with self._lock:
             self._maybe_pass()
-            if func is _COPY and who is _HOST and any(not self._is_host(t) and self._block(t) for t in args[:2]):
-                who = Stream.COMPUTE  # the engine's answer to a look of the host's
+            places = self._places(func, args, kwargs)
+            if places and (func is _COPY if who is _HOST else who[1] is Stream.COMPUTE):
+                # It runs where its operands are; the host's copies are the engine's answer to a look.
+                who = places[0], Stream.COMPUTE
+                if len(set(places)) > 1:
+                    self.order.reports.append(f"{func} takes operands on devices {sorted(set(places))}")
             if func is _COPY and who is not _HOST and self._is_host(args[0]) != self._is_host(args[1]):
                 if args[2] if len(args) > 2 else kwargs.get("non_blocking", False):
                     return self._copy_late(who, args[0], args[1])
-                self.record(who).synchronize()
-            if who is Stream.PEER and not func.is_view:
+                self._synchronize(who)
+            if who is not _HOST and who[1] is Stream.PEER and not func.is_view:
+                if func is _TO_COPY and places and places[0] != who[0]:
+                    with self._here.unwatched():
+                        made = poisoned(func(*args, **kwargs))
+                    self._own(who, made, str(func))
+                    return self._copy_late(who, made, args[0])
                 self.pass_to(who, len(self._queues[who]))  # done at once, but not before what it waits for
         result = func(*args, **kwargs)
         if not func.is_view:
@@ -225,43 +265,57 @@ class LateDevice(CpuDevice):
                 self._note(who, func, args, kwargs, result)
         return result
 
-    def _note(self, who: Stream | None, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _places(self, func: Any, args: Any, kwargs: Any) -> list[int]:
+        """The devices of the operands."""
+        blocks = [self._block(tensor) for tensor, _ in operands(func, args, kwargs)]
+        return [block.owner[0] for block in blocks if block is not None and block.owner is not _HOST]
+
+    def _own(self, who: Who, tensor: Tensor, name: str) -> None:
+        """`tensor` is new, in memory of the stream `who`."""
+        what = f"{tuple(tensor.shape)} of {name} on {name_of(who)}"
+        self._take(who, tensor.untyped_storage().nbytes(), what)
+        block = self.order.allocate(who, what)
+        self._follow(tensor, block)
+        self.order.access(who, block, True, name)
+
+    def _synchronize(self, who: Who) -> None:
+        with self._lock:
+            _LateEvent(self, who, len(self._queues[who]), self.order.snapshot(who)).synchronize()
+
+    def _note(self, who: Who, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         known, on_device = set(), False
         name = str(func)
         empty = "empty" in name  # made like another tensor, whose values nobody reads
-        for tensor, write in _operands(func, args, kwargs):
+        for tensor, write in operands(func, args, kwargs):
             known.add(tensor.untyped_storage()._cdata)
             block = self._block(tensor)
             on_device |= block is not None and block.owner is not _HOST
             if block is not None and not empty:
                 self.order.access(_HOST if block.owner is _HOST else who, block, write, name)
         if func in _READS_A_VALUE and on_device and who is not _HOST:
-            self.record(who).synchronize()
-        for tensor in _tensors(result):
+            self._synchronize(who)
+        for tensor in tensors_in(result):
             key = tensor.untyped_storage()._cdata
             if key in known or key in self._blocks:
                 continue
             if empty:
-                _poison(tensor)
+                poisoned(tensor)
             if who is not _HOST:
-                what = f"{tuple(tensor.shape)} of {name} on {who.name}"
-                self._take(who, tensor.untyped_storage().nbytes(), what)
-                block = self.order.allocate(who, what)
-                self._follow(tensor, block)
-                self.order.access(who, block, True, name)
+                self._own(who, tensor, name)
 
-    def _copy_late(self, who: Stream, target: Tensor, source: Tensor) -> Tensor:
-        """Queues a copy between the device and page-locked memory."""
+    def _copy_late(self, who: Who, target: Tensor, source: Tensor) -> Tensor:
+        """Queues a copy between the device and page-locked memory, or another device."""
         out = self._is_host(target)
         for tensor, write in ((source, False), (target, True)):
             block = self._block(tensor)
             if block is not None:
                 self.order.access(who, block, write, "a copy")
-        there, here = _Part(target), _Part(source)
+        there, here = Place(target), Place(source)
         with self._here.unwatched():
             filled = not self._queued_writes.get(here.key)
             seen = source.detach().clone() if filled else None
-            if who is Stream.COMPUTE:
+            computes = who is not _HOST and who[1] is Stream.COMPUTE
+            if computes:
                 if out:  # kernels go on and change the source: the copy is what it was
                     source = source.detach().clone()
                 else:
@@ -269,56 +323,56 @@ class LateDevice(CpuDevice):
             if out and not self._queued_writes.get(there.key) and target.is_floating_point():
                 target.detach().fill_(float("nan"))
         self._queued_writes[there.key] = self._queued_writes.get(there.key, 0) + 1
-        kept = source if who is Stream.COMPUTE and out else None
+        kept = source if computes and out else None
 
         def work() -> None:
             self._queued_writes[there.key] -= 1
-            self._do_copy(there, _Part(kept) if kept is not None else here, seen, out, who)
+            self._do_copy(there, Place(kept) if kept is not None else here, seen, out, computes)
 
         self._queues[who].append(work)
         torch.autograd.graph.increment_version(target)
         return target
 
-    def _do_copy(self, there: _Part, here: _Part, seen: Tensor | None, out: bool, who: Stream) -> None:
+    def _do_copy(self, there: Place, here: Place, seen: Tensor | None, out: bool, done: bool) -> None:
         source, target = here.tensor(), there.tensor()
         direction = "device to host" if out else "host to device"
         if source is None:
             self.order.reports.append(f"the source of a copy ({direction}) was freed before it ran")
-        elif seen is not None and not _same(seen, source):
+        elif seen is not None and not same_bits(seen, source):
             self.order.reports.append(f"the source of a copy ({direction}) was overwritten before it ran")
         if target is None:
             if out:  # memory of the device that was given back in order may be written to the end
                 self.order.reports.append(f"the target of a copy ({direction}) was freed before it ran")
         elif source is None:
-            _poison(target)
-        elif out or who is not Stream.COMPUTE:
+            poisoned(target)
+        elif out or not done:
             target.copy_(source)
 
 
 class _LateEvent:
-    def __init__(self, device: LateDevice, stream: Stream, position: int, clock: Clock) -> None:
+    def __init__(self, device: LateDevice, who: Who, position: int, clock: Clock) -> None:
         self._device = device
-        self.stream = stream
+        self.who = who
         self.position = position
         self.clock = clock
 
     def synchronize(self) -> None:
         if threading.current_thread().name != _UPDATES:
-            self._device._wasted(f"the host waits for {self.stream.name}")
+            self._device._wasted(f"the host waits for {name_of(self.who)}")
         with self._device._lock:
-            self._device.pass_to(self.stream, self.position)
+            self._device.pass_to(self.who, self.position)
             self._device.order.join(_HOST, self.clock)
 
     def query(self) -> bool:
         with self._device._lock:
-            return self._device._done[self.stream] >= self.position
+            return self._device._done[self.who] >= self.position
 
 
 class _Here(threading.local):
     """What the calling thread is doing."""
 
     def __init__(self) -> None:
-        self.who: Stream | None = Stream.COMPUTE
+        self.who: Who = (0, Stream.COMPUTE)
         self.watched = False
         self.aside = 0
 
@@ -339,45 +393,3 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._device.perform(func, args, kwargs or {})
-
-
-class _Part:
-    """Where a tensor lies, without keeping its memory alive."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.key = storage._cdata
-        self._storage = StorageWeakRef(storage)
-        self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        self._dtype = tensor.dtype
-
-    def tensor(self) -> Tensor | None:
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
-
-
-def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that an operation takes, and whether it writes them."""
-    collective = func.namespace == "c10d"  # whose schemas do not say what they write
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        for tensor in _tensors(value):
-            yield tensor, collective or (argument.alias_info is not None and argument.alias_info.is_write)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.device.type == "cpu" and value.layout is torch.strided and type(value).__name__ != "PhantomParameter":
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _poison(tensor: Tensor) -> None:
-    if tensor.is_floating_point():
-        tensor.detach().fill_(float("nan"))
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))

@@ -147,14 +147,6 @@ def test_page_locked_memory_is_given_back_once_and_before_it_is_dropped(device: 
     assert reported(device, "a page-locked buffer of 8 bytes was dropped and is still page-locked")
 
 
-def test_new_memory_is_poisoned() -> None:
-    device = LateDevice()
-    with device.watched():
-        assert device.empty(4, torch.float32).isnan().all()
-        assert torch.empty_like(torch.ones(3)).isnan().all()
-        assert device.host_empty(2, torch.float32).isnan().all()
-
-
 def test_what_costs_time_is_said_the_first_time_and_where_memory_is_used_again_no_more() -> None:
     device = LateDevice()
     host = device.host_empty(1, torch.float32)

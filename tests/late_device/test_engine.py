@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
+from harmony_ds.device import Device, DeviceGroup
 from tests.cover import spread
 from tests.engine.drive import (
     Groups,
@@ -44,21 +45,32 @@ SEEDS = [None, 1]
 pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
 
 
+def late_devices(
+    count: int, seed: int | None = None, budget_bytes: int | None = None, kind: Any = LateDevice
+) -> Device:
+    """So many of them, as one `Device`."""
+    first = kind(seed, budget_bytes)
+    others = [kind(seed, budget_bytes, beside=first) for _ in range(count - 1)]
+    return DeviceGroup([first, *others]) if others else first
+
+
 @contextmanager
 def late_engine(
     model: nn.Module,
     config: dict[str, Any],
     seed: int | None = None,
     make: Any = adamw,
-    device: LateDevice | None = None,
+    device: Device | None = None,
 ) -> Iterator[HarmonyEngine]:
-    """An engine on a late device; at the end it is destroyed, and everything must have been in order."""
+    """An engine on a late device, or a group; at the end it is destroyed, and everything must have been in order."""
     device = device or LateDevice(seed)
-    with device.watched(), engine_for(model, make, config, device=device) as engine:
-        updater_of(engine)._timed = lambda: device.watched(None)
+    home = device.members[0] if isinstance(device, DeviceGroup) else device
+    assert isinstance(home, LateDevice)
+    with home.watched(), engine_for(model, make, config, device=device) as engine:
+        updater_of(engine)._timed = lambda: home.watched(None)
         yield engine
     gc.collect()
-    device.assert_in_order()
+    home.assert_in_order()
 
 
 @dataclass(frozen=True)

@@ -192,9 +192,9 @@ def test_deepspeeds_adam_goes_on_in_a_new_process_as_in_the_old_one(saved: int) 
 @COMPILED
 def test_what_deepspeeds_adam_would_misread_is_caught() -> None:
     host, _ = hosted(native)
-    with pytest.raises(AssertionError, match=r"0.weight"):
+    with pytest.raises(RuntimeError, match="dtype"):
         host.step({"0.weight": torch.ones(5, 5, dtype=torch.bfloat16)}, host.hyper())
-    with pytest.raises(AssertionError, match=r"0.weight"):
+    with pytest.raises(AssertionError):
         host.step({"0.weight": torch.ones(5, 10)[:, ::2]}, host.hyper())
 
 

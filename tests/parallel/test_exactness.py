@@ -20,16 +20,20 @@ BITWISE = (
     Training(bf16=True),
     Training(bf16=True, clip=0.05, loop="familiar"),
     Training(harmony={"grouping": False}, clip=0.05, accumulation=1),
-    Training(harmony={"fuse_last_pack": False, "prefetch": False, "just_in_time_update": False}),
-    Training(harmony={"stash": "host", "overlap_update": False}, clip=0.05, accumulation=3),
+    Training(harmony={"prefetch": False}),
+    Training(harmony={"stash": "host"}, clip=0.05, accumulation=3),
     Training(harmony={"pack_layers": None, "device_memory_gib": 0.001}, clip=0.05),
     Training(model="llama", steps=2),
     Training(model="llama", bf16=True, clip=0.05, steps=2),
     Training(model="llama", bf16=True, steps=2, loop="familiar", harmony=SHARE),
     Training(model="llama", steps=2, clip=0.05, harmony={**SHARE, "pack_layers": None, "device_memory_gib": 0.02}),
     Training(loop="one looks", harmony=SHARE),
-    Training(harmony={**SHARE, "grouping": False, "fuse_last_pack": False}, accumulation=1),
+    Training(harmony={**SHARE, "grouping": False}, accumulation=1),
     Training(model="experts", clip=0.01, harmony={**SHARE, "stash": "host", "prefetch": False}),
+    # Each process drives several devices.
+    Training(bf16=True, clip=0.05, loop="familiar", harmony={"devices": 3}),
+    Training(model="llama", steps=2, clip=0.05, harmony={**SHARE, "devices": 2, "pack_layers": 1}),
+    Training(clip=0.05, harmony={"devices": 2, "pack_layers": 1}),
 )
 CLOSE = (
     Training(harmony={"reproducible": False}, clip=0.05),
@@ -48,9 +52,6 @@ def _at_random(seed: int) -> Training:
     harmony = {
         "grouping": chance.random() < 0.8,
         "prefetch": chance.random() < 0.5,
-        "just_in_time_update": chance.random() < 0.5,
-        "overlap_update": chance.random() < 0.7,
-        "fuse_last_pack": chance.random() < 0.5,
         "gradient_slabs": chance.choice([1, 2, 3]),
         "stash": chance.choice(["auto", "device", "host"]),
         "weights": chance.choice(["whole", "share"]),

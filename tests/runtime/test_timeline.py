@@ -188,8 +188,8 @@ def test_the_engine_draws_the_predicted_and_the_executed_step_alike(config: dict
     looks: list[dict[tuple[str, int], Any]] = [{}, {}]
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
-            looks[event["pid"] - 1][event["name"], event["tid"]] = (event["cat"], event["cname"], event["args"])
+            looks[event["pid"] - 1][event["name"], event["tid"]] = (event["cat"], event["args"])
     compute = STREAMS.index("compute") + 1
     assert {key for key in looks[0] if key[1] == compute} == {key for key in looks[1] if key[1] == compute}
-    assert looks[1].keys() >= {key for key in looks[0] if looks[0][key][2]["bytes"]}
+    assert looks[1].keys() >= {key for key in looks[0] if looks[0][key][1]["bytes"]}
     assert all(looks[1][key] == look for key, look in looks[0].items() if key in looks[1])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
-from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Policy, suspended
+from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Policy
 from tests.scheduler.examples import packs_of, reused, text
 
 THREE = packs_of(True, True, True)
@@ -148,31 +148,3 @@ def test_without_grouping_what_ran_forward_early_only_runs_back() -> None:
     assert step(packs_of(True, True), Group(fresh=(1,), forwarded=(0,)), policy) == (
         "I1 B1.0 O1 E1 I0 B0.0 G1 O0 E0 G0 I0 F0.1 E0 I1 L1.1 O1 U1 E1 I0 B0.1 G1 O0 U0 E0 G0"
     )
-
-
-def test_updates_that_are_not_just_in_time_come_last_in_forward_order() -> None:
-    late = Policy(prefetch=False, deferred_update=False, just_in_time_update=False)
-    deferred = Policy(prefetch=False, deferred_update=True)
-
-    assert step(THREE, TWO_FRESH, late).split() == [t for t in step(THREE, TWO_FRESH, deferred).split() if t != "N"]
-    assert step(THREE, TWO_FRESH, replace(deferred, just_in_time_update=False)) == step(THREE, TWO_FRESH, deferred)
-
-
-def test_a_last_pack_that_is_not_fused_stays_from_one_pass_to_the_other() -> None:
-    policy = Policy(prefetch=False, deferred_update=False, fuse_last_pack=False)
-    assert step(packs_of(True, True), TWO_FRESH, policy) == (
-        "I0 F0.0 F0.1 E0 I1 F1.0 F1.1 B1.0 B1.1 O1 U1 E1 I0 B0.0 B0.1 G1 O0 U0 E0 G0"
-    )
-    assert step(packs_of(True), TWO_FRESH, policy) == "I0 F0.0 F0.1 B0.0 B0.1 O0 U0 E0 G0"
-    assert step(packs_of(True, True), TWO_FRESH, replace(policy, prefetch=True)) == (
-        "I0 I1 F0.0 F0.1 E0 F1.0 F1.1 I0 B1.0 B1.1 O1 U1 E1 B0.0 B0.1 G1 O0 U0 E0 G0"
-    )
-
-
-def test_micro_batches_are_suspended_that_run_through_the_last_pack_both_ways() -> None:
-    def suspended_in(group: Group, policy: Policy) -> frozenset[int]:
-        return suspended(THREE, compose_step(reused(THREE), group, policy))
-
-    assert suspended_in(Group((0, 2), (1,)), Policy(fuse_last_pack=False)) == {0, 2}
-    assert suspended_in(Group((0, 2), (1,)), Policy()) == set()
-    assert suspended(THREE, compose_forward(reused(THREE), Group((0,)), Policy(fuse_last_pack=False))) == set()

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 
 from harmony_ds.config import HarmonySettings
 from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, make_plan
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Plan, Policy
-from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.search import search
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.spans import PEER, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import lower_bound_bytes, swaps_of
-from harmony_ds.scheduler.time_bounds import TimeBounds
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, packs_of, parse, reused, text
 from tests.scheduler.validate import PlanError, validate
 
@@ -171,25 +167,6 @@ def test_the_faster_way_to_reduce_is_taken() -> None:
             for place in ("device", "host")
         ]
         assert choices[0].prediction.step_ms == min(one.prediction.step_ms for one in both)
-
-
-@pytest.mark.parametrize("machine", [GPU, CPU])
-@pytest.mark.parametrize("deferred", [False, True])
-def test_bounds_of_the_search_hold_for_several_devices(machine: Machine, deferred: bool) -> None:
-    graph = graph_of([NUMEL, 3000, 200, NUMEL, 64, 5000])
-    costs = costs_of(graph.calls, COST)
-    slow = replace(machine, peer_bytes_per_ms=100.0, peer_ms=1.0)
-    for devices, weights, place in product((2, 4), ("whole", "share"), ("device", "host")):
-        policy = Policy(deferred_update=deferred, devices=devices)
-        request = PlanRequest(HarmonySettings(weights=weights, reduce=place), 3, None, 0, policy)
-        bounds = TimeBounds(costs, slow, request)
-        for choice in search(graph, costs, slow, FP32, request, top=10):
-            plan, step_ms = choice.plan, choice.prediction.step_ms
-            assert plan.policy.devices == devices and plan.policy.shared == (weights == "share")
-            assert plan.policy.reduce_on_host == (place == "host")
-            assert (choice.prediction.busy_ms.get(PEER, 0.0) > 0) == (weights == "share" or place == "device")
-            assert bounds.of(plan.packing, plan.policy) <= step_ms * (1 + 1e-9)
-            assert bounds.tighter(plan.packing, Policies.of(plan.packing, [plan.policy]))[0] <= step_ms * (1 + 1e-9)
 
 
 def test_shares_come_in_and_are_gathered_before_a_pack_runs() -> None:

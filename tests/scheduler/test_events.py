@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from harmony_ds.scheduler.events import Job, Timeline, run_jobs
 
 STREAMS = ("a", "b", "c")
-NO_LIMIT = {"link": 1e9}
 
 
 @st.composite
@@ -98,11 +97,3 @@ def test_a_link_carries_no_more_than_it_can(jobs: list[Job], capacity: float) ->
     check(jobs, timeline)
     drawn = sum(job.duration_ms * demand for job in jobs for _, demand in job.demands)
     assert timeline.makespan_ms >= drawn / capacity - 1e-6
-
-
-@given(job_lists())
-def test_without_contention_both_ways_agree(jobs: list[Job]) -> None:
-    alone, together = run_jobs(jobs), run_jobs(jobs, NO_LIMIT)
-
-    assert together.begin_ms == pytest.approx(alone.begin_ms)
-    assert together.end_ms == pytest.approx(alone.end_ms)

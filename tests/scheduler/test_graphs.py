@@ -10,13 +10,14 @@ import pytest
 
 from harmony_ds.config import HarmonySettings
 from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.scheduler.candidates import policies
-from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.graphs import Graphs
+from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import Packer
-from harmony_ds.scheduler.peaks import Peaks
 from harmony_ds.scheduler.plan import Packing, Policy
-from tests.scheduler.examples import FP32, graph_of
+from harmony_ds.scheduler.simulate import simulate
+from harmony_ds.scheduler.swaps import swaps_of
+from tests.scheduler.examples import FP32, GPU, graph_of
 
 
 def random_cost(draw: random.Random) -> CallCost:
@@ -56,26 +57,44 @@ def random_cases(seed: int) -> Iterator[tuple[CostTable, PlanRequest, Packing, P
     cuts = (0, *sorted(draw.sample(range(1, count), draw.randint(1, count - 1))), count)
     forward = tuple(cut for cut in cuts[:-1] if cut in (0, cuts[-2]) or draw.random() < 0.7)
     packing = Packer(graph, costs, FP32).packing(cuts, forward)
-    every = policies(packing, True, request)
-    for place in draw.sample(range(len(every)), min(len(every), 8)):
-        yield costs, request, packing, every[place]
+    both = [index for index in packing.forward if index in packing.backward]
+    for _ in range(8):
+        states = {index: draw.randrange(3) for index in both}
+        policy = Policy(
+            kept=tuple(index for index in both if states[index] == 1),
+            resident=tuple(index for index in both if states[index] == 2),
+            stash_on_host=draw.randint(0, len(packing.forward)),
+            prefetch=draw.random() < 0.5,
+        )
+        yield costs, request, packing, policy
+
+
+def peaks_of(outlook: Outlook, packing: Packing, policy: Policy) -> list[int]:
+    return outlook.stages(outlook.short(packing, policy))
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_is_certain_to_fit_fits(seed: int) -> None:
+def test_what_is_certain_to_fit_fits_and_short_groups_tell_all(seed: int) -> None:
     for costs, request, packing, policy in random_cases(seed):
-        peaks = Peaks(costs, request)
-        without = peaks.stages(packing, policy)
+        outlook = Outlook(costs, GPU, request)
+        without, bytes_of = peaks_of(outlook, packing, policy), outlook.pack_bytes(packing, policy)
         for budget in (max(without), int(1.1 * max(without)), 2 * max(without)):
-            for way in Graphs(costs, request, peaks).ways(packing, policy, without, budget):
-                assert peaks.of(packing, way) <= budget
+            graphs = Graphs(costs, replace(request, budget_bytes=budget))
+            for before in (None, *policy.kept):
+                more = graphs.fitting(packing, policy, without, bytes_of, before)
+                plan = make_plan(packing, costs, request, more)
+                assert max(peaks_of(outlook, packing, more)) == plan.peak_bytes <= budget
+                short = outlook.short(packing, more)
+                assert outlook.step_ms(short, 16) == pytest.approx(simulate(plan, costs, GPU).step_ms, rel=2e-2)
+                assert outlook.swapped_bytes(short) == swaps_of(plan, costs).total
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_with_room_for_all_every_pack_that_stays_keeps_them(seed: int) -> None:
     for costs, request, packing, policy in random_cases(seed):
-        peaks = Peaks(costs, request)
-        graphs = Graphs(costs, request, peaks).fitting(packing, policy, peaks.stages(packing, policy), 10**9).graphs
+        outlook = Outlook(costs, GPU, request)
+        peaks, bytes_of = peaks_of(outlook, packing, policy), outlook.pack_bytes(packing, policy)
+        graphs = Graphs(costs, request).fitting(packing, policy, peaks, bytes_of).graphs
         stays = {*policy.kept, *policy.resident} & {*packing.forward} & {*packing.backward[:-1]}
         assert {index for index, count in enumerate(graphs) if count} == stays
         assert {graphs[index] for index in stays} <= {request.micro_batches}
@@ -88,9 +107,13 @@ def test_a_pack_named_first_has_its_graphs_before_others() -> None:
     request = PlanRequest(HarmonySettings(), 4, 10**9, resident_bytes=0, policy=Policy())
     packing = Packer(graph, costs, FP32).packing((0, 1, 2, 3))
     policy = Policy(kept=(0, 1), prefetch=False)
-    peaks = Peaks(costs, request)
-    graphs, without = Graphs(costs, request, peaks), peaks.stages(packing, policy)
+    outlook = Outlook(costs, GPU, request)
+    without, bytes_of = peaks_of(outlook, packing, policy), outlook.pack_bytes(packing, policy)
 
-    assert graphs.fitting(packing, policy, without, max(without) + 1_800).graphs == (2, 0, 0)
-    assert graphs.fitting(packing, policy, without, max(without) + 1_800, before=1).graphs == (0, 1, 0)
-    assert graphs.fitting(packing, policy, without, max(without)).graphs == ()
+    def graphs(more_bytes: int, before: int | None = None) -> tuple[int, ...]:
+        wanted = replace(request, budget_bytes=max(without) + more_bytes)
+        return Graphs(costs, wanted).fitting(packing, policy, without, bytes_of, before).graphs
+
+    assert graphs(1_800) == (2, 0, 0)
+    assert graphs(1_800, before=1) == (0, 1, 0)
+    assert graphs(0) == ()

@@ -10,10 +10,9 @@ from harmony_ds.config import HarmonySettings
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CallCost
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
-from harmony_ds.scheduler.host_room import away_bytes, gradient_bytes
+from harmony_ds.scheduler.host_room import gradient_bytes, waiting_of
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Policy
-from harmony_ds.scheduler.policies import Policies
 from harmony_ds.scheduler.search import search
 from harmony_ds.scheduler.simulate import simulate
 from tests.scheduler.examples import FP32, GPU, costs_of, graph_of
@@ -26,8 +25,8 @@ PACKING = Packer(GRAPH, COSTS, FP32).packing(tuple(range(len(NUMELS) + 1)))
 OWN = [pack.gradient_bytes for pack in PACKING.packs]
 
 
-def gradients(*policies: Policy) -> list[float]:
-    return gradient_bytes(PACKING, Policies.of(PACKING, policies)).tolist()
+def gradients(*policies: Policy) -> list[int]:
+    return [gradient_bytes(PACKING, policy) for policy in policies]
 
 
 def test_all_gradients_wait_for_their_norm_but_those_of_resident_packs() -> None:
@@ -46,8 +45,7 @@ def test_without_a_norm_a_few_wait() -> None:
 def test_where_the_host_reduces_every_device_leaves_whole_packs_beside_its_pieces() -> None:
     policy = Policy(devices=2, reduce_on_host=True, gradient_slabs=3)
     packing = Packer(GRAPH, COSTS, FP32, policy).packing(tuple(range(len(NUMELS) + 1)))
-    found = gradient_bytes(packing, Policies.of(packing, [policy])).item()
-    assert found == sum(pack.piece_bytes() for pack in packing.packs) + 3 * max(OWN)
+    assert gradient_bytes(packing, policy) == sum(pack.piece_bytes() for pack in packing.packs) + 3 * max(OWN)
 
 
 @pytest.mark.parametrize("away", [0, 1, 3])
@@ -55,8 +53,7 @@ def test_the_stash_on_the_host_is_what_the_plan_moves_there(away: int) -> None:
     policy = Policy(stash_on_host=away)
     plan = make_plan(PACKING, COSTS, PlanRequest(HarmonySettings(), 5, None, 0, policy), policy)
     moved = simulate(plan, COSTS, GPU).swaps.stash_out
-    assert away_bytes(PACKING, Policies.of(PACKING, [policy]), COSTS, 5).tolist() == [moved]
-    assert moved == 5 * 256 * away
+    assert waiting_of(plan, COSTS).stash_bytes == moved == 5 * 256 * away
 
 
 def test_a_plan_is_found_for_which_the_host_has_room() -> None:

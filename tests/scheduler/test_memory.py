@@ -149,8 +149,8 @@ def test_a_pack_without_backward_has_no_gradients() -> None:
 
 
 def test_the_peak_is_over_weights_and_activations_at_the_same_task() -> None:
-    assert MemoryProfile((100, 0, 50), (0, 100, 60)).peak_bytes == 110
-    assert MemoryProfile((), ()).peak_bytes == 0
+    assert MemoryProfile((100, 0, 50), (0, 100, 60), (0, 0, 0)).peak_bytes == 110
+    assert MemoryProfile((), (), ()).peak_bytes == 0
 
 
 def peaks(packs: tuple[Pack, ...], costs: CostTable, task: str, policy: Policy, micro_batches: int = 1) -> list[int]:

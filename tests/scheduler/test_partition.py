@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, PartCost, sums_of, uniform_bounds
+from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sums_of, uniform_bounds
 from tests.scheduler.examples import is_cut
 
 VALUES = st.lists(st.integers(1, 20), min_size=1, max_size=8)
@@ -20,7 +20,7 @@ def all_cuts(count: int, parts: int) -> Iterator[Bounds]:
         yield (0, *inner, count)
 
 
-def cost_of(bounds: Bounds, cost: PartCost, combine: Combine) -> float:
+def cost_of(bounds: Bounds, cost: Callable[[int, int], float], combine: Combine) -> float:
     join = sum if combine is Combine.SUM else max
     return join(cost(first, last) for first, last in pairwise(bounds))
 

@@ -89,11 +89,7 @@ def test_the_same_task_looks_the_same_in_both() -> None:
     plan = plan_of()
     events = drawn(plan, executed_of(plan))
     looks = [
-        {
-            e["name"]: (e["cat"], e["cname"], e["args"])
-            for e in of_phase(events, "X", pid)
-            if e["name"] == e["args"]["task"]
-        }
+        {e["name"]: (e["cat"], e["args"]) for e in of_phase(events, "X", pid) if e["name"] == e["args"]["task"]}
         for pid in (1, 2)
     ]
 

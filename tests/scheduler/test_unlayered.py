@@ -105,8 +105,7 @@ def test_their_swaps_are_counted_and_the_plan_prints_and_saves() -> None:
 
     assert (swaps.weights_in, swaps.gradients_out) == (3 * 100 + 7, 2 * 10 + 5)
     assert Plan.from_json(plan.to_json()) == plan
-    assert "pack 2: parameters that no layer call covers" in format_plan(plan)
-    assert "pack 3: parameters that the model does not use" in format_plan(plan)
+    assert "A pack without a row: parameters outside all layer calls." in format_plan(plan)
 
 
 def test_packs_are_made_of_what_the_graph_says() -> None:

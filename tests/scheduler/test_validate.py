@@ -64,7 +64,7 @@ def test_a_graph_is_kept_until_its_backward_pass_and_not_longer(right: str, wron
 def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) -> None:
     packs = packs_of(*needs)
     values = {"stash_on_host": [0, 1, ALL_PACKS], "graphs": [(), (1, 9)], "kept": [(0, 1)]}
-    names = "prefetch stash_on_host deferred_update grouping just_in_time_update fuse_last_pack graphs kept".split()
+    names = "prefetch stash_on_host deferred_update grouping graphs kept".split()
     for chosen in itertools.product(*(values.get(name, [False, True]) for name in names)):
         packing = reused(packs)
         composed(packing, group, Policy(**dict(zip(names, chosen, strict=True))))
@@ -129,7 +129,6 @@ def test_a_pack_without_backward_must_not_run_backward() -> None:
 
 
 UNGROUPED = "I0 F0.0 E0 I1 L1.0 O1 E1 I0 B0.0 G1 O0 E0 G0 I0 F0.1 E0 I1 L1.1 O1 U1 E1 I0 B0.1 G1 O0 U0 E0 G0"
-UNFUSED = "I0 F0.0 F0.1 E0 I1 F1.0 F1.1 B1.0 B1.1 O1 U1 E1 I0 B0.0 B0.1 G1 O0 U0 E0 G0"
 
 
 @pytest.mark.parametrize(
@@ -148,15 +147,10 @@ UNFUSED = "I0 F0.0 F0.1 E0 I1 F1.0 F1.1 B1.0 B1.1 O1 U1 E1 I0 B0.0 B0.1 G1 O0 U0
             Policy(grouping=False),
             r"\(B0.1\): its earlier gradients have not",
         ),
-        (UNFUSED, Policy(), r"\(F1.0\): out of forward order"),
-        (UNFUSED.replace("F1.1", "L1.1"), Policy(fuse_last_pack=False), r"\(L1.1\): its forward pass is not finished"),
-        (UNFUSED.replace(" B1.0", " L1.0"), Policy(fuse_last_pack=False), r"\(L1.0\): fused where it must not be"),
-        (UNFUSED, Policy(fuse_last_pack=False, just_in_time_update=False), r"\(U1\): updated before the backward pass"),
     ],
 )
-def test_each_switch_is_a_promise_of_its_own(tasks: str, policy: Policy, message: str) -> None:
+def test_grouping_is_a_promise_of_its_own(tasks: str, policy: Policy, message: str) -> None:
     packing = reused(packs_of(True, True))
     validate(packing, parse(UNGROUPED), GROUP, Policy(grouping=False))
-    validate(packing, parse(UNFUSED), GROUP, Policy(fuse_last_pack=False))
     with pytest.raises(PlanError, match=message):
         validate(packing, parse(tasks), GROUP, policy)

@@ -31,7 +31,8 @@ def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Po
     once behind that (and behind the norm, if there is one, or the backward pass, as the policy says), and of several
     devices reduced before it is swapped out; and nothing is left on the device but the resident packs, which are never
     swapped and share no parameter with others. The unlayered parameters are there while anything runs. A pack whose graph
-    is kept stays until that has been propagated through, and is not recomputed.
+    is kept stays until that has been propagated through, and is not recomputed. Of several devices that one process
+    drives, a micro-batch is moved to the device of the pack that it passes next, once, before it does.
     """
     _require(closed(packing, policy.resident) == policy.resident, "a resident pack shares a parameter with another")
     walk = _Walk(packing, group, policy, deferred=any(task.kind is TaskKind.NORM for task in tasks))
@@ -62,8 +63,7 @@ class _Walk:
         rounds = len(group.rounds(policy.grouping))
         self._swapped = [index for index in through_packs if index not in self._resident for _ in range(rounds)]
         self._swapped += self._always
-        through = packing.forward if policy.fuse_last_pack else (*packing.forward, self._last)
-        self._forward = {m: [*through] for m in group.fresh} | {m: [] for m in group.forwarded}
+        self._forward = {m: [*packing.forward] for m in group.fresh} | {m: [] for m in group.forwarded}
         self._backward = {
             m: [i for i in reversed(packing.backward) if packs[i].needs_backward or i == self._last] for m in group.all
         }
@@ -75,6 +75,7 @@ class _Walk:
         self._apart: set[int] = set()  # packs whose gradients are on the host, those of every device for itself
         self._away: set[tuple[int, int]] = set()  # (position, micro-batch): stashes on the host
         self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch)
+        self._on: dict[int, int] = {}  # by micro-batch that has begun: its device
         self._out: Counter[int] = Counter()
         self._freed: Counter[int] = Counter()
         self._updated: Counter[int] = Counter()
@@ -92,10 +93,23 @@ class _Walk:
             TaskKind.FREE_GRADIENTS: self._free,
             TaskKind.STASH_OUT: self._stash_out,
             TaskKind.STASH_IN: self._stash_in,
+            TaskKind.MOVE: self._move,
+            TaskKind.MOVE_BACK: self._move,
             TaskKind.NORM: self._norm,
             TaskKind.UPDATE: self._update,
             TaskKind.UPDATE_ON_DEVICE: self._update,
         }
+
+    def _move(self, task: Task) -> None:
+        through = self._forward[task.micro_batch] or self._backward[task.micro_batch]
+        _require(through[:1] == [task.pack], "it does not go to the pack that comes next")
+        there, back = (
+            self._packing.packs[task.pack].device,
+            task.pack != self._last and not self._forward[task.micro_batch],
+        )
+        _require(self._on.get(task.micro_batch, there) != there, "it is there already, or has not begun")
+        _require(back == (task.kind is TaskKind.MOVE_BACK), "moved back on its way there, or the other way round")
+        self._on[task.micro_batch] = there
 
     def check_end(self) -> None:
         unfinished = [m for m in self._group.all if self._forward[m] or self._backward[m]]
@@ -134,8 +148,7 @@ class _Walk:
         self._check_ready(task)
         _require(self._out[task.pack] <= self._freed[task.pack], "its earlier gradients have not been freed")
         _require(not self._forward[task.micro_batch], "its forward pass is not finished")
-        fresh = task.pack == self._last and task.micro_batch in self._group.fresh
-        fused = fresh and self._policy.fuse_last_pack
+        fused = task.pack == self._last and task.micro_batch in self._group.fresh
         _require(fused == (task.kind is TaskKind.FUSED), "fused where it must not be, or not fused where it must")
         kept = (task.pack, task.micro_batch) in self._graphs
         _require(kept == (task.kind is TaskKind.BACKWARD_FROM_GRAPH), "recomputed though its graph is kept, or not")
@@ -149,6 +162,8 @@ class _Walk:
         _require(task.micro_batch in self._backward, "there is no such micro-batch")
         _require(task.pack in self._inside, "its weights are not on the device")
         _require(self._always <= self._inside, "the unlayered parameters are not on the device")
+        there = self._packing.packs[task.pack].device
+        _require(self._on.setdefault(task.micro_batch, there) == there, "it is on another device")
 
     def _unfinished(self, task: Task) -> bool:
         """Whether gradients of the pack are still to come."""
@@ -201,8 +216,6 @@ class _Walk:
 
     def _update(self, task: Task) -> None:
         _require(not self._norm_missing, "updated before the norm is known")
-        early = not self._policy.just_in_time_update and any(self._backward.values())
-        _require(not early, "updated before the backward pass is over")
         on_device = task.kind is TaskKind.UPDATE_ON_DEVICE
         there = on_device or (self._out[task.pack] > 0 and task.pack not in self._gathered | self._apart)
         there = there or task.pack == self._packing.uncalled

@@ -1,4 +1,4 @@
-"""A torch device for tests, "simdev", that lives in host memory and counts every byte.
+"""Four torch devices for tests, "simdev:0" to "simdev:3", that live in host memory and count every byte.
 
     from tests import simdevice
 
@@ -8,6 +8,7 @@
     x = torch.ones(8, device="simdev")
     simdevice.allocated_bytes()  # 32
 
+Operators refuse operands that lie on different devices; copies alone go from one to another.
 Loading is for the life of the process and is seen by all of torch: from then on
 ``torch.accelerator`` is simdev, also for code that has nothing to do with it.
 """
@@ -69,38 +70,44 @@ def load() -> ModuleType:
     return module
 
 
-def stats() -> dict[str, int]:
-    """All counters, by name."""
-    values: dict[str, int] = load().stats()
+def stats(index: int = 0) -> dict[str, int]:
+    """All counters, by name: those of memory of device `index`, the others of all devices together."""
+    values: dict[str, int] = load().stats(index)
     return values
 
 
-def allocated_bytes() -> int:
-    """Bytes that simdev holds now."""
-    return stats()["allocated"]
+def allocated_bytes(index: int = 0) -> int:
+    """Bytes that device `index` holds now."""
+    return stats(index)["allocated"]
 
 
-def peak_bytes() -> int:
-    """The most bytes that simdev held at once since the last `reset_peak`."""
-    return stats()["peak"]
+def peak_bytes(index: int = 0) -> int:
+    """The most bytes that device `index` held at once since the last `reset_peak`."""
+    return stats(index)["peak"]
 
 
-def reset_peak() -> None:
+def reset_peak(index: int = 0) -> None:
     """Let the peak start again from what is held now."""
-    load().reset_peak()
+    load().reset_peak(index)
 
 
-def set_limit(limit: int | None) -> None:
-    """Raise torch.OutOfMemoryError where more than `limit` bytes would be held; None: no limit."""
+def set_limit(limit: int | None, index: int = 0) -> None:
+    """Raise torch.OutOfMemoryError where device `index` would hold more than `limit` bytes; None: no limit."""
     if limit is not None and limit < 0:
         raise ValueError(f"a limit of {limit} bytes is not possible; None means no limit")
-    load().set_limit(-1 if limit is None else limit)
+    load().set_limit(-1 if limit is None else limit, index)
 
 
 def traffic() -> tuple[int, int]:
-    """Bytes copied (from host to device, from device to host) since the device was loaded."""
+    """Bytes copied (from host to device, from device to host) since the devices were loaded, by all of them."""
     values = stats()
     return values["host_to_device"], values["device_to_host"]
+
+
+def peer_traffic() -> dict[tuple[int, int], int]:
+    """Bytes copied between devices since they were loaded, by (source, target), for all pairs."""
+    values: dict[tuple[int, int], int] = load().peer_traffic()
+    return values
 
 
 def _path() -> str:
@@ -109,12 +116,12 @@ def _path() -> str:
 
 
 def _build() -> ModuleType:
-    from harmony_ds.offload import compiled
+    from torch.utils import cpp_extension
 
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = _path()
     try:
         # The kernels are the CPU's, so there is nothing here worth optimizing further.
-        return compiled.load("simdev", [str(_SOURCE)], extra_cflags=["-O1", "-g0"])
+        return cpp_extension.load("simdev", [str(_SOURCE)], extra_cflags=["-O1", "-g0"])
     finally:
         os.environ["PATH"] = before

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
+from tests import simdevice
+
 _Device = torch.device | str | int | None
 
-# Devices: there is one.
+# Devices.
 
 
 def is_available() -> bool:
@@ -29,25 +30,24 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    return 1
+    count: int = simdevice.load().devices
+    return count
 
 
 def current_device() -> int:
-    return 0
+    return torch.accelerator.current_device_index()
 
 
 def set_device(device: _Device) -> None:
     torch.accelerator.set_device_index(_index(device))
 
 
-@contextlib.contextmanager
-def device(device: _Device) -> Iterator[None]:
-    """Nothing to switch: there is one device."""
-    _index(device)
-    yield
+def device(device: _Device) -> AbstractContextManager[object]:
+    """A context in which `device` is current."""
+    return torch.accelerator.device_index(_index(device))
 
 
-# Random numbers: the device draws from the CPU's generator, so seeding the CPU has seeded it.
+# Random numbers: every device draws from the CPU's generator, so seeding the CPU has seeded it.
 
 
 def manual_seed(seed: int) -> None:
@@ -67,7 +67,7 @@ def set_rng_state(new_state: torch.Tensor, device: _Device = None) -> None:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    return [get_rng_state()]
+    return [get_rng_state()] * device_count()
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
@@ -83,9 +83,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def _index(device: _Device) -> int:
-    index = device if isinstance(device, int) else None
-    if device is not None and index is None:
-        index = torch.device(device).index
-    if index not in (None, -1, 0):
-        raise ValueError(f"simdev has one device, not index {index}")
-    return 0
+    """The index of `device`, or the current one."""
+    if not isinstance(device, int):
+        device = None if device is None else torch.device(device).index
+    return current_device() if device in (None, -1) else device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,16 @@ from tests import simdevice
 _REASON = simdevice.unavailable_reason()
 if _REASON is None:
     simdevice.load()
+
+
+@pytest.fixture(autouse=True)
+def _no_limit_left_behind() -> Iterator[None]:
+    yield
+    limited = [index for index in range(4) if simdevice.stats(index)["limit"] >= 0]
+    for index in limited:
+        simdevice.set_limit(None, index)
+    if limited:
+        gc.collect()  # what errors held
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-import harmony_ds
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.reports import SwapReport
 from harmony_ds.scheduler.plan import Plan
 from tests import simdevice
-from tests.families import FAMILIES, MODULES
+from tests.engine.drive import config_of, engine_for, family, small_sgd
 from tests.inside import planner_of
 from tests.simdevice.device import SimDevice
 
 GROUP = 3
-ALL = {family.name: family for family in (*MODULES, *FAMILIES)}
 
 
 @dataclass(frozen=True)
@@ -59,32 +54,24 @@ class Peak:
 
 def train(case: Case) -> Peak:
     """Trains one step over GROUP equal micro-batches, under a hard limit if there is a budget."""
-    gc.collect()
-    family = ALL[case.model]
-    model = family.build(0.0).train()
-    batch = {key: _resized(value, case.batch) for key, value in family.batch(0).items()}
-    harmony: dict[str, Any] = {"seed": 0, "stash": case.stash, "prefetch": case.prefetch}
+    one = family(case.model)
+    batch = {key: _resized(value, case.batch) for key, value in one.batch(0).items()}
+    harmony: dict[str, Any] = {"stash": case.stash, "prefetch": case.prefetch}
     if case.pack_layers is not None:
         harmony["pack_layers"] = case.pack_layers
     if case.sizes is not None:
         harmony["micro_batch"] = {"forward": case.sizes[0], "backward": case.sizes[1]}
-    config: Mapping[str, Any] = {
-        "train_micro_batch_size_per_gpu": case.batch,
-        "gradient_accumulation_steps": GROUP,
-        "harmony": harmony,
-    }
+    config = config_of(GROUP, None, harmony, train_micro_batch_size_per_gpu=case.batch)
     device = SimDevice(case.budget_bytes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config, device=device)
     try:
-        engine.train_batch(iter([batch] * GROUP))
-        report = engine.memory_report()
-        costs = planner_of(engine)._costs
-        assert engine.plan is not None
-        assert costs is not None
-        return Peak(report.planned_peak_bytes, report.device_peak_bytes, engine.plan, costs, engine.swap_report())
+        with engine_for(one.build(0.0), small_sgd, config, device=device) as engine:
+            engine.train_batch(iter([batch] * GROUP))
+            report = engine.memory_report()
+            costs = planner_of(engine)._costs
+            assert engine.plan is not None
+            assert costs is not None
+            return Peak(report.planned_peak_bytes, report.device_peak_bytes, engine.plan, costs, engine.swap_report())
     finally:
-        engine.destroy()
         simdevice.set_limit(None)
 
 

@@ -1,4 +1,4 @@
-// "simdev": a PrivateUse1 device for tests that lives in host memory.
+// "simdev": four PrivateUse1 devices for tests that live in host memory.
 //
 // What it is for: proving statements about device memory (bytes held, peak,
 // out of memory at a limit, bytes moved between host and device) on a machine
@@ -10,6 +10,11 @@
 // operations and views act on the device memory itself. What a kernel returns in
 // fresh memory is taken over by the device's allocator and counted from then on.
 // Temporaries inside one CPU kernel are host memory and are not counted.
+//
+// Several devices: each index has its own counters, limit and current stream. An
+// operator refuses operands that lie on different indices, and copies alone cross.
+// That is stricter than CUDA for _foreach_ operators, which there go one by one
+// through lists that lie on several devices.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
@@ -34,6 +39,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -41,12 +47,37 @@
 #include <mutex>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace {
 
 constexpr c10::DeviceType kSimdev = c10::DeviceType::PrivateUse1;
-const c10::Device kDevice(kSimdev, 0);
+constexpr c10::DeviceIndex kDevices = 4;
+
+c10::Device device_at(c10::DeviceIndex index) {
+  return c10::Device(kSimdev, index);
+}
+
+void check_index(c10::DeviceIndex index) {
+  TORCH_CHECK(
+      index >= 0 && index < kDevices,
+      "simdev has ",
+      int(kDevices),
+      " devices, not index ",
+      int(index));
+}
+
+thread_local c10::DeviceIndex current_device = 0;
+
+// The index asked for; where none is (-1), the current one.
+c10::DeviceIndex index_or_current(c10::DeviceIndex index) {
+  if (index == -1) {
+    return current_device;
+  }
+  check_index(index);
+  return index;
+}
 
 // ---------------------------------------------------------------------------
 // Memory: counters, allocator, pinned allocator
@@ -65,24 +96,28 @@ struct Counters {
 // One lock for the counters: the limit has to be checked and the bytes added in
 // one step, because backward runs in a thread of its own.
 std::mutex counters_mutex;
-Counters counters;
+std::array<Counters, kDevices> counters_of;
 
 std::atomic<int64_t> host_to_device{0};
 std::atomic<int64_t> device_to_host{0};
+std::atomic<int64_t> peer[kDevices][kDevices]; // bytes copied, by source and target
 std::atomic<int64_t> fallbacks{0};
 
-void reserve(size_t nbytes) {
+void reserve(size_t nbytes, c10::DeviceIndex index) {
   if (nbytes == 0) {
     return;
   }
   const auto asked = static_cast<int64_t>(nbytes);
   std::lock_guard<std::mutex> lock(counters_mutex);
+  auto& counters = counters_of[index];
   if (counters.limit >= 0 && counters.allocated + asked > counters.limit) {
     counters.out_of_memory += 1;
     TORCH_CHECK_WITH(
         OutOfMemoryError,
         false,
-        "simdev out of memory: asked for ",
+        "simdev out of memory at index ",
+        int(index),
+        ": asked for ",
         asked,
         " bytes, in use ",
         counters.allocated,
@@ -96,50 +131,59 @@ void reserve(size_t nbytes) {
   counters.peak = std::max(counters.peak, counters.allocated);
 }
 
-void release(size_t nbytes) {
+void release(size_t nbytes, c10::DeviceIndex index) {
   if (nbytes == 0) {
     return;
   }
   std::lock_guard<std::mutex> lock(counters_mutex);
-  counters.allocated -= static_cast<int64_t>(nbytes);
-  counters.frees += 1;
+  counters_of[index].allocated -= static_cast<int64_t>(nbytes);
+  counters_of[index].frees += 1;
 }
 
 // One piece of device memory: the host memory behind it and what it was counted as.
 struct Block {
   c10::DataPtr host;
   size_t nbytes;
+  c10::DeviceIndex index;
 };
 
 void delete_block(void* context) {
   auto* block = static_cast<Block*>(context);
-  release(block->nbytes);
+  release(block->nbytes, block->index);
   delete block;
 }
 
 // Makes device memory out of host memory that something else allocated, counting
 // it. Refused at the limit, and then `host` is simply freed.
-c10::DataPtr adopt(c10::DataPtr host, size_t nbytes) {
+c10::DataPtr adopt(
+    c10::DataPtr host,
+    size_t nbytes,
+    c10::DeviceIndex index) {
   if (!host) {
     nbytes = 0; // zeros that autograd passes without memory behind them
   }
-  reserve(nbytes);
-  auto* block = new Block{std::move(host), nbytes};
-  return {block->host.get(), block, &delete_block, kDevice};
+  reserve(nbytes, index);
+  auto* block = new Block{std::move(host), nbytes, index};
+  return {block->host.get(), block, &delete_block, device_at(index)};
+}
+
+c10::DataPtr allocate_on(c10::DeviceIndex index, size_t nbytes) {
+  reserve(nbytes, index);
+  try {
+    // The CPU's allocator, hence its alignment: kernels choose vectorized
+    // paths by alignment, and results have to be bitwise the CPU's.
+    auto* block =
+        new Block{c10::GetCPUAllocator()->allocate(nbytes), nbytes, index};
+    return {block->host.get(), block, &delete_block, device_at(index)};
+  } catch (...) {
+    release(nbytes, index);
+    throw;
+  }
 }
 
 struct SimdevAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    reserve(nbytes);
-    try {
-      // The CPU's allocator, hence its alignment: kernels choose vectorized
-      // paths by alignment, and results have to be bitwise the CPU's.
-      auto* block = new Block{c10::GetCPUAllocator()->allocate(nbytes), nbytes};
-      return {block->host.get(), block, &delete_block, kDevice};
-    } catch (...) {
-      release(nbytes);
-      throw;
-    }
+    return allocate_on(current_device, nbytes);
   }
 
   // No raw deleter: the context is a Block, not the data pointer.
@@ -159,7 +203,8 @@ struct SimdevAllocator final : c10::DeviceAllocator {
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(
-      c10::DeviceIndex) override {
+      c10::DeviceIndex index) override {
+    const auto& counters = counters_of[index_or_current(index)];
     std::lock_guard<std::mutex> lock(counters_mutex);
     c10::CachingDeviceAllocator::DeviceStats stats;
     const auto aggregate =
@@ -183,13 +228,15 @@ struct SimdevAllocator final : c10::DeviceAllocator {
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex) override {
+  void resetPeakStats(c10::DeviceIndex index) override {
+    auto& counters = counters_of[index_or_current(index)];
     std::lock_guard<std::mutex> lock(counters_mutex);
     counters.peak = counters.allocated;
   }
 
   // (free, total): the limit where there is one, else the host's memory.
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
+    const auto& counters = counters_of[index_or_current(index)];
     std::lock_guard<std::mutex> lock(counters_mutex);
     int64_t total = counters.limit;
     if (total < 0) {
@@ -233,7 +280,8 @@ void delete_pinned(void* context) {
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    auto* block = new Block{c10::GetCPUAllocator()->allocate(nbytes), nbytes};
+    auto* block =
+        new Block{c10::GetCPUAllocator()->allocate(nbytes), nbytes, -1};
     auto& memory = pinned_memory();
     {
       std::lock_guard<std::mutex> lock(memory.mutex);
@@ -266,7 +314,7 @@ bool is_pinned_pointer(const void* data) {
 }
 
 // ---------------------------------------------------------------------------
-// Device guard: one device, streams that are only names, events that are times
+// Device guard: streams that are only names, events that are times
 // ---------------------------------------------------------------------------
 
 struct Event {
@@ -275,11 +323,16 @@ struct Event {
 
 // Work is done when the call that asks for it returns, so every stream is always
 // idle. Streams still have identities: code that mixes them up can be caught.
-thread_local c10::StreamId current_stream = 0;
+thread_local std::array<c10::StreamId, kDevices> current_streams{};
 std::atomic<c10::StreamId> last_stream{0};
 
-c10::Stream stream_of(c10::StreamId id) {
-  return c10::Stream(c10::Stream::UNSAFE, kDevice, id);
+c10::Stream stream_of(c10::StreamId id, c10::DeviceIndex index) {
+  return c10::Stream(
+      c10::Stream::UNSAFE, device_at(index_or_current(index)), id);
+}
+
+c10::DeviceIndex exchange_device(c10::DeviceIndex index) {
+  return std::exchange(current_device, index_or_current(index));
 }
 
 struct SimdevGuard final : c10::impl::DeviceGuardImplInterface {
@@ -291,36 +344,38 @@ struct SimdevGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
     return kSimdev;
   }
-  c10::Device exchangeDevice(c10::Device) const override {
-    return kDevice;
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return device_at(exchange_device(device.index()));
   }
   c10::Device getDevice() const override {
-    return kDevice;
+    return device_at(current_device);
   }
   void setDevice(c10::Device device) const override {
-    TORCH_CHECK(device.index() <= 0, "simdev has one device, not ", device);
+    exchange_device(device.index());
   }
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    current_device = device.index();
+  }
   c10::DeviceIndex deviceCount() const noexcept override {
-    return 1;
+    return kDevices;
   }
 
-  c10::Stream getStream(c10::Device) const override {
-    return stream_of(current_stream);
+  c10::Stream getStream(c10::Device device) const override {
+    const auto index = index_or_current(device.index());
+    return stream_of(current_streams[index], index);
   }
-  c10::Stream getDefaultStream(c10::Device) const override {
-    return stream_of(0);
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream_of(0, device.index());
   }
-  c10::Stream getNewStream(c10::Device, int) const override {
-    return stream_of(++last_stream);
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return stream_of(++last_stream, device.index());
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
-    return stream_of(++last_stream);
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return stream_of(++last_stream, device.index());
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
-    const auto previous = current_stream;
-    current_stream = stream.id();
-    return stream_of(previous);
+    const auto index = stream.device_index();
+    return stream_of(std::exchange(current_streams[index], stream.id()), index);
   }
   bool queryStream(const c10::Stream&) const override {
     return true;
@@ -371,22 +426,19 @@ struct SimdevHooks final : at::PrivateUse1HooksInterface {
     return true;
   }
   c10::DeviceIndex deviceCount() const override {
-    return 1;
+    return kDevices;
   }
   c10::DeviceIndex getCurrentDevice() const override {
-    return 0;
+    return current_device;
   }
   void setCurrentDevice(c10::DeviceIndex index) const override {
-    TORCH_CHECK(index <= 0, "simdev has one device, not index ", int(index));
+    exchange_device(index);
   }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override {
-    return 0;
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return exchange_device(index);
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override {
-    return 0;
-  }
-  c10::Device getDeviceFromPtr(void*) const override {
-    return kDevice;
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return exchange_device(index);
   }
 
   bool isPinnedPtr(const void* data) const override {
@@ -414,7 +466,7 @@ struct SimdevHooks final : at::PrivateUse1HooksInterface {
     if (old == nbytes) {
       return;
     }
-    auto data = device_allocator()->allocate(nbytes);
+    auto data = allocate_on(storage.device().index(), nbytes);
     if (const size_t kept = std::min(old, nbytes)) {
       std::memcpy(data.get(), storage.data(), kept);
     }
@@ -463,6 +515,11 @@ class HostCall {
  public:
   explicit HostCall(std::string name) : name_(std::move(name)) {}
 
+  // The index that results are made on where no operand says which.
+  void ask_for(c10::DeviceIndex index) {
+    asked_ = index_or_current(index);
+  }
+
   // The CPU tensor over `tensor`'s memory. A CPU tensor is passed through; as on
   // a real device it may be mixed with device tensors only when it is a single
   // number, unless `cpu_allowed`.
@@ -473,11 +530,15 @@ class HostCall {
     if (!tensor.is_privateuseone()) {
       passed_through_.insert(tensor.unsafeGetTensorImpl());
       if (tensor.is_cpu() && tensor.dim() > 0 && !cpu_allowed) {
-        stranger_ = true;
+        stranger_ = tensor.device();
       }
       return tensor;
     }
-    on_device_ = true;
+    if (!home_.has_value()) {
+      home_ = tensor.device();
+    } else if (*home_ != tensor.device()) {
+      stranger_ = tensor.device();
+    }
     TORCH_CHECK_NOT_IMPLEMENTED(
         tensor.layout() == at::kStrided,
         name_,
@@ -506,10 +567,14 @@ class HostCall {
   // To be called when all arguments were given.
   void check_devices() const {
     TORCH_CHECK(
-        !(on_device_ && stranger_),
+        !(home_.has_value() && stranger_.has_value()),
         name_,
         ": Expected all tensors to be on the same device, but found at least two "
-        "devices, simdev:0 and cpu!");
+        "devices, ",
+        *home_,
+        " and ",
+        *stranger_,
+        "!");
   }
 
   // Brings back what the CPU code did to its arguments besides writing to them:
@@ -518,7 +583,8 @@ class HostCall {
     for (auto& [device, host] : storages_) {
       if (host.data() != device.data() || host.nbytes() != device.nbytes()) {
         const size_t nbytes = host.nbytes();
-        auto data = adopt(host.set_data_ptr(c10::DataPtr()), nbytes);
+        auto data = adopt(
+            host.set_data_ptr(c10::DataPtr()), nbytes, device.device().index());
         device.set_data_ptr_noswap(std::move(data));
         device.set_nbytes(nbytes);
       }
@@ -610,11 +676,12 @@ class HostCall {
     const size_t nbytes = host.nbytes();
     // Two references to the storage: the result's and this function's.
     const bool sole_owner = result.use_count() == 1 && host.use_count() == 2;
+    const auto index = home_.has_value() ? home_->index() : asked_;
     c10::DataPtr data;
     if (sole_owner) {
-      data = adopt(host.set_data_ptr(c10::DataPtr()), nbytes);
+      data = adopt(host.set_data_ptr(c10::DataPtr()), nbytes, index);
     } else {
-      data = device_allocator()->allocate(nbytes);
+      data = allocate_on(index, nbytes);
       if (nbytes > 0) {
         std::memcpy(data.get(), host.data(), nbytes);
       }
@@ -634,8 +701,9 @@ class HostCall {
   std::vector<std::pair<c10::Storage, c10::Storage>> storages_; // device, host
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_; // device, host
   std::unordered_set<c10::TensorImpl*> passed_through_;
-  bool on_device_ = false;
-  bool stranger_ = false;
+  c10::DeviceIndex asked_ = current_device;
+  std::optional<c10::Device> home_; // where the first operand lies
+  std::optional<c10::Device> stranger_; // where another one lies
 };
 
 // ---------------------------------------------------------------------------
@@ -683,6 +751,9 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = std::move(list);
     } else if (value.isDevice()) {
       // Factories reach this device by the device they are asked for.
+      if (value.toDevice().type() == kSimdev) {
+        call.ask_for(value.toDevice().index());
+      }
       value = c10::Device(c10::kCPU);
     }
   }
@@ -710,18 +781,17 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // Factories.
 
-void check_factory(
+// The device that a factory allocates on, which is current for so long.
+c10::DeviceGuard factory_device(
     std::optional<at::Layout> layout,
     std::optional<at::Device> device,
     std::optional<bool> pin_memory) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !layout.has_value() || *layout == at::kStrided,
       "simdev holds strided tensors only");
-  TORCH_CHECK(
-      !device.has_value() || device->index() <= 0,
-      "simdev has one device, not ",
-      *device);
   TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
+  return c10::DeviceGuard(
+      device_at(index_or_current(device.has_value() ? device->index() : -1)));
 }
 
 at::Tensor empty(
@@ -731,7 +801,7 @@ at::Tensor empty(
     std::optional<at::Device> device,
     std::optional<bool> pin_memory,
     std::optional<at::MemoryFormat> memory_format) {
-  check_factory(layout, device, pin_memory);
+  const auto guard = factory_device(layout, device, pin_memory);
   return at::detail::empty_generic(
       size,
       device_allocator(),
@@ -747,7 +817,7 @@ at::Tensor empty_strided(
     std::optional<at::Layout> layout,
     std::optional<at::Device> device,
     std::optional<bool> pin_memory) {
-  check_factory(layout, device, pin_memory);
+  const auto guard = factory_device(layout, device, pin_memory);
   return at::detail::empty_strided_generic(
       size,
       stride,
@@ -766,11 +836,15 @@ at::Tensor copy_from(
   auto source = call.host(from, true);
   auto target = call.host(to, true);
   // As CUDA does it: broadcast before the transfer; change the dtype on the host
-  // on the way in and after the transfer on the way out.
+  // on the way in and after the transfer on the way out, and between devices on
+  // the source.
   if (from.is_cpu() && to.is_privateuseone()) {
     host_to_device += static_cast<int64_t>(to.numel() * to.itemsize());
   } else if (from.is_privateuseone() && to.is_cpu()) {
     device_to_host += static_cast<int64_t>(to.numel() * from.itemsize());
+  } else if (from.device() != to.device()) {
+    peer[from.get_device()][to.get_device()] +=
+        static_cast<int64_t>(to.numel() * to.itemsize());
   }
   target.copy_(source);
   return to;
@@ -793,9 +867,11 @@ const at::Tensor& resize_(
     const at::Tensor& tensor,
     at::IntArrayRef size,
     std::optional<at::MemoryFormat> memory_format) {
-  // Grows the storage through the storage's own allocator, which is the device's.
+  // Grows the storage through the storage's own allocator, which allocates on the
+  // current device.
   // Torch's code sets the size first; where the bytes are refused, the tensor must
   // not be left larger than its storage.
+  const c10::DeviceGuard guard(tensor.device());
   const auto old_size = tensor.sizes().vec();
   const auto old_stride = tensor.strides().vec();
   try {
@@ -852,6 +928,7 @@ at::Tensor& set_tensor(at::Tensor& tensor, const at::Tensor& source) {
 }
 
 at::Tensor& set_nothing(at::Tensor& tensor) {
+  const c10::DeviceGuard guard(tensor.device());
   c10::Storage storage(
       c10::Storage::use_byte_size_t(), 0, device_allocator(), true);
   return tensor.set_(std::move(storage), 0, {0}, {});
@@ -1240,8 +1317,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     at::RegisterPrivateUse1HooksInterface(new SimdevHooks());
     prefer_cpu_kernels();
   });
-  m.def("stats", [] {
+  m.attr("devices") = int(kDevices);
+  m.def("stats", [](c10::DeviceIndex index) {
+    check_index(index);
     std::lock_guard<std::mutex> lock(counters_mutex);
+    const auto& counters = counters_of[index];
     py::dict stats;
     stats["allocated"] = counters.allocated;
     stats["peak"] = counters.peak;
@@ -1255,12 +1335,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     stats["pinned"] = pinned_memory().allocated;
     return stats;
   });
-  m.def("reset_peak", [] {
-    std::lock_guard<std::mutex> lock(counters_mutex);
-    counters.peak = counters.allocated;
+  m.def("peer_traffic", [] {
+    py::dict traffic;
+    for (int from = 0; from < kDevices; ++from) {
+      for (int to = 0; to < kDevices; ++to) {
+        if (from != to) {
+          traffic[py::make_tuple(from, to)] = peer[from][to].load();
+        }
+      }
+    }
+    return traffic;
   });
-  m.def("set_limit", [](int64_t limit) {
+  m.def("reset_peak", [](c10::DeviceIndex index) {
+    check_index(index);
     std::lock_guard<std::mutex> lock(counters_mutex);
-    counters.limit = limit;
+    counters_of[index].peak = counters_of[index].allocated;
+  });
+  m.def("set_limit", [](int64_t limit, c10::DeviceIndex index) {
+    check_index(index);
+    std::lock_guard<std::mutex> lock(counters_mutex);
+    counters_of[index].limit = limit;
   });
 }

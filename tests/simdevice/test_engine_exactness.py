@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
-import harmony_ds
 from harmony_ds.config.ablations import ABLATIONS
 from harmony_ds.scheduler.plan import Plan
 from tests.cover import spread
-from tests.families import FAMILIES, MODULES, Family
+from tests.engine.drive import EVERY_FAMILY, config_of, engine_for, family, groups_of, optimizer_for, plainly
+from tests.families import Family
 from tests.graphs import graphs_in, keep_graphs
-from tests.oracle import assert_same, train_plainly
+from tests.oracle import assert_same
 from tests.simdevice.device import SimDevice
 
-SEED = 5
 GROUP = 4
 STEPS = 2
-ALL = {family.name: family for family in (*MODULES, *FAMILIES)}
+NAMES = [one.name for one in EVERY_FAMILY]
 
 
 @dataclass(frozen=True)
@@ -64,72 +62,44 @@ WAYS_OFF = [
     ("bert", Way(0.0, 0.5, 1, "host"), "everything"),
     ("t5", Way(0.0, 0.5, 2, "host"), "everything"),
     ("mixtral", Way(0.0, 0.5, EVERY, "device"), "everything"),
-    ("gpt2", Way(0.0, 0.0, 1, "host"), "fused-last-pack"),
-    ("SkipNet", Way(0.0, 0.0, 2, "device"), "fused-last-pack"),
 ]
 
 
-def optimizer_for(family: Family, model: torch.nn.Module) -> torch.optim.Optimizer:
-    # Adam turns the rounding of regrouped sums into visible differences where gradients are close to zero.
-    if family.bitwise:
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return torch.optim.SGD(model.parameters(), lr=1e-2)
+def config_for(way: Way, **harmony: Any) -> Any:
+    settings = {"pack_layers": way.pack_layers, "stash": way.stash, "residency": way.residency}
+    return config_of(GROUP, way.clip, settings | harmony)
 
 
-def assert_as_plainly_and_as_planned(family: Family, way: Way, most: float = math.inf, **harmony: Any) -> Plan:
+def assert_as_plainly_and_as_planned(one: Family, way: Way, most: float = math.inf, **harmony: Any) -> Plan:
     """The weights are those of plain accumulation, and the peak is within the plan, which is returned."""
-    model, plain = family.build(way.dropout).train(), family.build(way.dropout).train()
-    if family.name in ("gpt2", "opt"):
-        plain.config.use_cache = False  # a cache changes the bits of attention dropout, in plain PyTorch too
-    groups: list[list[dict[str, Any]]] = [[family.batch(s * GROUP + i) for i in range(GROUP)] for s in range(STEPS)]
-    train_plainly(
-        plain,
-        groups,
-        optimizer_for(family, plain),
-        clip=way.clip or None,
-        seed_of=lambda step, index: harmony_ds.micro_batch_seed(SEED, step, index),
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": GROUP,
-        "gradient_clipping": way.clip,
-        "harmony": {
-            "seed": SEED,
-            "pack_layers": way.pack_layers,
-            "stash": way.stash,
-            "residency": way.residency,
-            **harmony,
-        },
-    }
-    engine, *_ = harmony_ds.initialize(
-        model=model, optimizer=optimizer_for(family, model), config=config, device=SimDevice()
-    )
-    measured = 0
-    for group in groups:
-        engine.train_batch(iter(group))
-        measured = max(measured, engine.memory_report().device_peak_bytes)
-    engine.finish_updates()
-    report, plan = engine.memory_report(), engine.plan
-    engine.destroy()
-
-    assert_same(model, plain, family.bitwise)
+    groups, make = groups_of(one, STEPS, GROUP), optimizer_for(one)
+    plain, _ = plainly(one, way.dropout, groups, make, way.clip or None)
+    model, measured = one.build(way.dropout), 0
+    with engine_for(model, make, config_for(way, **harmony), device=SimDevice()) as engine:
+        for group in groups:
+            engine.train_batch(iter(group))
+            measured = max(measured, engine.memory_report().device_peak_bytes)
+        engine.finish_updates()
+        report, plan = engine.memory_report(), engine.plan
+    assert plan is not None
+    assert_same(model, plain, one.bitwise)
     measured = max(measured, report.device_peak_bytes)
     assert measured <= report.planned_peak_bytes <= most * measured
     return plan
 
 
-@pytest.mark.parametrize(("name", "way"), spread(list(ALL), WAYS), ids=str)
+@pytest.mark.parametrize(("name", "way"), spread(NAMES, WAYS), ids=str)
 def test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan(name: str, way: Way) -> None:
-    assert_as_plainly_and_as_planned(ALL[name], way)
+    assert_as_plainly_and_as_planned(family(name), way)
 
 
-@pytest.mark.parametrize(("name", "way"), spread(list(ALL), WAYS_WITH_GRAPHS), ids=str)
+@pytest.mark.parametrize(("name", "way"), spread(NAMES, WAYS_WITH_GRAPHS), ids=str)
 def test_so_it_is_with_kept_graphs(name: str, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_graphs(monkeypatch, way.graphs)
-    plan = assert_as_plainly_and_as_planned(ALL[name], way)
+    plan = assert_as_plainly_and_as_planned(family(name), way)
     assert graphs_in(plan) or len(plan.packing.forward) < 2
 
 
 @pytest.mark.parametrize(("name", "way", "off"), WAYS_OFF, ids=str)
 def test_so_it_is_with_mechanisms_switched_off(name: str, way: Way, off: str) -> None:
-    assert_as_plainly_and_as_planned(ALL[name], way, MOST_OFF, **OFF[off])
+    assert_as_plainly_and_as_planned(family(name), way, MOST_OFF, **OFF[off])

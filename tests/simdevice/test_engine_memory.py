@@ -12,7 +12,7 @@ from torch import nn
 
 import harmony_ds
 from tests import simdevice
-from tests.simdevice.device import SimDevice
+from tests.simdevice.device import SimDevice, engine_of
 
 HIDDEN, VOCABULARY, LAYERS, TOKENS = 64, 128, 12, 16
 
@@ -42,25 +42,7 @@ def batches(tokens: int = TOKENS) -> Any:
 
 
 def engine_under(budget_bytes: int | None, group: int, **harmony: Any) -> tuple[Any, SimDevice]:
-    gc.collect()
-    device = SimDevice(budget_bytes)
-    model = build()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": group,
-        "harmony": {"seed": 0, **harmony},
-    }
-    engine, *_ = harmony_ds.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config, device=device
-    )
-    return engine, device
-
-
-@pytest.fixture(autouse=True)
-def _no_limit_left_behind() -> Any:
-    yield
-    simdevice.set_limit(None)
-    gc.collect()
+    return engine_of(build(), torch.optim.AdamW, group, budget_bytes=budget_bytes, harmony=harmony)
 
 
 def parameter_bytes() -> int:
@@ -147,13 +129,15 @@ def test_larger_batches_are_measured_and_planned_before_they_run() -> None:
     assert report.device_peak_bytes <= report.planned_peak_bytes
 
 
-def test_out_of_memory_in_a_step_surfaces_and_the_engine_goes_on() -> None:
-    engine, _ = engine_under(None, group=2, pack_layers=1)
+@pytest.mark.parametrize("settings", [{"pack_layers": 2, "residency": 3}, {"pack_layers": 1}], ids=str)
+def test_out_of_memory_in_a_step_surfaces_and_the_engine_goes_on(settings: dict[str, Any]) -> None:
+    engine, _ = engine_of(build(), torch.optim.AdamW, 2, 0.5, harmony=settings)
     data = batches()
-    engine.train_batch(data)
+    for _ in range(2):
+        engine.train_batch(data)
     engine.finish_updates()
+    simdevice.set_limit(simdevice.allocated_bytes() + 20_000)
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    simdevice.set_limit(simdevice.allocated_bytes() + engine.plan.peak_bytes // 3)
     with pytest.raises(torch.OutOfMemoryError):
         engine.train_batch(data)
     simdevice.set_limit(None)

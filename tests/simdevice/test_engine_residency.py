@@ -8,35 +8,24 @@ import pytest
 import torch
 from torch import nn
 
-import harmony_ds
 from tests import simdevice
 from tests.oracle import assert_same
-from tests.simdevice.device import SimDevice
-from tests.simdevice.test_engine_exactness import SEED
-from tests.simdevice.test_engine_memory import LAYERS, _no_limit_left_behind, batches, build  # noqa: F401
+from tests.simdevice.device import SimDevice, engine_of
+from tests.simdevice.test_engine_memory import LAYERS, batches, build
 
 EVERY = 100
 BF16 = {"bf16": {"enabled": True}}
+SUMMED = {"data_types": {"grad_accum_dtype": "bf16"}}
 
 
 def engine_with(make: Any, residency: Any, model: nn.Module | None = None, **more: Any) -> tuple[Any, SimDevice]:
-    device = SimDevice()
-    model = build() if model is None else model
-    harmony = {"seed": SEED, "residency": residency, **more.pop("harmony", {"pack_layers": 2})}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "harmony": harmony,
-        **more,
-    }
-    made = None if make is None else make(model.parameters())
-    engine, *_ = harmony_ds.initialize(model=model, optimizer=made, config=config, device=device)
-    return engine, device
+    harmony = {"pack_layers": 2, "residency": residency, **more.pop("harmony", {})}
+    return engine_of(build() if model is None else model, make, 3, harmony=harmony, **more)
 
 
 def peaks(make: Any, residency: Any, clip: float, layers: int = LAYERS, **more: Any) -> tuple[int, int]:
     """The largest measured peak of three steps, and the planned one."""
-    engine, _ = engine_with(make, residency, build(layers), gradient_clipping=clip, **more)
+    engine, _ = engine_with(make, residency, build(layers), clip=clip, **more)
     data, measured = batches(), 0
     for _ in range(3):
         engine.train_batch(data)
@@ -55,8 +44,7 @@ def peaks(make: Any, residency: Any, clip: float, layers: int = LAYERS, **more: 
         (lambda p: torch.optim.AdamW(p, fused=True), EVERY, 0.5),
         (lambda p: torch.optim.AdamW(p, foreach=True), EVERY, 0.5),
         (lambda p: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1), EVERY, 0.5),
-        (torch.optim.RAdam, EVERY, 0.5),
-        (torch.optim.Adafactor, EVERY, 0.5),
+        (lambda p: torch.optim.Adagrad(p, weight_decay=0.1, maximize=True), EVERY, 0.5),
         (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), EVERY, 0.5),
     ],
 )
@@ -65,30 +53,28 @@ def test_the_plan_knows_what_each_optimizer_takes(make: Any, residency: int, cli
     assert measured <= planned <= 1.25 * measured
 
 
-@pytest.mark.parametrize(("residency", "clip"), [(1, 0.5), (EVERY, 0.0)])
-def test_masters_are_planned_for(residency: int, clip: float) -> None:
-    """In bf16, what residency adds to the peak is planned: measured costs of layers are off by the same either way."""
-    measured, planned = peaks(torch.optim.AdamW, "off", clip, **BF16)
-    error = max(0, measured - planned)
-    measured, planned = peaks(torch.optim.AdamW, residency, clip, **BF16)
-    assert measured <= planned + error
-    assert planned <= 1.25 * measured
+@pytest.mark.parametrize(
+    ("residency", "clip", "layers", "more"),
+    [(EVERY, 0.5, 8, SUMMED), (EVERY, 0.5, LAYERS, SUMMED), (1, 0.5, LAYERS, {}), (EVERY, 0.0, LAYERS, {})],
+    ids=str,
+)
+def test_masters_are_planned_for(residency: int, clip: float, layers: int, more: dict[str, Any]) -> None:
+    """In bf16, what residency adds to the peak is planned: measured costs of layers are off by the same either way.
 
-
-@pytest.mark.parametrize("layers", [8, LAYERS])
-def test_gradients_summed_in_bf16_are_cast_within_the_plan(layers: int) -> None:
-    """With few layers, the updates have the peak."""
-    more = {"data_types": {"grad_accum_dtype": "bf16"}, **BF16}
-    measured, planned = peaks(torch.optim.AdamW, "off", 0.5, layers, **more)
+    Gradients that are summed in bf16 are cast for the updates, which have the peak where there are few layers.
+    """
+    measured, planned = peaks(torch.optim.AdamW, "off", clip, layers, **BF16, **more)
     error = max(0, measured - planned)
-    measured, planned = peaks(torch.optim.AdamW, EVERY, 0.5, layers, **more)
+    measured, planned = peaks(torch.optim.AdamW, residency, clip, layers, **BF16, **more)
     assert measured <= planned + error
+    if not more:
+        assert planned <= 1.25 * measured
 
 
 @pytest.mark.parametrize("residency", ["off", 3, EVERY])
 def test_the_engine_moves_exactly_the_bytes_that_it_reports(residency: Any) -> None:
     harmony = {"pack_layers": 2, "stash": "host"}
-    engine, _ = engine_with(torch.optim.AdamW, residency, gradient_clipping=0.5, harmony=harmony)
+    engine, _ = engine_with(torch.optim.AdamW, residency, clip=0.5, harmony=harmony)
     data = batches()
     engine.train_batch(data)
     before = simdevice.traffic()
@@ -108,7 +94,6 @@ def test_the_engine_moves_exactly_the_bytes_that_it_reports(residency: Any) -> N
         ("AdamW", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5}, 0.5),
         ("Adam", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4, "adam_w_mode": False}, 0.0),
         ("Adagrad", {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3}, 0.5),
-        ("Lion", {"lr": 1e-3, "weight_decay": 0.1}, 0.0),
     ],
 )
 def test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device(type_: str, params: Any, clip: float) -> None:
@@ -116,7 +101,7 @@ def test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device(type_: str, 
     models, states = [build(), build()], []
     for model, residency in zip(models, ("off", 4), strict=True):
         optimizer = {"type": type_, "params": params}
-        engine, _ = engine_with(None, residency, model, gradient_clipping=clip, optimizer=optimizer)
+        engine, _ = engine_with(None, residency, model, clip=clip, optimizer=optimizer)
         data = batches()
         for step in range(6):
             engine.train_batch(data)
@@ -128,29 +113,8 @@ def test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device(type_: str, 
         assert report.device_peak_bytes <= report.planned_peak_bytes
         states.append(engine.optimizer.state_dict()["state"])
         engine.destroy()
-    if type_ == "Lion":  # a sign may flip where the direction is near zero
-        for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
-            assert ((mine - theirs).abs() > 1e-5).float().mean() < 0.01
-    else:
-        assert_same(models[1], models[0], bitwise=False, relative=1e-4)
+    assert_same(models[1], models[0], bitwise=False, relative=1e-4)
     for mine, theirs in zip(states[1].values(), states[0].values(), strict=True):
-        assert mine.keys() | {"exp_avg_sq"} == theirs.keys()  # Lion's second moment, which nothing reads, stays away
+        assert mine.keys() == theirs.keys()
         assert mine["step"] == theirs["step"] == 6
         assert all(type(value) is type(theirs[key]) for key, value in mine.items())
-
-
-def test_out_of_memory_in_a_step_leaves_resident_weights_as_they_were() -> None:
-    engine, _ = engine_with(torch.optim.AdamW, 3, gradient_clipping=0.5)
-    data = batches()
-    for _ in range(2):
-        engine.train_batch(data)
-    simdevice.set_limit(simdevice.allocated_bytes() + 20_000)
-    engine.finish_updates()
-    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    with pytest.raises(torch.OutOfMemoryError):
-        engine.train_batch(data)
-    simdevice.set_limit(None)
-    assert engine.usable
-    assert all(torch.equal(p, weights[name]) for name, p in engine.module.named_parameters())
-    engine.train_batch(data)
-    engine.destroy()

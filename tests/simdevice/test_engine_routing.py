@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ from torch import Tensor, nn
 
 import harmony_ds
 from harmony_ds.measuring.routing import RoutingWatch, extremes
-from tests import simdevice
-from tests.simdevice.device import SimDevice
+from tests.engine.drive import small_sgd
+from tests.simdevice.device import SimDevice, engine_of
 
 WIDTH, WIDE, EXPERTS, ROWS = 16, 128, 4, 64
 
@@ -64,25 +62,9 @@ class Square(nn.Module):
         return loss
 
 
-@pytest.fixture(autouse=True)
-def _no_limit_left_behind() -> Iterator[None]:
-    gc.collect()
-    yield
-    simdevice.set_limit(None)
-    gc.collect()
-
-
-def engine_of(model: nn.Module, **harmony: Any) -> tuple[Any, SimDevice]:
+def engine_of_rows(model: nn.Module, **harmony: Any) -> tuple[Any, SimDevice]:
     torch.manual_seed(0)
-    device = SimDevice()
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": 2,
-        "harmony": {"seed": 0, **harmony},
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config, device=device)
-    return engine, device
+    return engine_of(model, small_sgd, 2, harmony=harmony, train_micro_batch_size_per_gpu=ROWS)
 
 
 def rows_to(*experts: int) -> dict[str, Tensor]:
@@ -95,7 +77,7 @@ def rows_to(*experts: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("pack_layers", [1, 2, 3])
 def test_a_plan_made_with_even_routing_bounds_a_step_in_which_all_rows_go_one_way(pack_layers: int) -> None:
-    engine, _ = engine_of(RoutedNet(), pack_layers=pack_layers)
+    engine, _ = engine_of_rows(RoutedNet(), pack_layers=pack_layers)
     even = rows_to(0, 1, 2, 3)
     engine.train_batch(iter([even, even]))
     planned = engine.plan.peak_bytes
@@ -111,7 +93,7 @@ def test_a_plan_made_with_even_routing_bounds_a_step_in_which_all_rows_go_one_wa
 def test_a_step_that_takes_more_than_planned_says_so_and_the_next_plan_covers_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine, _ = engine_of(Square(), pack_layers=1)
+    engine, _ = engine_of_rows(Square(), pack_layers=1)
     usual, unusual = {"inputs": -torch.ones(ROWS, WIDTH)}, {"inputs": torch.ones(ROWS, WIDTH)}
     engine.train_batch(iter([usual, usual]))
     with caplog.at_level(logging.WARNING):
@@ -130,7 +112,7 @@ def test_a_step_that_takes_more_than_planned_says_so_and_the_next_plan_covers_it
 
 
 def test_a_plan_with_its_margin_that_does_not_fit_any_more_is_an_error_before_the_step() -> None:
-    engine, device = engine_of(Square(), pack_layers=1)
+    engine, device = engine_of_rows(Square(), pack_layers=1)
     usual, unusual = {"inputs": -torch.ones(ROWS, WIDTH)}, {"inputs": torch.ones(ROWS, WIDTH)}
     engine.train_batch(iter([usual, unusual]))
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -146,7 +128,7 @@ def test_a_plan_with_its_margin_that_does_not_fit_any_more_is_an_error_before_th
 def test_what_the_program_itself_keeps_on_the_device_is_not_the_models(
     keep: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, _ = engine_of(RoutedNet(), pack_layers=1)
+    engine, _ = engine_of_rows(RoutedNet(), pack_layers=1)
     kept = []
     for _ in range(3):
         kept += [torch.ones(5000, device="simdev") for _ in range(keep)]

@@ -9,10 +9,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from harmony_ds.scheduler.partition import Bounds, PartCost, sum_of
+from harmony_ds.scheduler.partition import Bounds
 
+PartCost = Callable[[int, int], float]
+"""What the items from the first number to before the second cost as one part."""
 Fits = Callable[[int, int], bool]
 """Whether the items from the first number to before the second may be one part."""
+
+
+def sum_of(values: Sequence[float]) -> PartCost:
+    """A part costs the sum of its values."""
+    before = (0, *accumulate(values))
+    return lambda first, last: before[last] - before[first]
 
 
 def sum_and_input(values: Sequence[float], inputs: Sequence[float]) -> PartCost:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.vldb22.planner.cuts import sum_and_input
-from harmony_ds.scheduler.partition import PartCost, sum_of
+from benchmarks.vldb22.planner.cuts import PartCost, sum_and_input, sum_of
 
 
 @dataclass(frozen=True, slots=True)

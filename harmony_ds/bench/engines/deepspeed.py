@@ -14,7 +14,6 @@ from torch import Tensor
 from harmony_ds.bench.engines.adapter import Adapter, Loop, checkpoint, only_on_cuda
 from harmony_ds.bench.workload import Workload
 from harmony_ds.distributed import init_distributed
-from harmony_ds.offload import compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,7 @@ class ZeroOffload(Loop):
         self._checkpointing = checkpoint(self.model)
         config = {key: value for key, value in workload.config().items() if key != "harmony"}
         self._config = {**config, "zero_optimization": zero.config(workload)}
-        with compiled.instead_of_torch():
-            self.model, *_ = import_module("deepspeed").initialize(model=self.model, config=self._config)
+        self.model, *_ = import_module("deepspeed").initialize(model=self.model, config=self._config)
         self._traffic = zero.traffic(workload) if workload.devices == 1 else {}
 
     def back(self, loss: Tensor, micro_batches: int) -> None:

@@ -41,6 +41,7 @@ class Harmony:
             "device_peak_bytes": memory.device_peak_bytes,
             "host_bytes": memory.host_bytes,
             **({"sent_bytes": planned.sent_bytes} if self._engine.world_size > 1 else {}),
+            "between_devices": planned.moved_bytes,
             "traffic": {
                 "how": "counted by the engine",
                 "host_to_device": swaps.host_to_device,

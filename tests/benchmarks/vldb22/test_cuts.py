@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.vldb22.planner.cuts import balanced, fits_all, greedy, greedy_reverse, sum_and_input, within
-from harmony_ds.scheduler.partition import sum_of
+from benchmarks.vldb22.planner.cuts import balanced, fits_all, greedy, greedy_reverse, sum_and_input, sum_of, within
 from tests.scheduler.examples import is_cut
 
 LONG = st.lists(st.integers(1, 50), min_size=1, max_size=40)

@@ -1,8 +1,6 @@
-"""How fast a plan can be at best: two bounds below the time of a step, without a list of tasks.
+"""How fast plans over the same packs can be at best: bounds below the times of their steps, for many policies at once.
 
-The loose one is the largest of what each stream has to do in a step, and of the chain that nothing can shorten: the
-first pack's weights in, all compute, the last gradients out, their update. The tight one follows every pack through
-the streams of two steps; it leaves out only that jobs slow each other down.
+Each pack is followed through the streams of two steps; left out is only that jobs slow each other down.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.search.policies import Policies
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.lowering import STASH_PIECES
-from harmony_ds.scheduler.plan import Pack, Packing, Policy
-from harmony_ds.scheduler.policies import Policies
+from harmony_ds.scheduler.plan import Pack, Packing
 
 _Times = NDArray[np.float64]
 
@@ -39,43 +37,6 @@ class TimeBounds:
         self._kept = _running(cost.saved_ms for cost in costs.costs)
         self._stash = _running(float(cost.stash_bytes) for cost in costs.costs)
 
-    def of(self, packing: Packing, policy: Policy) -> float:
-        """The loose bound, in ms."""
-        machine, packs = self._machine, packing.packs
-        rounds = 1 if policy.grouping else self._micro_batches
-        stay = set(policy.resident)
-        backward = [packs[i] for i in packing.backward if packs[i].needs_backward or i == packing.backward[-1]]
-        there = [packs[i] for i in (*packing.forward, packing.backward[-1]) if i not in stay]
-        back = [p for p in backward[:-1] if p.index not in stay and p.index not in policy.kept]
-        out = [p for p in backward if p.needs_backward and p.index not in stay]
-        always = packing.always
-        shared = policy.shared
-        in_bytes = sum(p.swap_in_bytes(shared) for p in always)
-        in_bytes += rounds * sum(p.swap_in_bytes(shared) for p in (*there, *back))
-        out_bytes = sum(p.swap_out_bytes() for p in always) + rounds * sum(p.swap_out_bytes() for p in out)
-        stash = self._micro_batches * self._stash_bytes(packing, policy)
-        swap_in = (
-            rounds * (len(there) + len(back)) * machine.swap_ms + (in_bytes + stash) / machine.swap_in_bytes_per_ms
-        )
-        swap_out = rounds * len(out) * machine.swap_ms + (out_bytes + stash) / machine.swap_out_bytes_per_ms
-        peer = rounds * sum(machine.peer_exchange_ms(max(p.sent_bytes)) for p in out if p.sent_bytes)
-        peer += rounds * sum(self._gather_ms(p, shared) for p in (*there, *back))
-        compute = self._compute_ms(packing, backward, policy.fuse_last_pack)
-        compute -= sum(count * self._saved_ms(packs[i]) for i, count in enumerate(policy.graphs))
-        on_device = sum(packs[i].update_elements for i in stay) / machine.device_update_elements_per_ms
-        update = sum(self._update_ms(p) + self._sum_ms(p, policy) for p in out)
-        update += sum(p.update_elements for p in always) / machine.update_elements_per_ms
-        # What runs first cannot hide its own swap-in, what runs last not its own swap-out; and if both are one pack, the
-        # next step's first swap-in waits for the update as well.
-        first, last = packs[(*packing.forward, packing.backward[-1])[0]], backward[0]
-        begin = machine.swap_in_ms(first.swap_in_bytes(shared)) + self._gather_ms(first, shared)
-        begin = begin if first.index not in stay else 0.0
-        end = machine.swap_out_ms(last.swap_out_bytes()) if last in out else 0.0
-        turn = self._update_ms(last) + self._sum_ms(last, policy) if last in out and last is first else 0.0
-        if not machine.copies_overlap:
-            return max(compute + swap_in + peer + swap_out + max(turn, on_device), update)
-        return max(begin + compute + end + turn, compute + on_device, swap_in, peer, swap_out, update)
-
     def tighter(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """The bounds that follow each pack through the streams of two steps, in ms, as if nothing slowed anything down."""
         if not policies.base.grouping:
@@ -87,17 +48,11 @@ class TimeBounds:
             for index, backward in walk.order:
                 walk.swap_in(index, backward)
                 pack = packing.packs[index]
-                run_ms = self._run_ms(packing, pack, backward, policies.base.fuse_last_pack)
+                run_ms = self._run_ms(packing, pack, backward)
                 times = run_ms - walk.graphs(index) * (self._saved_ms(pack) if backward else 0.0)
                 walk.run(index, backward, times, self._stash_of(pack))
             ends.append(walk.finish())
         return ends[1] - ends[0]
-
-    def _gather_ms(self, pack: Pack, shared: bool) -> float:
-        return self._machine.peer_exchange_ms(pack.gathered_bytes) if shared else 0.0
-
-    def _sum_ms(self, pack: Pack, policy: Policy) -> float:
-        return self._machine.host_sum_ms(pack.update_elements, policy.devices) if policy.reduce_on_host else 0.0
 
     def _stash_of(self, pack: Pack) -> float:
         """Of one micro-batch, in bytes."""
@@ -107,40 +62,16 @@ class TimeBounds:
         """By not recomputing one micro-batch."""
         return self._kept[pack.positions[-1] + 1] - self._kept[pack.positions[0]]
 
-    def _run_ms(self, packing: Packing, pack: Pack, backward: bool, fuse: bool) -> float:
+    def _run_ms(self, packing: Packing, pack: Pack, backward: bool) -> float:
         """All micro-batches through one pack."""
         first, behind = pack.positions[0], pack.positions[-1] + 1
-        fused = backward and fuse and pack is packing.fused
+        fused = backward and pack is packing.fused
         sums = self._fused if fused else self._backward if backward else self._forward
         ms = sums[behind] - sums[first]
         if backward and pack is packing.fused:
             ms += self._costs.tail_ms
         begins = not backward or (fused and not packing.forward)
         return self._micro_batches * (ms + (self._costs.head_ms if first == 0 and begins else 0.0))
-
-    def _compute_ms(self, packing: Packing, backward: list[Pack], fuse: bool) -> float:
-        machine = self._machine
-        fused = packing.fused.positions
-        begin = fused[0]
-        runs = len(packing.forward) + len(backward) + (not fuse)
-        last = self._fused[-1] - self._fused[begin]
-        if not fuse:
-            last = self._forward[-1] - self._forward[begin] + self._backward[-1] - self._backward[begin]
-        ms = self._forward[begin] + last + self._costs.head_ms + self._costs.tail_ms
-        ms += sum(self._backward[p.positions[-1] + 1] - self._backward[p.positions[0]] for p in backward[:-1])
-        overhead = 0.0 if machine.copies_overlap else machine.task_ms * runs
-        return self._micro_batches * (ms + overhead)
-
-    def _stash_bytes(self, packing: Packing, policy: Policy) -> int:
-        if not policy.stash_on_host or not packing.forward:
-            return 0
-        away = packing.forward[: policy.stash_on_host]
-        return int(self._stash[packing.packs[away[-1]].positions[-1] + 1])
-
-    def _update_ms(self, pack: Pack) -> float:
-        machine = self._machine
-        norm = machine.host_norm_ms(pack.update_elements, self._whole) if self._deferred else 0.0
-        return norm + machine.update_ms + pack.update_elements / machine.update_elements_per_ms
 
 
 class _Walk:
@@ -156,13 +87,11 @@ class _Walk:
         self._micro_batches = micro_batches
         there = [*packing.forward, packing.backward[-1]]
         back = [i for i in reversed(packing.backward[:-1]) if packs[i].needs_backward]
-        last = [] if base.fuse_last_pack else [(there[-1], False)]  # forward alone, and it stays
-        self.order = [(i, False) for i in there[:-1]] + last + [(there[-1], True)] + [(i, True) for i in back]
-        none, every = np.zeros(count, bool), np.ones(count, bool)
+        self.order = [(i, False) for i in there[:-1]] + [(there[-1], True)] + [(i, True) for i in back]
+        none = np.zeros(count, bool)
         self._stay = {i: policies.resident[i] if i < len(policies.resident) else none for i, _ in self.order}
         both = {*packing.forward}.intersection(back)
         self._kept = {i: policies.kept[i] if i in both else none for i, _ in self.order}
-        self._kept.update((i, every) for i, _ in last)
         ends = np.array([0, *(packs[i].positions[-1] + 1 for i in packing.forward)])[policies.away]
         self._away = {i: packs[i].positions[0] < ends for i, _ in self.order}
         self._any_away = bool(policies.away.any())
@@ -243,7 +172,7 @@ class _Walk:
         if not machine.copies_overlap:
             self._computed = np.where(stay, self._computed, gone)
         self._host = np.where(stay, self._host, np.maximum(self._host, gone) + host_ms)
-        if not self._policy.updates_last:
+        if not self._policy.deferred_update:
             self._update(pack)
 
     def _update(self, pack: Pack) -> None:
@@ -255,7 +184,7 @@ class _Walk:
 
     def finish(self) -> _Times:
         """The end of a step; updates that come last begin."""
-        if self._policy.updates_last:
+        if self._policy.deferred_update:
             if self._policy.deferred_update:  # what stays is updated behind all norms
                 stay = np.logical_or.reduce(list(self._stay.values()))
                 self._computed = np.where(stay, np.maximum(self._computed, self._host), self._computed)

@@ -1,0 +1,171 @@
+"""Fig. 10 and 12 on devices in virtual time: replicas, pipeline, and swapping for each micro-batch, on one to four devices.
+
+OMP_NUM_THREADS=1 python benchmarks/paper/devices.py [--quick]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from common import MIB, NAIVE, OURS, Content, Experiment, Options, panels
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from virtual import Pace, devices_of, keep_pace
+
+import harmony_ds
+
+ROWS, WIDTH = 4, 256
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+SWAP_MS = 30.0
+PACE = Pace(forward_ms=40.0, propagate_ms=80.0, swap=LAYER_BYTES / SWAP_MS, peer=LAYER_BYTES / SWAP_MS * 8.2 / 11.5)
+"""As GPT2-XL's layer for one sample on the paper's server: a swap of its weights takes three quarters of its forward pass;
+the link is that of the whole server, between two devices there are 8.2 for its 11.5 GiB/s. So slow that what this engine's
+own work takes is hidden even on a busy machine.
+"""
+SYSTEMS = {
+    "pipeline": "pipeline (one process, N devices)",
+    "replicas": "replicas",
+    "each_alone": "replicas, swapping for each micro-batch",
+}
+_HARMONY = {"device": "cpu", "seed": 5, "pack_layers": 1, "stash": "device", "residency": "off"}
+
+
+class Layers(nn.Module):
+    """Equal layers, and a loss."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def run(options: Options) -> Content:
+    layers, samples = (6, 6) if options.quick else (12, 12)
+    steps = options.rounds
+    rows = []
+    for devices in (1, 2) if options.quick else (1, 2, 3, 4):
+        row: Content = {"devices": devices}
+        # One link for all devices of the server, as in the original's cost model.
+        pace = replace(PACE, swap=PACE.swap / devices)
+        row["pipeline"] = _executed(layers, samples, devices, pace, {}, steps)
+        for name, harmony in (("replicas", {}), ("each_alone", {"grouping": False})):
+            same = devices == 1 and not harmony  # as the pipeline
+            one = row["pipeline"] if same else _executed(layers, samples // devices, 1, pace, harmony, steps)
+            row[name] = {**one, "swapped_bytes": devices * one["swapped_bytes"]}
+        rows.append(row)
+        print({name: {key: round(value, 1) for key, value in row[name].items()} for name in SYSTEMS}, flush=True)
+    return {
+        "layers": layers,
+        "layer_bytes": LAYER_BYTES,
+        "micro_batches": samples,
+        "forward_ms": PACE.forward_ms,
+        "propagate_ms": PACE.propagate_ms,
+        "rows": rows,
+    }
+
+
+def _executed(
+    layers: int, micro_batches: int, devices: int, pace: Pace, harmony: dict[str, Any], steps: int
+) -> dict[str, float]:
+    """Milliseconds of a step, executed and as the engine predicts them, and what it swaps."""
+    torch.manual_seed(3)
+    model = Layers(layers)
+    group = devices_of(pace, devices)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.0,
+        "harmony": {**_HARMONY, **harmony, "devices": devices},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config, device=group)
+    keep_pace(engine, group, pace)
+    batches = [{"x": torch.randn(ROWS, WIDTH)} for _ in range(micro_batches)]
+    engine.train_batch(iter(batches))
+    begin = group.now_ms()
+    for _ in range(steps):
+        engine.train_batch(iter(batches))
+    executed = (group.now_ms() - begin) / steps
+    predicted = engine._assembly.runner.planner.choices[0].prediction.step_ms
+    report = engine.swap_report()
+    engine.destroy()
+    return {"executed_ms": executed, "predicted_ms": predicted, "swapped_bytes": report.swap_bytes}
+
+
+def throughput(row: Content, name: str, key: str, content: Content) -> float:
+    """Micro-batches a second."""
+    return 1e3 * float(content["micro_batches"]) / float(row[name][key])
+
+
+def draw(content: Content) -> Figure:
+    figure, axes = panels("EXECUTED in virtual time: throughput", "COUNTED: swapped by all devices")
+    rows = content["rows"]
+    devices = [row["devices"] for row in rows]
+    looks = {"pipeline": (OURS, "o-"), "replicas": (OURS, "s--"), "each_alone": (NAIVE, "^:")}
+    for name, label in SYSTEMS.items():
+        color, line = looks[name]
+        executed = [throughput(row, name, "executed_ms", content) for row in rows]
+        axes[0].plot(devices, executed, line, color=color, label=label)
+        predicted = [throughput(row, name, "predicted_ms", content) for row in rows]
+        axes[0].plot(devices, predicted, "x", color="black", label="simulated" if name == "pipeline" else None)
+        axes[1].plot(devices, [row[name]["swapped_bytes"] / MIB for row in rows], line, color=color, label=label)
+    axes[0].set(xlabel="devices", ylabel="micro-batches per second")
+    axes[1].set(xlabel="devices", ylabel="swapped per step, MiB", yscale="log")
+    for one in axes:
+        one.set_xticks(devices)
+        one.set_ylim(bottom=0 if one is axes[0] else None)
+    axes[0].legend(loc="upper left")
+    return figure
+
+
+def says(content: Content) -> str:
+    rows, last = content["rows"], content["rows"][-1]
+    names = {
+        "pipeline": "The pipeline",
+        "replicas": "replicas",
+        "each_alone": "replicas that swap for each micro-batch",
+    }
+    scaled = "; ".join(
+        f"{title} {_times(rows, name, 'executed_ms')} times as fast as one device (simulated "
+        f"{_times(rows, name, 'predicted_ms')}: within {100 * _apart(rows, name):.1f} %)"
+        for name, title in names.items()
+    )
+    swapped = {name: last[name]["swapped_bytes"] / MIB for name in SYSTEMS}
+    slower = {name: last[name]["executed_ms"] / last["pipeline"]["executed_ms"] for name in SYSTEMS}
+    return (
+        f"Executed on devices in virtual time: {content['layers']} equal layers of {content['forward_ms']:.0f} ms forward "
+        f"and {content['propagate_ms']:.0f} ms back, {content['micro_batches']} micro-batches a step, packs of one layer; "
+        f"a layer's weights take {SWAP_MS:.0f} ms of the link that all devices share; the engine's own work is real. With "
+        f"{', '.join(str(row['devices']) for row in rows)} devices: {scaled}. With {last['devices']}, the pipeline swaps "
+        f"{swapped['pipeline']:.0f} MiB a step, replicas {swapped['replicas']:.0f}, and swapping for each "
+        f"micro-batch {swapped['each_alone']:.0f}; a step takes them "
+        f"{slower['replicas']:.2f} and {slower['each_alone']:.2f} times as long as the pipeline."
+        " A replica is run alone, with its share of the micro-batches and of the link; adding up the "
+        "replicas' gradients is not counted, in their favour."
+    )
+
+
+def _scaling(rows: list[Content], name: str, key: str) -> list[float]:
+    return [rows[0][name][key] / row[name][key] for row in rows]
+
+
+def _times(rows: list[Content], name: str, key: str) -> str:
+    return ", ".join(f"{factor:.2f}" for factor in _scaling(rows, name, key))
+
+
+def _apart(rows: list[Content], name: str) -> float:
+    """The largest relative difference between executed and simulated scaling."""
+    both = zip(_scaling(rows, name, "executed_ms"), _scaling(rows, name, "predicted_ms"), strict=True)
+    return max(abs(executed / predicted - 1) for executed, predicted in both)
+
+
+EXPERIMENT = Experiment("devices", "Fig. 10 and 12 on several devices, executed in virtual time", run, draw, says)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()

@@ -1,0 +1,203 @@
+"""Tensors that go from one device to another, where one process drives several.
+
+A layer's arguments go to the layer's device when it is called, or before (MOVE). Between layers, where operands lie on
+different devices, they go to the device of the last layer that ran; what is changed in place stays where it is. A crossing
+is part of the autograd graph: its gradient crosses back.
+
+    MOVE, or the call     argument --Crossing--> argument of the layer     copied by the PEER stream
+    backward, MOVE_BACK   gradient <--Crossing-- gradient
+
+Where torch tells the devices apart (CUDA), a tensor is where it is. Where it does not (CPU devices, logical devices of one
+GPU), it is where the attribute says that was set when it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from harmony_ds.calls.arguments import change_contents
+from harmony_ds.calls.trees import map_tensors, tensors_in
+from harmony_ds.device.base import HOME, Device, Event, Stream
+from harmony_ds.device.group import DeviceGroup
+from harmony_ds.offload.ledger import Ledger
+
+_PLACE = "_harmony_device"
+_COPIES = "_harmony_crossed"
+_Copies = dict[int, tuple[int, Tensor]]
+"""By device, the copy of a tensor there, and the version that it is of."""
+
+
+class Crossings:
+    """Moves tensors between the devices of one process."""
+
+    def __init__(self, device: Device, ledger: Ledger) -> None:
+        self._group = device if isinstance(device, DeviceGroup) else None
+        self._ledger = ledger
+        self._numbers: dict[torch.device, int] = {}
+        if self._group is not None and self._group.is_apart:
+            self._numbers = {member.torch_device: number for number, member in enumerate(self._group.members)}
+        self._leaving: dict[int, tuple[Event, Tensor]] = {}
+        self._of_leaves: list[_Copies] = []  # copies, whose graphs hold the leaves that hold them
+
+    @property
+    def between_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """What makes the context that code between layers runs in; None: it needs none."""
+        return None if self._group is None else lambda: _Alignment(self)
+
+    def aligned(self) -> AbstractContextManager[object]:
+        """The context that code between layers runs in."""
+        return nullcontext() if self._group is None else _Alignment(self)
+
+    # ---- where tensors are
+
+    def place(self, tensor: Tensor) -> int | None:
+        """The device of `tensor`; None: it is on the host."""
+        if self._numbers:
+            return self._numbers.get(tensor.device)
+        place: int = getattr(tensor, _PLACE, HOME)
+        return place
+
+    def made(self, tree: Any, place: int | None = None) -> None:
+        """Tensors of `tree` that were made just now are on the current device, or on `place`."""
+        if self._group is not None and not self._numbers:
+            map_tensors(self._put(self._group.number if place is None else place), tree)
+
+    def _put(self, place: int) -> Callable[[Tensor], Tensor]:
+        def put(tensor: Tensor) -> Tensor:
+            if not hasattr(tensor, _PLACE):
+                setattr(tensor, _PLACE, place)
+            return tensor
+
+        return put
+
+    # ---- moving them
+
+    def here(self, tensors: list[Tensor]) -> list[Tensor]:
+        """`tensors`, those that are on another device moved to the current one."""
+        return tensors if self._group is None else [self.moved(tensor) for tensor in tensors]
+
+    def home(self, tensor: Tensor) -> Tensor:
+        """`tensor` on HOME."""
+        return tensor if self._group is None else self.moved(tensor, HOME)
+
+    def values_here(self, values: list[Any]) -> list[Any]:
+        """The same of arguments and what they hold. Containers stay the caller's, for layers write into them."""
+        return values if self._group is None else [self._value_here(value) for value in values]
+
+    def _value_here(self, value: Any) -> Any:
+        assert self._group is not None
+        if all(self.place(tensor) in (None, self._group.number) for tensor in tensors_in(value)):
+            return value
+        if change_contents(value, self._value_here):
+            return value
+        return map_tensors(self.moved, value)
+
+    def moved(self, tensor: Tensor, place: int | None = None) -> Tensor:
+        """`tensor` on the current device, or on `place`: moved there once, as long as it lives."""
+        group = self._group
+        assert group is not None
+        source, target = self.place(tensor), group.number if place is None else place
+        if source is None or source == target:
+            return tensor
+        copies: _Copies = tensor.__dict__.setdefault(_COPIES, {})
+        if target not in copies or copies[target][0] != tensor._version:
+            with torch.enable_grad():
+                copy: Tensor = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
+            if not self._numbers:
+                setattr(copy, _PLACE, target)
+            copies[target] = tensor._version, copy
+            if tensor.is_leaf and tensor.requires_grad:
+                self._of_leaves.append(copies)
+        return copies[target][1]
+
+    def copy(self, tensor: Tensor, source: int, target: int) -> Tensor:
+        """A copy of `tensor` on another device, there before what its compute stream does next."""
+        assert self._group is not None
+        there, here = self._group.members[source], self._group.members[target]
+        self._let_go(source)
+        # CUDA copies on the source's current stream, and lets the target's wait.
+        made = there.record(Stream.COMPUTE)
+        there.wait(Stream.PEER, made)
+        here.wait(Stream.PEER, made)
+        try:
+            with torch.no_grad(), there.on(Stream.PEER), here.on(Stream.PEER):
+                copy = tensor.detach().to(here.torch_device, copy=True, non_blocking=True)
+        finally:
+            copied = here.record(Stream.PEER)
+            self._leaving[source] = copied, tensor
+        here.wait(Stream.COMPUTE, copied)
+        here.used(copy)
+        self._ledger.book_peer(source, target, tensor.numel() * tensor.element_size())
+        return copy
+
+    def _let_go(self, source: int) -> None:
+        """The memory of what left last belongs to the compute stream: its next owner there comes after the copy."""
+        assert self._group is not None
+        if source in self._leaving:
+            copied, _ = self._leaving.pop(source)
+            self._group.members[source].wait(Stream.COMPUTE, copied)
+
+    def finish(self) -> None:
+        """Drops what is on its way, each after its copy, and the copies of parameters."""
+        for source in list(self._leaving):
+            self._let_go(source)
+        while self._of_leaves:
+            self._of_leaves.pop().clear()
+
+
+class _Crossing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, crossings: Crossings, source: int, target: int) -> Tensor:
+        ctx.harmony_way = crossings, source, target
+        return crossings.copy(tensor, source, target)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        crossings, source, target = ctx.harmony_way
+        return crossings.copy(gradient, target, source), None, None, None
+
+
+class _Alignment(TorchFunctionMode):
+    """Moves operands that lie on different devices to the current one."""
+
+    def __init__(self, crossings: Crossings) -> None:
+        super().__init__()
+        self._crossings = crossings
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [*tensors_among(args), *tensors_among(kwargs.values())]
+        crossings = self._crossings
+        places = {place for tensor in tensors if (place := crossings.place(tensor)) is not None}
+        if len(places) > 1:
+            written = kwargs.get("out", tensors[0] if writes(func) else None)
+            place = crossings.place(written) if isinstance(written, Tensor) else None
+            args, kwargs = map_tensors(lambda tensor: crossings.moved(tensor, place), (args, kwargs))
+            places = {place} if place is not None else set()
+        result = func(*args, **kwargs)
+        if isinstance(result, (Tensor, tuple, list)):
+            crossings.made(result, *places)
+        return result
+
+
+def tensors_among(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among `values`, and in lists and tuples among them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += tensors_among(value)
+    return found
+
+
+def writes(func: Any) -> bool:
+    """Whether `func` changes its first operand in place."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

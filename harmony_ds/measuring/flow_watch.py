@@ -1,0 +1,84 @@
+"""Watches which tensors a forward pass hands from layer to layer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from harmony_ds.calls.arguments import collector_here
+from harmony_ds.calls.crossing import tensors_among, writes
+from harmony_ds.calls.intercept import Request, is_between_layers
+from harmony_ds.calls.trees import tensors_in
+from harmony_ds.profiler.flow import Event, Flow, Kind
+
+_NUMBER = "_harmony_flow"
+
+
+class FlowWatch(TorchFunctionMode):
+    """Notes the operations between layers while it is open, and the calls that it is told of.
+
+    Attributes:
+        in_objective: operations are noted though no layer call would be handled: the loss is computed.
+    """
+
+    def __init__(self, parameters: Collection[Tensor]) -> None:
+        """`parameters`: those that code between layers may use, as it sees them."""
+        super().__init__()
+        self._key = object()  # numbers of another watch are none
+        self._nbytes: list[int] = []
+        self._returns: list[bool] = []
+        self._events: list[Event] = []
+        self._lasting: list[int] = []
+        self._position = -1
+        self._parameters = parameters
+        self.in_objective = False
+
+    @property
+    def flow(self) -> Flow:
+        """What was seen so far."""
+        return Flow(tuple(self._nbytes), tuple(self._returns), tuple(self._events), tuple(self._lasting))
+
+    def call(self, request: Request, took: Sequence[Tensor], gave: Any) -> None:
+        """The next layer call was given `took` and has returned `gave`.
+
+        It may have written into containers among its arguments, which hold what it has of their tensors then; and handed
+        more to a collector.
+        """
+        self._position += 1
+        known = {id(tensor) for tensor in took}
+        inside = [tensors_in(value) for value in (*request.args, *request.kwargs.values())]
+        written = [tensors for tensors in inside if not known.issuperset(map(id, tensors))]
+        collected = [t for t in tensors_in([*collector_here().values()]) if not self._has_number(t)]
+        self._note(Kind.CALL, took, [*tensors_in(gave), *chain.from_iterable(written), *collected])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not (self.in_objective or is_between_layers()):
+            return func(*args, **kwargs)
+        took = tensors_among((*args, *kwargs.values()))
+        result = func(*args, **kwargs)
+        if isinstance(result, (Tensor, tuple, list)) or writes(func):
+            self._note(Kind.WRITE if writes(func) and took else Kind.OPERATION, took, tensors_among((result,)))
+        return result
+
+    def _note(self, kind: Kind, took: Iterable[Tensor], gave: Iterable[Tensor]) -> None:
+        numbers = [tuple(dict.fromkeys(map(self._number, tensors))) for tensors in (took, gave)]
+        self._events.append((kind, self._position, numbers[0], numbers[1]))
+
+    def _has_number(self, tensor: Tensor) -> bool:
+        known = getattr(tensor, _NUMBER, None)
+        return known is not None and known[0] is self._key
+
+    def _number(self, tensor: Tensor) -> int:
+        if not self._has_number(tensor):
+            setattr(tensor, _NUMBER, (self._key, len(self._nbytes)))
+            if any(tensor is parameter for parameter in self._parameters):
+                self._lasting.append(len(self._nbytes))
+            self._nbytes.append(tensor.nbytes)
+            self._returns.append(tensor.requires_grad)
+        number: int = getattr(tensor, _NUMBER)[1]
+        return number

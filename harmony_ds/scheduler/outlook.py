@@ -1,0 +1,136 @@
+"""Time and memory of a candidate, from a few micro-batches that stand for all of its group.
+
+Both are told by the walks that tell them of a finished plan. Between two numbers of kept graphs all micro-batches are
+alike, and what is alive changes by the same bytes from one to the next: the first two and the last two show the most there
+is, and the one between them counts as often as there are others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.profile import Machine
+from harmony_ds.scheduler.choose import PlanRequest, resident_bytes
+from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.memory import MemoryWalks
+from harmony_ds.scheduler.pack_bytes import PackBytes
+from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Packing, Plan, Policy, TaskKind
+from harmony_ds.scheduler.simulate import step_ms
+from harmony_ds.scheduler.swaps import swaps_of
+
+_SHOWN = 5
+"""Of micro-batches that are alike, so many are walked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """A plan over a few micro-batches.
+
+    Attributes:
+        plan: its tasks; neither its memory is known, nor of how many micro-batches graphs are kept in full.
+        counts: how many micro-batches each one stands for.
+    """
+
+    plan: Plan
+    counts: tuple[int, ...]
+
+
+class Outlook:
+    """Times and peaks of candidates for one request."""
+
+    def __init__(self, costs: CostTable, machine: Machine, request: PlanRequest) -> None:
+        self._costs = costs
+        self._machine = machine
+        self._request = request
+        self._walks = MemoryWalks(costs)
+
+    def short(self, packing: Packing, policy: Policy) -> Short:
+        """The plan over as few micro-batches as show everything."""
+        wanted = self._request.micro_batches
+        # Waves do not grow evenly with micro-batches: they are walked in full.
+        counts = (1,) * wanted if policy.pipeline > 1 else _counts(wanted, policy.graphs)
+        graphs = tuple(_first(counts, count) for count in policy.graphs)
+        policy = replace(policy, graphs=graphs)
+        tasks = compose_step(packing, Group.of(len(counts)), policy)
+        several = wanted if policy.grouping else len(counts)
+        return Short(Plan(packing, policy, tasks, several, 0, 0), counts)
+
+    def stages(self, short: Short) -> list[int]:
+        """The peak in bytes while each pack runs: forward, then back, in the order in which they do."""
+        plan = short.plan
+        packing = plan.packing
+        forward = {index: stage for stage, index in enumerate(packing.forward)}
+        backward = {index: stage for stage, index in enumerate(reversed(packing.backward), len(forward))}
+        base = resident_bytes(packing, plan.policy, self._request)
+        now: dict[int, int] = {}  # by device: its stage
+        peaks = [base] * (len(forward) + len(backward))
+        profile = self._walks.walk(packing.packs, plan.tasks, short.counts)
+        walked = zip(plan.tasks, profile.devices, profile.weight_bytes, profile.activation_bytes, strict=True)
+        for task, device, weights, rest in walked:
+            if task.kind in FORWARD_KINDS:
+                now[device] = forward.get(task.pack, len(forward))  # a last pack that is not fused runs forward, too
+            elif task.kind is TaskKind.FUSED or task.kind in BACKWARD_KINDS:
+                now[device] = backward[task.pack]
+            stage = now.get(device, forward.get(device, 0))
+            peaks[stage] = max(peaks[stage], base + weights + rest)
+        return peaks
+
+    def least_ms(self, packing: Packing, policy: Policy) -> float:
+        """What the device that computes most takes for that, with nothing to wait for."""
+        counts = dict(enumerate(policy.graphs))
+        busy: defaultdict[int, float] = defaultdict(float)
+        for index in packing.backward:
+            pack = packing.packs[index]
+            calls = [self._costs.costs[p] for p in pack.positions]
+            if index == packing.backward[-1]:
+                one = sum(call.fused_ms for call in calls)
+            else:
+                one = sum(call.forward_ms + call.backward_ms * pack.needs_backward for call in calls)
+            busy[pack.device] += one * self._request.micro_batches
+            busy[pack.device] -= sum(call.saved_ms for call in calls) * counts.get(index, 0)
+        return max(busy.values())
+
+    def pack_bytes(self, packing: Packing, policy: Policy) -> list[PackBytes]:
+        """What a micro-batch adds in each pack."""
+        return self._walks.pack_bytes(packing.packs, away=policy.stash_on_host > 0)
+
+    def step_ms(self, short: Short, pieces: int, wanted_ms: float = float("inf")) -> float:
+        """How long a step takes, the stash for a pack moving in so many pieces; infinite if more than wanted."""
+        plan, counts = short.plan, short.counts
+        if plan.policy.grouping or len(counts) == self._request.micro_batches:
+            counts = counts if plan.policy.grouping else ()
+            return step_ms(plan, self._costs, self._machine, counts, pieces, wanted_ms)
+        # One micro-batch after the other passes all packs, each as the one before it.
+        fewer = replace(plan, micro_batches=plan.micro_batches - 1)
+        fewer = replace(fewer, tasks=compose_step(plan.packing, Group.of(fewer.micro_batches), plan.policy))
+        with_all, with_fewer = (step_ms(one, self._costs, self._machine) for one in (plan, fewer))
+        return with_all + (self._request.micro_batches - len(counts)) * (with_all - with_fewer)
+
+    def swapped_bytes(self, short: Short) -> int:
+        """What a step moves between host and device."""
+        plan = short.plan
+        if plan.policy.grouping:
+            return swaps_of(plan, self._costs, counts=short.counts).total
+        return swaps_of(plan, self._costs).total * self._request.micro_batches // len(short.counts)
+
+
+def _counts(micro_batches: int, graphs: Sequence[int]) -> tuple[int, ...]:
+    """How many micro-batches each one stands for."""
+    counts: list[int] = []
+    for first, last in pairwise(sorted({0, micro_batches, *(min(count, micro_batches) for count in graphs)})):
+        alike = last - first
+        counts += [1] * alike if alike <= _SHOWN else [1, 1, alike - 4, 1, 1]
+    return tuple(counts)
+
+
+def _first(counts: Sequence[int], wanted: int) -> int:
+    """How many of them stand for the first `wanted` micro-batches."""
+    reached = shown = 0
+    while reached < wanted and shown < len(counts):
+        reached += counts[shown]
+        shown += 1
+    return shown

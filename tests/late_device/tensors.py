@@ -1,0 +1,53 @@
+"""What the late device does with tensors: where they lie, and which of them an operation takes and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Place:
+    """Where a tensor lies, without keeping its memory alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.key = storage._cdata
+        self._storage = StorageWeakRef(storage)
+        self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._dtype = tensor.dtype
+
+    def tensor(self) -> Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
+
+
+def operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors that an operation takes, and whether it writes them."""
+    collective = func.namespace == "c10d"  # whose schemas do not say what they write
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        for tensor in tensors_in(value):
+            yield tensor, collective or (argument.alias_info is not None and argument.alias_info.is_write)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.device.type == "cpu" and value.layout is torch.strided and type(value).__name__ != "PhantomParameter":
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def poisoned(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        tensor.detach().fill_(float("nan"))
+    return tensor
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))

@@ -1,0 +1,156 @@
+"""Several late devices: one device's results, and no report, whatever is late and however a plan deals its packs."""
+
+from __future__ import annotations
+
+import gc
+import random
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harmony_ds.scheduler.choose import make_plan
+from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.stepping import planner
+from tests.cover import spread
+from tests.engine.drive import (
+    EVERY_FAMILY,
+    Groups,
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    loop,
+    means_of,
+    optimizer_for,
+    train_groups,
+    weights_of,
+)
+from tests.engine.test_pipeline import Mixer, Trained, assert_equal
+from tests.families import Batch
+from tests.late_device.test_engine import late_devices, late_engine
+from tests.late_device.test_steady import Model
+from tests.scheduler.test_random_plans import cut_at_random, policy_at_random
+
+pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+STEPS, ACCUMULATION = 2, 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Which of the engine's ways a run takes."""
+
+    devices: int
+    harmony: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = 0.5
+    seed: int | None = None
+    budget: int | None = None
+    looks: bool = False
+
+
+SETTINGS = [
+    Setting(2, {"pack_layers": 1, "stash": "host"}),
+    Setting(3, {"pack_layers": 1, "stash": "device"}, seed=1),
+    Setting(2, {"pack_layers": 2, "stash": "host", "prefetch": False}, clip=None, seed=2),
+    Setting(3, {"pack_layers": 1, "stash": "host"}, clip=None, seed=3),
+    Setting(2, {"pack_layers": 1, "stash": "host"}, seed=4, looks=True),
+]
+NAMES = [one.name for one in EVERY_FAMILY]
+ROWS = [
+    *spread(NAMES, SETTINGS),
+    *spread(NAMES, SETTINGS[2:] + SETTINGS[:2]),
+    *(("llama", Setting(n, {}, seed=n, budget=500_000)) for n in (2, 3)),
+    ("gemma4", Setting(2, {"pack_layers": 3})),  # whose layers write into a dictionary for others of the last pack
+]
+
+
+@cache
+def alone(name: str, clip: float | None) -> Trained:
+    """What one CPU device gives."""
+    one = family(name)
+    model = one.build(0.1)
+    with engine_for(model, optimizer_for(one), config_of(ACCUMULATION, clip, {"pack_layers": 1})) as engine:
+        losses = train_groups(engine, groups_of(one, STEPS, ACCUMULATION))
+    return weights_of(model), losses
+
+
+@pytest.mark.parametrize(("name", "setting"), ROWS)
+def test_several_devices_train_as_one(name: str, setting: Setting) -> None:
+    one, device = family(name), late_devices(setting.devices, setting.seed, setting.budget)
+    model, groups = one.build(0.1), groups_of(one, STEPS, ACCUMULATION)
+    config = config_of(ACCUMULATION, setting.clip, setting.harmony)
+    with late_engine(model, config, make=optimizer_for(one), device=device) as engine:
+        losses = means_of(loop(engine, groups, lambda i: i == 1)) if setting.looks else train_groups(engine, groups)
+        assert len(engine.memory_report().device_peaks) == setting.devices
+    assert_equal((weights_of(model), losses), alone(name, setting.clip))
+
+
+def test_steps_leave_no_more_on_the_devices_than_the_ones_before() -> None:
+    """Unlayered parameters go to other devices, and into the graphs of what is computed there."""
+    device, (model, groups) = late_devices(3, 1), build(3)
+    counts = []
+    with late_engine(model, config_of(len(groups[0]), 0.5, {"pack_layers": 1}), device=device) as engine:
+        for _ in range(3):
+            train_groups(engine, groups[:1])
+            engine.eval()
+            engine.eval_batch(iter(groups[1]))
+            engine.train()
+            gc.collect()
+            counts.append(len(device.members[0]._blocks))
+    assert counts[0] == counts[1] == counts[2]
+
+
+# ---- plans that nobody would choose
+
+
+def build(seed: int) -> tuple[nn.Module, Groups]:
+    """A tiny model, and micro-batches of it."""
+    source = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Mixer() if seed % 3 == 0 else Model(tied=seed % 3 == 1, layers=6)
+    count = 1 + seed % 5
+
+    def batch() -> Batch:
+        if isinstance(model, Mixer):
+            return {k: torch.randn(2, 6, generator=source) for k in "xy"}
+        return {"ids": torch.randint(0, 32, (2, 5), generator=source)}
+
+    return model, [[batch() for _ in range(count)] for _ in range(2)]
+
+
+def plan_at_random(monkeypatch: pytest.MonkeyPatch, choose: random.Random) -> None:
+    """From now on, plans are cut and kept at random, and not searched for."""
+
+    def found(*args: Any, **more: Any) -> tuple[Choice, ...]:
+        graph, costs, _, element, request = args
+        packing = cut_at_random(Packer(graph, costs, element, request.policy), len(costs.calls), choose)
+        policy = policy_at_random(packing, request.policy, request.micro_batches, choose)
+        return (replace(search(*args, **more)[0], plan=make_plan(packing, costs, request, policy)),)
+
+    monkeypatch.setattr(planner, "search", found)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_plans_with_random_delays_give_the_bits_of_one_device(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = random.Random(seed)
+    results, clip = [], choose.choice([None, 0.5])
+    for devices in (1, choose.choice([2, 3, 4])):
+        model, groups = build(seed)
+        config = config_of(len(groups[0]), clip, {"pack_layers": 1})
+        if devices == 1:
+            with engine_for(model, adamw, config) as engine:
+                losses = train_groups(engine, groups)
+        else:
+            plan_at_random(monkeypatch, choose)
+            with late_engine(model, config, device=late_devices(devices, seed)) as engine:
+                losses = train_groups(engine, groups)
+        results.append((weights_of(model), losses))
+    assert_equal(*results)
