@@ -13,8 +13,8 @@ GPU), it is where the attribute says that was set when it was made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,9 +39,9 @@ class Crossings:
     def __init__(self, device: Device, ledger: Ledger) -> None:
         self._group = device if isinstance(device, DeviceGroup) else None
         self._ledger = ledger
-        self._numbers: dict[torch.device, int] = {}
-        if self._group is not None and self._group.is_apart:
-            self._numbers = {member.torch_device: number for number, member in enumerate(self._group.members)}
+        self._numbers: dict[torch.device, int] = {}  # the first of those that are one to torch
+        for number, member in enumerate(() if self._group is None else self._group.members):
+            self._numbers.setdefault(member.torch_device, number)
         self._leaving: dict[int, tuple[Event, Tensor]] = {}
         self._of_leaves: list[_Copies] = []  # copies, whose graphs hold the leaves that hold them
 
@@ -58,14 +58,17 @@ class Crossings:
 
     def place(self, tensor: Tensor) -> int | None:
         """The device of `tensor`; None: it is on the host."""
-        if self._numbers:
-            return self._numbers.get(tensor.device)
-        place: int = getattr(tensor, _PLACE, HOME)
-        return place
+        place = self._numbers.get(tensor.device)
+        return place if place is None or self._is_apart else getattr(tensor, _PLACE, place)
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether torch tells all devices apart, so that no tensor needs to say where it is."""
+        return self._group is None or self._group.is_apart
 
     def made(self, tree: Any, place: int | None = None) -> None:
         """Tensors of `tree` that were made just now are on the current device, or on `place`."""
-        if self._group is not None and not self._numbers:
+        if self._group is not None and not self._is_apart:
             map_tensors(self._put(self._group.number if place is None else place), tree)
 
     def _put(self, place: int) -> Callable[[Tensor], Tensor]:
@@ -81,6 +84,22 @@ class Crossings:
     def here(self, tensors: list[Tensor]) -> list[Tensor]:
         """`tensors`, those that are on another device moved to the current one."""
         return tensors if self._group is None else [self.moved(tensor) for tensor in tensors]
+
+    @contextmanager
+    def at(self, place: int | None = None) -> Iterator[None]:
+        """A context whose operations run on `place` (None: the current device), as torch runs them where their operands
+        lie if it tells the devices apart.
+        """
+        assert self._group is not None
+        here = self._group.number
+        if place is None or place == here or self._is_apart:
+            yield
+            return
+        self._group.enter(place)
+        try:
+            yield
+        finally:
+            self._group.enter(here)
 
     def home(self, tensor: Tensor) -> Tensor:
         """`tensor` on HOME."""
@@ -109,7 +128,7 @@ class Crossings:
         if target not in copies or copies[target][0] != tensor._version:
             with torch.enable_grad():
                 copy: Tensor = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
-            if not self._numbers:
+            if not self._is_apart:
                 setattr(copy, _PLACE, target)
             copies[target] = tensor._version, copy
             if tensor.is_leaf and tensor.requires_grad:
@@ -180,7 +199,8 @@ class _Alignment(TorchFunctionMode):
             place = crossings.place(written) if isinstance(written, Tensor) else None
             args, kwargs = map_tensors(lambda tensor: crossings.moved(tensor, place), (args, kwargs))
             places = {place} if place is not None else set()
-        result = func(*args, **kwargs)
+        with crossings.at(*places):
+            result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)):
             crossings.made(result, *places)
         return result

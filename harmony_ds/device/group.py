@@ -63,10 +63,10 @@ class DeviceGroup(Device):
         """From now on member `number` is current. The random numbers go on where they were."""
         if number == self.number:
             return
-        state = self.now.random_state()
-        self.number, self.now = number, self.members[number]
+        before, self.number, self.now = self.now, number, self.members[number]
         self.now.enter(0)
-        self.now.set_random_state(state)
+        if self.now.torch_device != before.torch_device:
+            self.now.set_random_state(before.random_state())
 
     # ---- all members
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import harmony_ds
 from harmony_ds.config.ablations import ABLATIONS, Ablation
-from harmony_ds.device import CudaDevice, Stream
+from harmony_ds.device import CudaDevice, DeviceGroup, Stream
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import engine_for, groups_of, sgd, train_groups
 from tests.engine.test_failures import Mishap, Trap, Trapped
@@ -233,8 +233,8 @@ def test_recording_a_step_synchronizes_nothing_and_sees_every_task() -> None:
 class Delayed(CudaDevice):
     """Every copy is issued behind a random delay on its stream: what is not ordered by events goes wrong."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(0, None)
+    def __init__(self, seed: int, logical: int = 1) -> None:
+        super().__init__(0, None, logical=logical)
         self._chance = torch.Generator().manual_seed(seed)
 
     def on(self, stream: Stream) -> Any:
@@ -245,10 +245,11 @@ class Delayed(CudaDevice):
         return context
 
 
-def trained(settings: dict[str, Any], seed: int | None = None) -> nn.Module:
+def trained(settings: dict[str, Any], seed: int | None = None, devices: int = 1) -> nn.Module:
     """A model whose steps do not wait for the device themselves: that would hide most of what may go wrong."""
     model, data = decoder(), ids()
-    device = {} if seed is None else {"device": Delayed(seed)}
+    members = [] if seed is None else [Delayed(seed + number, devices) for number in range(devices)]
+    device = {"device": DeviceGroup(members) if devices > 1 else members[0]} if members else {}
     with engine_for(model, fast_sgd, settings, **device) as engine:
         for _ in range(3):
             engine.train_batch(data)
@@ -264,6 +265,12 @@ def test_results_do_not_change_when_streams_are_delayed(stash: str, clip: float)
     expected = trained(settings)
     for seed in (1, 2):
         assert_close(trained(settings, seed), expected)
+
+
+@pytest.mark.parametrize(("devices", "stash"), [(2, "device"), (3, "host"), (4, "device")])
+def test_logical_devices_of_one_gpu_train_as_one_when_streams_are_delayed(devices: int, stash: str) -> None:
+    settings = config(pack_layers=1, stash=stash)
+    assert_close(trained(settings, 1, devices), trained(settings))
 
 
 SWITCHED = [a for a in ABLATIONS if a.exact_on("cuda") and not a.device]
