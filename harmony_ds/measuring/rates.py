@@ -1,7 +1,7 @@
 """Measures the machine: the link, the host's memory and optimizer, and how compute and updates disturb each other.
 
 Everything is measured the way the engine does it, on memory of its own; the model and the optimizer's state are not
-touched. Takes well under a second.
+touched. Takes well under a second, for a model of billions of parameters two.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
 
 _SCRATCH_ELEMENTS = 2**20
 _SCRATCH_ROWS = 2**10
+_MOST_ELEMENTS = 2**26
+"""What an update of so many takes, 1 GiB with Adam, no cache holds: those of servers have hundreds of MiB."""
 _REPEATS = 5
 _MATRIX = 256
 _BESIDE_SECONDS = 0.1
@@ -50,9 +52,10 @@ def measure_rates(
     """
     threads = threads or torch.get_num_threads()
     kind = "none" if optimizer is None else type(optimizer.optimizer).__name__
-    key = (device.name, kind, str(weight_dtype), str(torch.get_num_threads()), str(threads))
+    elements = _host_elements(optimizer)
+    key = (device.name, kind, str(weight_dtype), str(torch.get_num_threads()), str(threads), str(elements))
     if key not in _known:
-        _known[key] = _measured(device, optimizer, weight_dtype, threads)
+        _known[key] = _measured(device, optimizer, weight_dtype, threads, elements)
     swap_ms, swap_in = _line(swaps)
     machine = replace(_known[key], swap_ms=swap_ms, swap_in_bytes_per_ms=swap_in, device_bytes=device.budget_bytes)
     if not machine.copies_overlap:
@@ -60,23 +63,32 @@ def measure_rates(
     return machine
 
 
-def _measured(device: Device, optimizer: HostOptimizer | None, weight_dtype: torch.dtype, threads: int) -> Machine:
+def _host_elements(optimizer: HostOptimizer | None) -> int:
+    """Of how many the host's work is timed: a model that caches do not hold is updated from memory."""
+    trained = 0 if optimizer is None else optimizer.trained_elements
+    return min(max(trained // 4 // _SCRATCH_ROWS * _SCRATCH_ROWS, _SCRATCH_ELEMENTS), _MOST_ELEMENTS)
+
+
+def _measured(
+    device: Device, optimizer: HostOptimizer | None, weight_dtype: torch.dtype, threads: int, elements: int
+) -> Machine:
     """Everything but what swap-ins take."""
     swap_out, link, copied = _device_bytes_per_ms(device)
-    update, gradients = _update_of(optimizer, weight_dtype), torch.zeros(_SCRATCH_ELEMENTS)
+    update = _update_of(optimizer, weight_dtype, elements)
     with computing_with(threads):
-        elements = _SCRATCH_ELEMENTS / _typical_ms(None, update)
+        updated = elements / _typical_ms(None, update)
+    host, normed = _host_rates(elements)
     return Machine(
         name=f"{device.name} on {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
         copies_overlap=device.copies_overlap,
         swap_in_bytes_per_ms=0.0,
         swap_out_bytes_per_ms=swap_out,
         link_bytes_per_ms=link,
-        update_elements_per_ms=elements,
-        norm_elements_per_ms=_SCRATCH_ELEMENTS / _typical_ms(None, lambda: torch.linalg.vector_norm(gradients, 2)),
-        host_bytes_per_ms=_host_bytes_per_ms(),
+        update_elements_per_ms=updated,
+        norm_elements_per_ms=normed,
+        host_bytes_per_ms=host,
         # An elementwise optimizer on the device is as fast as the device's memory.
-        device_update_elements_per_ms=copied / UPDATE_BYTES_PER_ELEMENT if device.copies_overlap else elements,
+        device_update_elements_per_ms=copied / UPDATE_BYTES_PER_ELEMENT if device.copies_overlap else updated,
         beside_update=1.0 if device.copies_overlap or optimizer is None else _beside(update),
     )
 
@@ -104,16 +116,15 @@ def _device_bytes_per_ms(device: Device) -> tuple[float, float, float]:
     return swap_out, link, copied
 
 
-def _update_of(optimizer: HostOptimizer | None, weight_dtype: torch.dtype) -> Callable[[], None]:
+def _update_of(optimizer: HostOptimizer | None, weight_dtype: torch.dtype, elements: int) -> Callable[[], None]:
     """What the update thread does for one parameter, on memory of its own."""
-    shape = _SCRATCH_ROWS, _SCRATCH_ELEMENTS // _SCRATCH_ROWS  # a matrix: some, as Muon, take nothing else
-    master, gradient, coefficient = nn.Parameter(torch.zeros(shape)), torch.full(shape, 1e-3), torch.ones(())
+    shape = _SCRATCH_ROWS, elements // _SCRATCH_ROWS  # a matrix: some, as Muon, take nothing else
+    master, gradient = nn.Parameter(torch.zeros(shape)), torch.full(shape, 1e-3)
     weight = None if weight_dtype == torch.float32 else torch.zeros(shape, dtype=weight_dtype)
     scratch = None if optimizer is None else optimizer.for_scratch(master)
 
     @torch.no_grad()
     def update() -> None:
-        gradient.mul_(coefficient)
         if scratch is not None:
             master.grad = gradient
             scratch.step()
@@ -145,11 +156,11 @@ def _copy(device: Device, stream: Stream, target: Tensor, source: Tensor) -> Non
         target.copy_(source, non_blocking=True)
 
 
-def _host_bytes_per_ms() -> float:
-    """STREAM's triad: two arrays read, one written."""
-    a, b = torch.zeros(4 * _SCRATCH_ELEMENTS), torch.zeros(4 * _SCRATCH_ELEMENTS)
-    c = torch.zeros_like(a)
-    return 3 * a.nbytes / _typical_ms(None, lambda: torch.add(a, b, alpha=3.0, out=c))
+def _host_rates(elements: int) -> tuple[float, float]:
+    """Bytes a millisecond of STREAM's triad, which reads two arrays and writes one; elements whose norm is taken."""
+    a, b, c = (torch.zeros(max(elements, 4 * _SCRATCH_ELEMENTS)) for _ in range(3))
+    triad = 3 * a.nbytes / _typical_ms(None, lambda: torch.add(a, b, alpha=3.0, out=c))
+    return triad, a.numel() / _typical_ms(None, lambda: torch.linalg.vector_norm(a, 2))
 
 
 def _beside(update: Callable[[], None]) -> float:

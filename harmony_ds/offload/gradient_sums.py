@@ -44,7 +44,10 @@ class GradientSums(ABC):
     def measure(self, names: Iterable[str]) -> None:
         """Takes the norms of the gradients of `names`, whose backward passes are finished."""
         for name, total in self._trained(names):
-            self.norms[name] = self.world.measured(total)
+            self.norms[name] = self._norm_of(name, total)
+
+    def _norm_of(self, name: str, total: Tensor) -> Tensor:
+        return self.world.measured(total)
 
     def for_update(self, names: Iterable[str], coefficient: Tensor | None, measured: bool) -> dict[str, Tensor]:
         """The gradients of `names` as an optimizer takes them, in fp32.
@@ -57,7 +60,7 @@ class GradientSums(ABC):
         for name, total in self._trained(names):
             gradient = total.to(torch.float32)
             if not measured:
-                self.norms[name] = self.world.measured(gradient)
+                self.norms[name] = self._norm_of(name, gradient)
             gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient.item())
         return gradients
 

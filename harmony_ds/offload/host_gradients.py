@@ -1,8 +1,8 @@
 """Gradients on the host: the buffers that packs' gradients are swapped out into, and what waits there for its update.
 
 With updates as early as possible, a transfer lives until the host optimizer has used it, and a few buffers serve all
-packs in turn. With updates deferred until the norm is known, every pack keeps one of its own; norms of gradients that
-are all there when they leave are taken on the device, and travel behind them.
+packs in turn. With updates deferred until the norm is known, every pack keeps one of its own. Either way, norms of
+gradients that are all there when they leave are taken on the device, and travel behind them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from harmony_ds.parallel import Alone, World
 from harmony_ds.parallel.slots import HostSum
 
 _ALONE = Alone()
+_NORMS_BYTES = 2**16
+"""Of the norms of one pack's gradients, as a rule."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,14 +95,21 @@ class HostGradients(GradientSums):
         """
         if self._limit is not None:
             most = self._limit + beyond
-            self._buffers.reserve(list(packs) if len(packs) <= most else [max(packs)] * most)
+            sizes = [self._room(nbytes) for nbytes in packs]
+            self._buffers.reserve(sizes if len(sizes) <= most else [max(sizes)] * most)
+
+    def _room(self, nbytes: int) -> int:
+        """Of a buffer for gradients of so many bytes, and for the norms behind them that the device may have taken."""
+        return nbytes + (_NORMS_BYTES if self._takes_norms else 0)
+
+    @property
+    def _takes_norms(self) -> bool:
+        """Whether the device can: the host would have to read gradients again, and this process's are all there are."""
+        return self._device.copies_overlap and self.world.size == 1
 
     def norms_of(self, gradients: Mapping[str, Tensor]) -> Tensor | None:
-        """On the device, behind what the compute stream has done to them; None if that is left to `measure`.
-
-        It is where the host would have to read them again, and this process's `gradients` are all there are.
-        """
-        if not gradients or not self._device.copies_overlap or self.world.size > 1:
+        """On the device, behind what the compute stream has done to them; None if that is left to the host."""
+        if not gradients or not self._takes_norms:
             return None
         return torch.stack(torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32))
 
@@ -120,8 +129,8 @@ class HostGradients(GradientSums):
         places, numel = places_of(gradients, self._dtype.itemsize)
         nbytes = numel * self._dtype.itemsize
         device.wait(Stream.SWAP_OUT, device.record(behind))
-        room = self._taken(nbytes + (0 if norms is None else norms.nbytes), beyond)
-        with room as buffer, torch.no_grad(), device.on(Stream.SWAP_OUT):
+        room = max(self._room(nbytes), nbytes + (0 if norms is None else norms.nbytes))
+        with self._taken(room, beyond) as buffer, torch.no_grad(), device.on(Stream.SWAP_OUT):
             memory = buffer.memory[:nbytes].view(self._dtype)
             on_host = {name: place.view(memory) for name, place in places.items()}
             for name, gradient in gradients.items():
@@ -228,12 +237,10 @@ class HostGradients(GradientSums):
             for transfer in self._transfers.get(name, ()):
                 transfer.arrived.synchronize()
 
-    @torch.no_grad()
-    def measure(self, names: Iterable[str]) -> None:
-        for name, total in self._trained(names):
-            # Whoever asks for the second time may have changed the gradient.
-            norm = self._transfers[name][0].norms.pop(name, None)
-            self.norms[name] = self.world.measured(total) if norm is None else norm.clone()
+    def _norm_of(self, name: str, total: Tensor) -> Tensor:
+        # Whoever asks for the second time may have changed the gradient.
+        norm = self._transfers[name][0].norms.pop(name, None)
+        return super()._norm_of(name, total) if norm is None else norm.clone()
 
     def gradient(self, name: str) -> Tensor | None:
         """What transfers carry is added up in their order of arrival, in the first one."""

@@ -111,6 +111,11 @@ class HostOptimizer:
         """The names of its parameters."""
         return self._group_of
 
+    @property
+    def trained_elements(self) -> int:
+        """Of its parameters, in all."""
+        return sum(self._masters[name].numel() for name in self._group_of)
+
     def trains(self, name: str) -> bool:
         """Whether the optimizer has the parameter `name`."""
         return name in self._group_of
@@ -249,8 +254,7 @@ class HostOptimizer:
     def coming_bytes(self) -> int:
         """Bytes of state that it is still to make, at the first updates; 0 where nothing is known of it."""
         numbers = state_numbers(type(self.optimizer).__name__, self.optimizer.defaults) or 0
-        in_all = _NUMBER_BYTES * numbers * sum(self._masters[name].numel() for name in self._group_of)
-        return max(0, in_all - self.state_bytes())
+        return max(0, _NUMBER_BYTES * numbers * self.trained_elements - self.state_bytes())
 
 
 def part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -174,7 +174,7 @@ class Updates:
             return
         reduced = self._reduced.pop(task.pack, None)
         gradients, behind = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
-        norms = None if self._clipping is None else parts.gradients.norms_of(gradients)
+        norms = parts.gradients.norms_of(gradients)
         transfer = parts.gradients.swap_out(gradients, self._held, behind, norms)
         leaving = [*own.values(), *gradients.values(), *([] if norms is None else [norms])]
         self._leaving[task.pack] = leaving, transfer.arrived

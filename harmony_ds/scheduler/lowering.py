@@ -32,6 +32,8 @@ STASH_PIECES = 16
 """In so many pieces, at most, the stash of all micro-batches for one pack is simulated."""
 _ADDITION = 3.0
 """Adding gradients up reads two and writes one, where their norm reads one."""
+_SCALING = 2.0
+"""Clipping them reads and writes them."""
 _Tasks = tuple[Task, ...]
 
 
@@ -144,13 +146,19 @@ class Lowering:
         normed = tuple(self._norms[-1:])
         if task.kind is TaskKind.UPDATE:
             there = (self._there[task.pack],) if task.pack in self._there else ()
-            duration = self._machine.host_update_ms(pack.update_elements)
+            duration = self._machine.host_update_ms(pack.update_elements) + self._before_update_ms(pack)
             done = self._add(UPDATE, (task,), duration, (*there, *normed), self._host_demand())
             self._updates.append(done)
         else:
             duration = pack.update_elements / self._machine.device_update_elements_per_ms
             done = self._compute((task,), duration, normed)
         self._updated.update(dict.fromkeys(pack.owned, done))
+
+    def _before_update_ms(self, pack: Pack) -> float:
+        """What the host does to gradients first: it clips those that have waited for their norm, or takes that of others."""
+        if self._plan.policy.deferred_update:
+            return _SCALING * pack.update_elements / self._machine.norm_elements_per_ms
+        return self._machine.host_norm_ms(pack.update_elements, self._plan.policy.leave_whole)
 
     def _run(self, tasks: _Tasks, pack: Pack) -> None:
         task = tasks[0]

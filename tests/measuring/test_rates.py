@@ -97,6 +97,19 @@ def test_updates_take_what_the_optimizer_takes(clock: Reading) -> None:
     assert machine.beside_update == 1.0
 
 
+@pytest.mark.parametrize(("trained", "timed"), [(4, 2**20), (2**24, 2**22), (2**40, 2**26)])
+def test_updates_of_a_large_model_are_timed_from_memory_and_not_from_caches(
+    clock: Reading, monkeypatch: pytest.MonkeyPatch, trained: int, timed: int
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(HostOptimizer, "trained_elements", trained)
+    monkeypatch.setattr(rates, "_update_of", lambda _, dtype, elements: lambda: seen.append(elements))
+    monkeypatch.setattr(rates, "_host_rates", lambda elements: (1.0, 1.0))
+    device = Machinery(copies_overlap=True)
+    measured(device, clock, SlowUpdates(device))
+    assert set(seen) == {timed}
+
+
 def test_the_optimizer_of_a_device_whose_copies_overlap_is_as_fast_as_its_memory(
     clock: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,10 @@ def test_norms_travel_with_gradients_and_are_forgotten_when_those_change() -> No
     gradients.measure(["w"])  # of what somebody may have changed since
     assert torch.equal(gradients.norms["w"], sent["w"].norm())
 
+    gradients.add(gradients.swap_out({"u": sent["b"]}, None, norms=torch.ones(1)))
+    gradients.for_update(["u"], None, measured=False)  # an update that waits for no norm takes what travelled, too
+    assert torch.equal(gradients.norms["u"], torch.ones(()))
+
     gradients.add(gradients.swap_out({"b": sent["b"]}, None, norms=torch.zeros(1)))
     gradients.measure(["b"])
     assert torch.equal(gradients.norms["b"], (2 * sent["b"]).norm())

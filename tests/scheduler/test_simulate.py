@@ -77,7 +77,7 @@ def test_one_pack_without_anything_to_hide_takes_what_its_parts_take() -> None:
 
     swap_in, out = 0.01 + 2048 / 1000, 0.01 + 2048 / 1000
     compute = 3 * (0.25 + 2 * 2.5 + 0.5)
-    update = 500 / 200
+    update = 500 / 200 + 500 / 2000  # with the norm, which no copy takes along
     # The next step's swap-in waits for the update.
     assert prediction.step_ms == pytest.approx(swap_in + compute + out + update)
     assert prediction.busy_ms[COMPUTE] == pytest.approx(compute)
@@ -157,5 +157,7 @@ def test_without_grouping_every_micro_batch_moves_weights_and_gradients() -> Non
 
     assert (off.swaps.weights_in, off.swaps.gradients_out) == (3 * on.swaps.weights_in, 3 * on.swaps.gradients_out)
     assert off.busy_ms[COMPUTE] == pytest.approx(on.busy_ms[COMPUTE])
-    # The sums of the second and the third micro-batch's gradients: three times as many bytes as for their norm.
-    assert off.busy_ms[UPDATE] - on.busy_ms[UPDATE] == pytest.approx(2 * 3 * 3 * 250 / GPU.norm_elements_per_ms)
+    # The sums of the second and the third micro-batch's gradients, three times as many bytes as for their norm; and that,
+    # which the device takes of gradients that leave whole.
+    norms = 3 * 250 / GPU.norm_elements_per_ms
+    assert off.busy_ms[UPDATE] - on.busy_ms[UPDATE] == pytest.approx((2 * 3 + 1) * norms)
