@@ -226,6 +226,8 @@ def _parts(
 ) -> tuple[Parts, Ledger]:
     device, store, world = memory
     ledger, timeline = Ledger(device), StepTimeline(device)
+    residency = Residency(device, store, ledger, config.accumulation_dtype)
+    device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
     gradients: HostGradients | None = None
     updater: Updater | None = None
     if host_optimizer is not None:
@@ -233,9 +235,6 @@ def _parts(
         gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
         threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
-    residency = Residency(device, store, ledger, config.accumulation_dtype)
-    device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
-    if host_optimizer is not None:
         host_optimizer.watch(partial(_finish_updates, updater, device_store))
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
     crossings = Crossings(device, ledger)

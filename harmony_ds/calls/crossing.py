@@ -14,7 +14,7 @@ GPU), it is where the attribute says that was set when it was made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,10 +25,12 @@ from harmony_ds.calls.arguments import change_contents
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import HOME, Device, Event, Stream
 from harmony_ds.device.group import DeviceGroup
+from harmony_ds.errors import ModelError
 from harmony_ds.offload.ledger import Ledger
 
 _PLACE = "_harmony_device"
 _COPIES = "_harmony_crossed"
+_CHANGED = "_harmony_changed"
 _Copies = dict[int, tuple[int, Tensor]]
 """By device, the copy of a tensor there, and the version that it is of."""
 
@@ -44,20 +46,27 @@ class Crossings:
             self._numbers.setdefault(member.torch_device, number)
         self._leaving: dict[int, tuple[Event, Tensor]] = {}
         self._of_leaves: list[_Copies] = []  # copies, whose graphs hold the leaves that hold them
+        self._lent: list[tuple[Tensor, Tensor, int]] = []  # to the layer that runs: tensor, copy, the copy's version
 
     @property
     def between_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
         """What makes the context that code between layers runs in; None: it needs none."""
         return None if self._group is None else lambda: _Alignment(self)
 
-    def aligned(self) -> AbstractContextManager[object]:
-        """The context that code between layers runs in."""
-        return nullcontext() if self._group is None else _Alignment(self)
-
     # ---- where tensors are
 
     def place(self, tensor: Tensor) -> int | None:
-        """The device of `tensor`; None: it is on the host."""
+        """The device of `tensor`; None: it is on the host.
+
+        Raises:
+            ModelError: a layer changed a copy of `tensor` in place, which on one device is `tensor`.
+        """
+        if hasattr(tensor, _CHANGED):
+            raise ModelError(
+                f"layer {getattr(tensor, _CHANGED)} changes its input of shape {tuple(tensor.shape)} in place, and other "
+                "code reads that input afterwards. It came from another device, where it has not changed. Let the layer "
+                "change a copy (x = x + y instead of x += y), or train on one device."
+            )
         place = self._numbers.get(tensor.device)
         return place if place is None or self._is_apart else getattr(tensor, _PLACE, place)
 
@@ -127,13 +136,22 @@ class Crossings:
         copies: _Copies = tensor.__dict__.setdefault(_COPIES, {})
         if target not in copies or copies[target][0] != tensor._version:
             with torch.enable_grad():
-                copy: Tensor = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
+                made: Tensor = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
             if not self._is_apart:
-                setattr(copy, _PLACE, target)
-            copies[target] = tensor._version, copy
+                setattr(made, _PLACE, target)
+            copies[target] = tensor._version, made
             if tensor.is_leaf and tensor.requires_grad:
                 self._of_leaves.append(copies)
-        return copies[target][1]
+        copy = copies[target][1]
+        self._lent.append((tensor, copy, copy._version))
+        return copy
+
+    def check_lent(self, layer: str) -> None:
+        """Nobody may read a tensor any more of which `layer` has just changed a copy; see `place`."""
+        for tensor, copy, version in self._lent:
+            if copy._version != version:
+                setattr(tensor, _CHANGED, layer)
+        self._lent.clear()
 
     def copy(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """A copy of `tensor` on another device, there before what its compute stream does next."""
@@ -166,6 +184,7 @@ class Crossings:
         """Drops what is on its way, each after its copy, and the copies of parameters."""
         for source in list(self._leaving):
             self._let_go(source)
+        self._lent.clear()
         while self._of_leaves:
             self._of_leaves.pop().clear()
 

@@ -125,6 +125,7 @@ class LayerCalls:
         with layer.parameters.installed(copies), layer.aligned():
             outputs = request.run(values[: len(request.args)], kwargs)
         restore(held)
+        self._crossings.check_lent(layer.name)
         own = layer.memory(copies)
         if not own.isdisjoint(memory_of(tensors_in(outputs))):
             with torch.set_grad_enabled(request.grad):
@@ -177,6 +178,7 @@ class LayerCalls:
         else:
             call.cut = self._cut(request.layer, given, rows or WHOLE_CALLS)
             outcome = self._run_to_recompute(layer, call, given.tensors, copies, state)
+        self._crossings.check_lent(layer.name)
         leaves = cut_outputs(call, outcome, given.tensors, layer.memory(copies), layer.name)
         self._crossings.made(leaves)  # those in containers that the layer writes into, too
         outputs = given.hand_over(outcome, leaves)

@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Any
 
 HOME = 0
-"""The device of inputs, buffers and unlayered parameters."""
+"""The device of inputs, buffers and unlayered parameters, as in `harmony_ds.device.base`: plans know no torch."""
 
 
 class Kind(IntEnum):

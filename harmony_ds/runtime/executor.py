@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 
 from harmony_ds.calls.checkpointing import passed_through
@@ -94,7 +96,9 @@ class Executor:
             OffPlanError: a micro-batch called a layer that `plan` has no place for; nothing has been updated.
             BaseException: whatever the model, the loss, the optimizer or the device raised.
         """
-        with self._collection(), passed_through():
+        # Autograd's threads, one for each device, would add up gradients of one tensor in their order of arrival.
+        in_one_thread = self._parts.device.count > 1 and torch.autograd.set_multithreading_enabled(False)
+        with self._collection(), passed_through(), in_one_thread or nullcontext():
             self._run(plan, micro_batches, hyper, clipping)
 
     def _run(self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
@@ -315,7 +319,7 @@ class Executor:
             self._enter(micro_batch).run_on(partial(self._answer_attached, micro_batch, leaves))
             micro_batch.finish()
         self.propagated = True
-        with self._parts.crossings.aligned():
+        with (self._parts.crossings.between_layers or nullcontext)():
             micro_batch.propagate_loss()
         self._parts.random.check_drawn()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):

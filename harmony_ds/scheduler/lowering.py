@@ -155,7 +155,7 @@ class Lowering:
         self._updated.update(dict.fromkeys(pack.owned, done))
 
     def _before_update_ms(self, pack: Pack) -> float:
-        """What the host does to gradients first: it clips those that have waited for their norm, or takes that of others."""
+        """What the host does to gradients first: it clips those that waited for their norm, or takes it of others."""
         if self._plan.policy.deferred_update:
             return _SCALING * pack.update_elements / self._machine.norm_elements_per_ms
         return self._machine.host_norm_ms(pack.update_elements, self._plan.policy.leave_whole)
@@ -171,7 +171,7 @@ class Lowering:
         moved = [self._moved.pop((one.pack, one.micro_batch), -1) for one in tasks] if self._moved else []
         after = (*arrived, *self._compute_after.pop(pack.device, ()), *stash, *(job for job in moved if job >= 0))
         if (task.kind, task.pack) not in self._times:
-            self._times[task.kind, task.pack] = _run_ms(task.kind, pack, self._costs)
+            self._times[task.kind, task.pack] = run_ms(task.kind, pack, self._costs)
         duration = self._times[task.kind, task.pack]
         first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
         duration += self._costs.head_ms if first and task.kind not in BACKWARD_KINDS else 0.0
@@ -291,7 +291,7 @@ class Lowering:
         return self._last[own]
 
 
-def _run_ms(kind: TaskKind, pack: Pack, costs: CostTable) -> float:
+def run_ms(kind: TaskKind, pack: Pack, costs: CostTable) -> float:
     """How long one micro-batch takes through a pack."""
     calls = [costs.costs[p] for p in pack.positions]
     if kind in FORWARD_KINDS:

@@ -16,6 +16,7 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.lowering import run_ms
 from harmony_ds.scheduler.memory import MemoryWalks
 from harmony_ds.scheduler.pack_bytes import PackBytes
 from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Packing, Plan, Policy, TaskKind
@@ -72,7 +73,7 @@ class Outlook:
         walked = zip(plan.tasks, profile.devices, profile.weight_bytes, profile.activation_bytes, strict=True)
         for task, device, weights, rest in walked:
             if task.kind in FORWARD_KINDS:
-                now[device] = forward.get(task.pack, len(forward))  # a last pack that is not fused runs forward, too
+                now[device] = forward[task.pack]
             elif task.kind is TaskKind.FUSED or task.kind in BACKWARD_KINDS:
                 now[device] = backward[task.pack]
             stage = now.get(device, forward.get(device, 0))
@@ -85,13 +86,12 @@ class Outlook:
         busy: defaultdict[int, float] = defaultdict(float)
         for index in packing.backward:
             pack = packing.packs[index]
-            calls = [self._costs.costs[p] for p in pack.positions]
+            kinds = [TaskKind.FORWARD, *[TaskKind.BACKWARD] * pack.needs_backward]
             if index == packing.backward[-1]:
-                one = sum(call.fused_ms for call in calls)
-            else:
-                one = sum(call.forward_ms + call.backward_ms * pack.needs_backward for call in calls)
-            busy[pack.device] += one * self._request.micro_batches
-            busy[pack.device] -= sum(call.saved_ms for call in calls) * counts.get(index, 0)
+                kinds = [TaskKind.FUSED]
+            one = sum(run_ms(kind, pack, self._costs) for kind in kinds)
+            saved = sum(self._costs.costs[p].saved_ms for p in pack.positions)
+            busy[pack.device] += one * self._request.micro_batches - saved * counts.get(index, 0)
         return max(busy.values())
 
     def pack_bytes(self, packing: Packing, policy: Policy) -> list[PackBytes]:

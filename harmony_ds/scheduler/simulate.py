@@ -79,7 +79,7 @@ def step_ms(
     pieces: int = STASH_PIECES,
     wanted_ms: float = float("inf"),
 ) -> float:
-    """How long a step takes, and no more; infinite if that is certain to be more than `wanted_ms`.
+    """How long a step takes, and no more; infinite if jobs alone, each at its full speed, take more than `wanted_ms`.
 
     Args:
         counts, pieces: see `Lowering`.

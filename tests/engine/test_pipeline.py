@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine, format_plan
-from harmony_ds.errors import ConfigError, UnsupportedError
+from harmony_ds.errors import ConfigError, ModelError, UnsupportedError
 from harmony_ds.offload.ledger import Kind
 from harmony_ds.scheduler.plan import Plan
 from tests.engine.drive import (
@@ -79,9 +79,9 @@ def test_losses_that_are_looked_at_early() -> None:
 class Mixer(nn.Module):
     """Code between layers that mixes what different devices have, in place and out of place."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.layers = nn.ModuleList([layer(6, 6) for _ in range(4)])
         self.scale = nn.Parameter(torch.ones(6))
         self.register_buffer("offset", torch.linspace(0.0, 1.0, 6))
 
@@ -89,16 +89,23 @@ class Mixer(nn.Module):
         kept, first = [], x
         for layer in self.layers:
             x = torch.tanh(layer(x) + first) * self.scale + self.offset
-            kept.append(x.mean(1))
+            kept.append(x)
         total = torch.zeros_like(kept[0])
         for one in kept:
             total += one
-        return (x + torch.stack(kept, 1).sum(1, keepdim=True) + total[:, None] - y).pow(2).mean()
+        return (torch.stack(kept).sum(0) + total - y).pow(2).mean()
 
 
-def mixed(devices: int) -> tuple[HarmonyEngine, dict[str, Tensor], list[float]]:
+class Rounding(nn.Linear):
+    """A layer that changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.round_())
+
+
+def mixed(devices: int, model: nn.Module | None = None) -> tuple[HarmonyEngine, dict[str, Tensor], list[float]]:
     torch.manual_seed(0)
-    model = Mixer()
+    model = model or Mixer()
     source = torch.Generator().manual_seed(1)
     groups = [[{k: torch.randn(2, 6, generator=source) for k in "xy"} for _ in range(3)] for _ in range(2)]
     with engine_for(model, adamw, config_of(3, 0.5, {"pack_layers": 1, "devices": devices})) as engine:
@@ -110,6 +117,13 @@ def test_code_between_layers_mixes_what_lies_on_several_devices() -> None:
     _, weights, losses = mixed(3)
     _, plain_weights, plain_losses = mixed(1)
     assert_equal((weights, losses), (plain_weights, plain_losses))
+
+
+def test_reading_an_input_that_a_layer_changed_on_another_device_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"layers\.1 changes its input of shape \(2, 6\) in place, and other code reads"
+    ):
+        mixed(3, Mixer(Rounding))
 
 
 @pytest.mark.parametrize("budget", [400_000, 200_000])

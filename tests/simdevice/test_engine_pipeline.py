@@ -29,7 +29,7 @@ CASES = [
     ("OutsideParameterNet", 3, HOST),
     ("gpt2", 2, DEVICE),
     ("llama", 4, GRAPHS),
-    ("t5", 3, HOST),
+    ("t5", 4, HOST),
     ("deepseek_v3", 2, DEVICE),
 ]
 
