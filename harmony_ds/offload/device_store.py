@@ -37,12 +37,7 @@ class DeviceStore(GradientSums):
     """Holds resident packs, and the gradients that wait for their update there. Every method is the engine thread's."""
 
     def __init__(
-        self,
-        device: Device,
-        store: HostStore,
-        ledger: Ledger,
-        residency: Residency,
-        optimizer: DeviceOptimizer | None,
+        self, device: Device, store: HostStore, ledger: Ledger, residency: Residency, optimizer: DeviceOptimizer | None
     ) -> None:
         super().__init__(lambda name: optimizer is not None and optimizer.trains(name))
         self._device = device

@@ -45,12 +45,7 @@ class HostStore:
     """Owns the slabs and the masters of a model's parameters."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        decomposition: Decomposition,
-        dtype: torch.dtype,
-        device: Device,
-        world: Alone = _ALONE,
+        self, model: nn.Module, decomposition: Decomposition, dtype: torch.dtype, device: Device, world: Alone = _ALONE
     ) -> None:
         """Moves `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
 

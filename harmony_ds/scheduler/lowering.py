@@ -46,12 +46,7 @@ class Lowering:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        costs: CostTable,
-        machine: Machine,
-        counts: Sequence[int] = (),
-        pieces: int = STASH_PIECES,
+        self, plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[int] = (), pieces: int = STASH_PIECES
     ) -> None:
         """`counts`: how many micro-batches each one stands for; empty: for itself. `pieces`: of the stash for a pack."""
         self._plan = plan
@@ -70,9 +65,7 @@ class Lowering:
         self._updated: dict[str, int] = {}  # parameter -> the update of it
         self._last: dict[str, int] = {}  # stream -> the last job on it
         self._device = 0  # of the task
-        self._compute_after: defaultdict[int, list[int]] = defaultdict(
-            list
-        )  # device -> what its next compute waits for
+        self._compute_after: defaultdict[int, list[int]] = defaultdict(list)  # device -> what compute there waits for
         self._swap_in_after: dict[int, tuple[int, ...]] = {}  # and its next swap-in
         self._leaving: dict[int, int] = {}  # device -> the last stash that left it
         self._moved_bytes = moved_bytes(plan.packing, costs.flow)

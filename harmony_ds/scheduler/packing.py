@@ -25,13 +25,7 @@ _ALONE = Policy()
 class Packer:
     """Makes packs of one model."""
 
-    def __init__(
-        self,
-        graph: LayerGraph,
-        costs: CostTable,
-        element: ElementBytes,
-        policy: Policy = _ALONE,
-    ) -> None:
+    def __init__(self, graph: LayerGraph, costs: CostTable, element: ElementBytes, policy: Policy = _ALONE) -> None:
         """`policy`: how many devices there are, each of which updates a piece of every parameter, and how they reduce."""
         self._devices = devices = policy.devices
         self._policy = policy

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import harmony_ds
-from harmony_ds import (
-    EngineFailedError,
-    HarmonyEngine,
-)
+from harmony_ds import EngineFailedError, HarmonyEngine
 from harmony_ds.stepping.planner import Planner
 from tests.cover import pairs
 from tests.engine.drive import (

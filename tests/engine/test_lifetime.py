@@ -22,17 +22,7 @@ import harmony_ds
 from harmony_ds import HarmonyEngine, ModelError, UnsupportedError, UsageError
 from harmony_ds.device import CpuDevice
 from tests.cover import spread
-from tests.engine.drive import (
-    adamw,
-    config_of,
-    engine_for,
-    family,
-    groups_of,
-    loop,
-    plainly,
-    train_groups,
-    weights_of,
-)
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, plainly, train_groups, weights_of
 from tests.inside import assembly_of, updater_of
 from tests.oracle import assert_same
 

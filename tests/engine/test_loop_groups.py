@@ -9,17 +9,7 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 
 from harmony_ds import BatchError, OptimizerError
-from tests.engine.drive import (
-    adamw,
-    config_of,
-    engine_for,
-    family,
-    groups_of,
-    seed_of,
-    sgd,
-    train_groups,
-    weights_of,
-)
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, seed_of, sgd, train_groups, weights_of
 from tests.oracle import assert_same, train_plainly
 
 LLAMA = family("llama")

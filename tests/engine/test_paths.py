@@ -278,11 +278,7 @@ class Tower(Net):
 
 @pytest.mark.parametrize(
     ("depths", "harmony"),
-    [
-        ((4, 2, 3), {"pack_layers": 1}),
-        ((2, 4, 1), {"pack_layers": 2}),
-        ((1, 2, 3), {"pack_layers": 2}),
-    ],
+    [((4, 2, 3), {"pack_layers": 1}), ((2, 4, 1), {"pack_layers": 2}), ((1, 2, 3), {"pack_layers": 2})],
 )
 def test_each_micro_batch_as_deep_as_it_asks(depths: tuple[int, ...], harmony: Any) -> None:
     groups = [[{**batch, "depth": depth} for batch, depth in zip(group, depths, strict=True)] for group in GROUPS]

@@ -17,16 +17,7 @@ from harmony_ds import (
     UnsupportedError,
 )
 from harmony_ds.device import CpuDevice
-from tests.engine.drive import (
-    adamw,
-    config_of,
-    engine_for,
-    family,
-    groups_of,
-    sgd,
-    train_groups,
-    weights_of,
-)
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
 from tests.oracle import assert_same
 
 LLAMA = family("llama")

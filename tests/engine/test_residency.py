@@ -179,8 +179,7 @@ def test_gradients_accumulated_in_bf16(clip: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("type_", "params", "clip"),
-    [("AdamW", {"lr": 1e-3, "weight_decay": 0.1}, 0.5), ("Adagrad", {"lr": 1e-2}, None)],
+    ("type_", "params", "clip"), [("AdamW", {"lr": 1e-3, "weight_decay": 0.1}, 0.5), ("Adagrad", {"lr": 1e-2}, None)]
 )
 def test_deepspeeds_optimizers_step_the_cpu_devices_memory_too(type_: str, params: Any, clip: float | None) -> None:
     models = []

@@ -27,7 +27,7 @@ TOLERANCE = 1e-6
 LLAMA = family("llama")
 LOOSE = {
     # Batch normalization behind the first convolution makes nearly all of its gradient cancel out.
-    "resnet": 1e-5,
+    "resnet": 1e-5
 }
 
 
@@ -121,11 +121,7 @@ def test_a_loss_of_the_users_own_is_over_the_whole_micro_batch() -> None:
     with engine_for(model, summing, config_of(1, harmony=slices(3, 2))) as engine:
         engine.train_batch(iter([batch]), loss_fn=contrast)
         # Through so hard a softmax, rounding of the logits grows a hundredfold.
-        assert_close(
-            gradients_in(engine.optimizer, model),
-            gradients_in(reference, plain),
-            1e-5,
-        )
+        assert_close(gradients_in(engine.optimizer, model), gradients_in(reference, plain), 1e-5)
 
 
 def test_evaluation_is_cut_and_gives_the_same_loss() -> None:

@@ -169,10 +169,7 @@ HALF_AND_RESIDENT = [
 @pytest.mark.parametrize("more", HALF_AND_RESIDENT, ids=["fp32", "bf16", "bf16, resident"])
 def test_what_is_set_by_hand_is_what_training_goes_on_with(more: dict[str, Any]) -> None:
     one, other = LLAMA.build(0.0), LLAMA.build(0.0)
-    with (
-        engine_for(one, adamw, config_of(4, **more)) as left,
-        engine_for(other, adamw, config_of(4, **more)) as right,
-    ):
+    with engine_for(one, adamw, config_of(4, **more)) as left, engine_for(other, adamw, config_of(4, **more)) as right:
         train_groups(left, GROUPS[:1])
         train_groups(right, GROUPS)  # elsewhere, then brought to where the first one is
         for (name, source), target in zip(one.named_parameters(), other.parameters(), strict=True):

@@ -149,11 +149,7 @@ def test_bf16_gradients_halve_what_they_move_and_are_grouped_or_not_the_same() -
 
 
 @pytest.mark.parametrize(
-    ("off", "where", "at"),
-    [
-        (EVERYTHING.harmony, "forward", 2),
-        (EVERYTHING.harmony, "backward", 1),
-    ],
+    ("off", "where", "at"), [(EVERYTHING.harmony, "forward", 2), (EVERYTHING.harmony, "backward", 1)]
 )
 def test_a_failed_step_is_as_if_it_had_not_been_tried(off: dict[str, Any], where: str, at: int) -> None:
     groups = groups_of(LLAMA, 2, 4)

@@ -101,10 +101,7 @@ def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> tuple[Rows, dict
 
 @pytest.mark.parametrize(
     ("layer", "dims"),
-    [
-        (RowByRow(), RowDims((0,), (0,), 0)),
-        (Noisy(), RowDims((0,), (0,), 0)),
-    ],
+    [(RowByRow(), RowDims((0,), (0,), 0)), (Noisy(), RowDims((0,), (0,), 0))],
     ids=lambda value: type(value).__name__,
 )
 def test_layers_whose_rows_are_their_own_can_be_cut(layer: nn.Module, dims: RowDims) -> None:

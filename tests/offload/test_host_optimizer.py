@@ -200,11 +200,7 @@ def test_what_deepspeeds_adam_would_misread_is_caught() -> None:
 
 @pytest.mark.parametrize(
     ("make", "numbers"),
-    [
-        (torch.optim.AdamW, 2),
-        (torch.optim.SGD, 0),
-        (lambda groups: torch.optim.SGD(groups, momentum=0.9), 1),
-    ],
+    [(torch.optim.AdamW, 2), (torch.optim.SGD, 0), (lambda groups: torch.optim.SGD(groups, momentum=0.9), 1)],
 )
 def test_state_that_is_still_to_come_comes_with_the_first_updates(make: Make, numbers: int) -> None:
     model = odd_sizes()

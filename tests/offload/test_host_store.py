@@ -106,10 +106,7 @@ def test_a_tied_parameter_lies_with_its_first_layer() -> None:
 
     assert one.model.lm_head.weight is one.model.transformer.wte.weight
     pieces = one.store.pieces(["transformer.wte.weight", "transformer.ln_f.weight"])
-    assert [name for piece in pieces for name in piece.places] == [
-        "transformer.wte.weight",
-        "transformer.ln_f.weight",
-    ]
+    assert [name for piece in pieces for name in piece.places] == ["transformer.wte.weight", "transformer.ln_f.weight"]
 
 
 def test_parameters_stay_readable_after_release() -> None:

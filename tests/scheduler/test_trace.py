@@ -19,8 +19,7 @@ from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 from tests.scheduler.examples import CPU, GPU, costs_of, packs_of, reused, with_unlayered
 
 COSTS = costs_of(
-    (0, 1, 2),
-    CallCost(needs_backward=True, forward_ms=1.0, backward_ms=2.0, fused_ms=3.0, stash_bytes=40),
+    (0, 1, 2), CallCost(needs_backward=True, forward_ms=1.0, backward_ms=2.0, fused_ms=3.0, stash_bytes=40)
 )
 KINDS = {kind.name.lower() for kind in TaskKind}
 
