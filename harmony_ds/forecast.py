@@ -187,13 +187,10 @@ def smallest_peak_bytes(survey: Survey) -> int:
 def changes(situation: Situation, now: Forecast) -> tuple[Change, ...]:
     """What would be faster: one thing changed at a time, best first.
 
-    Other rates are simulated with the plan as it is, so that what they bring is a lower bound; more memory and longer
-    steps are planned anew.
+    What each brings is a lower bound: other rates are simulated with the plan as it is, more memory and longer steps with
+    that, where it fits, or one that is found by a quick search.
     """
-    found = [
-        *_other_rates(situation, now),
-        *_other_requests(situation, now),
-    ]
+    found = [*_other_rates(situation, now), *_other_requests(situation, now)]
     return tuple(sorted(found, key=lambda change: -change.items_per_s))
 
 
@@ -209,10 +206,11 @@ def _other_rates(situation: Situation, now: Forecast) -> Iterator[Change]:
 
 
 def _other_requests(situation: Situation, now: Forecast) -> Iterator[Change]:
-    survey, request = situation.survey, situation.survey.request
+    survey, request = situation.survey, replace(situation.survey.request, thorough=False)
     if request.budget_bytes is not None:
         more = replace(survey, request=replace(request, budget_bytes=2 * request.budget_bytes))
-        yield Change("twice the device memory", forecast(replace(situation, survey=more)).items_per_s)
+        quick = forecast(replace(situation, survey=more))
+        yield Change("twice the device memory", max(now.items_per_s, quick.items_per_s))
     twice = replace(request, micro_batches=2 * request.micro_batches)
     what = f"twice the micro-batches ({twice.micro_batches})"
     plan = make_plan(now.plan.packing, survey.costs, twice, now.plan.policy)

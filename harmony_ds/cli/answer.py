@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harmony_ds.cli.options import Asked
+from harmony_ds.cli.progress import progress
 from harmony_ds.config import Config
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.forecast import Change, Forecast, Situation, changes, forecast, smallest_peak_bytes
@@ -121,7 +122,8 @@ def _forecast_json(now: Forecast, unit: str) -> dict[str, Any]:
 def answered(asked: Asked, surveyed: Surveyed, host_bytes: int | None) -> Answer:
     """To `estimate` and `plan`. `host_bytes`: of the machine's host, where the options do not say it."""
     config = asked.config(asked.processes)
-    subject, survey = surveyed(asked.model, asked.shape(config), config)
+    with progress(f"looking at {asked.model}"):
+        subject, survey = surveyed(asked.model, asked.shape(config), config)
 
     def resurvey(rows: int) -> Survey:
         return surveyed(asked.model, BatchShape(rows, asked.sequence), config)[1].among(asked.processes)
@@ -143,7 +145,8 @@ def answer(case: Case, resurvey: Resurvey, advise: bool) -> Answer:
     """Searches for the plan, and for what would help if `advise`."""
     situation = case.situation
     try:
-        now = forecast(situation)
+        with progress("searching for the fastest plan"):
+            now = forecast(situation)
     except DoesNotFitError:
         budget = case.survey.request.budget_bytes
         assert budget is not None
@@ -155,7 +158,8 @@ def answer(case: Case, resurvey: Resurvey, advise: bool) -> Answer:
     if now.host_missing_bytes and case.host_budget_bytes is not None:
         ways = tuple(_less_on_host(case, now))
         lack = Lack("host memory", now.host_total_bytes, case.host_budget_bytes, ways)
-    return Answer(case, now, changes(situation, now) if advise else (), lack)
+    with progress("looking for what would help"):
+        return Answer(case, now, changes(situation, now) if advise else (), lack)
 
 
 def _less_on_device(case: Case, needed: int, resurvey: Resurvey) -> Iterator[str]:

@@ -42,7 +42,7 @@ _AT_ONCE = 48
 """So many neighbours of one, before those of the best are gone on with."""
 _PATIENCE = 900
 """After so many plans none of which was better, the others are taken not to be."""
-_WORK, _FIRST_WORK = 600_000, 350_000
+_WORK, _FIRST_WORK = 500_000, 300_000
 """After so many tasks walked no more neighbours are looked at; after so many, no more ways to cut from scratch."""
 _SIMULATED = 3
 """So much more work it is to simulate a task than to walk it."""
@@ -55,6 +55,8 @@ _SHORT = 8
 _PIECES = 8
 """In so many pieces, at most, the stash for a pack moves while candidates are compared; in fewer where packs are many."""
 _MANY = 24
+_NEAR = 1.01
+"""Those that are slower by more than that are not the best in more pieces, either."""
 _TRIALS = 4
 """So often graphs are added to the plan that was found: what is certain to fit is less than what does."""
 
@@ -333,9 +335,8 @@ class _Search:
 
     def choices(self) -> tuple[Choice, ...]:
         """The best, walked and simulated in full."""
-        finalists = sorted(
-            (self._judged(one, one.rank[-1], STASH_PIECES) for one in self.found), key=lambda one: one.rank
-        )
+        near = [one for place, one in enumerate(self.found) if place < self._top or one.ms < _NEAR * self.found[0].ms]
+        finalists = sorted((self._judged(one, one.rank[-1], STASH_PIECES) for one in near), key=lambda one: one.rank)
         choices = [self._settled(one) for one in finalists[: self._top]]
         return tuple(sorted(choices, key=lambda one: steps(one.prediction.step_ms)))
 

@@ -6,7 +6,10 @@ import contextlib
 import io
 from dataclasses import dataclass
 
+from harmony_ds.cli import progress
 from harmony_ds.cli.app import run as run_app
+
+progress._LONG_S = 1e6  # on a machine that is busy, too, a command says what it says
 
 
 @dataclass(frozen=True)

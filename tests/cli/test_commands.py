@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import harmony_ds
+from harmony_ds.cli import progress
 from harmony_ds.cli.app import COMMANDS, parameters_of
 from harmony_ds.cli.options import OPTIONS
 from harmony_ds.profiler.profile import Profile
@@ -431,3 +433,16 @@ def test_trace_of_wrong_input(tiny: str, tmp_path: Path, arguments: tuple[str, .
 
     assert found.exit_code == 1
     assert message in found.stderr
+
+
+def test_what_takes_long_is_told_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    monkeypatch.setattr(progress, "_LONG_S", 0.0)
+    monkeypatch.setattr(progress, "print", lambda *what, **how: (print(*what, **how), told.set()), raising=False)
+    with progress.progress("searching"):
+        told.wait()
+    assert capsys.readouterr() == ("", "searching ...\n")
+    monkeypatch.setattr(progress, "_LONG_S", 3600.0)
+    with progress.progress("searching"):
+        pass
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer) and thread.is_alive()]

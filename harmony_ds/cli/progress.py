@@ -1,0 +1,23 @@
+"""Tells whoever waits what for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LONG_S = 2.0
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Prints `what` on stderr if what is done in this context takes longer than two seconds."""
+    timer = threading.Timer(_LONG_S, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
