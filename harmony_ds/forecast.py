@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.host_room import waiting_of
 from harmony_ds.scheduler.packing import Packer
@@ -196,9 +197,12 @@ def changes(situation: Situation, now: Forecast) -> tuple[Change, ...]:
 
 def _other_rates(situation: Situation, now: Forecast) -> Iterator[Change]:
     costs, machine = situation.survey.costs, situation.survey.profile.machine
+    link = _twice(machine, "swap_in_bytes_per_ms", "swap_out_bytes_per_ms", "link_bytes_per_ms")
+    host = _twice(machine, "host_bytes_per_ms", "update_elements_per_ms", "norm_elements_per_ms")
+    host = replace(host, update_bytes_per_element=machine.update_bytes_per_element / 2)  # updates are faster with it
     for what, changed_costs, changed_machine in (
-        ("a link twice as fast", costs, machine.with_link(2.0)),
-        ("host memory twice as fast", costs, machine.with_host_memory(2.0)),
+        ("a link twice as fast", costs, link),
+        ("host memory twice as fast", costs, host),
         ("a device that computes twice as fast", _faster(costs), machine),
     ):
         prediction = simulate(now.plan, changed_costs, changed_machine)
@@ -222,6 +226,10 @@ def _other_requests(situation: Situation, now: Forecast) -> Iterator[Change]:
         yield Change(what, forecast(replace(situation, survey=replace(survey, request=twice))).items_per_s)
     except DoesNotFitError:
         return  # more micro-batches need more memory
+
+
+def _twice(machine: Machine, *rates: str) -> Machine:
+    return replace(machine, **{rate: 2 * getattr(machine, rate) for rate in rates})
 
 
 def _faster(costs: CostTable) -> CostTable:

@@ -371,11 +371,7 @@ FAMILIES: tuple[Family, ...] = (
         bitwise=True,
     ),
     transformer(
-        "mamba",
-        "MambaForCausalLM",
-        SPECIAL_TOKENS | MAMBA | {"initializer_range": INITIALIZER_RANGE},
-        (),
-        bitwise=TIED,
+        "mamba", "MambaForCausalLM", SPECIAL_TOKENS | MAMBA | {"initializer_range": INITIALIZER_RANGE}, (), bitwise=TIED
     ),
     Family("clip", build_clip, image_and_text_batch, bitwise=True),
     # The first layer is dense, the other two are mixtures of experts with one shared expert.

@@ -71,6 +71,7 @@ def test_the_harmony_block_is_read() -> None:
     block = {
         "device": "cpu",
         "devices": 2,
+        "parallel": "auto",
         "device_memory_gib": 0.5,
         "pack_layers": 3,
         "layers": ["h.*", "head"],
@@ -215,11 +216,7 @@ def test_auto_in_a_key_without_meaning_is_deepspeeds_default() -> None:
 def test_the_third_of_the_batch_sizes_follows(
     batch: int | None, micro: int | None, steps: int | None, world_size: int, expected: tuple[int, int, int]
 ) -> None:
-    given = {
-        "train_batch_size": batch,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
-    }
+    given = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
     config = load_config({key: value for key, value in given.items() if value is not None}, world_size)
 
     assert (config.micro_batch, config.gradient_accumulation_steps, config.train_batch_size) == expected

@@ -12,13 +12,7 @@ from torch.nn import functional as F
 
 from tests.cover import spread
 from tests.families import FAMILIES, MODULES, Family
-from tests.oracle import (
-    assert_same,
-    largest_difference,
-    loss_in,
-    train_plainly,
-    train_plainly_bf16,
-)
+from tests.oracle import assert_same, largest_difference, loss_in, train_plainly, train_plainly_bf16
 
 EVERY_FAMILY = [pytest.param(family, id=family.name) for family in FAMILIES + MODULES]
 WITHOUT_DROPOUT = {"resnet", "mamba"}

@@ -206,10 +206,7 @@ def test_a_model_that_looks_at_numbers_is_told_to_be_profiled() -> None:
         estimate(AskingNet().to("meta"), {"inputs": torch.zeros(2, 8, device="meta")}, config_of(), HARDWARE)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "state"),
-    [("AdamW", 8), ("Adam", 8), ("Adagrad", 4), ("SGD", 0), (None, 8)],
-)
+@pytest.mark.parametrize(("optimizer", "state"), [("AdamW", 8), ("Adam", 8), ("Adagrad", 4), ("SGD", 0), (None, 8)])
 def test_what_a_resident_parameter_takes_is_what_the_engine_would_keep(optimizer: str | None, state: int) -> None:
     model, inputs = llama("llama-2-7b", 1, 128)
     block = {} if optimizer is None else {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}

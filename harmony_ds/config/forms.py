@@ -162,6 +162,7 @@ FORMS: dict[str, Form] = {
     ),
     "patterns": Form('a list of patterns such as ["model.layers.*"]', tuple[StrictStr, ...], _MUST),
     "weights": Form('"auto", "whole" or "share"', Literal["auto", "whole", "share"], _IS),
+    "parallel": Form('"auto" or "pipeline"', Literal["auto", "pipeline"], _IS),
     "place": Form('"auto", "device" or "host"', Literal["auto", "device", "host"], _IS),
     "packs": Form(
         '"auto", "kept", "off" or a number of packs',

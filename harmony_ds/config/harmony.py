@@ -13,6 +13,7 @@ class HarmonySettings:
 
     device: str = "auto"
     devices: int | str | tuple[str, ...] = 1
+    parallel: str = "pipeline"
     device_memory_gib: float | None = None
     pack_layers: int | None = None
     layers: tuple[str, ...] = ()

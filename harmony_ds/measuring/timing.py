@@ -7,6 +7,7 @@ structure share what was measured of them; only the first few are propagated bac
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -92,7 +93,9 @@ class Timing(Passes):
         self._structures.append(structure)
         enough = self._structures.count(structure) > _BACKWARD_SAMPLES
         self._lap()
+        begin = time.perf_counter()
         outputs, call = self._record(request, copy)
+        self._issued(structure, "issue", begin)
         self._take(structure, "forward")
         if call is None:
             return outputs
@@ -101,11 +104,13 @@ class Timing(Passes):
             return outputs
         with self._made_up_gradients(call):
             self._lap()
+            begin = time.perf_counter()
             if call.cut is None and keeps_graphs:
                 calls.recompute(call, copy.leaves, replay)
                 self._take(structure, "again")
             calls.backward(call, copy.leaves, replay, lambda: residency.accumulate(copy))
             residency.accumulate(copy)
+            self._issued(structure, "issue back", begin)
             self._take(structure, "backward")  # with the recomputation, where no graph is kept
         for leaf in copy.leaves.values():
             leaf.grad = None
@@ -119,6 +124,11 @@ class Timing(Passes):
         before, self._since = self._since, self._device.now_ms()
         return self._since - before
 
+    def _issued(self, structure: Structure, what: str, begin: float) -> None:
+        """What the host took until now, if the device may still compute."""
+        if self._device.copies_overlap:
+            self._samples[structure, what].append((time.perf_counter() - begin) * 1e3)
+
     def _take(self, structure: Structure, what: str) -> None:
         self._samples[structure, what].append(self._lap())
 
@@ -126,8 +136,9 @@ class Timing(Passes):
         """Times by position; the calls are those that were measured, as the random numbers were the same."""
         timed = []
         for cost, structure in zip(costs.costs, self._structures, strict=True):
-            forward, inter_layer, again, propagate = (
-                typical(self._samples[structure, what]) for what in ("forward", "inter-layer", "again", "backward")
+            forward, inter_layer, again, propagate, issue, issue_back = (
+                typical(self._samples[structure, what])
+                for what in ("forward", "inter-layer", "again", "backward", "issue", "issue back")
             )
             backward = again + propagate
             # The graph is built while running forward either way, and propagated through once; unless it is recomputed in
@@ -140,6 +151,8 @@ class Timing(Passes):
                     backward_ms=backward,
                     fused_ms=fused + inter_layer,
                     propagate_ms=propagate,
+                    issue_ms=issue + inter_layer,
+                    issue_back_ms=issue_back,
                 )
             )
         head, tail = (typical(self._samples[_REST, what]) for what in ("head", "tail"))

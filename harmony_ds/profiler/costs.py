@@ -47,6 +47,8 @@ class CallCost:
         backward_ms: recomputing it and propagating backward.
         fused_ms: running it forward and propagating backward at once, as in the fused pack.
         propagate_ms: propagating backward through a graph that was kept.
+        issue_ms, issue_back_ms: what the host takes to issue its forward pass, and recomputing it and propagating backward,
+            where a device computes beside the host; the times above are no less.
     """
 
     alive_bytes: int = 0
@@ -70,6 +72,8 @@ class CallCost:
     backward_ms: float = 0.0
     fused_ms: float = 0.0
     propagate_ms: float = 0.0
+    issue_ms: float = 0.0
+    issue_back_ms: float = 0.0
 
     @property
     def saved_ms(self) -> float:

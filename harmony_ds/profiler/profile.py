@@ -19,7 +19,7 @@ from harmony_ds.profiler.flow import Flow
 UPDATE_BYTES_PER_ELEMENT = 28.0
 """Adam in fp32: master, both moments read and written (24), the gradient read (4)."""
 
-_FORMAT = 5
+_FORMAT = 6
 _SHOWN = 60  # characters of an entry in an error
 _Costs = TypeVar("_Costs", CallCost, CostTable)
 
@@ -78,9 +78,7 @@ class Machine:
         return self.update_ms + elements / self.update_elements_per_ms
 
     def host_norm_ms(self, elements: int, whole: bool) -> float:
-        """Of a pack's gradients, which are `whole` when they leave the device: it takes their norms then where copies
-        overlap, in no time beside its other work.
-        """
+        """Of a pack's gradients. If they are `whole` when they leave a device whose copies overlap, it has taken it."""
         return 0.0 if self.copies_overlap and whole else elements / self.norm_elements_per_ms
 
     def host_sum_ms(self, elements: int, devices: int) -> float:
@@ -127,25 +125,6 @@ class Machine:
         }
         room = min((m.device_bytes for m in (self, other) if m.device_bytes is not None), default=None)
         return Machine(name=self.name, device_bytes=room, **worst)
-
-    def with_link(self, factor: float) -> Machine:
-        """The machine with a link so many times as fast."""
-        return replace(
-            self,
-            swap_in_bytes_per_ms=self.swap_in_bytes_per_ms * factor,
-            swap_out_bytes_per_ms=self.swap_out_bytes_per_ms * factor,
-            link_bytes_per_ms=self.link_bytes_per_ms * factor,
-        )
-
-    def with_host_memory(self, factor: float) -> Machine:
-        """The machine with host memory so many times as fast, and updates with it."""
-        return replace(
-            self,
-            host_bytes_per_ms=self.host_bytes_per_ms * factor,
-            update_elements_per_ms=self.update_elements_per_ms * factor,
-            norm_elements_per_ms=self.norm_elements_per_ms * factor,
-            update_bytes_per_element=self.update_bytes_per_element / factor,
-        )
 
 
 @dataclass(frozen=True, slots=True)

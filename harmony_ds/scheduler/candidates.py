@@ -210,9 +210,11 @@ def both_ways(packing: Packing) -> set[int]:
 def use_of(packing: Packing, policy: Policy) -> str:
     """What a policy uses memory for, for people."""
     count, away = len(packing.forward), policy.stash_on_host
-    text = "stash on the device"
+    text = f"{policy.pipeline} devices, " * (policy.pipeline > 1) + "stash on the device"
     if away:
-        text = f"stash of {away} of {count} packs on the host" if away < count else "stash on the host"
+        text = text.replace(
+            "on the device", f"of {away} of {count} packs on the host" if away < count else "on the host"
+        )
     for packs, what in ((policy.kept, "kept"), (policy.resident, "resident")):
         text += f", {len(packs)} pack{'s' * (len(packs) > 1)} {what}" if packs else ""
     if any(policy.graphs):

@@ -56,14 +56,17 @@ class PlanRequest:
 
 
 def among_devices(request: PlanRequest, machine: Machine) -> tuple[PlanRequest, ...]:
-    """How several devices may work together: as harmony.weights and harmony.reduce say, or else as may be fastest.
+    """How several devices may work together: as harmony.parallel, .weights and .reduce say, or else as may be fastest.
 
     Where what the devices send each other takes another way than the link, and a faster one, each swaps in a share of a
     pack, and gradients are reduced on the devices. Else the host may be faster, or not: that depends on its memory. (The
     CPU device has no link: its memory is the host's.)
     """
+    ways: tuple[PlanRequest, ...] = (request,)
+    if request.policy.pipeline > 1 and request.settings.parallel == "auto":
+        ways = (replace(request, policy=replace(request.policy, pipeline=1)), request)
     if request.policy.alone:
-        return (request,)
+        return ways
     settings, overlaps = request.settings, machine.copies_overlap
     beside = overlaps and not machine.peers_share_link
     faster_in = beside and machine.peer_bytes_per_ms > machine.swap_in_bytes_per_ms
@@ -76,7 +79,9 @@ def among_devices(request: PlanRequest, machine: Machine) -> tuple[PlanRequest, 
         on_host = (False,)
     else:
         on_host = (False, True) if overlaps else (True,)
-    return tuple(_reducing(request, replace(request.policy, shared=shared, reduce_on_host=one)) for one in on_host)
+    return tuple(
+        _reducing(way, replace(way.policy, shared=shared, reduce_on_host=one)) for way in ways for one in on_host
+    )
 
 
 def _reducing(request: PlanRequest, policy: Policy) -> PlanRequest:

@@ -30,10 +30,8 @@ _THROUGH = (*_STASHING, TaskKind.STASH_OUT, TaskKind.STASH_IN)
 _RUNS = (*FORWARD_KINDS, TaskKind.FUSED, *BACKWARD_KINDS)
 STASH_PIECES = 16
 """In so many pieces, at most, the stash of all micro-batches for one pack is simulated."""
-_ADDITION = 3.0
-"""Adding gradients up reads two and writes one, where their norm reads one."""
-_SCALING = 2.0
-"""Clipping them reads and writes them."""
+_ADDITION, _SCALING = 3.0, 2.0
+"""Adding gradients up reads two and writes one, clipping them reads and writes one, where their norm reads one."""
 _Tasks = tuple[Task, ...]
 
 
@@ -168,7 +166,9 @@ class Lowering:
         duration = self._times[task.kind, task.pack]
         first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
         duration += self._costs.head_ms if first and task.kind not in BACKWARD_KINDS else 0.0
-        ran = self._compute(tasks, len(tasks) * duration, after)
+        # One thread issues the work of several devices; that of one was measured with what issuing it takes.
+        issuing_ms = issue_ms(task.kind, pack, self._costs) if self._plan.policy.pipeline > 1 else 0.0
+        ran = self._compute(tasks, len(tasks) * duration, after, issuing_ms)
         self._ran.update((one.micro_batch, ran) for one in tasks)
 
     def _gradients_out(self, task: Task, pack: Pack) -> None:
@@ -216,12 +216,12 @@ class Lowering:
 
     # ---- jobs
 
-    def _compute(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...]) -> int:
+    def _compute(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...], issue_ms: float = 0.0) -> int:
         demands = (("cores", 1.0),) if self._machine.beside_update < 1.0 else ()
-        issuing_ms = self._machine.task_ms * len(tasks)
-        issued = self._host(tasks[:1], issuing_ms)
+        issuing_ms = (self._machine.task_ms + issue_ms) * len(tasks)
+        after = (*self._host(tasks[:1], issuing_ms), *after)
         extra = 0.0 if self._machine.copies_overlap else issuing_ms
-        return self._add(COMPUTE, tasks, duration_ms + extra, (*issued, *after), demands)
+        return self._add(COMPUTE, tasks, duration_ms + extra, after, demands)
 
     def _copy_in(self, tasks: _Tasks, nbytes: int, updates: tuple[int, ...]) -> int:
         machine = self._machine
@@ -294,6 +294,15 @@ def run_ms(kind: TaskKind, pack: Pack, costs: CostTable) -> float:
     if kind is TaskKind.BACKWARD:
         return sum(call.backward_ms for call in calls)
     return costs.tail_ms + sum(call.fused_ms for call in calls)
+
+
+def issue_ms(kind: TaskKind, pack: Pack, costs: CostTable) -> float:
+    """How long the host takes to issue that."""
+    calls = [costs.costs[p] for p in pack.positions]
+    if kind in FORWARD_KINDS:
+        return sum(call.issue_ms for call in calls)
+    again = kind is TaskKind.BACKWARD_FROM_GRAPH
+    return sum(max(call.issue_ms, call.issue_back_ms) - call.issue_ms * again for call in calls)
 
 
 def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:

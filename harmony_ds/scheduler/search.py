@@ -114,8 +114,8 @@ def _search(
             raise failures[-1]
         return ()
     best = min(found, key=lambda choices: choices[0].prediction.step_ms)
-    others = [choice for choices in found if choices is not best for choice in choices]
-    return (*best, *others)[:top]
+    others = [choices[0] for choices in found if choices is not best]
+    return (*best[: max(1, top - len(others))], *others)[:top]
 
 
 @dataclass(frozen=True, slots=True)

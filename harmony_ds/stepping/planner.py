@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -17,6 +18,7 @@ from harmony_ds.measuring.measuring import Measuring
 from harmony_ds.measuring.profile_cache import ProfileFile
 from harmony_ds.measuring.sample import Sample, Shapes, shapes_of
 from harmony_ds.offload.host_limits import free_host_bytes
+from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.profiler.rows import WHOLE_CALLS
@@ -181,12 +183,31 @@ class Planner:
             if self._saved is not None:
                 return (adopt(self._saved, graph, costs, machine, self._element, request),)
             choices = search(graph, costs, machine, self._element, request, top=_TOP if thorough else 1)
+            if thorough and self._settings.parallel == "auto" and self._parts.device.count > 1:
+                choices += tuple(self._of_replicas(graph, costs, machine, request))
+                _tell_of_replicas(choices)
             if isinstance(self._settings.residency, int):
                 for reason in why_not_resident(choices[0].plan.packing, self._settings.residency):
                     _logger.warning("%s", reason)
             return choices
 
         return self._parts.world.first("plan", found)
+
+    def _of_replicas(
+        self, graph: LayerGraph, costs: CostTable, machine: Machine, request: PlanRequest
+    ) -> Iterator[Choice]:
+        """The plan, found by a quick search, of as many processes as there are devices, each of which has one."""
+        count, processes = self._parts.device.count, self._parts.device.count * self._policy.devices
+        asked = replace(
+            request,
+            policy=replace(request.policy, devices=processes, pipeline=1),
+            micro_batches=-(-request.micro_batches // count),
+            exchange_bytes=buffer_bytes(request.budget_bytes),
+            thorough=False,
+        )
+        with suppress(DoesNotFitError):
+            best = search(graph, costs, machine.among(count), self._element, asked)[0]
+            yield replace(best, reason=f"{processes} replicas (torchrun --nproc_per_node {processes}): {best.reason}")
 
     def _machine(self) -> Machine:
         """Return the rates that plans are made with: the slowest of all processes, which run one plan."""
@@ -318,6 +339,18 @@ class Planner:
         assert self.choices and self._costs is not None
         best, names = self.choices[0], tuple(layer.name for layer in self.graph.layers)
         return trace_of(best.plan, best.prediction, self._costs, executed, names)
+
+
+def _tell_of_replicas(choices: tuple[Choice, ...]) -> None:
+    best, last = choices[0], choices[-1]
+    if last.prediction.step_ms < best.prediction.step_ms:
+        _logger.warning(
+            "a step is predicted to take %.1f ms with the plan that runs, %s, and %.1f with %s",
+            best.prediction.step_ms,
+            best.reason,
+            last.prediction.step_ms,
+            last.reason,
+        )
 
 
 def others_bytes(parts: Parts) -> int:

@@ -133,8 +133,7 @@ def forms(api: Api, script: Script, folder: Path) -> None:
         return sizes
 
     script.row(
-        "initialize(args.deepspeed_config)",
-        lambda: started(None, args=argparse.Namespace(deepspeed_config=str(full))),
+        "initialize(args.deepspeed_config)", lambda: started(None, args=argparse.Namespace(deepspeed_config=str(full)))
     )
     script.row("initialize(config=path)", lambda: started(str(full)))
     script.row("initialize(config_params=dict)", lambda: started(None, config_params=config()))

@@ -202,6 +202,18 @@ def test_a_plan_of_any_number_of_devices_runs_on_any_other(tmp_path: Path) -> No
             pass
 
 
+def test_the_fastest_of_one_device_and_a_pipeline_runs_and_replicas_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """On the CPU, whose devices compute one after the other, one is as fast as two."""
+    model = LLAMA.build(0.1)
+    with engine_for(model, adamw, config_of(ACCUMULATION, 0.5, {"devices": 2, "parallel": "auto"})) as engine:
+        losses = train_groups(engine, groups_of(LLAMA, STEPS, ACCUMULATION))
+        *here, replicas = engine.plan_report().choices
+    assert [choice.plan.policy.pipeline for choice in here] == [1] * (len(here) - 1) + [2]
+    assert replicas.reason.startswith("2 replicas (torchrun --nproc_per_node 2)")
+    assert (replicas.reason in caplog.text) == (replicas.prediction.step_ms < here[0].prediction.step_ms)
+    assert_equal((weights_of(model), losses), trained(LLAMA, 1))
+
+
 def test_what_cannot_be_a_pipeline_is_refused_before_training() -> None:
     with (
         pytest.raises(ConfigError, match="asks for 64 devices"),

@@ -56,11 +56,7 @@ def late_devices(
 
 @contextmanager
 def late_engine(
-    model: nn.Module,
-    config: dict[str, Any],
-    seed: int | None = None,
-    make: Any = adamw,
-    device: Device | None = None,
+    model: nn.Module, config: dict[str, Any], seed: int | None = None, make: Any = adamw, device: Device | None = None
 ) -> Iterator[HarmonyEngine]:
     """An engine on a late device, or a group; at the end it is destroyed, and everything must have been in order."""
     device = device or LateDevice(seed)
@@ -209,10 +205,7 @@ def ema_around(evaluate: Callable[[nn.Module], Any], model: nn.Module, kept: lis
             parameter.copy_(value)
 
 
-@pytest.mark.parametrize(
-    ("way", "residency", "seed"),
-    [("eval_batch", "off", None), ("module", 2, 1)],
-)
+@pytest.mark.parametrize(("way", "residency", "seed"), [("eval_batch", "off", None), ("module", 2, 1)])
 def test_weights_may_be_put_back_right_after_an_evaluation(way: str, residency: Any, seed: int | None) -> None:
     batch = LLAMA.batch(9)
     plain, model = plain_model(LLAMA, 0.1), LLAMA.build(0.1)

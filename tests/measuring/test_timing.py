@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Stream
+from harmony_ds.measuring import timing
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.measuring.timing import Timing, typical
 from harmony_ds.profiler.costs import CallCost, CostTable
@@ -62,13 +64,13 @@ def timed(net: Net, trained: bool = True) -> tuple[CostTable, list[tuple[int, fl
     device.stream_ms = {Stream.SWAP_IN: SWAP_MS}
     with assembled(net, device) as assembly:
         parts = assembly.parts
-        timing = Timing(parts, assembly.layers)
+        watch = Timing(parts, assembly.layers)
         x = torch.ones(2, 4, requires_grad=trained)  # or the first layer's call would be of another structure
         calls = tuple(range(len(net.layers)))
         costs = CostTable(calls, tuple(CallCost(stash_bytes=7) for _ in calls), tail_bytes=3)
         sample = Sample(x, net, lambda out: out.sum() if trained else None, seed=1)
-        table = timing.time(costs, sample)
-    return table, timing.swaps
+        table = watch.time(costs, sample)
+    return table, watch.swaps
 
 
 def test_the_first_of_several_samples_was_cold() -> None:
@@ -90,6 +92,19 @@ def test_cold_calls_do_not_count() -> None:
         assert cost.backward_ms == 2.0 + 5.0  # run again, and then propagated through
         assert cost.fused_ms == 7.0 + 0.25  # the graph is built while running forward
         assert (cost.propagate_ms, cost.saved_ms, cost.stash_bytes) == (5.0, 2.0, 7)
+
+
+@pytest.mark.parametrize(("overlaps", "issue", "back"), [(True, 1.25, 1.0), (False, 0.25, 0.0)])
+def test_what_the_host_issues_is_timed_where_a_device_computes_beside_it(
+    overlaps: bool, issue: float, back: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=itertools.count(0, 1e-3).__next__))
+    monkeypatch.setattr(ScriptedDevice, "copies_overlap", overlaps)
+    device = ScriptedDevice()
+    table, _ = timed(Net(device, [Layer(device, 2.0, 5.0) for _ in range(3)], 0.5, inter_layer=0.25, tail=0.25))
+    assert [(cost.issue_ms, cost.issue_back_ms) for cost in table.costs] == [
+        (pytest.approx(issue), pytest.approx(back))
+    ] * 3
 
 
 class Other(Layer):

@@ -130,8 +130,7 @@ def waits_for_the_other(how: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "more"),
-    [("is killed", -signal.SIGKILL, ""), ("leaves", 0, ""), ("stops", 0, "within 4 s")],
+    ("how", "code", "more"), [("is killed", -signal.SIGKILL, ""), ("leaves", 0, ""), ("stops", 0, "within 4 s")]
 )
 def test_the_others_notice_a_process_that_is_gone_or_stopped(how: str, code: int, more: str) -> None:
     ended = run_to_end(3, waits_for_the_other, how)

@@ -24,10 +24,7 @@ def _training(place: int, name: str) -> Training:
         clip=0.05 if tied or place % 2 else 0.0,
         bf16=place % 3 == 2 and not tied,
         optimizer="SGD" if tied else "AdamW",
-        harmony={
-            "weights": "whole" if place // 2 % 2 else "share",
-            "reduce": "device" if place // 4 % 2 else "host",
-        },
+        harmony={"weights": "whole" if place // 2 % 2 else "share", "reduce": "device" if place // 4 % 2 else "host"},
     )
 
 

@@ -113,7 +113,7 @@ def test_what_limits_a_step_gets_better_when_that_is_faster() -> None:
     prediction = simulate(plan, costs, slow)
 
     assert prediction.bottleneck == SWAP_IN
-    assert simulate(plan, costs, slow.with_link(2.0)).step_ms < prediction.step_ms
+    assert simulate(plan, costs, replace(slow, swap_in_bytes_per_ms=20.0)).step_ms < prediction.step_ms
 
 
 def test_updates_that_are_not_deferred_run_under_the_backward_pass() -> None:

@@ -16,7 +16,7 @@ ALL_CALLS = 100
 LOOSE = {
     # Every call keeps the dataclass that it was given, and with it tensors that have been stashed, until it is
     # propagated back. The plan counts all of them until the last call is.
-    "SkipNet": 1.18,
+    "SkipNet": 1.18
 }
 
 

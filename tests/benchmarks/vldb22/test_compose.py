@@ -72,15 +72,7 @@ def test_a_worked_example() -> None:
 
     assert [
         (task.kind.value, task.first, task.device) for task in graph.tasks if task.kind is not DeviceTaskKind.UPDATE
-    ] == [
-        ("FWD", 0, 0),
-        ("FWD", 7, 1),
-        ("FWD", 14, 2),
-        ("BWD", 21, 3),
-        ("BWD", 14, 0),
-        ("BWD", 7, 1),
-        ("BWD", 0, 2),
-    ]
+    ] == [("FWD", 0, 0), ("FWD", 7, 1), ("FWD", 14, 2), ("BWD", 21, 3), ("BWD", 14, 0), ("BWD", 7, 1), ("BWD", 0, 2)]
     pins = [
         (task.index, port.first, port.last) for task in graph.tasks for port in task.takes if port.medium is Medium.PIN
     ]
