@@ -182,10 +182,10 @@ class DeviceStore(GradientSums):
     # ---- looks from the host
 
     @torch.no_grad()
-    def show(self) -> None:
-        """Makes everything on the host true: weights, masters, optimizer state."""
+    def show(self, to_be_read: bool = False) -> None:
+        """Makes everything on the host true: weights, masters, optimizer state. `to_be_read`: nobody will write there."""
         self._notice_replaced_state()
-        self._was_shown = bool(self._weights)
+        self._was_shown |= bool(self._weights) and not to_be_read
         if not self._is_newer:
             return
         self._is_newer = False

@@ -251,7 +251,7 @@ def test_saving_changes_nothing_and_moves_resident_packs_back_for_nobody(tmp_pat
             resumed += train(engine, setup, [step])
             if step >= 3:
                 assert engine.swap_report().host_to_device["resident"] == 0
-                assert assembly_of(engine).parts.device_store._held
+                assert assembly_of(engine).parts.device_store.nbytes
             engine.save_checkpoint(tmp_path)
         assert_equal(state_of(engine), expected)
     assert resumed == losses

@@ -133,7 +133,8 @@ def test_under_a_budget_each_device_takes_and_swaps_what_was_planned(budget: int
     with engine_for(model, adamw, config_of(ACCUMULATION, 0.5, harmony)) as engine:
         train_groups(engine, groups_of(LLAMA, STEPS, ACCUMULATION))
         memory, report = engine.memory_report(), engine.plan_report()
-        assert report.swapped_bytes == report.planned.total
+        assert engine.swap_report().swap_bytes == report.planned.weights_in + report.planned.gradients_out
+        assert report.swapped_bytes <= report.planned.total  # stash is planned for the longest micro-batch
         planned = report.choices[0].plan.device_peaks
         assert all(
             0.9 * most <= taken <= most <= budget for taken, most in zip(memory.device_peaks, planned, strict=True)

@@ -123,6 +123,7 @@ def loads_with_a_changed_byte(folder: str) -> tuple[str, int, int]:
     engine.save_checkpoint(folder)
     (file,) = Path(folder).rglob("optimizer.safetensors")
     content = file.read_bytes()
+    dist.barrier()  # before the first process changes it
     calls = []
 
     def counted(path: Path, record: Any) -> str | None:
