@@ -134,15 +134,17 @@ class Timing(Passes):
 
     def _timed(self, costs: CostTable) -> CostTable:
         """Times by position; the calls are those that were measured, as the random numbers were the same."""
-        timed = []
+        timed, issued_ms, timed_ms = [], 0.0, 0.0
         for cost, structure in zip(costs.costs, self._structures, strict=True):
-            forward, inter_layer, again, propagate, issue, issue_back = (
+            forward, inter_layer, again, propagate, *issue = (
                 typical(self._samples[structure, what])
                 for what in ("forward", "inter-layer", "again", "backward", "issue", "issue back")
             )
             backward = again + propagate
             # The graph is built while running forward either way, and propagated through once; unless it is recomputed in
             # slices.
+            issued_ms += sum(issue)
+            timed_ms += forward + backward
             fused = (backward or forward) + (forward if backward and self._rows.cuts else 0.0)
             timed.append(
                 replace(
@@ -151,9 +153,8 @@ class Timing(Passes):
                     backward_ms=backward,
                     fused_ms=fused + inter_layer,
                     propagate_ms=propagate,
-                    issue_ms=issue + inter_layer,
-                    issue_back_ms=issue_back,
                 )
             )
         head, tail = (typical(self._samples[_REST, what]) for what in ("head", "tail"))
-        return replace(costs, costs=tuple(timed), head_ms=head, tail_ms=tail)
+        share = min(1.0, issued_ms / timed_ms) if timed_ms else 0.0
+        return replace(costs, costs=tuple(timed), head_ms=head, tail_ms=tail, issue_share=share)

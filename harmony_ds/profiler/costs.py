@@ -47,8 +47,6 @@ class CallCost:
         backward_ms: recomputing it and propagating backward.
         fused_ms: running it forward and propagating backward at once, as in the fused pack.
         propagate_ms: propagating backward through a graph that was kept.
-        issue_ms, issue_back_ms: what the host takes to issue its forward pass, and recomputing it and propagating backward,
-            where a device computes beside the host; the times above are no less.
     """
 
     alive_bytes: int = 0
@@ -72,8 +70,6 @@ class CallCost:
     backward_ms: float = 0.0
     fused_ms: float = 0.0
     propagate_ms: float = 0.0
-    issue_ms: float = 0.0
-    issue_back_ms: float = 0.0
 
     @property
     def saved_ms(self) -> float:
@@ -103,6 +99,7 @@ class CostTable:
         head_ms: the code before the first layer.
         tail_ms: the code after the last layer (the loss), forward and backward.
         held_and_stashed_bytes: what it keeps beside that and has stashed as well, no longer than it stays stashed.
+        issue_share: of all times, what the host takes to issue them, where a device computes beside it.
         in_slices: whether layer calls are cut into slices of a micro-batch's rows. The fused pack then keeps no graph:
             it runs forward and backward as any other does.
         scalar_bytes: what a tensor of one number takes: a loss, and the grain of the device's allocator.
@@ -119,6 +116,7 @@ class CostTable:
     held_and_stashed_bytes: int = 0
     head_ms: float = 0.0
     tail_ms: float = 0.0
+    issue_share: float = 0.0
     in_slices: bool = False
     flow: Flow = field(default_factory=Flow)
 

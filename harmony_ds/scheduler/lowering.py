@@ -167,8 +167,8 @@ class Lowering:
         first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
         duration += self._costs.head_ms if first and task.kind not in BACKWARD_KINDS else 0.0
         # One thread issues the work of several devices; that of one was measured with what issuing it takes.
-        issuing_ms = issue_ms(task.kind, pack, self._costs) if self._plan.policy.pipeline > 1 else 0.0
-        ran = self._compute(tasks, len(tasks) * duration, after, issuing_ms)
+        issue_ms = duration * self._costs.issue_share * (self._plan.policy.pipeline > 1)
+        ran = self._compute(tasks, len(tasks) * duration, after, issue_ms)
         self._ran.update((one.micro_batch, ran) for one in tasks)
 
     def _gradients_out(self, task: Task, pack: Pack) -> None:
@@ -294,15 +294,6 @@ def run_ms(kind: TaskKind, pack: Pack, costs: CostTable) -> float:
     if kind is TaskKind.BACKWARD:
         return sum(call.backward_ms for call in calls)
     return costs.tail_ms + sum(call.fused_ms for call in calls)
-
-
-def issue_ms(kind: TaskKind, pack: Pack, costs: CostTable) -> float:
-    """How long the host takes to issue that."""
-    calls = [costs.costs[p] for p in pack.positions]
-    if kind in FORWARD_KINDS:
-        return sum(call.issue_ms for call in calls)
-    again = kind is TaskKind.BACKWARD_FROM_GRAPH
-    return sum(max(call.issue_ms, call.issue_back_ms) - call.issue_ms * again for call in calls)
 
 
 def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:

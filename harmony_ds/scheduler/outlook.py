@@ -86,9 +86,8 @@ class Outlook:
         busy: defaultdict[int, float] = defaultdict(float)
         for index in packing.backward:
             pack = packing.packs[index]
-            kinds = [TaskKind.FORWARD, *[TaskKind.BACKWARD] * pack.needs_backward]
-            if index == packing.backward[-1]:
-                kinds = [TaskKind.FUSED]
+            fused = index == packing.backward[-1]
+            kinds = [TaskKind.FUSED] if fused else [TaskKind.FORWARD, *[TaskKind.BACKWARD] * pack.needs_backward]
             one = sum(run_ms(kind, pack, self._costs) for kind in kinds)
             saved = sum(self._costs.costs[p].saved_ms for p in pack.positions)
             busy[pack.device] += one * self._request.micro_batches - saved * counts.get(index, 0)

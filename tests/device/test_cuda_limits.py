@@ -47,6 +47,21 @@ def test_a_budget_holds_the_process_while_it_is_limited_and_not_before_or_after(
     assert shares == {0: 1.0, 1: 0.8}
 
 
+@pytest.mark.parametrize(
+    ("variable", "part"), [("PYTORCH_ALLOC_CONF", 10), ("PYTORCH_CUDA_ALLOC_CONF", 10), ("PATH", 25)]
+)
+def test_the_allocators_segments_grow_unless_the_program_has_configured_it(
+    variable: str, part: int, shares: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setenv(variable, "max_split_size_mb:64")
+    without, device = CudaDevice(0), CudaDevice(0, 500)
+    assert given == ["expandable_segments:True"] * (2 if part == 25 else 0)
+    assert device.reserve_bytes() - without.reserve_bytes() == 500 // part
+
+
 def test_a_device_without_a_budget_of_its_own_limits_nothing(shares: dict[int, float]) -> None:
     device = CudaDevice(1)
     device.limit_process()

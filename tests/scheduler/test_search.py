@@ -100,12 +100,11 @@ def test_a_larger_budget_never_gives_a_slower_plan(machine: Machine, stash: str,
     assert len(set(times)) > 1
 
 
-@pytest.mark.parametrize(("issue_ms", "fastest"), [(0.1, 3), (1.0, 1)], ids=["devices compute", "the host issues"])
-def test_more_devices_are_used_where_one_thread_issues_their_work_fast_enough(issue_ms: float, fastest: int) -> None:
+@pytest.mark.parametrize(("share", "fastest"), [(0.1, 3), (1.0, 1)], ids=["devices compute", "the host issues"])
+def test_more_devices_are_used_where_one_thread_issues_their_work_fast_enough(share: float, fastest: int) -> None:
     settings = HarmonySettings(parallel="auto", devices=3, residency="off")
     wanted = PlanRequest(settings, 12, 60_000, resident_bytes=128, policy=Policy(pipeline=3))
-    calls = tuple(replace(cost, issue_ms=issue_ms, issue_back_ms=3 * issue_ms) for cost in COSTS.costs)
-    found = search(GRAPH, replace(COSTS, costs=calls), GPU, FP32, wanted, top=5)
+    found = search(GRAPH, replace(COSTS, issue_share=share), GPU, FP32, wanted, top=5)
     assert found[0].plan.policy.pipeline == fastest
     assert {choice.plan.policy.pipeline for choice in found} == {1, 3}  # the other's time is told
     assert min(found, key=lambda choice: choice.prediction.step_ms) is found[0]
