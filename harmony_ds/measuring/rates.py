@@ -1,7 +1,7 @@
 """Measures the machine: the link, the host's memory and optimizer, and how compute and updates disturb each other.
 
 Everything is measured the way the engine does it, on memory of its own; the model and the optimizer's state are not
-touched. Takes well under a second, for a model of billions of parameters two.
+touched. Takes well under a second, for a model of hundreds of millions of parameters some.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
 
 _SCRATCH_ELEMENTS = 2**20
 _SCRATCH_ROWS = 2**10
-_MOST_ELEMENTS = 2**26
-"""What an update of so many takes, 1 GiB with Adam, no cache holds: those of servers have hundreds of MiB."""
+_MOST_ELEMENTS = 2**25
+"""What an update of so many takes, half a GiB with Adam, no cache holds: those of servers have up to 300 MiB."""
 _REPEATS = 5
 _MATRIX = 256
 _BESIDE_SECONDS = 0.1
@@ -66,7 +66,7 @@ def measure_rates(
 def _host_elements(optimizer: HostOptimizer | None) -> int:
     """Of how many the host's work is timed: a model that caches do not hold is updated from memory."""
     trained = 0 if optimizer is None else optimizer.trained_elements
-    return min(max(trained // 4 // _SCRATCH_ROWS * _SCRATCH_ROWS, _SCRATCH_ELEMENTS), _MOST_ELEMENTS)
+    return min(max(trained // 8 // _SCRATCH_ROWS * _SCRATCH_ROWS, _SCRATCH_ELEMENTS), _MOST_ELEMENTS)
 
 
 def _measured(
