@@ -22,6 +22,7 @@ from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.profiler.rows import WHOLE_CALLS
+from harmony_ds.runtime.joint import JointMicroBatch
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.scheduler.choose import PlanRequest
@@ -70,10 +71,12 @@ class Planner:
         self.graph = graph
         """Layers, and their call order once a micro-batch has been seen."""
         self._costs: CostTable | None = None
+        self._alone: CostTable | None = None  # of single micro-batches, where the plan is of several as one
+        self._together = 1  # micro-batches whose layer calls are joined
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
         self._measured: list[tuple[Shapes, bytes]] = []
-        self._plans: dict[tuple[_Compose, Group, Policy], Plan] = {}
+        self._plans: dict[tuple[_Compose, Group, Policy, bool], Plan] = {}  # the last: of several as one
         self._outgrown = False  # a step took more than planned
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
@@ -123,6 +126,9 @@ class Planner:
     def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
         """Costs in slices of the wanted size, or of every size that promises to fit, the fastest first."""
         wanted = self.wanted_sizes
+        if wanted is not None and self._joins(sample, wanted):
+            yield from self._joined(sample, wanted)
+            return
         profile = self.measuring.profile(sample, wanted)
         if wanted is not None:
             yield wanted, profile.tables[0][1]
@@ -134,6 +140,21 @@ class Planner:
 
         for sizes in rank_sizes(profile, sample.rows, choose):
             yield sizes, self.measuring.in_slices(sample, profile, sizes)
+
+    def _joins(self, sample: Sample, wanted: Sizes) -> bool:
+        """Whether layer calls are to take the rows of several micro-batches like `sample`."""
+        joins = self._parts.joins
+        several = self._settings.grouping and self._group_size > 1 and self._parts.device.count == 1
+        return several and not joins.are_off and max(wanted.forward, wanted.backward) > sample.rows
+
+    def _joined(self, sample: Sample, wanted: Sizes) -> Iterator[tuple[Sizes, CostTable]]:
+        """Costs of as many micro-batches as make the larger of the sizes, as one."""
+        self._together = min(-(-max(wanted.forward, wanted.backward) // sample.rows), self._group_size)
+        rows = self._together * sample.rows
+        sizes = Sizes(*(size if size < rows else 0 for size in (wanted.forward, wanted.backward)))
+        self._alone = self.measuring.profile(sample, WHOLE).tables[0][1]
+        self._parts.joins.dims = self.measuring.found_rows(sample).dims
+        yield sizes, self.measuring.profile(sample.few(rows), sizes).tables[0][1]
 
     def _plan_with(self, sample: Sample) -> tuple[int, ...]:
         """Plans with the first costs with which anything fits."""
@@ -224,7 +245,7 @@ class Planner:
         budget, beside = self._parts.device.budget_bytes, self._set_aside_bytes
         return PlanRequest(
             settings=self._settings,
-            micro_batches=group_size,
+            micro_batches=-(-group_size // self._together),
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
@@ -253,6 +274,32 @@ class Planner:
         return self._parts.installation.buffers.nbytes + sum(slab_bytes(spec.numel, made) for spec in trained)
 
     # ---- what is to be done
+
+    def sets(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """`micro_batches`, those whose layer calls are joined as one: such as follow each other and are alike."""
+        joins = self._parts.joins
+        if self._together == 1 or joins.are_off or any(m.forwarded for m in micro_batches):
+            return micro_batches
+        found: list[list[MicroBatch]] = []
+        for micro_batch in micro_batches:
+            if found and len(found[-1]) < self._together and self._are_alike(found[-1][0], micro_batch):
+                found[-1].append(micro_batch)
+            else:
+                found.append([micro_batch])
+        if len(found) > -(-len(micro_batches) // self._together):  # of several shapes: the plan has no room for so many
+            return micro_batches
+        return [JointMicroBatch.of(index, members, joins) for index, members in enumerate(found)]
+
+    def _are_alike(self, one: MicroBatch, other: MicroBatch) -> bool:
+        in_place = self._parts.contract.is_in_place
+        called = one.autocast, one.backward_autocast, shapes_of(one.inputs)
+        alike = called == (other.autocast, other.backward_autocast, shapes_of(other.inputs))
+        return alike and in_place(one.state) and in_place(other.state)
+
+    @property
+    def joins_calls(self) -> bool:
+        """Whether layer calls of several micro-batches are made as one."""
+        return self._together > 1 and not self._parts.joins.are_off
 
     def step(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
         """The step over `micro_batches`; `begun`: something of it has run."""
@@ -290,8 +337,8 @@ class Planner:
 
     def _plan_for(self, micro_batches: int) -> Plan:
         assert self.plan is not None and self._costs is not None
-        if self._outgrown or micro_batches > self.plan.micro_batches:
-            size = max(micro_batches, self.plan.micro_batches)
+        if self._outgrown or micro_batches > self.plan.micro_batches * self._together:
+            size = max(micro_batches, self.plan.micro_batches * self._together)
             self.choices = self._choose(self.graph, self._costs, size, Sizes.of(self.plan.policy))
             self._plans.clear()
             self._outgrown = False
@@ -301,11 +348,12 @@ class Planner:
         """The plan that is in force, for these micro-batches."""
         fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
         group = Group(fresh, forwarded, begun)
-        key = (compose, group, policy)
+        key = (compose, group, policy, isinstance(micro_batches[0], JointMicroBatch) if micro_batches else False)
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANS:
                 del self._plans[next(iter(self._plans))]  # the oldest
-            plan, costs = self.choices[0].plan, self._costs
+            joint = any(isinstance(m, JointMicroBatch) for m in micro_batches)
+            plan, costs = self.choices[0].plan, self._costs if joint else self._alone or self._costs
             assert costs is not None
             tasks = compose(plan.packing, group, policy)
             if compose is compose_evaluation:  # keeps nothing

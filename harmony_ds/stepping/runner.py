@@ -176,15 +176,16 @@ class Runner:
         """
         self.check_usable()
         self._check_can_run(micro_batches)
-        plan = self.planner.step(micro_batches, self.executor.begun)
+        sets = self.planner.sets(micro_batches)
+        plan = self.planner.step(sets, self.executor.begun)
         # The plan's peak is that of passes that nobody looks into.
         as_planned = not any(m.forwarded for m in micro_batches)
-        with self._recovering(micro_batches):
+        with self._recovering(sets):
             device = self._parts.device
             others = others_bytes(self._parts)
             device.reset_peak()
             with self._parts.timeline.step(plan):
-                self.executor.run(plan, micro_batches, hyper, clipping)
+                self.executor.run(plan, sets, hyper, clipping)
                 self.executor.updates.promise_norm()
             self._parts.layer_calls.proving &= len(micro_batches) < 2  # others had run before recomputations
             # Workspaces are made when a thread first needs one, in some step.
