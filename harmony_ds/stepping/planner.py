@@ -33,13 +33,15 @@ from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.sizes import WHOLE, Sizes, rank_sizes
+from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, doubling, rank_sizes
 from harmony_ds.scheduler.swaps import Swaps, swaps_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 
 _logger = logging.getLogger(__name__)
 
 _TOP = 10
+_GAIN = 0.99
+"""A larger set of micro-batches that is not at least this much faster is not looked at further."""
 _MOST_PLANS = 256
 """So many composed plans are kept: which losses a program looks at may differ from step to step."""
 _Compose = Callable[[Packing, Group, Policy], tuple[Task, ...]]
@@ -125,9 +127,16 @@ class Planner:
 
     def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
         """Costs in slices of the wanted size, or of every size that promises to fit, the fastest first."""
-        wanted = self.wanted_sizes
-        if wanted is not None and self._joins(sample, wanted):
-            yield from self._joined(sample, wanted)
+        wanted, together = self.wanted_sizes, self._together
+        if together > 1:  # as it was chosen
+            assert self.plan is not None
+            yield Sizes.of(self.plan.policy), self._of_set(sample, together, Sizes.of(self.plan.policy))
+            return
+        if wanted is not None and self._may_join and max(wanted.forward, wanted.backward) > sample.rows:
+            together = min(-(-max(wanted.forward, wanted.backward) // sample.rows), self._group_size)
+            asked = (wanted.forward, wanted.backward)
+            sizes = Sizes(*(size if size < together * sample.rows else 0 for size in asked))
+            yield sizes, self._of_set(sample, together, sizes)
             return
         profile = self.measuring.profile(sample, wanted)
         if wanted is not None:
@@ -138,27 +147,60 @@ class Planner:
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
             return self._choose(graph, costs, self._group_size, sizes, thorough=False)[0]
 
-        for sizes in rank_sizes(profile, sample.rows, choose):
+        in_slices: list[Sizes] = []
+        failure: DoesNotFitError | None = None
+        try:
+            in_slices = rank_sizes(profile, sample.rows, choose)
+        except DoesNotFitError as error:
+            failure = error
+        if in_slices and self._may_join:
+            one_by_one = choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
+            for joined in self._faster_sets(sample, one_by_one, choose):
+                yield WHOLE, joined
+        self._together = 1
+        if failure is not None:
+            raise failure
+        for sizes in in_slices:
             yield sizes, self.measuring.in_slices(sample, profile, sizes)
 
-    def _joins(self, sample: Sample, wanted: Sizes) -> bool:
-        """Whether layer calls are to take the rows of several micro-batches like `sample`."""
-        joins = self._parts.joins
-        several = self._settings.grouping and self._group_size > 1 and self._parts.device.count == 1
-        return several and not joins.are_off and max(wanted.forward, wanted.backward) > sample.rows
+    @property
+    def _may_join(self) -> bool:
+        """Whether layer calls may take the rows of several micro-batches at once."""
+        alone = self._parts.device.count == self._parts.world.size == 1
+        return alone and self._settings.grouping and self._group_size > 1 and not self._parts.joins.are_off
 
-    def _joined(self, sample: Sample, wanted: Sizes) -> Iterator[tuple[Sizes, CostTable]]:
-        """Costs of as many micro-batches as make the larger of the sizes, as one."""
-        self._together = min(-(-max(wanted.forward, wanted.backward) // sample.rows), self._group_size)
-        rows = self._together * sample.rows
-        sizes = Sizes(*(size if size < rows else 0 for size in (wanted.forward, wanted.backward)))
-        self._alone = self.measuring.profile(sample, WHOLE).tables[0][1]
+    def _of_set(self, sample: Sample, together: int, sizes: Sizes) -> CostTable:
+        """Costs of so many micro-batches like `sample` as one, in slices of `sizes`."""
+        single = self.measuring.profile(sample, WHOLE).tables[0][1]
+        self._alone = single if self._alone is None else self._alone.worst(single)
         self._parts.joins.dims = self.measuring.found_rows(sample).dims
-        yield sizes, self.measuring.profile(sample.few(rows), sizes).tables[0][1]
+        self._together = together
+        return self.measuring.profile(sample.few(together * sample.rows), sizes).tables[0][1]
+
+    def _faster_sets(
+        self, sample: Sample, one_by_one: Choice, choose: Callable[[CostTable, Sizes], Choice]
+    ) -> Iterator[CostTable]:
+        """Costs of sets of micro-batches, those of the fastest plan first, as far as they are faster than single ones."""
+        found: list[tuple[float, int, CostTable]] = []
+        best_ms = one_by_one.prediction.step_ms
+        for together in tuple(doubling(self._group_size))[1:]:
+            try:
+                table = self._of_set(sample, together, WHOLE)
+                ms = choose(table, WHOLE).prediction.step_ms
+            except DoesNotFitError:
+                break
+            if ms > _GAIN * best_ms:  # larger ones are not looked at: they take more memory
+                break
+            best_ms = ms
+            found.append((ms, together, table))
+        for _, self._together, table in sorted(found, key=lambda one: one[0]):
+            yield table
 
     def _plan_with(self, sample: Sample) -> tuple[int, ...]:
         """Plans with the first costs with which anything fits."""
         failure: DoesNotFitError | None = None
+        if self._together > 1 and self._parts.joins.are_off:
+            self._together, self._costs, self._alone = 1, self._alone, None
         for sizes, measured in self._by_size(sample):
             table = self._agreed(measured if self._costs is None else self._costs.worst(measured))
             if not table.calls:
