@@ -156,11 +156,7 @@ def update_cost(config: Config) -> UpdateCost:
 
 
 def _on_meta(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    config: Config,
-    rates: KernelRates,
-    target: tuple[Machine, int | None],
+    model: nn.Module, inputs: Mapping[str, Any], config: Config, rates: KernelRates, target: tuple[Machine, int | None]
 ) -> Survey:
     """`target`: the machine, and what may be used of its device's memory."""
     machine, budget = target

@@ -202,10 +202,7 @@ class _Turns:
             with self._told(contestant):
                 report = child.ask("report")  # peaks of the steps that were timed
                 counted = child.ask("count", self._next_step[contestant.label])
-                self._results.rows[contestant.label].report = {
-                    **report,
-                    **counted,
-                }
+                self._results.rows[contestant.label].report = {**report, **counted}
         self._running.clear()
 
     @contextmanager

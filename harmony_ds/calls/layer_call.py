@@ -345,11 +345,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def _run_again(
-    layer: CalledLayer,
-    call: RecordedCall,
-    tensors: list[Tensor],
-    copies: Leaves,
-    targets: list[GradientTarget | None],
+    layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: list[GradientTarget | None]
 ) -> list[Tensor]:
     """Runs the call (or one piece of it) again, and keeps its graph; the outputs."""
     outputs = layer.run(call, tensors, copies, targets).tensors

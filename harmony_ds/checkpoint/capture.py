@@ -39,11 +39,7 @@ class Trained:
 
 
 def capture(
-    trained: Trained,
-    progress: Progress,
-    client_state: dict[str, Any],
-    plan: str | None,
-    exclude_frozen: bool,
+    trained: Trained, progress: Progress, client_state: dict[str, Any], plan: str | None, exclude_frozen: bool
 ) -> Snapshot:
     """What `trained` is now. Must be written or read before the next step."""
     trained.device_store.show(to_be_read=True)

@@ -16,11 +16,7 @@ from harmony_ds.errors import CheckpointError
 
 _LATEST_UNIVERSAL = "latest_universal"
 _logger = logging.getLogger(__name__)
-_LAYOUTS = (
-    (layout.is_ours, layout.read),
-    (is_universal, read_universal),
-    (is_deepspeeds, read_zero),
-)
+_LAYOUTS = ((layout.is_ours, layout.read), (is_universal, read_universal), (is_deepspeeds, read_zero))
 
 
 def find(load_dir: Path, tag: str | None) -> Path | None:

@@ -32,13 +32,7 @@ from harmony_ds.checkpoint.snapshot import (
     listed,
     state_tensors,
 )
-from harmony_ds.checkpoint.tensor_files import (
-    FileRecord,
-    complaint_about,
-    read_tensors,
-    write_bytes,
-    write_tensors,
-)
+from harmony_ds.checkpoint.tensor_files import FileRecord, complaint_about, read_tensors, write_bytes, write_tensors
 from harmony_ds.checkpoint.tree import decode, encode
 from harmony_ds.errors import CheckpointError
 

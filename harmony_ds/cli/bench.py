@@ -72,11 +72,7 @@ class Turns:
 
 
 def command(
-    wanted: Raced,
-    turns: Turns,
-    output: Path = Path("harmony-bench.json"),
-    resume: bool = False,
-    as_json: bool = False,
+    wanted: Raced, turns: Turns, output: Path = Path("harmony-bench.json"), resume: bool = False, as_json: bool = False
 ) -> int:
     """Trains MODEL under several engines and compares step times, memory, bytes moved and losses."""
     contestants = list(_contestants(wanted))

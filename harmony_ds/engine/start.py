@@ -95,11 +95,7 @@ def _settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init_requ
 
 
 def _started(
-    model: nn.Module,
-    settings: Config,
-    client: Client,
-    model_parameters: ParameterGroups | None,
-    device: Device | None,
+    model: nn.Module, settings: Config, client: Client, model_parameters: ParameterGroups | None, device: Device | None
 ) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
     _check_schedule(client.optimizer, client.lr_scheduler)
     parameters = None if model_parameters is None else list(model_parameters)

@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.bench.engines.adapter import (
-    Adapter,
-    adam_options,
-    adam_section,
-    clip_and_step,
-    only_adam,
-    only_on_cuda,
-)
+from harmony_ds.bench.engines.adapter import Adapter, adam_options, adam_section, clip_and_step, only_adam, only_on_cuda
 from harmony_ds.bench.workload import Batch, Workload
 from harmony_ds.offload.optimizers import decoupled_decay
 

@@ -177,12 +177,7 @@ def _step_of(optimizer: OptimizerState, names: Iterable[str]) -> Any:
 
 
 def _write_zero(
-    snapshot: Snapshot,
-    optimizer: OptimizerState,
-    folder: Path,
-    form: ZeroForm,
-    sub_group_size: int,
-    processes: int,
+    snapshot: Snapshot, optimizer: OptimizerState, folder: Path, form: ZeroForm, sub_group_size: int, processes: int
 ) -> None:
     vectors: list[tuple[str, ...]] = []
     vectors_of: list[list[int]] = []
