@@ -65,16 +65,18 @@ class Joins:
 
     Attributes:
         dims: by layer, where its tensors hold the rows; a layer that is not among them runs micro-batch by micro-batch.
+        are_random: whether layers draw random numbers: joined calls draw others than single ones.
     """
 
     def __init__(self, device: Device, name_of: Callable[[int], str], may_be_joined: Callable[[int], bool]) -> None:
         self.dims: Mapping[int, RowDims] = {}
+        self.are_random = False
         self._device = device
         self._name_of = name_of
         self._may_be_joined = may_be_joined
         self._apart: dict[int, str] = {}
         self._same: dict[tuple[int, ...], Sequence[Tensor]] = {}  # that have been compared in this step, by their ids
-        self._doubts: list[tuple[int, Tensor]] = []
+        self._doubts: list[tuple[int, Tensor]] = []  # by layer, whether what was joined differs
         self._told: list[tuple[tuple[int, ...], Tensor, Event]] = []  # on their way to the host
 
     @property
@@ -145,7 +147,7 @@ class Joins:
         key = tuple(map(id, tensors))
         if key in self._same or not self._device.has_values:
             return True
-        if not self._device.copies_overlap:
+        if not self._device.copies_overlap or tensors[0].device != self._device.torch_device:
             if not all(equal(tensors[0], other) for other in others):
                 raise self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
         else:
@@ -174,7 +176,7 @@ class Joins:
                     raise self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
 
     def forget(self) -> None:
-        """The step is over, or has failed."""
+        """Drops what was compared in a step: it is over, or has failed."""
         self._same.clear()
         self._doubts.clear()
         self._told.clear()
@@ -221,7 +223,7 @@ class _Opened:
 
 
 def _opened(request: Request) -> _Opened | None:
-    """None: they hold what a layer may write into."""
+    """The arguments of `request`; None: they hold what a layer may write into."""
     values, caches = take_caches(request)
     if any(is_container(value.__class__) for value in values):
         return None
@@ -233,7 +235,7 @@ def _opened(request: Request) -> _Opened | None:
             kinds.append((leaf.shape, leaf.dtype, leaf.requires_grad, numbers.setdefault(id(leaf), len(numbers))))
         else:
             kinds.append(f"{type(leaf)} {leaf!r}" if leaf is None or isinstance(leaf, PLAIN) else id(leaf))
-    called = len(request.args), tuple(request.kwargs), tuple(collector_of(request) or ())
+    called = request.grad, len(request.args), tuple(request.kwargs), tuple(collector_of(request) or ())
     return _Opened(leaves, shape, caches, (called, tuple(caches), tuple(kinds), repr(shape)))
 
 

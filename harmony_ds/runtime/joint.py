@@ -68,7 +68,8 @@ class JointLane:
     def _answered(self, requests: list[Request], answer: Answer) -> list[Any] | None:
         """What each lane gets; None: not yet."""
         if not self._calls:
-            self._calls = self._joins.join(requests)
+            with torch.enable_grad():
+                self._calls = self._joins.join(requests)
         replies: dict[int, Any] = {}
         for number, call in enumerate(self._calls):
             self._again(number > 0)

@@ -20,7 +20,7 @@ from harmony_ds.measuring.sample import Sample, Shapes, shapes_of
 from harmony_ds.offload.host_limits import free_host_bytes
 from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
+from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.profiler.rows import WHOLE_CALLS
 from harmony_ds.runtime.joint import JointMicroBatch
 from harmony_ds.runtime.micro_batch import MicroBatch
@@ -74,7 +74,7 @@ class Planner:
         """Layers, and their call order once a micro-batch has been seen."""
         self._costs: CostTable | None = None
         self._alone: CostTable | None = None  # of single micro-batches, where the plan is of several as one
-        self._together = 1  # micro-batches whose layer calls are joined
+        self._together = 1 if saved is None else saved.policy.together  # micro-batches whose layer calls are joined
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
         self._measured: list[tuple[Shapes, bytes]] = []
@@ -128,15 +128,12 @@ class Planner:
     def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
         """Costs in slices of the wanted size, or of every size that promises to fit, the fastest first."""
         wanted, together = self.wanted_sizes, self._together
-        if together > 1:  # as it was chosen
-            assert self.plan is not None
-            yield Sizes.of(self.plan.policy), self._of_set(sample, together, Sizes.of(self.plan.policy))
+        plan = self.plan or self._saved
+        if together > 1 and plan is not None:  # as it was chosen
+            yield Sizes.of(plan.policy), self._of_set(sample, together, Sizes.of(plan.policy)).tables[0][1]
             return
-        if wanted is not None and self._may_join and max(wanted.forward, wanted.backward) > sample.rows:
-            together = min(-(-max(wanted.forward, wanted.backward) // sample.rows), self._group_size)
-            asked = (wanted.forward, wanted.backward)
-            sizes = Sizes(*(size if size < together * sample.rows else 0 for size in asked))
-            yield sizes, self._of_set(sample, together, sizes)
+        if (joined := self.joined(sample)) is not None:
+            yield joined[0], joined[1].tables[0][1]
             return
         profile = self.measuring.profile(sample, wanted)
         if wanted is not None:
@@ -155,13 +152,23 @@ class Planner:
             failure = error
         if in_slices and self._may_join:
             one_by_one = choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
-            for joined in self._faster_sets(sample, one_by_one, choose):
-                yield WHOLE, joined
+            for table in self._faster_sets(sample, one_by_one, choose):
+                yield WHOLE, table
         self._together = 1
         if failure is not None:
             raise failure
         for sizes in in_slices:
             yield sizes, self.measuring.in_slices(sample, profile, sizes)
+
+    def joined(self, sample: Sample) -> tuple[Sizes, Profile] | None:
+        """Slices, and costs, of as many micro-batches as make the larger of the sizes that are configured; None: of one."""
+        wanted = self.wanted_sizes
+        if wanted is None or not self._may_join or max(wanted.forward, wanted.backward) <= sample.rows:
+            return None
+        together = min(-(-max(wanted.forward, wanted.backward) // sample.rows), self._group_size)
+        asked = (wanted.forward, wanted.backward)
+        sizes = Sizes(*(size if size < together * sample.rows else 0 for size in asked))
+        return sizes, self._of_set(sample, together, sizes)
 
     @property
     def _may_join(self) -> bool:
@@ -169,13 +176,14 @@ class Planner:
         alone = self._parts.device.count == self._parts.world.size == 1
         return alone and self._settings.grouping and self._group_size > 1 and not self._parts.joins.are_off
 
-    def _of_set(self, sample: Sample, together: int, sizes: Sizes) -> CostTable:
+    def _of_set(self, sample: Sample, together: int, sizes: Sizes) -> Profile:
         """Costs of so many micro-batches like `sample` as one, in slices of `sizes`."""
         single = self.measuring.profile(sample, WHOLE).tables[0][1]
         self._alone = single if self._alone is None else self._alone.worst(single)
-        self._parts.joins.dims = self.measuring.found_rows(sample).dims
+        found = self.measuring.found_rows(sample)
+        self._parts.joins.dims, self._parts.joins.are_random = found.dims, bool(found.drawing)
         self._together = together
-        return self.measuring.profile(sample.few(together * sample.rows), sizes).tables[0][1]
+        return self.measuring.profile(sample.few(together * sample.rows), sizes)
 
     def _faster_sets(
         self, sample: Sample, one_by_one: Choice, choose: Callable[[CostTable, Sizes], Choice]
@@ -185,7 +193,7 @@ class Planner:
         best_ms = one_by_one.prediction.step_ms
         for together in tuple(doubling(self._group_size))[1:]:
             try:
-                table = self._of_set(sample, together, WHOLE)
+                table = self._of_set(sample, together, WHOLE).tables[0][1]
                 ms = choose(table, WHOLE).prediction.step_ms
             except DoesNotFitError:
                 break
@@ -292,7 +300,9 @@ class Planner:
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
             exchange_bytes=self._parts.world.reduce_bytes(self._parts.device),
-            policy=replace(self._policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
+            policy=replace(
+                self._policy, together=self._together, forward_rows=sizes.forward, backward_rows=sizes.backward
+            ),
             host_bytes=self._host_bytes,
         )
 
