@@ -108,6 +108,7 @@ class Assembly:
         if self.parts.gradients is not None:
             self.parts.gradients.destroy()
         self.parts.stash.destroy()
+        self.parts.joins.destroy()
         self.store.release()
         self.device.unlimit_process()
         self.world.leave()

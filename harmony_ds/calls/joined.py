@@ -27,6 +27,7 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.sameness import equal
 from harmony_ds.calls.trees import flatten_all, unflatten_all
 from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.profiler.rows import RowDims
 
 _logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class Joins:
         self._apart: dict[int, str] = {}
         self._same: dict[tuple[int, ...], Sequence[Tensor]] = {}  # that have been compared in this step, by their ids
         self._doubts: list[tuple[int, Tensor]] = []  # by layer, whether what was joined differs
-        self._told: list[tuple[tuple[int, ...], Tensor, Event]] = []  # on their way to the host
+        self._told: list[tuple[tuple[int, ...], Tensor, HostBuffer, Event]] = []  # the same, on its way to the host
+        self._buffers = HostBuffers(device)
 
     @property
     def are_off(self) -> bool:
@@ -158,28 +160,40 @@ class Joins:
     def tell(self) -> None:
         """Issues the answers to what the device has been asked to compare; see `check`."""
         if self._doubts:
-            flags = torch.stack([flag for _, flag in self._doubts])
-            on_host = torch.empty_like(flags, device="cpu", pin_memory=self._device.pins_host)
-            on_host.copy_(flags, non_blocking=True)
+            buffer = self._buffers.take(self, len(self._doubts))
+            on_host = buffer.tensor(torch.Size((len(self._doubts),)), (1,), torch.bool)
+            on_host.copy_(torch.stack([flag for _, flag in self._doubts]), non_blocking=True)
             layers = tuple(layer for layer, _ in self._doubts)
-            self._told.append((layers, on_host, self._device.record(Stream.COMPUTE)))
+            self._told.append((layers, on_host, buffer, self._device.record(Stream.COMPUTE)))
             self._doubts.clear()
 
     def check(self) -> None:
         """Raises CannotJoinError if something differed that was joined. To be called before gradients are used."""
         self.tell()
-        told, self._told = self._told, []
-        for layers, flags, arrived in told:
+        wrong: list[int] = []
+        for layers, flags, _, arrived in self._told:
             arrived.synchronize()
-            for layer, differs in zip(layers, flags.tolist(), strict=True):
-                if differs:
-                    raise self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
+            wrong += [layer for layer, differs in zip(layers, flags.tolist(), strict=True) if differs]
+        self._give_back()
+        for layer in dict.fromkeys(wrong):
+            error = self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
+        if wrong:
+            raise error
+
+    def _give_back(self) -> None:
+        for *_, buffer, arrived in self._told:
+            self._buffers.give_back(buffer, arrived)
+        self._told.clear()
 
     def forget(self) -> None:
         """Drops what was compared in a step: it is over, or has failed."""
         self._same.clear()
         self._doubts.clear()
-        self._told.clear()
+        self._give_back()
+
+    def destroy(self) -> None:
+        """Gives page-locked memory back."""
+        self._buffers.destroy()
 
     def part(self, call: Joined, result: Any) -> list[Any]:
         """Each micro-batch's part of what `call` gave; what it has handed to a collector goes to those of all."""
