@@ -14,6 +14,7 @@ from harmony_ds.calls.contract import Contract
 from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.installed import Installation, belongs_to_engine
 from harmony_ds.calls.intercept import Interception
+from harmony_ds.calls.joined import Joins
 from harmony_ds.calls.layer_call import LayerCalls
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.config import Config
@@ -107,6 +108,7 @@ class Assembly:
         if self.parts.gradients is not None:
             self.parts.gradients.destroy()
         self.parts.stash.destroy()
+        self.parts.joins.destroy()
         self.store.release()
         self.device.unlimit_process()
         self.world.leave()
@@ -238,6 +240,7 @@ def _parts(
         host_optimizer.watch(partial(_finish_updates, updater, device_store))
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
     crossings = Crossings(device, ledger)
+    layer_calls = LayerCalls(decomposition.layers, installation, stash, crossings)
     parts = Parts(
         device=device,
         residency=residency,
@@ -249,7 +252,8 @@ def _parts(
         installation=installation,
         contract=Contract(model),
         crossings=crossings,
-        layer_calls=LayerCalls(decomposition.layers, installation, stash, crossings),
+        layer_calls=layer_calls,
+        joins=Joins(device, layer_calls.name_of, layer_calls.may_be_joined),
         random=RandomStreams(device),
         timeline=timeline,
         own=OwnGradients(store, updater),

@@ -128,14 +128,15 @@ def forecast(situation: Situation) -> Forecast:
     survey = situation.survey
     choice = _searched(situation)
     weight = survey.element.weight
+    micro_batches = choice.plan.micro_batches * choice.plan.policy.together
     return Forecast(
         choice=choice,
-        items_per_step=situation.items * choice.plan.micro_batches * choice.plan.policy.devices,
+        items_per_step=situation.items * micro_batches * choice.plan.policy.devices,
         device_budget_bytes=survey.request.budget_bytes,
         host_bytes=host_bytes(situation, choice),
         host_budget_bytes=situation.host_budget_bytes,
         lower_bound_bytes=lower_bound_bytes(choice.plan),
-        zero3_offload_bytes=zero3_offload_bytes(survey.graph, weight, choice.plan.micro_batches),
+        zero3_offload_bytes=zero3_offload_bytes(survey.graph, weight, micro_batches),
     )
 
 

@@ -207,10 +207,11 @@ def _see(
         with Autocast.entered(autocast):
             return model(**named)
 
-    profile = measuring.profile(Sample(dict(inputs), call, loss_of, seed=0), wanted)
+    sample = Sample(dict(inputs), call, loss_of, seed=0)
+    sizes, profile = planner.joined(sample) or (wanted or WHOLE, measuring.profile(sample, wanted))
     graph = planner.graph_with(profile.calls)
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
-    request = planner.request(graph, config.gradient_accumulation_steps, wanted or WHOLE)
+    request = planner.request(graph, config.gradient_accumulation_steps, sizes)
     return Survey(graph, profile, profile.tables[-1][1], element, request)
 
 

@@ -106,6 +106,14 @@ class LayerCalls:
                     "engine.step()."
                 )
 
+    def name_of(self, layer: int) -> str:
+        """The name of `layer` in the model."""
+        return self._layers[layer].name
+
+    def may_be_joined(self, layer: int) -> bool:
+        """Whether rows of several micro-batches may go through `layer` at once, as far as it has been seen."""
+        return not (self._layers[layer].changes_inputs or self._layers[layer].changes_buffers)
+
     def may_keep_graphs(self, layer: int) -> bool:
         """Whether graphs of `layer` can be kept while other micro-batches go through it."""
         return self._layers[layer].may_keep_graphs
@@ -287,7 +295,8 @@ class LayerCalls:
         targets: list[GradientTarget | None] = [layer.dead_end if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request, 0, given.arguments, targets, cut)
         outcome = self._run_slices(call, [t.detach() for t in given.tensors], copies, State)
-        return Trial(given.tensors, outcome.tensors, layer.may_be_cut(given.arguments))
+        places = tuple(places[0] for places in given.arguments.places)
+        return Trial(given.tensors, outcome.tensors, places, layer.may_be_cut(given.arguments))
 
     def _run_slices(
         self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: Callable[[], State]

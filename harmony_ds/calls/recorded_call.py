@@ -147,8 +147,11 @@ class View(Writes):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """Tensors that a call takes and gives, and whether anything speaks against cutting it."""
+    """Tensors that a call takes and gives, where each first stands among its arguments, and whether anything speaks against
+    cutting it.
+    """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
+    places: tuple[int, ...]
     may_be_cut: bool

@@ -67,6 +67,13 @@ class Measuring:
         assert self._found is not None
         return replace(self._found, forward=sizes.forward, backward=sizes.backward)
 
+    def found_rows(self, sample: Sample) -> Rows:
+        """Where calls hold the rows of a micro-batch."""
+        with self._within_budget():
+            self._probe(sample)
+        assert self._found is not None
+        return self._found
+
     def profile(self, sample: Sample, sizes: Sizes | None) -> Profile:
         """Bytes and times of `sample` in slices of `sizes`; None: of 1, 2, 4, ... rows and whole, as far as the device
         holds them. The machine's rates too, if they are not known yet.

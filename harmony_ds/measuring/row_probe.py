@@ -8,6 +8,7 @@ normalization, capacities of experts) does not, and is never cut.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -47,7 +48,7 @@ class RowProbe(Passes):
         self._counts = rows
         with self._opened():
             for self._comparing, count in zip((False, True), rows, strict=True):
-                self._forward(sample.few(count))
+                self._forward(sample.few(count).padded())
         can = {layer: dims for layer, dims in self._dims.items() if layer not in self._refused}
         return Rows(dims=can, drawing=self._drawing), self._refused
 
@@ -60,13 +61,20 @@ class RowProbe(Passes):
             self._drawing.add(layer)
         seen = layer, [t.shape for t in trial.inputs], [t.shape for t in trial.outputs]
         if self._comparing:
-            self._compare(request, trial.may_be_cut, seen, copy.leaves)
+            self._compare(request, trial.may_be_cut, trial.places, seen, copy.leaves)
         else:
             self._few.append(seen)
         del trial
         return super().run(request, copy)
 
-    def _compare(self, request: Request, may_be_cut: bool, more: tuple[int, Shapes, Shapes], copies: Leaves) -> None:
+    def _compare(
+        self,
+        request: Request,
+        may_be_cut: bool,
+        places: tuple[int, ...],
+        more: tuple[int, Shapes, Shapes],
+        copies: Leaves,
+    ) -> None:
         """Notes where the rows of this call are, or why it cannot be cut."""
         layer, refused = request.layer, self._refused
         few = self._few[self._number] if self._number < len(self._few) else None
@@ -76,6 +84,7 @@ class RowProbe(Passes):
         dims = None
         if few is not None and few[0] == layer:
             dims = row_dims(few[1:], more[1:], self._counts)
+            dims = None if dims is None else replace(dims, places=places)
         if not may_be_cut:
             refused[layer] = "it changes an input, a buffer or an object that it is given"
         elif dims is None:

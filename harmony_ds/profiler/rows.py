@@ -12,6 +12,7 @@ class RowDims:
 
     Attributes:
         inputs, outputs: per tensor the dimension that holds the rows; None where all rows share the tensor.
+        places: of each input, where it first stands among all arguments; empty: not known.
         counted_by: an input whose dimension is as long as there are rows (another's may be a multiple: tokens of all
             rows in one dimension).
     """
@@ -19,6 +20,7 @@ class RowDims:
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
     counted_by: int
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from harmony_ds.runtime.updates import Updates
 from harmony_ds.runtime.waiting import WaitingSwapIns
 from harmony_ds.scheduler.plan import NOTHING, Pack, Plan, Task, TaskKind
 
+_USING_GRADIENTS = (TaskKind.SWAP_OUT, TaskKind.REDUCE, TaskKind.NORM, TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
 OnTask = Callable[[int, int, Task], None]
 """Is told, of each task that has run, how many of the step's are done, how many there are, and which it is."""
 
@@ -124,6 +125,7 @@ class Executor:
                 parts.random.check_drawn()
         finally:
             parts.crossings.finish()
+            parts.joins.forget()
             parts.random.close()
             self._micro_batches = {}
             for index in plan.policy.resident:
@@ -183,6 +185,8 @@ class Executor:
         """A task, in the modes that its micro-batch was called in."""
         handler, contract = self._handlers[task.kind], self._parts.contract
         if task.micro_batch < 0:
+            if task.kind in _USING_GRADIENTS:
+                self._parts.joins.check()
             handler(task)
             return
         micro_batch = self._micro_batches[task.micro_batch]
@@ -322,6 +326,7 @@ class Executor:
         with (self._parts.crossings.between_layers or nullcontext)():
             micro_batch.propagate_loss()
         self._parts.random.check_drawn()
+        self._parts.joins.tell()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
         if plan.rows.cuts:

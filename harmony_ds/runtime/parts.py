@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from harmony_ds.calls.contract import Contract
 from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.installed import Installation
+from harmony_ds.calls.joined import Joins
 from harmony_ds.calls.layer_call import LayerCalls
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.device.base import Device
@@ -37,6 +38,7 @@ class Parts:
     contract: Contract
     crossings: Crossings
     layer_calls: LayerCalls
+    joins: Joins
     random: RandomStreams
     timeline: StepTimeline
     own: OwnGradients

@@ -194,7 +194,8 @@ class Policy:
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
         graphs: by pack of the backward pass, of how many micro-batches (the first ones) the autograd graph is kept from
             forward to backward, so that nothing is recomputed; empty: of none. Packs that are kept or resident alone.
-        forward_rows, backward_rows: how many rows of a micro-batch go through a layer at a time; 0: all of them.
+        together: how many micro-batches' rows go through a layer at a time, as one micro-batch of the plan.
+        forward_rows, backward_rows: how many rows of such a one go through a layer at a time; 0: all of them.
         devices: how many of one server train the model, each with such a plan and micro-batches of its own.
         servers: how many do so, each with so many devices, and with all weights and updates for itself.
         shared: of several devices, each swaps in a share of every pack, and has the rest from the others.
@@ -210,6 +211,7 @@ class Policy:
     kept: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()
     graphs: tuple[int, ...] = ()
+    together: int = 1
     forward_rows: int = 0
     backward_rows: int = 0
     devices: int = 1

@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from harmony_ds.calls.contract import Contract, UnseenError
-from harmony_ds.calls.sameness import comparison
+from harmony_ds.calls.sameness import close, comparison
 from harmony_ds.errors import ModelError
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.stepping.runner import Runner
@@ -31,6 +31,8 @@ def prove(
     unlike = runner.at_their_calls or any(ticket.micro_batch.forwarded for ticket in tickets)
     if runner.world.any("compare losses", unlike):
         return False
+    if runner.planner.joins_calls and runner.joins_are_random:  # its losses are not those of single micro-batches
+        return True
     unseen = False
     try:
         with runner.alone() as loss_of:
@@ -38,15 +40,18 @@ def prove(
                 with as_called(ticket):
                     loss = loss_of(sample_of(ticket))
                 if loss is not None:
-                    ticket.expected = partial(_check, runner.contract, ticket.micro_batch.index, loss)
+                    alike = close if runner.planner.joins_calls else comparison(loss.device)
+                    ticket.expected = partial(_check, runner.contract, ticket.micro_batch.index, alike, loss)
     except UnseenError:  # the step will find it, too, and measure anew
         unseen = True
     return not runner.world.any("compare losses again", unseen)  # all processes try again, or none
 
 
-def _check(contract: Contract, index: int, alone: Tensor, loss: Tensor) -> None:
+def _check(
+    contract: Contract, index: int, alike: Callable[[Tensor, Tensor], bool], alone: Tensor, loss: Tensor
+) -> None:
     """Raises ModelError if the two differ."""
-    if loss.is_meta or alone.isnan().all() or comparison(loss.device)(alone, loss.cpu()):
+    if loss.is_meta or alone.isnan().all() or alike(alone, loss.cpu()):
         return
     raise ModelError(
         f"the loss of micro-batch {index} of the first step is {loss.item():.7g} where its forward pass takes turns with "

@@ -20,8 +20,9 @@ from harmony_ds.measuring.sample import Sample, Shapes, shapes_of
 from harmony_ds.offload.host_limits import free_host_bytes
 from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
+from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.profiler.rows import WHOLE_CALLS
+from harmony_ds.runtime.joint import JointMicroBatch
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.scheduler.choose import PlanRequest
@@ -32,13 +33,15 @@ from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.sizes import WHOLE, Sizes, rank_sizes
+from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, doubling, rank_sizes
 from harmony_ds.scheduler.swaps import Swaps, swaps_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 
 _logger = logging.getLogger(__name__)
 
 _TOP = 10
+_GAIN = 0.99
+"""A larger set of micro-batches that is not at least this much faster is not looked at further."""
 _MOST_PLANS = 256
 """So many composed plans are kept: which losses a program looks at may differ from step to step."""
 _Compose = Callable[[Packing, Group, Policy], tuple[Task, ...]]
@@ -70,10 +73,12 @@ class Planner:
         self.graph = graph
         """Layers, and their call order once a micro-batch has been seen."""
         self._costs: CostTable | None = None
+        self._alone: CostTable | None = None  # of single micro-batches, where the plan is of several as one
+        self._together = 1 if saved is None else saved.policy.together  # micro-batches whose layer calls are joined
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
         self._measured: list[tuple[Shapes, bytes]] = []
-        self._plans: dict[tuple[_Compose, Group, Policy], Plan] = {}
+        self._plans: dict[tuple[_Compose, Group, Policy, bool], Plan] = {}  # the last: of several as one
         self._outgrown = False  # a step took more than planned
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
@@ -122,7 +127,14 @@ class Planner:
 
     def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
         """Costs in slices of the wanted size, or of every size that promises to fit, the fastest first."""
-        wanted = self.wanted_sizes
+        wanted, together = self.wanted_sizes, self._together
+        plan = self.plan or self._saved
+        if together > 1 and plan is not None:  # as it was chosen
+            yield Sizes.of(plan.policy), self._of_set(sample, together, Sizes.of(plan.policy)).tables[0][1]
+            return
+        if (joined := self.joined(sample)) is not None:
+            yield joined[0], joined[1].tables[0][1]
+            return
         profile = self.measuring.profile(sample, wanted)
         if wanted is not None:
             yield wanted, profile.tables[0][1]
@@ -132,12 +144,71 @@ class Planner:
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
             return self._choose(graph, costs, self._group_size, sizes, thorough=False)[0]
 
-        for sizes in rank_sizes(profile, sample.rows, choose):
+        in_slices: list[Sizes] = []
+        failure: DoesNotFitError | None = None
+        try:
+            in_slices = rank_sizes(profile, sample.rows, choose)
+        except DoesNotFitError as error:
+            failure = error
+        if in_slices and self._may_join:
+            one_by_one = choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
+            for table in self._faster_sets(sample, one_by_one, choose):
+                yield WHOLE, table
+        self._together = 1
+        if failure is not None:
+            raise failure
+        for sizes in in_slices:
             yield sizes, self.measuring.in_slices(sample, profile, sizes)
+
+    def joined(self, sample: Sample) -> tuple[Sizes, Profile] | None:
+        """Slices, and costs, of as many micro-batches as make the larger of the sizes that are configured; None: of one."""
+        wanted = self.wanted_sizes
+        if wanted is None or not self._may_join or max(wanted.forward, wanted.backward) <= sample.rows:
+            return None
+        together = min(-(-max(wanted.forward, wanted.backward) // sample.rows), self._group_size)
+        asked = (wanted.forward, wanted.backward)
+        sizes = Sizes(*(size if size < together * sample.rows else 0 for size in asked))
+        return sizes, self._of_set(sample, together, sizes)
+
+    @property
+    def _may_join(self) -> bool:
+        """Whether layer calls may take the rows of several micro-batches at once."""
+        alone = self._parts.device.count == self._parts.world.size == 1
+        return alone and self._settings.grouping and self._group_size > 1 and not self._parts.joins.are_off
+
+    def _of_set(self, sample: Sample, together: int, sizes: Sizes) -> Profile:
+        """Costs of so many micro-batches like `sample` as one, in slices of `sizes`."""
+        single = self.measuring.profile(sample, WHOLE).tables[0][1]
+        self._alone = single if self._alone is None else self._alone.worst(single)
+        found = self.measuring.found_rows(sample)
+        self._parts.joins.dims, self._parts.joins.are_random = found.dims, bool(found.drawing)
+        self._together = together
+        return self.measuring.profile(sample.few(together * sample.rows), sizes)
+
+    def _faster_sets(
+        self, sample: Sample, one_by_one: Choice, choose: Callable[[CostTable, Sizes], Choice]
+    ) -> Iterator[CostTable]:
+        """Costs of sets of micro-batches, those of the fastest plan first, as far as they are faster than single ones."""
+        found: list[tuple[float, int, CostTable]] = []
+        best_ms = one_by_one.prediction.step_ms
+        for together in tuple(doubling(self._group_size))[1:]:
+            try:
+                table = self._of_set(sample, together, WHOLE).tables[0][1]
+                ms = choose(table, WHOLE).prediction.step_ms
+            except DoesNotFitError:
+                break
+            if ms > _GAIN * best_ms:  # larger ones are not looked at: they take more memory
+                break
+            best_ms = ms
+            found.append((ms, together, table))
+        for _, self._together, table in sorted(found, key=lambda one: one[0]):
+            yield table
 
     def _plan_with(self, sample: Sample) -> tuple[int, ...]:
         """Plans with the first costs with which anything fits."""
         failure: DoesNotFitError | None = None
+        if self._together > 1 and self._parts.joins.are_off:
+            self._together, self._costs, self._alone = 1, self._alone, None
         for sizes, measured in self._by_size(sample):
             table = self._agreed(measured if self._costs is None else self._costs.worst(measured))
             if not table.calls:
@@ -224,12 +295,14 @@ class Planner:
         budget, beside = self._parts.device.budget_bytes, self._set_aside_bytes
         return PlanRequest(
             settings=self._settings,
-            micro_batches=group_size,
+            micro_batches=-(-group_size // self._together),
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
             exchange_bytes=self._parts.world.reduce_bytes(self._parts.device),
-            policy=replace(self._policy, forward_rows=sizes.forward, backward_rows=sizes.backward),
+            policy=replace(
+                self._policy, together=self._together, forward_rows=sizes.forward, backward_rows=sizes.backward
+            ),
             host_bytes=self._host_bytes,
         )
 
@@ -253,6 +326,32 @@ class Planner:
         return self._parts.installation.buffers.nbytes + sum(slab_bytes(spec.numel, made) for spec in trained)
 
     # ---- what is to be done
+
+    def sets(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """`micro_batches`, those whose layer calls are joined as one: such as follow each other and are alike."""
+        joins = self._parts.joins
+        if self._together == 1 or joins.are_off or any(m.forwarded for m in micro_batches):
+            return micro_batches
+        found: list[list[MicroBatch]] = []
+        for micro_batch in micro_batches:
+            if found and len(found[-1]) < self._together and self._are_alike(found[-1][0], micro_batch):
+                found[-1].append(micro_batch)
+            else:
+                found.append([micro_batch])
+        if len(found) > -(-len(micro_batches) // self._together):  # of several shapes: the plan has no room for so many
+            return micro_batches
+        return [JointMicroBatch.of(index, members, joins) for index, members in enumerate(found)]
+
+    def _are_alike(self, one: MicroBatch, other: MicroBatch) -> bool:
+        in_place = self._parts.contract.is_in_place
+        called = one.autocast, one.backward_autocast, shapes_of(one.inputs)
+        alike = called == (other.autocast, other.backward_autocast, shapes_of(other.inputs))
+        return alike and in_place(one.state) and in_place(other.state)
+
+    @property
+    def joins_calls(self) -> bool:
+        """Whether layer calls of several micro-batches are made as one."""
+        return self._together > 1 and not self._parts.joins.are_off
 
     def step(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
         """The step over `micro_batches`; `begun`: something of it has run."""
@@ -290,8 +389,8 @@ class Planner:
 
     def _plan_for(self, micro_batches: int) -> Plan:
         assert self.plan is not None and self._costs is not None
-        if self._outgrown or micro_batches > self.plan.micro_batches:
-            size = max(micro_batches, self.plan.micro_batches)
+        if self._outgrown or micro_batches > self.plan.micro_batches * self._together:
+            size = max(micro_batches, self.plan.micro_batches * self._together)
             self.choices = self._choose(self.graph, self._costs, size, Sizes.of(self.plan.policy))
             self._plans.clear()
             self._outgrown = False
@@ -301,11 +400,12 @@ class Planner:
         """The plan that is in force, for these micro-batches."""
         fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
         group = Group(fresh, forwarded, begun)
-        key = (compose, group, policy)
+        key = (compose, group, policy, isinstance(micro_batches[0], JointMicroBatch) if micro_batches else False)
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANS:
                 del self._plans[next(iter(self._plans))]  # the oldest
-            plan, costs = self.choices[0].plan, self._costs
+            joint = any(isinstance(m, JointMicroBatch) for m in micro_batches)
+            plan, costs = self.choices[0].plan, self._costs if joint else self._alone or self._costs
             assert costs is not None
             tasks = compose(plan.packing, group, policy)
             if compose is compose_evaluation:  # keeps nothing

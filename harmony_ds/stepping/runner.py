@@ -61,6 +61,11 @@ class Runner:
         return self._parts.contract
 
     @property
+    def joins_are_random(self) -> bool:
+        """Whether layer calls that are joined draw random numbers."""
+        return self._parts.joins.are_random
+
+    @property
     def changes_buffers(self) -> bool:
         """Whether forward passes change buffers, so that their order is that of the calls."""
         return bool(self._parts.layer_calls.changing_buffers) or self._parts.installation.buffers.are_written
@@ -176,15 +181,16 @@ class Runner:
         """
         self.check_usable()
         self._check_can_run(micro_batches)
-        plan = self.planner.step(micro_batches, self.executor.begun)
+        sets = self.planner.sets(micro_batches)
+        plan = self.planner.step(sets, self.executor.begun)
         # The plan's peak is that of passes that nobody looks into.
         as_planned = not any(m.forwarded for m in micro_batches)
-        with self._recovering(micro_batches):
+        with self._recovering(sets):
             device = self._parts.device
             others = others_bytes(self._parts)
             device.reset_peak()
             with self._parts.timeline.step(plan):
-                self.executor.run(plan, micro_batches, hyper, clipping)
+                self.executor.run(plan, sets, hyper, clipping)
                 self.executor.updates.promise_norm()
             self._parts.layer_calls.proving &= len(micro_batches) < 2  # others had run before recomputations
             # Workspaces are made when a thread first needs one, in some step.

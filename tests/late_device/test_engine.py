@@ -329,3 +329,19 @@ def test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary() ->
             engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * 2))
             known.append(set(device.registered))
     assert all(later == known[0] for later in known[1:])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_calls_of_several_micro_batches(seed: int | None, clip: float | None) -> None:
+    """What all rows share is compared on the device, and looked at before gradients are used."""
+    groups = [[group[0]] * 4 for group in GROUPS]
+    plain, losses = plainly(LLAMA, 0.0, groups, sgd, clip)
+    model = LLAMA.build(0.0)
+    config = config_of(4, clip, {"pack_layers": 1, "stash": "host", "micro_batch": 64})
+    with late_engine(model, config, seed, sgd) as engine:
+        found = train_groups(engine, groups)
+        assert engine.plan is not None
+        assert engine.plan.policy.together == 4
+    assert found == pytest.approx(means_of(losses), rel=1e-5)
+    assert_same(weights_of(model), weights_of(plain), bitwise=False)

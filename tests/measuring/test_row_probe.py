@@ -101,7 +101,7 @@ def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> tuple[Rows, dict
 
 @pytest.mark.parametrize(
     ("layer", "dims"),
-    [(RowByRow(), RowDims((0,), (0,), 0)), (Noisy(), RowDims((0,), (0,), 0))],
+    [(RowByRow(), RowDims((0,), (0,), 0, (0,))), (Noisy(), RowDims((0,), (0,), 0, (0,)))],
     ids=lambda value: type(value).__name__,
 )
 def test_layers_whose_rows_are_their_own_can_be_cut(layer: nn.Module, dims: RowDims) -> None:
@@ -154,7 +154,7 @@ class Twice(nn.Module):
 def test_all_calls_of_a_layer_hold_the_rows_in_one_place(turned: bool) -> None:
     found, refused = probed(Twice(turned))
     assert refused == ({0: "its calls hold the rows in different places"} if turned else {})
-    assert found.dims == ({} if turned else {0: RowDims((0,), (0,), 0)})
+    assert found.dims == ({} if turned else {0: RowDims((0,), (0,), 0, (0,))})
 
 
 class Alternating(nn.Module):
@@ -170,7 +170,7 @@ class Alternating(nn.Module):
 
 def test_calls_that_depend_on_the_rows_are_not_compared() -> None:
     found, refused = probed(Alternating())
-    assert found.dims == {0: RowDims((0,), (0,), 0)}
+    assert found.dims == {0: RowDims((0,), (0,), 0, (0,))}
     assert refused == {2: UNTOLD}
 
 

@@ -1,0 +1,274 @@
+"""One layer call over the rows of several micro-batches: arguments joined, results parted.
+
+    micro-batch 0   rows 0 1 --.                          .--> rows 0 1
+    micro-batch 1   rows 0 1 ----> layer, rows 0 1 2 3 ---+--> rows 0 1
+                                                               each is a part that knows its whole
+
+Where nothing happens to a layer's results before the next layer takes them, their parts are joined again without a copy:
+the whole goes on, and its gradient comes back whole. What all rows share (rotary tables) has to be equal in all
+micro-batches. Rows that look at each other (batch normalization, capacities of experts) are not joined: `row_probe`
+finds out which layers those are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harmony_ds.calls.arguments import PLAIN, Collector, collector_of, is_container
+from harmony_ds.calls.caches import take_caches
+from harmony_ds.calls.contract import UnseenError
+from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.sameness import equal
+from harmony_ds.calls.trees import flatten_all, unflatten_all
+from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
+from harmony_ds.profiler.rows import RowDims
+
+_logger = logging.getLogger(__name__)
+_WHOLE = "_harmony_whole"
+_ALL = -1
+"""In the place of a layer: the whole model."""
+
+
+class CannotJoinError(UnseenError):
+    """Calls were taken to be joined that cannot be: the step is to run again without."""
+
+
+@dataclass(slots=True, eq=False)
+class Joined:
+    """A call that is made for those of several micro-batches.
+
+    Attributes:
+        places: of these among those that wait.
+        collectors: what each one's calls hand to beside their results.
+        collected: by key, how much had been handed to the first one's before.
+    """
+
+    places: tuple[int, ...]
+    request: Request
+    collectors: tuple[Collector | None, ...] = ()
+    collected: dict[str, int] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """It is about to be made."""
+        held = (self.collectors[0] or {}) if self.collectors else {}
+        self.collected = {key: len(value) for key, value in held.items() if isinstance(value, list)}
+
+
+class Joins:
+    """Joins calls, and knows which cannot be.
+
+    Attributes:
+        dims: by layer, where its tensors hold the rows; a layer that is not among them runs micro-batch by micro-batch.
+        are_random: whether layers draw random numbers: joined calls draw others than single ones.
+    """
+
+    def __init__(self, device: Device, name_of: Callable[[int], str], may_be_joined: Callable[[int], bool]) -> None:
+        self.dims: Mapping[int, RowDims] = {}
+        self.are_random = False
+        self._device = device
+        self._name_of = name_of
+        self._may_be_joined = may_be_joined
+        self._apart: dict[int, str] = {}
+        self._same: dict[tuple[int, ...], Sequence[Tensor]] = {}  # that have been compared in this step, by their ids
+        self._doubts: list[tuple[int, Tensor]] = []  # by layer, whether what was joined differs
+        self._told: list[tuple[tuple[int, ...], Tensor, HostBuffer, Event]] = []  # the same, on its way to the host
+        self._buffers = HostBuffers(device)
+
+    @property
+    def are_off(self) -> bool:
+        """Whether no calls are joined any more."""
+        return _ALL in self._apart
+
+    def refuse(self, why: str, layer: int = _ALL) -> CannotJoinError:
+        """From now on, calls of `layer` are not joined; returns what is to be raised for the step to run again."""
+        if layer not in self._apart:
+            self._apart[layer] = why
+            what = "layer calls" if layer == _ALL else f"calls of layer {self._name_of(layer)}"
+            _logger.warning("%s run micro-batch by micro-batch from now on: %s", what, why)
+        return CannotJoinError(why)
+
+    def join(self, requests: Sequence[Request]) -> list[Joined]:
+        """As few calls as may be made for `requests`, which are of one layer.
+
+        Raises:
+            CannotJoinError: what all rows share differs.
+        """
+        layer = requests[0].layer
+        if len(requests) < 2 or layer not in self.dims or layer in self._apart or not self._may_be_joined(layer):
+            return [Joined((place,), request) for place, request in enumerate(requests)]
+        alike: dict[Any, list[int]] = {}
+        opened = [_opened(request) for request in requests]
+        for place, one in enumerate(opened):
+            alike.setdefault(place if one is None else one.signature, []).append(place)
+        made: list[Joined] = []
+        for places in alike.values():
+            several = [requests[place] for place in places]
+            joined = self._joined(several, [opened[place] for place in places]) if len(places) > 1 else None
+            if joined is None:
+                made += [Joined((place,), requests[place]) for place in places]
+            else:
+                made.append(Joined(tuple(places), joined, tuple(map(collector_of, several))))
+        return made
+
+    def _joined(self, requests: Sequence[Request], opened: Sequence[_Opened | None]) -> Request | None:
+        """One call for `requests`, whose arguments are of one signature; None: they cannot be joined."""
+        first, layer = requests[0], requests[0].layer
+        known = [one for one in opened if one is not None]
+        leaves, dims = list(known[0].leaves), dict(zip(self.dims[layer].places, self.dims[layer].inputs, strict=True))
+        joined: dict[tuple[int, ...], Tensor] = {}
+        for place, several in enumerate(zip(*(one.leaves for one in known), strict=True)):
+            if isinstance(several[0], Tensor):
+                key = tuple(map(id, several))
+                if key not in joined:
+                    if place not in dims:  # the layer was not seen with it
+                        return None
+                    dim = dims[place]
+                    if dim is None and not self._are_same(layer, several):
+                        return None
+                    joined[key] = several[0] if dim is None else whole_of(several, dim)
+                leaves[place] = joined[key]
+        values = unflatten_all(leaves, known[0].shape)
+        for place, cache in known[0].caches.items():
+            values[place] = cache
+        kwargs = dict(zip(first.kwargs, values[len(first.args) :], strict=True))
+        return replace(first, args=tuple(values[: len(first.args)]), kwargs=kwargs, raised=[])
+
+    def _are_same(self, layer: int, tensors: Sequence[Tensor]) -> bool:
+        others = [one for one in tensors[1:] if one is not tensors[0]]
+        if not others:
+            return True
+        if tensors[0].requires_grad:  # whose gradient would go to one micro-batch
+            return False
+        key = tuple(map(id, tensors))
+        if key in self._same or not self._device.has_values:
+            return True
+        if not self._device.copies_overlap or tensors[0].device != self._device.torch_device:
+            if not all(equal(tensors[0], other) for other in others):
+                raise self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
+        else:
+            self._doubts += [(layer, (tensors[0] != other).any()) for other in others]
+        self._same[key] = tensors
+        return True
+
+    def tell(self) -> None:
+        """Issues the answers to what the device has been asked to compare; see `check`."""
+        if self._doubts:
+            buffer = self._buffers.take(self, len(self._doubts))
+            on_host = buffer.tensor(torch.Size((len(self._doubts),)), (1,), torch.bool)
+            on_host.copy_(torch.stack([flag for _, flag in self._doubts]), non_blocking=True)
+            layers = tuple(layer for layer, _ in self._doubts)
+            self._told.append((layers, on_host, buffer, self._device.record(Stream.COMPUTE)))
+            self._doubts.clear()
+
+    def check(self) -> None:
+        """Raises CannotJoinError if something differed that was joined. To be called before gradients are used."""
+        self.tell()
+        wrong: list[int] = []
+        for layers, flags, _, arrived in self._told:
+            arrived.synchronize()
+            wrong += [layer for layer, differs in zip(layers, flags.tolist(), strict=True) if differs]
+        self._give_back()
+        for layer in dict.fromkeys(wrong):
+            error = self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
+        if wrong:
+            raise error
+
+    def _give_back(self) -> None:
+        for *_, buffer, arrived in self._told:
+            self._buffers.give_back(buffer, arrived)
+        self._told.clear()
+
+    def forget(self) -> None:
+        """Drops what was compared in a step: it is over, or has failed."""
+        self._same.clear()
+        self._doubts.clear()
+        self._give_back()
+
+    def destroy(self) -> None:
+        """Gives page-locked memory back."""
+        self._buffers.destroy()
+
+    def part(self, call: Joined, result: Any) -> list[Any]:
+        """Each micro-batch's part of what `call` gave; what it has handed to a collector goes to those of all."""
+        count = len(call.places)
+        if count == 1:
+            return [result]
+        dims, parted = iter(self.dims[call.request.layer].outputs), dict[int, list[Any]]()
+
+        def parts(tree: Any) -> list[Any]:
+            leaves, shape = flatten_all((tree,))
+            several = []
+            for leaf in leaves:
+                dim = next(dims, None) if isinstance(leaf, Tensor) else None
+                if dim is not None and id(leaf) not in parted:
+                    parted[id(leaf)] = parts_of(leaf, dim, count)
+                several.append([leaf] * count if dim is None else parted[id(leaf)])
+            return [unflatten_all([one[member] for one in several], shape)[0] for member in range(count)]
+
+        results = parts(result)
+        for key, before in call.collected.items():
+            lists = [collector[key] for collector in call.collectors if collector is not None]
+            new = [parts(one) for one in lists[0][before:]]
+            del lists[0][before:]
+            for member, own in enumerate(lists):
+                own.extend(one[member] for one in new)
+        return results
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Opened:
+    """Arguments of a call.
+
+    Attributes:
+        signature: of those with which it can be joined.
+    """
+
+    leaves: list[Any]
+    shape: Any
+    caches: dict[int, Any]
+    signature: Any
+
+
+def _opened(request: Request) -> _Opened | None:
+    """The arguments of `request`; None: they hold what a layer may write into."""
+    values, caches = take_caches(request)
+    if any(is_container(value.__class__) for value in values):
+        return None
+    leaves, shape = flatten_all([None if place in caches else value for place, value in enumerate(values)])
+    kinds: list[Any] = []
+    numbers: dict[int, int] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):  # and where it stands again
+            kinds.append((leaf.shape, leaf.dtype, leaf.requires_grad, numbers.setdefault(id(leaf), len(numbers))))
+        else:
+            kinds.append(f"{type(leaf)} {leaf!r}" if leaf is None or isinstance(leaf, PLAIN) else id(leaf))
+    called = request.grad, len(request.args), tuple(request.kwargs), tuple(collector_of(request) or ())
+    return _Opened(leaves, shape, caches, (called, tuple(caches), tuple(kinds), repr(shape)))
+
+
+def parts_of(whole: Tensor, dim: int, count: int) -> list[Tensor]:
+    """`whole` in so many equal parts along `dim`, which know what they are of."""
+    parts = list(whole.split(whole.shape[dim] // count, dim))
+    for number, part in enumerate(parts):
+        setattr(part, _WHOLE, (whole, number, count, dim, part._version))
+    return parts
+
+
+def whole_of(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """`parts` along `dim` as one tensor: what they are the parts of, if nothing has been done to them since."""
+    whole, _, count, along, _ = getattr(parts[0], _WHOLE, (None, 0, 0, 0, 0))
+    if whole is not None and (count, along) == (len(parts), dim):
+        known = [getattr(part, _WHOLE, None) for part in parts]
+        same = (
+            k is not None and k[0] is whole and k[1] == n and k[4] == parts[n]._version for n, k in enumerate(known)
+        )
+        if all(same):
+            return whole  # type: ignore[no-any-return]
+    return torch.cat(list(parts), dim)

@@ -1,0 +1,143 @@
+"""Several micro-batches that go through the layers as one: each has a lane of its own, and they take turns between layers.
+
+What makes of them one micro-batch for the executor is that their calls of a layer are joined (`harmony_ds.calls.joined`),
+where they can be; the code between layers, and the loss, see single ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harmony_ds.calls.contract import UnseenError
+from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.joined import Joined, Joins
+from harmony_ds.device.base import Device
+from harmony_ds.runtime.lane import Answer, Lane, Turn
+from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
+
+
+class JointLane:
+    """Takes the lanes of several micro-batches from layer to layer."""
+
+    def __init__(self, lanes: list[Lane], joins: Joins, again: Callable[[bool], None]) -> None:
+        """`again`: told whether the call that is answered next is of the same place as the one before."""
+        self._lanes = lanes
+        self._joins = joins
+        self._again = again
+        self._calls: list[Joined] = []  # that are to be made
+        self.request: Request | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all have come to their ends."""
+        return all(lane.finished for lane in self._lanes)
+
+    def start(self) -> None:
+        """Runs all up to their first layer calls."""
+        for lane in self._lanes:
+            lane.resume()
+
+    def run_on(self, answer: Answer) -> None:
+        """As `Lane.run_on`, with one call for all where they can be joined.
+
+        Raises:
+            CannotJoinError: they take different ways, or something went wrong, and must run one by one.
+        """
+        try:
+            while not self.finished:
+                requests = [lane.request for lane in self._lanes if lane.request is not None]
+                if len(requests) < len(self._lanes) or len({request.layer for request in requests}) > 1:
+                    raise self._joins.refuse("micro-batches take different ways through the model")
+                replies = self._answered(requests, answer)
+                if replies is None:
+                    return
+                requests.clear()
+                for lane in self._lanes:
+                    lane.resume(replies.pop(0))
+        except (OffPlanError, UnseenError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise self._joins.refuse(f"the model raised {error!r}") from error
+
+    def _answered(self, requests: list[Request], answer: Answer) -> list[Any] | None:
+        """What each lane gets; None: not yet."""
+        if not self._calls:
+            with torch.enable_grad():
+                self._calls = self._joins.join(requests)
+        replies: dict[int, Any] = {}
+        for number, call in enumerate(self._calls):
+            self._again(number > 0)
+            call.begin()
+            result = answer(call.request)
+            if result is Turn.LATER:
+                return None
+            with torch.enable_grad():
+                replies.update(zip(call.places, self._joins.part(call, result), strict=True))
+        self._again(False)
+        self._calls = []
+        return [replies[place] for place in range(len(requests))]
+
+    def take_result(self) -> list[Any]:
+        """What each has returned."""
+        return [lane.take_result() for lane in self._lanes]
+
+    def close(self) -> None:
+        """Ends all wherever they are."""
+        self._calls = []
+        for lane in self._lanes:
+            lane.close()
+
+
+@dataclass(slots=True, eq=False)
+class JointMicroBatch(MicroBatch):
+    """Several micro-batches as one."""
+
+    members: Sequence[MicroBatch] = ()
+    joins: Joins | None = None
+    _is_again: bool = field(default=False)
+
+    @staticmethod
+    def of(index: int, members: Sequence[MicroBatch], joins: Joins) -> JointMicroBatch:
+        """Of `members`, which were called in the same modes; its random numbers are the first one's."""
+        first = members[0]
+        return JointMicroBatch(
+            index=index,
+            seed=first.seed,
+            forward=first.forward,
+            objective=lambda outputs: _sum_of(members, outputs),
+            autocast=first.autocast,
+            backward_autocast=first.backward_autocast,
+            context=first.context,
+            state=first.state,
+            home=first.home,
+            members=members,
+            joins=joins,
+        )
+
+    def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Any:
+        assert self.joins is not None
+        lanes = [Lane(m.forward, m.grad, m.autocast, device, m.context, between_layers) for m in self.members]
+        joint = JointLane(lanes, self.joins, self._note_again)
+        self.lane = joint  # type: ignore[assignment]
+        joint.start()
+        return joint
+
+    def _note_again(self, again: bool) -> None:
+        self._is_again = again
+
+    def place(self, layer: int, order: tuple[int, ...]) -> int:
+        if self._is_again and self._cursor and order[self._cursor - 1] == layer:
+            return self._cursor - 1
+        return MicroBatch.place(self, layer, order)
+
+
+def _sum_of(members: Sequence[MicroBatch], outputs: Sequence[Any]) -> Tensor | None:
+    losses = [m.objective(own) for m, own in zip(members, outputs, strict=True)]
+    known = [loss for loss in losses if loss is not None and loss.requires_grad]
+    return sum(known[1:], known[0]) if known else None

@@ -1,0 +1,150 @@
+"""Layer calls over the rows of several micro-batches: the weights of single calls to rounding, in fewer calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.calls.called_layer import CalledLayer
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups, weights_of
+from tests.families import Batch
+
+GROUP, STEPS = 8, 3
+SIZES = [{"forward": 8, "backward": 4}, {"forward": 3, "backward": 8}, {"forward": 8, "backward": 8}]
+Groups = list[list[Batch]]
+
+
+def single_rows(name: str) -> Groups:
+    """Micro-batches of one row, all of one shape; some masks are padded, others not."""
+    flat = [batch for group in groups_of(family(name), 6, 3 * GROUP) for batch in group]
+    shapes = [tuple(t.shape for t in batch.values()) for batch in flat]
+    alike = [batch for batch, own in zip(flat, shapes, strict=True) if own == shapes[0]][: STEPS * GROUP]
+    rows = [{key: t[place % len(t) :][:1] for key, t in batch.items()} for place, batch in enumerate(alike)]
+    return [rows[place : place + GROUP] for place in range(0, len(rows), GROUP)]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Adam would make of rounding in a gradient that is nothing else a full step."""
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def trained(model: nn.Module, groups: Groups, make: Any = sgd, **harmony: Any) -> tuple[dict[str, Tensor], list[float]]:
+    config = config_of(len(groups[0]), 0.5, {"pack_layers": 1, **harmony})
+    with engine_for(model, make, config) as engine:
+        losses = train_groups(engine, groups)
+        memory, report = engine.memory_report(), engine.plan_report()
+        assert engine.swap_report().ratio == 1.0
+        assert memory.device_peak_bytes <= memory.planned_peak_bytes
+        assert report.swapped_bytes <= report.planned.total
+    return weights_of(model), losses
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layers that are run, forward or again."""
+    made: list[str] = []
+    run = CalledLayer.run
+
+    def noted(layer: CalledLayer, *args: Any) -> Any:
+        made.append(layer.name)
+        return run(layer, *args)
+
+    monkeypatch.setattr(CalledLayer, "run", noted)
+    return made
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral", "gemma3", "vit", "TwoPassNet", "OutsideParameterNet"])
+def test_weights_are_those_of_single_calls_to_rounding(name: str, sizes: dict[str, int]) -> None:
+    groups = single_rows(name)
+    alone, losses = trained(family(name).build(0.0), groups)
+    joined, found = trained(family(name).build(0.0), groups, micro_batch=sizes)
+    assert found == pytest.approx(losses, rel=1e-6)
+    for key, weight in alone.items():
+        torch.testing.assert_close(joined[key], weight, rtol=0.0, atol=1e-6 * max(1e-3, weight.abs().max().item()))
+
+
+def test_a_block_is_called_once_for_all_micro_batches(calls: list[str]) -> None:
+    groups = single_rows("mistral")
+    with engine_for(
+        family("mistral").build(0.0), sgd, config_of(GROUP, 0.5, {"pack_layers": 1, "micro_batch": 8})
+    ) as engine:
+        train_groups(engine, groups[:2])
+        calls.clear()
+        train_groups(engine, groups[2:])
+    assert calls.count("model.layers.0") == 2  # forward, and again
+
+
+def test_the_same_bits_each_time_and_after_a_resume(tmp_path: Path) -> None:
+    groups, sizes = single_rows("mistral"), SIZES[0]
+    build = family("mistral").build
+    once, losses = trained(build(0.1), groups, adamw, micro_batch=sizes)
+    config = config_of(GROUP, 0.5, {"pack_layers": 1, "micro_batch": sizes})
+    with engine_for(build(0.1), adamw, config) as engine:
+        train_groups(engine, groups[:2])
+        engine.save_checkpoint(tmp_path)
+    model = build(0.1)
+    with engine_for(model, adamw, config) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert train_groups(engine, groups[2:]) == losses[2:]
+    assert all(torch.equal(weight, once[key]) for key, weight in weights_of(model).items())
+
+
+class Tabled(nn.Module):
+    """Hands its layers a table that all rows share, which `differs` from micro-batch to micro-batch or not."""
+
+    def __init__(self, differs: bool) -> None:
+        super().__init__()
+        self.layers, self.differs = nn.ModuleList([Scaled() for _ in range(3)]), differs
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.linspace(0.0, 1.0, 4) + (x.detach().mean() if self.differs else 0.0)
+        for layer in self.layers:
+            x = layer(x, table)
+        return x.pow(2).mean()
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x) * table
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_what_all_rows_share_has_to_be_equal(differs: bool, calls: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    source = torch.Generator().manual_seed(1)
+    groups = [[{"x": torch.randn(2, 4, generator=source)} for _ in range(4)] for _ in range(3)]
+    torch.manual_seed(0)
+    one, other = Tabled(differs), Tabled(differs)
+    other.load_state_dict(one.state_dict())
+    alone, losses = trained(one, groups)
+    calls.clear()
+    joined, found = trained(other, groups, micro_batch=8)
+    assert ("layers.0 run micro-batch by micro-batch" in caplog.text) == differs
+    assert found == pytest.approx(losses, rel=1e-6)
+    assert all(torch.allclose(weight, joined[key], rtol=1e-5, atol=1e-7) for key, weight in alone.items())
+
+
+@pytest.mark.parametrize("name", ["InPlaceNet", "BatchNormNet", "llama"])
+def test_what_cannot_be_joined_runs_one_by_one(name: str) -> None:
+    """It changes what layers gave in place; its rows look at each other; its micro-batches are of several lengths."""
+    groups = groups_of(family(name), STEPS, GROUP) if name == "llama" else single_rows(name)
+    alone, losses = trained(family(name).build(0.0), groups)
+    joined, found = trained(family(name).build(0.0), groups, micro_batch=64)
+    assert found == pytest.approx(losses, rel=1e-6)
+    assert all(torch.allclose(weight, joined[key], rtol=1e-5, atol=1e-7) for key, weight in alone.items())
+
+
+def test_auto_joins_where_that_is_faster() -> None:
+    """As it is where a call takes as long with many rows as with one."""
+    groups = single_rows("mistral")
+    with engine_for(family("mistral").build(0.0), sgd, config_of(GROUP, 0.5, {"micro_batch": "auto"})) as engine:
+        train_groups(engine, groups)
+        assert engine.plan is not None
+        assert engine.plan.policy.together == GROUP
