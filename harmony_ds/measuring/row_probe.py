@@ -48,7 +48,7 @@ class RowProbe(Passes):
         self._counts = rows
         with self._opened():
             for self._comparing, count in zip((False, True), rows, strict=True):
-                self._forward(sample.few(count).padded())
+                self._forward(sample.few(count))
         can = {layer: dims for layer, dims in self._dims.items() if layer not in self._refused}
         return Rows(dims=can, drawing=self._drawing), self._refused
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.runtime.micro_batch import Objective
 
-_MASK = "attention_mask"
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -51,21 +50,6 @@ class Sample:
             return tensor[torch.arange(rows, device=tensor.device) % total]
 
         return replace(self, inputs=map_tensors(some, self.inputs))
-
-    def padded(self) -> Sample:
-        """The same with a masked token in each mask, where masks are arguments: transformers' models hand layers none where
-        nothing is masked.
-        """
-        match self.inputs:
-            case (args, dict() as kwargs) if isinstance(args, tuple):
-                pass
-            case _:
-                return self
-        masks = {key: t for key, t in kwargs.items() if key.endswith(_MASK) and isinstance(t, Tensor) and t.dim() == 2}
-        for key, mask in masks.items():
-            masks[key] = mask.clone()
-            masks[key][:, -1:] = 0
-        return replace(self, inputs=(args, {**kwargs, **masks}))
 
 
 def shapes_of(inputs: Any) -> Shapes:
