@@ -154,7 +154,7 @@ class Planner:
             one_by_one = choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
             for table in self._faster_sets(sample, one_by_one, choose):
                 yield WHOLE, table
-        self._together = 1
+        self._together, self._alone = 1, None
         if failure is not None:
             raise failure
         for sizes in in_slices:
