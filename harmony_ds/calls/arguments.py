@@ -122,8 +122,8 @@ class Given:
                 places[key] = [place]
                 tensors.append(leaf)
             leaves[place] = None
-        containers = [place for place, branch in enumerate(shape) if branch and is_container(values[place].__class__)]
-        keywords, collector = tuple(request.kwargs), collector_of(request)
+        containers = [place for place, branch in enumerate(shape) if branch and _is_container(values[place].__class__)]
+        keywords, collector = tuple(request.kwargs), _collector(request)
         taken = (leaves, shape, len(request.args), keywords, list(places.values()), caches, containers, bool(collector))
         return Given(Arguments(*taken), tensors, values, collector)
 
@@ -151,7 +151,7 @@ class Given:
 
 
 @functools.cache
-def is_container(cls: type) -> bool:
+def _is_container(cls: type) -> bool:
     return issubclass(cls, (dict, list, UserDict))
 
 
@@ -167,7 +167,7 @@ def contents(container: Any) -> tuple[list[Any], list[Any]]:
 
 def change_contents(container: Any, change: Callable[[Any], Any]) -> bool:
     """Puts what `change` makes of each thing that `container` holds in its place. False: it is no container."""
-    if not is_container(container.__class__):
+    if not _is_container(container.__class__):
         return False
     held = _held(container)
     for key in range(len(held)) if isinstance(held, list) else list(held):
@@ -197,14 +197,14 @@ def collector_here() -> Collector:
     return {} if variable is None else variable.get(None) or {}
 
 
-def collector_of(request: Request) -> Collector | None:
+def _collector(request: Request) -> Collector | None:
     variable = _variable()
     return None if variable is None else request.context.get(variable)
 
 
 def collect(request: Request) -> dict[str, list[Any]]:
     """Lists into which a run of `request`, which collects, puts what it collects: the call's context is its own."""
-    collector = collector_of(request) or {}
+    collector = _collector(request) or {}
     collected: dict[str, list[Any]] = {key: [] for key, value in collector.items() if isinstance(value, list)}
     request.context.run(_variable().set, {**collector, **collected})
     return collected

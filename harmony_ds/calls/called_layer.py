@@ -60,7 +60,12 @@ class CalledLayer:
 
     def may_be_cut(self, arguments: Arguments) -> bool:
         """Objects that a layer may write into, inputs and statistics that it changes, are of all rows at once."""
-        return not (self.changes_inputs or self.changes_buffers) and arguments.may_be_cut
+        return self.treats_rows_alike and arguments.may_be_cut
+
+    @property
+    def treats_rows_alike(self) -> bool:
+        """Whether nothing that it changes, as far as it has been seen, is of all rows at once."""
+        return not (self.changes_inputs or self.changes_buffers)
 
     def memory(self, copies: Leaves) -> set[int]:
         """Where those of the layer's parameters that are among `copies` lie."""

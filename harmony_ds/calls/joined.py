@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.arguments import PLAIN, Collector, collector_of, is_container
-from harmony_ds.calls.caches import take_caches
+from harmony_ds.calls.arguments import PLAIN, Collector, Given
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.sameness import equal
@@ -104,41 +103,35 @@ class Joins:
         if len(requests) < 2 or layer not in self.dims or layer in self._apart or not self._may_be_joined(layer):
             return [Joined((place,), request) for place, request in enumerate(requests)]
         alike: dict[Any, list[int]] = {}
-        opened = [_opened(request) for request in requests]
-        for place, one in enumerate(opened):
-            alike.setdefault(place if one is None else one.signature, []).append(place)
+        given = [Given.of(request) for request in requests]
+        for place, one in enumerate(given):
+            alike.setdefault(_signature(requests[place], one, place), []).append(place)
         made: list[Joined] = []
         for places in alike.values():
-            several = [requests[place] for place in places]
-            joined = self._joined(several, [opened[place] for place in places]) if len(places) > 1 else None
+            joined = None
+            if len(places) > 1:
+                joined = self._joined(requests[places[0]], [given[place] for place in places])
             if joined is None:
                 made += [Joined((place,), requests[place]) for place in places]
             else:
-                made.append(Joined(tuple(places), joined, tuple(map(collector_of, several))))
+                made.append(Joined(tuple(places), joined, tuple(given[place].collector for place in places)))
         return made
 
-    def _joined(self, requests: Sequence[Request], opened: Sequence[_Opened | None]) -> Request | None:
-        """One call for `requests`, whose arguments are of one signature; None: they cannot be joined."""
-        first, layer = requests[0], requests[0].layer
-        known = [one for one in opened if one is not None]
-        leaves, dims = list(known[0].leaves), dict(zip(self.dims[layer].places, self.dims[layer].inputs, strict=True))
-        joined: dict[tuple[int, ...], Tensor] = {}
-        for place, several in enumerate(zip(*(one.leaves for one in known), strict=True)):
-            if isinstance(several[0], Tensor):
-                key = tuple(map(id, several))
-                if key not in joined:
-                    if place not in dims:  # the layer was not seen with it
-                        return None
-                    dim = dims[place]
-                    if dim is None and not self._are_same(layer, several):
-                        return None
-                    joined[key] = several[0] if dim is None else whole_of(several, dim)
-                leaves[place] = joined[key]
-        values = unflatten_all(leaves, known[0].shape)
-        for place, cache in known[0].caches.items():
-            values[place] = cache
-        kwargs = dict(zip(first.kwargs, values[len(first.args) :], strict=True))
-        return replace(first, args=tuple(values[: len(first.args)]), kwargs=kwargs, raised=[])
+    def _joined(self, first: Request, given: Sequence[Given]) -> Request | None:
+        """One call for those that were `given` alike, `first` among them; None: they cannot be joined."""
+        arguments, known = given[0].arguments, self.dims[first.layer]
+        dims = dict(zip(known.places, known.inputs, strict=True))
+        tensors: list[Tensor] = []
+        for places, several in zip(arguments.places, zip(*(one.tensors for one in given), strict=True), strict=True):
+            if places[0] not in dims:  # the layer was not seen with it
+                return None
+            dim = dims[places[0]]
+            if dim is None and not self._are_same(first.layer, several):
+                return None
+            tensors.append(several[0] if dim is None else whole_of(several, dim))
+        values = arguments.filled(tensors)
+        kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
+        return replace(first, args=tuple(values[: arguments.positional]), kwargs=kwargs, raised=[])
 
     def _are_same(self, layer: int, tensors: Sequence[Tensor]) -> bool:
         others = [one for one in tensors[1:] if one is not tensors[0]]
@@ -222,35 +215,17 @@ class Joins:
         return results
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Opened:
-    """Arguments of a call.
-
-    Attributes:
-        signature: of those with which it can be joined.
-    """
-
-    leaves: list[Any]
-    shape: Any
-    caches: dict[int, Any]
-    signature: Any
-
-
-def _opened(request: Request) -> _Opened | None:
-    """The arguments of `request`; None: they hold what a layer may write into."""
-    values, caches = take_caches(request)
-    if any(is_container(value.__class__) for value in values):
-        return None
-    leaves, shape = flatten_all([None if place in caches else value for place, value in enumerate(values)])
-    kinds: list[Any] = []
-    numbers: dict[int, int] = {}
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):  # and where it stands again
-            kinds.append((leaf.shape, leaf.dtype, leaf.requires_grad, numbers.setdefault(id(leaf), len(numbers))))
-        else:
-            kinds.append(f"{type(leaf)} {leaf!r}" if leaf is None or isinstance(leaf, PLAIN) else id(leaf))
-    called = request.grad, len(request.args), tuple(request.kwargs), tuple(collector_of(request) or ())
-    return _Opened(leaves, shape, caches, (called, tuple(caches), tuple(kinds), repr(shape)))
+def _signature(request: Request, given: Given, place: int) -> Any:
+    """Equal for calls that can be joined; `place` for one that cannot be, whose layer may write into its arguments."""
+    arguments = given.arguments
+    if arguments.containers:
+        return place
+    plain = [
+        f"{type(leaf)} {leaf!r}" if leaf is None or isinstance(leaf, PLAIN) else id(leaf) for leaf in arguments.leaves
+    ]
+    tensors = [(t.shape, t.dtype, t.requires_grad) for t in given.tensors]
+    called = request.grad, arguments.positional, arguments.keywords, tuple(given.collector or ())
+    return called, tuple(plain), tuple(tensors), repr((arguments.places, arguments.shape, list(arguments.caches)))
 
 
 def parts_of(whole: Tensor, dim: int, count: int) -> list[Tensor]:

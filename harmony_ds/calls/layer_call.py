@@ -112,7 +112,7 @@ class LayerCalls:
 
     def may_be_joined(self, layer: int) -> bool:
         """Whether rows of several micro-batches may go through `layer` at once, as far as it has been seen."""
-        return not (self._layers[layer].changes_inputs or self._layers[layer].changes_buffers)
+        return self._layers[layer].treats_rows_alike
 
     def may_keep_graphs(self, layer: int) -> bool:
         """Whether graphs of `layer` can be kept while other micro-batches go through it."""

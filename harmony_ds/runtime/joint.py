@@ -31,7 +31,6 @@ class JointLane:
         self._joins = joins
         self._again = again
         self._calls: list[Joined] = []  # that are to be made
-        self.request: Request | None = None
 
     @property
     def finished(self) -> bool:

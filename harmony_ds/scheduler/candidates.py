@@ -210,11 +210,8 @@ def both_ways(packing: Packing) -> set[int]:
 def use_of(packing: Packing, policy: Policy) -> str:
     """What a policy uses memory for, for people."""
     count, away = len(packing.forward), policy.stash_on_host
-    text = f"{policy.pipeline} devices, " * (policy.pipeline > 1) + "stash on the device"
-    if away:
-        text = text.replace(
-            "on the device", f"of {away} of {count} packs on the host" if away < count else "on the host"
-        )
+    place = f"of {away} of {count} packs on the host" if 0 < away < count else f"on the {'host' if away else 'device'}"
+    text = f"{policy.pipeline} devices, " * (policy.pipeline > 1) + f"stash {place}"
     for packs, what in ((policy.kept, "kept"), (policy.resident, "resident")):
         text += f", {len(packs)} pack{'s' * (len(packs) > 1)} {what}" if packs else ""
     if any(policy.graphs):

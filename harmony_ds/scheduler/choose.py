@@ -70,8 +70,7 @@ def among_devices(request: PlanRequest, machine: Machine) -> tuple[PlanRequest, 
     settings, overlaps = request.settings, machine.copies_overlap
     beside = overlaps and not machine.peers_share_link
     faster_in = beside and machine.peer_bytes_per_ms > machine.swap_in_bytes_per_ms
-    wants_share = settings.weights == "share" or (settings.weights == "auto" and faster_in)
-    shared = wants_share and request.policy.devices > 1
+    shared = request.policy.devices > 1 and (settings.weights == "share" or (settings.weights == "auto" and faster_in))
     on_host: tuple[bool, ...]
     if settings.reduce != "auto" or request.policy.servers > 1:  # which do not share memory
         on_host = (settings.reduce == "host",)

@@ -32,7 +32,8 @@ def adopt(
         DoesNotFitError: with what was measured now, it does not fit.
     """
     ways = among_devices(request, machine)
-    request = next((one for one in ways if one.policy.reduce_on_host == plan.policy.reduce_on_host), ways[0])
+    # The last way is that of all devices: a plan that was given is not one of several to choose from.
+    request = next((one for one in ways[::-1] if one.policy.reduce_on_host == plan.policy.reduce_on_host), ways[-1])
     wanted = request.policy
     packing = _rebuilt(plan, Packer(graph, costs, element, wanted), graph.calls)
     there, here = _depends_on(plan.packing, plan.policy), _depends_on(packing, wanted)
@@ -41,13 +42,8 @@ def adopt(
             raise ConfigError(
                 f"harmony.plan was made for {what} {there[what]}, and is to run with {here[what]}. Plan again."
             )
-    several = (
-        "devices",
-        "servers",
-        "shared",
-        "reduce_on_host",
-        "pipeline",
-    )  # a plan that was made for one may be run on several
+    # A plan that was made for one device may be run on several, where no calls are joined.
+    several = ("together", "devices", "servers", "shared", "reduce_on_host", "pipeline")
     policy = replace(plan.policy, **{one: getattr(wanted, one) for one in several})
     adopted = make_plan(packing, costs, request, policy)
     if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:

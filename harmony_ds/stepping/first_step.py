@@ -31,7 +31,9 @@ def prove(
     unlike = runner.at_their_calls or any(ticket.micro_batch.forwarded for ticket in tickets)
     if runner.world.any("compare losses", unlike):
         return False
-    if runner.planner.joins_calls and runner.joins_are_random:  # its losses are not those of single micro-batches
+    if (
+        runner.planner.joins_calls and runner.planner.joins_are_random
+    ):  # its losses are not those of single micro-batches
         return True
     unseen = False
     try:

@@ -74,7 +74,9 @@ class Planner:
         """Layers, and their call order once a micro-batch has been seen."""
         self._costs: CostTable | None = None
         self._alone: CostTable | None = None  # of single micro-batches, where the plan is of several as one
-        self._together = 1 if saved is None else saved.policy.together  # micro-batches whose layer calls are joined
+        self._together = 1  # micro-batches whose layer calls are joined
+        if saved is not None and parts.device.count == parts.world.size == 1:
+            self._together = saved.policy.together
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
         self._measured: list[tuple[Shapes, bytes]] = []
@@ -130,6 +132,7 @@ class Planner:
         wanted, together = self.wanted_sizes, self._together
         plan = self.plan or self._saved
         if together > 1 and plan is not None:  # as it was chosen
+            self._see_alone(sample)
             yield Sizes.of(plan.policy), self._of_set(sample, together, Sizes.of(plan.policy)).tables[0][1]
             return
         if (joined := self.joined(sample)) is not None:
@@ -151,6 +154,7 @@ class Planner:
         except DoesNotFitError as error:
             failure = error
         if in_slices and self._may_join:
+            self._see_alone(sample)
             one_by_one = choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
             for table in self._faster_sets(sample, one_by_one, choose):
                 yield WHOLE, table
@@ -168,6 +172,7 @@ class Planner:
         together = min(-(-max(wanted.forward, wanted.backward) // sample.rows), self._group_size)
         asked = (wanted.forward, wanted.backward)
         sizes = Sizes(*(size if size < together * sample.rows else 0 for size in asked))
+        self._see_alone(sample)
         return sizes, self._of_set(sample, together, sizes)
 
     @property
@@ -176,12 +181,15 @@ class Planner:
         alone = self._parts.device.count == self._parts.world.size == 1
         return alone and self._settings.grouping and self._group_size > 1 and not self._parts.joins.are_off
 
-    def _of_set(self, sample: Sample, together: int, sizes: Sizes) -> Profile:
-        """Costs of so many micro-batches like `sample` as one, in slices of `sizes`."""
+    def _see_alone(self, sample: Sample) -> None:
+        """What a micro-batch costs by itself, where several may be one, and where its calls hold the rows."""
         single = self.measuring.profile(sample, WHOLE).tables[0][1]
         self._alone = single if self._alone is None else self._alone.worst(single)
         found = self.measuring.found_rows(sample)
         self._parts.joins.dims, self._parts.joins.are_random = found.dims, bool(found.drawing)
+
+    def _of_set(self, sample: Sample, together: int, sizes: Sizes) -> Profile:
+        """Costs of so many micro-batches like `sample` as one, in slices of `sizes`."""
         self._together = together
         return self.measuring.profile(sample.few(together * sample.rows), sizes)
 
@@ -353,6 +361,11 @@ class Planner:
         """Whether layer calls of several micro-batches are made as one."""
         return self._together > 1 and not self._parts.joins.are_off
 
+    @property
+    def joins_are_random(self) -> bool:
+        """Whether layers draw random numbers, in joined calls others than in single ones."""
+        return self._parts.joins.are_random
+
     def step(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
         """The step over `micro_batches`; `begun`: something of it has run."""
         policy = self._policy_for(micro_batches, begun, len(micro_batches))
@@ -400,11 +413,11 @@ class Planner:
         """The plan that is in force, for these micro-batches."""
         fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
         group = Group(fresh, forwarded, begun)
-        key = (compose, group, policy, isinstance(micro_batches[0], JointMicroBatch) if micro_batches else False)
+        joint = any(isinstance(micro_batch, JointMicroBatch) for micro_batch in micro_batches)
+        key = (compose, group, policy, joint)
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANS:
                 del self._plans[next(iter(self._plans))]  # the oldest
-            joint = any(isinstance(m, JointMicroBatch) for m in micro_batches)
             plan, costs = self.choices[0].plan, self._costs if joint else self._alone or self._costs
             assert costs is not None
             tasks = compose(plan.packing, group, policy)

@@ -61,11 +61,6 @@ class Runner:
         return self._parts.contract
 
     @property
-    def joins_are_random(self) -> bool:
-        """Whether layer calls that are joined draw random numbers."""
-        return self._parts.joins.are_random
-
-    @property
     def changes_buffers(self) -> bool:
         """Whether forward passes change buffers, so that their order is that of the calls."""
         return bool(self._parts.layer_calls.changing_buffers) or self._parts.installation.buffers.are_written

@@ -94,6 +94,23 @@ def test_the_same_bits_each_time_and_after_a_resume(tmp_path: Path) -> None:
     assert all(torch.equal(weight, once[key]) for key, weight in weights_of(model).items())
 
 
+def test_a_plan_of_joined_calls_runs_single_ones_on_several_devices(tmp_path: Path) -> None:
+    groups, file, build = single_rows("mistral"), tmp_path / "plan.json", family("mistral").build
+    model = build(0.0)
+    with engine_for(model, sgd, config_of(GROUP, 0.5, {"pack_layers": 1, "micro_batch": 4})) as engine:
+        train_groups(engine, groups)
+        assert engine.plan is not None
+        file.write_text(engine.plan.to_json())
+    for devices, together in ((1, 4), (2, 1)):
+        other = build(0.0)
+        with engine_for(other, sgd, config_of(GROUP, 0.5, {"plan": str(file), "devices": devices})) as engine:
+            train_groups(engine, groups)
+            assert engine.plan is not None
+            assert engine.plan.policy.together == together
+        joined = weights_of(model)
+        assert all(torch.allclose(w, joined[key], rtol=1e-5, atol=1e-7) for key, w in weights_of(other).items())
+
+
 class Tabled(nn.Module):
     """Hands its layers a table that all rows share, which `differs` from micro-batch to micro-batch or not."""
 
