@@ -9,35 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harmony_ds import utils, zero
-    from harmony_ds.arguments import add_config_arguments
     from harmony_ds.calls.random_streams import micro_batch_seed
-    from harmony_ds.distributed import init_distributed
+    from harmony_ds.checkpoint.weights import load_weights
     from harmony_ds.engine import HarmonyEngine, initialize
+    from harmony_ds.engine.arguments import add_config_arguments
+    from harmony_ds.engine.reports import MemoryReport, PlanReport, SwapReport
     from harmony_ds.errors import *
     from harmony_ds.integrations.as_deepspeed import install_as_deepspeed
-    from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
+    from harmony_ds.parallel.distributed import init_distributed
     from harmony_ds.scheduler.grid import format_plan
     from harmony_ds.scheduler.plan import Plan, Task, TaskKind
     from harmony_ds.scheduler.trace import ExecutedStep
-    from harmony_ds.weights import load_weights
 
 __version__ = "0.2.0"
 
 _HOMES = {
     "ExecutedStep": "scheduler.trace",
     "HarmonyEngine": "engine",
-    "MemoryReport": "reports",
+    "MemoryReport": "engine.reports",
     "Plan": "scheduler.plan",
-    "PlanReport": "reports",
-    "SwapReport": "reports",
+    "PlanReport": "engine.reports",
+    "SwapReport": "engine.reports",
     "Task": "scheduler.plan",
     "TaskKind": "scheduler.plan",
-    "add_config_arguments": "arguments",
+    "add_config_arguments": "engine.arguments",
     "format_plan": "scheduler.grid",
-    "init_distributed": "distributed",
+    "init_distributed": "parallel.distributed",
     "initialize": "engine",
     "install_as_deepspeed": "integrations.as_deepspeed",
-    "load_weights": "weights",
+    "load_weights": "checkpoint.weights",
     "micro_batch_seed": "calls.random_streams",
 }
 

@@ -97,8 +97,8 @@ RULES: dict[str, Rule] = {
     ),
     "tests/simdevice/test_engine_pipeline.py": every,
     "tests/simdevice/test_simdevice.py::test_operands_on_two_devices_are_refused_but_for_a_single_number_of_the_cpu": every,
-    "tests/test_forecast.py": one,
-    "tests/test_survey.py": one,
+    "tests/estimate/test_forecast.py": one,
+    "tests/estimate/test_survey.py": one,
 }
 """By path from the repository's root, or by `path::test`; the longest one that an item is under decides."""
 
@@ -173,13 +173,13 @@ SLOW = """
     simdevice/test_engine_memory.py::test_a_model_trains_under_a_limit_that_plain_pytorch_exceeds
     simdevice/test_engine_peaks.py::test_a_budget_is_filled_but_never_exceeded
     simdevice/test_engine_residency.py::test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device
-    test_config_errors.py::test_a_config_error_is_deepspeeds_too_where_deepspeed_is_loaded
-    test_survey.py::test_a_model_of_70_billion_parameters_takes_no_memory
-    test_survey.py::test_a_saved_profile_stands_in_for_measuring
-    test_survey.py::test_packs_do_not_stay_where_the_engine_lets_none_stay
-    test_survey.py::test_the_budget_is_the_ds_configs_or_what_the_engine_would_take
-    test_survey.py::test_times_are_the_rooflines
-    test_survey.py::test_what_a_resident_parameter_takes_is_what_the_engine_would_keep
+    config/test_errors.py::test_a_config_error_is_deepspeeds_too_where_deepspeed_is_loaded
+    estimate/test_survey.py::test_a_model_of_70_billion_parameters_takes_no_memory
+    estimate/test_survey.py::test_a_saved_profile_stands_in_for_measuring
+    estimate/test_survey.py::test_packs_do_not_stay_where_the_engine_lets_none_stay
+    estimate/test_survey.py::test_the_budget_is_the_ds_configs_or_what_the_engine_would_take
+    estimate/test_survey.py::test_times_are_the_rooflines
+    estimate/test_survey.py::test_what_a_resident_parameter_takes_is_what_the_engine_would_keep
 """
 """Tests that take seconds, in folders of which the others run: the mechanism has a faster test beside them."""
 RULES |= {f"tests/{name}": none for name in SLOW.split()}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from harmony_ds import HarmonyEngine
-from harmony_ds.assembly import Assembly
-from harmony_ds.loss_scaling import LossScaler
+from harmony_ds.engine.assembly import Assembly
+from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.offload.updater import Updater
 from harmony_ds.stepping.planner import Planner
 

@@ -17,10 +17,10 @@ from typing import Any
 from harmony_ds.cli.options import DEFAULT
 from harmony_ds.config import load_config
 from harmony_ds.config.paths import with_values
-from harmony_ds.forecast import Situation, forecast
+from harmony_ds.estimate.forecast import Situation, forecast
+from harmony_ds.estimate.subject import BatchShape, load_subject
+from harmony_ds.estimate.survey import estimate, update_cost
 from harmony_ds.profiler.hardware import hardware_of
-from harmony_ds.subject import BatchShape, load_subject
-from harmony_ds.survey import estimate, update_cost
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "accumulation.json"

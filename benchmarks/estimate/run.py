@@ -14,10 +14,10 @@ from pathlib import Path
 from harmony_ds.cli.answer import Answer, Case, answer
 from harmony_ds.cli.estimate import estimated
 from harmony_ds.cli.options import Planned
-from harmony_ds.forecast import STREAM_NAMES
+from harmony_ds.estimate.forecast import STREAM_NAMES
+from harmony_ds.estimate.subject import BatchShape, load_subject
+from harmony_ds.estimate.survey import Survey, estimate
 from harmony_ds.profiler.hardware import Hardware, hardware_of
-from harmony_ds.subject import BatchShape, load_subject
-from harmony_ds.survey import Survey, estimate
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "estimate.md"

@@ -21,8 +21,8 @@ from suite import add_point_options, device, point, results_folder, write
 
 import harmony_ds
 from harmony_ds.bench.workload import Workload
+from harmony_ds.estimate.survey import update_cost
 from harmony_ds.scheduler.spans import COMPUTE, SWAP_IN, SWAP_OUT, UPDATE
-from harmony_ds.survey import update_cost
 
 _TRIAD_ELEMENTS = 2**26
 _WARM_UP, _RECORDED = 2, 3

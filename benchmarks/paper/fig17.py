@@ -17,7 +17,7 @@ from training import Ours, adamw, interleaved, planned_bytes
 from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
 from benchmarks.vldb22.planner.profile import LayerProfile, PackCosts
 from benchmarks.vldb22.planner.simulate import simulate
-from harmony_ds.forecast import Situation, forecast
+from harmony_ds.estimate.forecast import Situation, forecast
 from harmony_ds.scheduler.partition import uniform_bounds
 
 LAYERS = (4, 8, 16, 32, 64)

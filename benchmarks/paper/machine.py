@@ -23,9 +23,9 @@ from benchmarks.vldb22.planner.profile import LayerCost, LayerProfile, PackCosts
 from benchmarks.vldb22.planner.search import Answer, Effort, Question, search
 from benchmarks.vldb22.planner.simulate import simulate
 from harmony_ds.config import Config, load_config
+from harmony_ds.estimate.survey import Survey, estimate
 from harmony_ds.profiler.hardware import Gpu, Hardware, Host, known_hardware
 from harmony_ds.scheduler.partition import uniform_bounds
-from harmony_ds.survey import Survey, estimate
 
 _Item = TypeVar("_Item")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from harmony_ds.bench.results import Results
 from harmony_ds.bench.summary import Summary, setting, verdict
+from harmony_ds.estimate.text import columns, wrapped
 from harmony_ds.scheduler.grid import amount
-from harmony_ds.text import columns, wrapped
 
 _TIMES = ("engine", "micro-batches", "{unit}/step", "step ms", "low..high", "{unit}/s", "MFU", "harmony/it")
 _PLACES = ("device peak", "host peak", "to device", "to host", "sent", "loss diff.")

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from harmony_ds.config import Config, load_config
 from harmony_ds.errors import BatchError, ConfigError
+from harmony_ds.estimate.subject import BatchShape, Subject, load_subject
 from harmony_ds.profiler.hardware import hardware_of
 from harmony_ds.profiler.roofline import on_meta
-from harmony_ds.subject import BatchShape, Subject, load_subject
 
 Batch = dict[str, Any]
 
@@ -28,7 +28,7 @@ class Workload:
     """Optimizer steps of one model.
 
     Attributes:
-        model: as `harmony_ds.subject.load_subject` takes it.
+        model: as `harmony_ds.estimate.subject.load_subject` takes it.
         ds_config: what all engines read alike; adapters add what makes them offload.
         rows: of the ds_config's micro-batch, by which samples are drawn whatever `micro_batch` is.
         micro_batch, accumulation: how an engine cuts a step's samples.

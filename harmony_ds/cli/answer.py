@@ -10,10 +10,10 @@ from harmony_ds.cli.options import Asked
 from harmony_ds.cli.progress import progress
 from harmony_ds.config import Config
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.forecast import Change, Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.estimate.forecast import Change, Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.estimate.subject import BatchShape, Subject
+from harmony_ds.estimate.survey import Survey, update_cost
 from harmony_ds.scheduler.grid import amount
-from harmony_ds.subject import BatchShape, Subject
-from harmony_ds.survey import Survey, update_cost
 
 Resurvey = Callable[[int], Survey]
 """The survey of the same model with so many rows in a micro-batch."""

@@ -8,9 +8,9 @@ from harmony_ds.cli import options
 from harmony_ds.cli.answer import Case, answered
 from harmony_ds.cli.show import reply
 from harmony_ds.config import Config
+from harmony_ds.estimate.subject import BatchShape, Subject, load_subject
+from harmony_ds.estimate.survey import Survey, estimate
 from harmony_ds.profiler.hardware import Hardware, hardware_of
-from harmony_ds.subject import BatchShape, Subject, load_subject
-from harmony_ds.survey import Survey, estimate
 
 _ASSUMED = "rtx4090"
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from harmony_ds.estimate.text import columns, wrapped
 from harmony_ds.profiler.hardware import known_hardware
-from harmony_ds.text import columns, wrapped
 
 _COLUMNS = {
     "gpus": {

@@ -12,7 +12,7 @@ from typing import Any
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.keys import KEYS
 from harmony_ds.errors import ConfigError
-from harmony_ds.subject import BatchShape
+from harmony_ds.estimate.subject import BatchShape
 
 DEFAULT = {
     "bf16": {"enabled": True},

@@ -10,10 +10,10 @@ from harmony_ds.cli.options import Asked
 from harmony_ds.cli.show import reply
 from harmony_ds.config import Config
 from harmony_ds.errors import ConfigError, ProfileError
+from harmony_ds.estimate.subject import BatchShape, Subject, load_subject
+from harmony_ds.estimate.survey import Survey, measure, with_profile
 from harmony_ds.offload.host_limits import free_host_bytes
 from harmony_ds.profiler.profile import Profile
-from harmony_ds.subject import BatchShape, Subject, load_subject
-from harmony_ds.survey import Survey, measure, with_profile
 
 
 def command(asked: Asked, profile: Path | None = None) -> int:

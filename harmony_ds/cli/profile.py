@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from harmony_ds.cli.options import Wanted
-from harmony_ds.subject import load_subject
-from harmony_ds.survey import measure
+from harmony_ds.estimate.subject import load_subject
+from harmony_ds.estimate.survey import measure
 
 
 def command(wanted: Wanted, output: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 from harmony_ds.cli.answer import Answer, Lack
-from harmony_ds.forecast import Forecast, name_of
+from harmony_ds.estimate.forecast import Forecast, name_of
+from harmony_ds.estimate.text import labelled, wrapped
 from harmony_ds.scheduler.grid import amount
 from harmony_ds.scheduler.sizes import WHOLE, Sizes
-from harmony_ds.text import labelled, wrapped
 
 DOES_NOT_FIT = 3
 

@@ -11,22 +11,22 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from harmony_ds.assembly import assemble, saved_plan
 from harmony_ds.cli import options
 from harmony_ds.cli.plan import read_profile, surveyed
 from harmony_ds.cli.show import DOES_NOT_FIT
 from harmony_ds.config import Config
 from harmony_ds.engine import HarmonyEngine
+from harmony_ds.engine.assembly import assemble, saved_plan
 from harmony_ds.errors import ConfigError, DoesNotFitError
-from harmony_ds.forecast import name_of
+from harmony_ds.estimate.forecast import name_of
+from harmony_ds.estimate.subject import Subject, load_subject
+from harmony_ds.estimate.survey import Survey
+from harmony_ds.estimate.text import columns, wrapped
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.spans import busy_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
-from harmony_ds.subject import Subject, load_subject
-from harmony_ds.survey import Survey
-from harmony_ds.text import columns, wrapped
 
 _WARM_UP = 2  # the first step of a plan touches memory for the first time, the second one takes over its updates
 

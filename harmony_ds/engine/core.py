@@ -10,12 +10,13 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 
-from harmony_ds.assembly import Assembly
 from harmony_ds.config import Config
+from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.checkpoints import Checkpoints
 from harmony_ds.engine.compilation import Compilation
 from harmony_ds.engine.lifetime import let_go
 from harmony_ds.engine.loop import Loop
+from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.optimizer import TrainedBy
 from harmony_ds.engine.optimizer_steps import OptimizerSteps
@@ -26,7 +27,6 @@ from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.training import Counts, Training
 from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.errors import UnsupportedError
-from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.scheduler.plan import Plan
 
 

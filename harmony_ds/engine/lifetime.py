@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from harmony_ds.assembly import Assembly
+from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.by_hand import OptimizerByHand
 from harmony_ds.parameters import ParameterLinks
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from harmony_ds.assembly import Assembly
+from harmony_ds.engine.assembly import Assembly
+from harmony_ds.engine.loss_scaling import LossScaler
+from harmony_ds.engine.schedules import build_scheduler
 from harmony_ds.engine.settings import Settings
 from harmony_ds.engine.zero_optimizer import ZeroOptimizer, note_overflow
 from harmony_ds.errors import NoOptimizerError
-from harmony_ds.loss_scaling import LossScaler
-from harmony_ds.schedules import build_scheduler
 
 
 class TrainedBy:

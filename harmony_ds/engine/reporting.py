@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.config import Config
-from harmony_ds.distributed import init_distributed
 from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import ConfigError
+from harmony_ds.parallel.distributed import init_distributed
 from harmony_ds.runtime.executor import OnTask
 from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Task, TaskKind
 

@@ -16,18 +16,18 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from harmony_ds.arguments import the_model
-from harmony_ds.assembly import assemble
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device, devices_of_process
-from harmony_ds.distributed import init_distributed, launched_size
+from harmony_ds.engine.arguments import the_model
+from harmony_ds.engine.assembly import assemble
 from harmony_ds.engine.core import Client, HarmonyEngine
 from harmony_ds.engine.partitioned import make_whole
 from harmony_ds.engine.zero_optimizer import the_one_that_steps
 from harmony_ds.errors import ContradictionError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
 from harmony_ds.parallel import Alone, join_world
+from harmony_ds.parallel.distributed import init_distributed, launched_size
 
 _logger = logging.getLogger(__name__)
 DsConfig = Mapping[str, Any] | str | Path

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.assembly import Assembly
+from harmony_ds.engine.assembly import Assembly
+from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.engine.used_gradients import UsedGradients
-from harmony_ds.loss_scaling import LossScaler
 from harmony_ds.offload.host_store import ungated
 
 

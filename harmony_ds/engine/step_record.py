@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from harmony_ds.assembly import Assembly
+from harmony_ds.engine.assembly import Assembly
+from harmony_ds.engine.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.offload.ledger import SWAPPED, Traffic
-from harmony_ds.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.trace import ExecutedStep

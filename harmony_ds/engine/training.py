@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from harmony_ds.assembly import Assembly
 from harmony_ds.checkpoint import Progress
+from harmony_ds.engine.assembly import Assembly
+from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.engine.optimizer import TrainedBy
 from harmony_ds.engine.settings import Settings
 from harmony_ds.engine.training_data import TrainingData
-from harmony_ds.loss_scaling import LossScaler
 
 
 @dataclass

@@ -9,9 +9,9 @@ from typing import Any, SupportsIndex
 import torch
 
 from harmony_ds.config.settings import SCALER_NAMES
+from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import UnsupportedError
-from harmony_ds.loss_scaling import LossScaler
 
 
 class ShownNames:

@@ -6,8 +6,8 @@ from importlib import import_module
 
 from harmony_ds import utils, zero
 from harmony_ds.checkpoint.deepspeed.zero_to_fp32 import teach
-from harmony_ds.distributed import init_distributed
 from harmony_ds.engine import HarmonyEngine, initialize
+from harmony_ds.parallel.distributed import init_distributed
 
 LOCAL_HELPERS = tuple(name for name in vars(utils) if "_local_" in name)
 """Functions of `deepspeed.utils` that ask for ZeRO-3's partitions; the others find this engine by themselves."""

@@ -18,8 +18,8 @@ import harmony_ds
 from harmony_ds.cli import progress
 from harmony_ds.cli.app import COMMANDS, parameters_of
 from harmony_ds.cli.options import OPTIONS
+from harmony_ds.estimate.subject import BatchShape, load_subject
 from harmony_ds.profiler.profile import Profile
-from harmony_ds.subject import BatchShape, load_subject
 from tests.cli.shell import run
 
 TINY = {

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.assembly import Assembly, assemble
 from harmony_ds.config import load_config
 from harmony_ds.device import CpuDevice
 from harmony_ds.device.base import Stream
+from harmony_ds.engine.assembly import Assembly, assemble
 
 
 class ScriptedDevice(CpuDevice):

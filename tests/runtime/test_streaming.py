@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.assembly import Assembly
 from harmony_ds.calls.intercept import Request
 from harmony_ds.decomposer.graph import slab_bytes
+from harmony_ds.engine.assembly import Assembly
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Observer, Streamer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harmony_ds.bench.engines.adapter import Adapter, Loop, checkpoint, only_on_cuda
 from harmony_ds.bench.workload import Workload
-from harmony_ds.distributed import init_distributed
+from harmony_ds.parallel.distributed import init_distributed
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from harmony_ds.bench.engines.adapter import (
 )
 from harmony_ds.bench.workload import Workload
 from harmony_ds.decomposer.find import find_layers
-from harmony_ds.distributed import init_distributed
+from harmony_ds.parallel.distributed import init_distributed
 
 
 class Fsdp2Offload(Loop):

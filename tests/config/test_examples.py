@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from harmony_ds import ConfigError
 from harmony_ds.config import Config, Section, load_config
 
-FOLDER = Path(__file__).parent.parent / "ds_configs"
+FOLDER = Path(__file__).parents[2] / "ds_configs"
 AUTO = FOLDER / "huggingface_auto.json"
 SHIPPED = sorted(set(FOLDER.glob("*.json")) - {AUTO})
 ZERO3 = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.errors import DoesNotFitError
+from harmony_ds.estimate.survey import Survey
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import make_plan
@@ -20,7 +21,6 @@ from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.simulate import Prediction, simulate
 from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
-from harmony_ds.survey import Survey
 
 _MASTER_BYTES = 4
 _STATE_BYTES = 4

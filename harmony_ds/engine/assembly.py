@@ -22,8 +22,8 @@ from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.find import Decomposition, Layer, find_layers, layer_graph
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device, make_devices
+from harmony_ds.engine.incoming import accept, fill_meta
 from harmony_ds.errors import ConfigError, ModelError, OptimizerError, UnsupportedError
-from harmony_ds.incoming import accept, fill_meta
 from harmony_ds.offload.cores import update_threads
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.device_store import DeviceStore

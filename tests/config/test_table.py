@@ -23,7 +23,7 @@ from harmony_ds.config.keys import BLOCKS, BY_PATH, KEYS, names_in
 from harmony_ds.config.optimizers import NOT_RUN
 from tests.docs.config_tables import tables, with_tables
 
-DOCS = Path(__file__).parent.parent / "docs" / "config.md"
+DOCS = Path(__file__).parents[2] / "docs" / "config.md"
 MODELS = {
     "fp16": DeepSpeedFP16Config,
     "bf16": DeepSpeedBF16Config,

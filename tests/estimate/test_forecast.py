@@ -10,14 +10,14 @@ import pytest
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.forecast import Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.estimate.forecast import Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.estimate.survey import Survey
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.search import Choice
-from harmony_ds.survey import Survey
 
 LAYERS = 8
 ELEMENTS = 2**20
@@ -184,7 +184,7 @@ def test_the_host_is_given_a_plan_that_it_has_room_for_if_there_is_one(monkeypat
         asked.append(arguments[-1].host_bytes)
         return (fastest.choice,)
 
-    monkeypatch.setattr("harmony_ds.forecast.search", searched)
+    monkeypatch.setattr("harmony_ds.estimate.forecast.search", searched)
     state = fastest.host_total_bytes - fastest.host_bytes["gradients"]
     for budget in (None, state + 7, state, state - 1):
         forecast(replace(tight(), host_budget_bytes=budget))

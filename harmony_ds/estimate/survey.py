@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from harmony_ds.assembly import Assembly, assemble
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.trees import map_tensors
 from harmony_ds.config import Config, Section
@@ -23,6 +22,7 @@ from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device import Device, DeviceGroup
 from harmony_ds.device.meta import MetaDevice
+from harmony_ds.engine.assembly import Assembly, assemble
 from harmony_ds.errors import ConfigError, DoesNotFitError, ModelError, ProfileError
 from harmony_ds.measuring.measuring import SEVERAL
 from harmony_ds.measuring.sample import Sample

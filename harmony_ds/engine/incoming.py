@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from harmony_ds.checkpoint.weights import initialize_weights
 from harmony_ds.device import Device
 from harmony_ds.errors import ModelError
-from harmony_ds.weights import initialize_weights
 
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 _logger = logging.getLogger(__name__)

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from harmony_ds.assembly import Assembly, assemble
 from harmony_ds.config import Config, load_config
 from harmony_ds.device.meta import MetaDevice
+from harmony_ds.engine.assembly import Assembly, assemble
 from harmony_ds.errors import ModelError, ProfileError
+from harmony_ds.estimate.subject import BatchShape, load_subject
+from harmony_ds.estimate.survey import Survey, estimate, measure, update_cost, with_profile
 from harmony_ds.measuring.measure import Measurement
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler import roofline
@@ -24,14 +26,12 @@ from harmony_ds.profiler.hardware import hardware_of
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.profiler.roofline import on_meta
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.subject import BatchShape, load_subject
-from harmony_ds.survey import Survey, estimate, measure, update_cost, with_profile
 from tests.cover import spread
 from tests.engine.drive import engine_for, sgd
 from tests.families import FAMILIES, Family
 
 HARDWARE = hardware_of("rtx4090")
-MODELS = Path(__file__).parents[1] / "benchmarks" / "estimate" / "models"
+MODELS = Path(__file__).parents[2] / "benchmarks" / "estimate" / "models"
 EXACT = ("gpt2", "llama", "qwen3", "mistral", "phi3", "gpt_neox", "bert", "t5", "vit", "clip", "mamba")
 ANCHOR_BYTES = 64
 """Every cut of the autograd graph has an anchor of 4 bytes, which is host memory where the device is none."""
