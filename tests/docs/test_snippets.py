@@ -1,4 +1,4 @@
-"""Every piece of Python on a page runs, with what the page takes for granted around it; the README's program runs as it is."""
+"""Every piece of Python on a page runs, with what the page takes for granted around it; the README's program as it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import harmony_ds
-from tests.docs.pages import DOCUMENTS, ROOT, Snippet, fenced, indented
+from tests.docs.pages import DOCUMENTS, Snippet, fenced, indented
 from tests.families import FAMILIES, Batch
 from tests.integrations.as_deepspeed import deepspeed_as_it_was
 
