@@ -116,8 +116,8 @@ class OpenStep:
             ModelError: they cannot.
         """
         if not self.group.is_open:
-            self.links.settle()
-        if self._assembly.interception.follow() and self.group.is_open:
+            self.links.apply_user_writes()
+        if self._assembly.interception.adopt_replaced() and self.group.is_open:
             raise ModelError(
                 "the forward of a layer was replaced while micro-batches wait that were called before: replace it before "
                 "the first micro-batch of a step."
@@ -174,7 +174,7 @@ class OpenStep:
             )
         with self._busy():
             ran = self.group.run(hyper, clipping) or self._runner.update_only(hyper, clipping)
-        self.links.show_kept()
+        self.links.refresh_aliases()
         return ran
 
     def propagate(self) -> bool:
