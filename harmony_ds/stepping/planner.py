@@ -27,6 +27,7 @@ from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
+from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
@@ -86,6 +87,8 @@ class Planner:
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
         self.choices: tuple[Choice, ...] = ()
         """The plan and the next best ones, with what was predicted of them."""
+        self.advice: Advice | None = None
+        """Joined layer calls that are predicted to be faster, where the ds_config keeps single ones."""
         path = None if config.harmony.profile is None else Path(config.harmony.profile)
         dtypes = f"{parts.residency.dtype}, gradients of {self._element.gradient} bytes"
         if config.autocast_dtype is not None:
@@ -230,12 +233,29 @@ class Planner:
             except DoesNotFitError as error:
                 failure = error
                 continue
+            if self._costs is None:
+                self.advice = self._advise(graph, table, sample.rows)
             moved = positions_of(self.graph.calls, table.calls)
             self._costs, self.graph, self.rows = table, graph, self.measuring.rows(sizes)
             self._plans.clear()
             return moved
         assert failure is not None
         raise failure
+
+    def _advise(self, graph: LayerGraph, costs: CostTable, rows: int) -> Advice | None:
+        """Return joined calls that would be much faster than the plan, and log them, once for all processes."""
+        if self.wanted_sizes != WHOLE or self._saved is not None or not self._may_join:
+            return None
+        joined = JoinedCosts(graph, costs, self._machine(), self._element)
+        request = self.request(graph, self._group_size)
+
+        def found() -> Advice | None:
+            advice = advise(self.choices[0], rows, request, joined)
+            if advice is not None:
+                _logger.warning("%s", advice)
+            return advice
+
+        return self._parts.world.first("advice", found)
 
     def graph_with(self, calls: tuple[int, ...]) -> LayerGraph:
         """What is known of the model, now that it has been seen to make these calls."""
