@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from harmony_ds.calls.switches import read_switches, set_switches
-from harmony_ds.errors import CallChangedError, ModelError
+from harmony_ds.errors import ModelError
 from harmony_ds.offload.host_store import ungated
 
 _logger = logging.getLogger(__name__)
@@ -95,13 +95,13 @@ class Contract:
         """Before micro-batches run that were called in `states`.
 
         Raises:
-            CallChangedError: an attribute was changed by the program since, so that they would see it too.
+            ModelError: an attribute was changed by the program since, so that they would see it too.
         """
         now = self.take().attributes
         for seen in [state.attributes for state in states if state is not None]:
             changed = set() if seen is now else _changed(seen, now) - self._written
             if changed:
-                raise CallChangedError(
+                raise ModelError(
                     f"{self._name(min(changed))} was changed between the calls of a step, whose micro-batches run later "
                     "than they are called and would all see it as it is now. Change it before the first micro-batch of a "
                     "step, or look at the loss of those that wait (loss.item()), and put it back before engine.step()."

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from harmony_ds.calls.buffers import DeviceBuffers
 from harmony_ds.calls.held import Item, held
 from harmony_ds.device.base import Device
-from harmony_ds.errors import ModelError, ParameterOutsideLayerError
+from harmony_ds.errors import ModelError
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.residency import Leaves
 
@@ -64,7 +64,7 @@ class PhantomParameter(torch.Tensor):
         def value(phantom: PhantomParameter) -> Tensor:
             tensor = phantom.harmony_touched(phantom.harmony_name)
             if tensor is None:
-                raise ParameterOutsideLayerError(
+                raise ModelError(
                     f"the parameter {phantom.harmony_name} was used ({func}) outside the call of the layer that owns it, "
                     "where it is not on the device. Name a module that contains both the layer and this use in "
                     "harmony.layers."

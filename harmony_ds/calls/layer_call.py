@@ -33,7 +33,7 @@ from harmony_ds.calls.slices import Assembled, Cut, Piece, cut_of
 from harmony_ds.calls.targets import GradientTarget
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import CallChangedError
+from harmony_ds.errors import ModelError
 from harmony_ds.offload.residency import Leaves
 from harmony_ds.offload.stash import Stash
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
@@ -95,11 +95,11 @@ class LayerCalls:
         self._layers[layer].inputs_change = True
 
     def check_replayed(self, calls: Iterable[RecordedCall]) -> None:
-        """Raises CallChangedError if one of `calls` ran before its layer was known to depend on buffers that it changes."""
+        """Raises ModelError if one of `calls` ran before its layer was known to depend on buffers that it changes."""
         for call in calls:
             layer = self._layers[call.request.layer]
             if layer.replayed and call.buffers is None:
-                raise CallChangedError(
+                raise ModelError(
                     f"layer {layer.name} was seen to change buffers that it reads (as normalization does in training and "
                     "evaluation mode in turn) after the forward pass of a micro-batch whose loss or outputs were looked "
                     "at, which cannot be run again as it was. Nothing has been updated. Look at losses behind "

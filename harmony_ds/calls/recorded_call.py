@@ -17,7 +17,7 @@ from harmony_ds.calls.random_streams import State
 from harmony_ds.calls.sameness import is_exact
 from harmony_ds.calls.slices import Cut
 from harmony_ds.calls.targets import GradientTarget, OutputGradient
-from harmony_ds.errors import ModelError, RecomputeError
+from harmony_ds.errors import ModelError
 from harmony_ds.offload.stash import StashEntry
 
 
@@ -79,20 +79,20 @@ class RecordedCall:
         """Whether a recomputation gave what the forward pass gave, as far as that is seen at once.
 
         Raises:
-            RecomputeError: it did not.
+            ModelError: it did not.
         """
         whole, pairs = self.cut is None, zip(self.output_gradients, outputs, strict=False)
         alike = [s is None or (s.dtype == o.dtype and (not whole or s.shape == o.shape)) for s, o in pairs]
         if len(outputs) != len(self.output_gradients) or not all(alike):
             given = [s and (s.dtype, s.shape if whole else None) for s in self.output_gradients]
             found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(given, outputs, strict=False)]
-            raise RecomputeError(
+            raise ModelError(
                 f"layer {name} returned {len(given)} tensors in forward, {given}, and {len(outputs)} when it was "
                 f"recomputed, {found}: its outputs must depend on its arguments, parameters and buffers and on random "
                 "numbers alone."
             )
         if self.norms and not all(map(_alike, self.norms, norms_of(outputs), outputs)):
-            raise RecomputeError(
+            raise ModelError(
                 f"layer {name} gave something else when it was run again in the backward pass of the first step: it "
                 "reads what another micro-batch's forward has set meanwhile (an attribute, a global variable). Pass such "
                 "values as arguments: docs/contract.md."

@@ -27,7 +27,7 @@ from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
-from harmony_ds.errors import ModelError, RecomputeError
+from harmony_ds.errors import ModelError
 from harmony_ds.measuring.flow_watch import FlowWatch
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.measuring.passes import Passes
@@ -65,7 +65,7 @@ class Measurement(Passes):
 
         Raises:
             UnseenError: the model does something that was not known of it, and is now: to be measured again.
-            RecomputeError: a layer gives something else when it is run again on what it was given.
+            ModelError: a layer gives something else when it is run again on what it was given.
             ModelError: a layer writes into its own parameters.
             BaseException: whatever the model or the objective raised; perhaps for what `Installation.touched` names.
         """
@@ -208,7 +208,7 @@ class Measurement(Passes):
         if calls.replay_buffers(layer.index):
             self._surprises.append(f"layer {layer.name} depends on buffers that it changes.")
             return
-        raise RecomputeError(
+        raise ModelError(
             f"layer {layer.name} was run twice on the same arguments, parameters, buffers and random numbers, "
             "and gave different outputs: it goes on from something else that it changes (an attribute, an iterator, a "
             "generator of its own), so its forward pass cannot be recomputed. Keep such state in a buffer of the layer's, "
