@@ -120,14 +120,14 @@ class Contract:
                 self._look()
                 self._note_written(_changed(before, self._attributes))
 
-    def is_in_place(self, state: CallState | None) -> bool:
+    def is_current(self, state: CallState | None) -> bool:
         """Whether the modes of `state` are those that there are anyway."""
         return state is None or state.modes is self._newest.modes
 
     @contextmanager
     def entered(self, state: CallState | None) -> Iterator[None]:
         """While open, the modes of `state` are in place."""
-        if state is None or self.is_in_place(state):
+        if state is None or self.is_current(state):
             yield
             return
         before = self._newest.modes
@@ -138,7 +138,7 @@ class Contract:
             self._put(before)
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def reverting(self) -> Iterator[None]:
         """Whatever is assigned to attributes while open, or put into containers there (hooks too), is undone in the end; so
         are modes: a Trainer's training_step, which is run to be measured, calls `model.train()`.
         """

@@ -105,8 +105,8 @@ class OpenStep:
             ModelError, ModelError: it cannot be.
         """
         if not self.group.is_open:
-            self.links.settle()
-        if self._assembly.interception.follow() and self.group.is_open:
+            self.links.apply_user_writes()
+        if self._assembly.interception.adopt_replaced() and self.group.is_open:
             raise ModelError(
                 "the forward of a layer was replaced while micro-batches wait that were called before: replace it before "
                 "the first micro-batch of a step."
@@ -118,7 +118,7 @@ class OpenStep:
             ran = self._run()
         finally:
             self.renew()
-        self.links.show_kept()
+        self.links.refresh_aliases()
         return ran
 
     def _run(self) -> bool:
