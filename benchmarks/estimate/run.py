@@ -1,4 +1,4 @@
-"""Regenerates the table in docs/estimate.md: Llama configurations on three machines.
+"""Regenerate the table in docs/estimate.md: Llama configurations on three machines.
 
     python benchmarks/estimate/run.py [--write]
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harmony_ds.cli.answer import Answer, Case, answer
-from harmony_ds.cli.estimate import estimated
-from harmony_ds.cli.options import Planned
+from harmony_ds.cli.estimate import survey_on
+from harmony_ds.cli.options import DEFAULT
+from harmony_ds.config import load_config
 from harmony_ds.estimate.forecast import STREAM_NAMES
-from harmony_ds.estimate.subject import BatchShape, load_subject
-from harmony_ds.estimate.survey import Survey, estimate
-from harmony_ds.profiler.hardware import Hardware, hardware_of
+from harmony_ds.estimate.subject import BatchShape
+from harmony_ds.profiler.hardware import hardware_of
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "estimate.md"
@@ -63,18 +63,15 @@ HEAD = (
 
 
 def row(model: str, machine: str) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     hardware, setting = hardware_of(machine), SETTINGS[machine]
     spec = str(HERE / "models" / f"{model}.json")
-    wanted = Planned(spec, micro_batch=setting.rows, sequence=SEQUENCE, accumulation=setting.steps)
-    case = estimated(wanted, hardware, None)
-    found = answer(case, lambda rows: smaller(spec, rows, case, hardware), advise=False)
+    batch = {"train_micro_batch_size_per_gpu": setting.rows, "gradient_accumulation_steps": setting.steps}
+    config = load_config({**DEFAULT, **batch})
+    subject, survey = survey_on(hardware, spec, BatchShape(setting.rows, SEQUENCE), config)
+    case = Case(subject, config, survey, hardware.host_budget_bytes)
+    found = answer(case, lambda rows: survey_on(hardware, spec, BatchShape(rows, SEQUENCE), config)[1], advise=False)
     return f"| {model} | {hardware.name} | {setting.rows} x {setting.steps} | {' | '.join(cells(found))} |"
-
-
-def smaller(spec: str, rows: int, case: Case, hardware: Hardware) -> Survey:
-    subject = load_subject(spec, BatchShape(rows, SEQUENCE), "meta")
-    return estimate(subject.model, subject.inputs, case.config, hardware)
 
 
 def cells(found: Answer) -> list[str]:
