@@ -188,9 +188,9 @@ def _optimizer_dtypes(raw: Mapping[str, Any], values: Values) -> tuple[torch.dty
     block = _bf16_name(raw)
     masters, states = (values[f"{block}.{key}"] for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"))
     if states and not masters:
-        raise ContradictionError("bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled.")
+        raise ConfigError("bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled.")
     if masters and not (values[f"{block}.enabled"] and values["zero_optimization.stage"]):
-        raise ContradictionError(
+        raise ConfigError(
             f'{block}.bf16_master_weights_and_grads needs "{block}": {{"enabled": true}} and "zero_optimization": '
             '{"stage": 1, 2 or 3}, as in DeepSpeed.'
         )
