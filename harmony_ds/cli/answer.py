@@ -10,10 +10,11 @@ from harmony_ds.cli.options import Asked
 from harmony_ds.cli.progress import progress
 from harmony_ds.config import Config
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.estimate.forecast import Change, Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.estimate.forecast import Change, Forecast, Situation, changes, forecast, joining, smallest_peak_bytes
 from harmony_ds.estimate.subject import BatchShape, Subject
 from harmony_ds.estimate.survey import Survey, update_cost
 from harmony_ds.scheduler.grid import amount
+from harmony_ds.scheduler.joining import Advice
 
 Resurvey = Callable[[int], Survey]
 """The survey of the same model with so many rows in a micro-batch."""
@@ -69,6 +70,8 @@ class Answer:
     forecast: Forecast | None
     changes: tuple[Change, ...]
     lack: Lack | None
+    joining: Advice | None = None
+    """Joined layer calls that would be much faster."""
     alone: Forecast | None = None
     """Of one device, where the question was about several."""
 
@@ -94,6 +97,7 @@ class Answer:
         if now is not None:
             data |= _forecast_json(now, self.case.subject.unit)
             data["changes"] = [asdict(change) for change in self.changes]
+            data["joining"] = None if self.joining is None else asdict(self.joining)
         if self.alone is not None:
             data[f"{self.case.subject.unit}_per_s_of_one_device"] = self.alone.items_per_s
         return data
@@ -159,7 +163,9 @@ def answer(case: Case, resurvey: Resurvey, advise: bool) -> Answer:
         ways = tuple(_less_on_host(case, now))
         lack = Lack("host memory", now.host_total_bytes, case.host_budget_bytes, ways)
     with progress("looking for what would help"):
-        return Answer(case, now, changes(situation, now) if advise else (), lack)
+        if not advise:
+            return Answer(case, now, (), lack)
+        return Answer(case, now, changes(situation, now), lack, joining(case.survey, now.choice))
 
 
 def _less_on_device(case: Case, needed: int, resurvey: Resurvey) -> Iterator[str]:

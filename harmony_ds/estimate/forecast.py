@@ -15,6 +15,7 @@ from harmony_ds.profiler.hardware import UpdateCost
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.host_room import waiting_of
+from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan
@@ -186,6 +187,14 @@ def smallest_peak_bytes(survey: Survey) -> int:
     return make_plan(packing, survey.costs, request, policy).peak_bytes
 
 
+def joining(survey: Survey, now: Choice) -> Advice | None:
+    """Return joined layer calls that would be much faster than `now`, where the ds_config keeps single ones."""
+    if survey.request.settings.micro_batch != "config" or not survey.may_join:
+        return None
+    joined = JoinedCosts(survey.graph, survey.costs, survey.profile.machine, survey.element)
+    return advise(now, survey.profile.tables[-1][0], survey.request, joined)
+
+
 def changes(situation: Situation, now: Forecast) -> tuple[Change, ...]:
     """What would be faster: one thing changed at a time, best first.
 
@@ -217,7 +226,7 @@ def _other_requests(situation: Situation, now: Forecast) -> Iterator[Change]:
         quick = forecast(replace(situation, survey=more))
         yield Change("twice the device memory", max(now.items_per_s, quick.items_per_s))
     twice = replace(request, micro_batches=2 * request.micro_batches)
-    what = f"twice the micro-batches ({twice.micro_batches})"
+    what = f"twice the micro-batches ({twice.micro_batches * twice.policy.together})"
     plan = make_plan(now.plan.packing, survey.costs, twice, now.plan.policy)
     if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:
         prediction = simulate(plan, survey.costs, survey.profile.machine)
