@@ -54,9 +54,6 @@ class HostOptimizer:
         self._stepped = {name: nn.Parameter(masters[name].detach()) for name in apart}
         self._group_of = _groups(optimizer, names)
         self._members = _members(optimizer)
-        self.own_step: Callable[[], Any] | None = None
-        """A `step` that the user has put on the optimizer object: it is the update, as a whole."""
-        self.is_stepping_whole = False
         self.native = native_of(optimizer) is not None
         self._lock = threading.Lock()  # DeepSpeed's compiled object keeps the hyper-parameters of a call in itself
         self.part = part_of(optimizer)
@@ -69,7 +66,7 @@ class HostOptimizer:
     def steps_whole(self) -> bool:
         """Whether the optimizer's own `step` has to be called, once and with all gradients there."""
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
-        return self.own_step is not None or not _is_elementwise(self.optimizer) or any(hooks)
+        return not _is_elementwise(self.optimizer) or any(hooks)
 
     def step_whole(self, gradients: Mapping[str, Tensor], follow: Callable[[], None]) -> None:
         """Calls the optimizer's own `step`, hooks included, with `gradients` on its parameters.
@@ -91,14 +88,9 @@ class HostOptimizer:
         with ungated():
             for name, gradient in gradients.items():
                 self._masters[name].grad = gradient.to(self._masters[name].dtype)
-        self.is_stepping_whole = True
         try:
-            if self.own_step is not None:
-                self.own_step()
-            else:
-                type(self.optimizer).step(self.optimizer)
+            type(self.optimizer).step(self.optimizer)
         finally:
-            self.is_stepping_whole = False
             hook.remove()
             follow_once()
             with ungated():
