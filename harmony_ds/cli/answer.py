@@ -56,7 +56,7 @@ class Case:
     def situation(self) -> Situation:
         return Situation(
             survey=self.survey,
-            states=update_cost(self.config).states,
+            update=update_cost(self.config),
             host_budget_bytes=self.host_budget_bytes,
             items=self.subject.items,
         )
@@ -193,6 +193,12 @@ def _less_on_host(case: Case, now: Forecast) -> Iterator[str]:
     yield f"{amount(now.host_total_bytes)} of host memory"
 
 
+_BF16_STATE = (
+    '"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true} (16-bit state, which '
+    "rounds every update)"
+)
+
+
 def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
     config, plan = case.config, now.plan
     elements = sum(spec.numel for spec in case.survey.graph.parameters if spec.trainable)
@@ -203,6 +209,9 @@ def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
     if config.deferred_update and config.loss_scale is None:
         largest = plan.policy.devices * max(plan.packs[index].piece_bytes() for index in plan.packing.backward)
         saved['"gradient_clipping": 0'] = gradients - config.harmony.gradient_slabs * largest
+    if config.compute_dtype != config.master_dtype and config.loss_scale is None:
+        half = now.host_bytes["optimizer"] // 2 + (gradients // 2 if config.accumulation_dtype.itemsize == 4 else 0)
+        saved[_BF16_STATE] = now.host_bytes["masters"] + half
     if update_cost(config).states == 2:
         saved['"optimizer": {"type": "Lion"}'] = 4 * elements
     if now.host_bytes["stash"]:
