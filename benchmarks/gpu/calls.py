@@ -1,4 +1,4 @@
-"""Run one of the kit's three calls: the most important step first, none longer than ten minutes, and on where the last ended.
+"""Run one of the kit's three calls: the most important step first, at most ten minutes, going on where the last ended.
 
     bash gpu-kit/run.sh 1        is it right
     bash gpu-kit/run.sh 2        is it fast

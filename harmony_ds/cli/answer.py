@@ -11,10 +11,11 @@ from harmony_ds.cli.options import config_of, shape_of
 from harmony_ds.cli.progress import progress
 from harmony_ds.config import Config
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.estimate.forecast import Change, Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.estimate.forecast import Change, Forecast, Situation, changes, forecast, joining, smallest_peak_bytes
 from harmony_ds.estimate.subject import BatchShape, Subject
 from harmony_ds.estimate.survey import Survey, update_cost
 from harmony_ds.scheduler.grid import amount
+from harmony_ds.scheduler.joining import Advice
 
 Resurvey = Callable[[int], Survey]
 """Surveys the same model with so many rows in a micro-batch."""
@@ -49,7 +50,7 @@ class Case:
 
     @property
     def situation(self) -> Situation:
-        return Situation(self.survey, update_cost(self.config).states, self.host_budget_bytes, self.subject.items)
+        return Situation(self.survey, update_cost(self.config), self.host_budget_bytes, self.subject.items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Answer:
 
     Attributes:
         forecast: None where no plan fits the device.
+        joining: joined layer calls that would be much faster.
         alone: the forecast of one device, where the question was about several.
     """
 
@@ -65,6 +67,7 @@ class Answer:
     forecast: Forecast | None
     changes: tuple[Change, ...] = ()
     lack: Lack | None = None
+    joining: Advice | None = None
     alone: Forecast | None = None
 
     @property
@@ -90,6 +93,7 @@ class Answer:
         if self.forecast is not None:
             data |= _forecast_json(self.forecast, unit)
             data["changes"] = [asdict(change) for change in self.changes]
+            data["joining"] = None if self.joining is None else asdict(self.joining)
         if self.alone is not None:
             data[f"{unit}_per_s_of_one_device"] = self.alone.items_per_s
         return data
@@ -155,7 +159,9 @@ def answer(case: Case, resurvey: Resurvey, advise: bool) -> Answer:
         ways = tuple(_ways_to_less_on_host(case, now))
         lack = Lack("host memory", now.host_total_bytes, case.host_budget_bytes, ways)
     with progress("searching for changes that would help"):
-        return Answer(case, now, changes(situation, now) if advise else (), lack)
+        if not advise:
+            return Answer(case, now, lack=lack)
+        return Answer(case, now, changes(situation, now), lack, joining(case.survey, now.choice))
 
 
 def _ways_to_less_on_device(case: Case, needed: int, budget: int, resurvey: Resurvey) -> Iterator[str]:
@@ -180,6 +186,12 @@ def _ways_to_less_on_host(case: Case, now: Forecast) -> Iterator[str]:
     yield f"{amount(now.host_total_bytes)} of host memory"
 
 
+_BF16_STATE = (
+    '"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true} (16-bit state, which '
+    "rounds every update)"
+)
+
+
 def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
     config, plan, gradients = case.config, now.plan, now.host_bytes["gradients"]
     saved: dict[str, int] = {}
@@ -188,6 +200,9 @@ def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
     if config.deferred_update and config.loss_scale is None:
         largest = plan.policy.devices * max(plan.packs[index].piece_bytes() for index in plan.packing.backward)
         saved['"gradient_clipping": 0'] = gradients - config.harmony.gradient_slabs * largest
+    if config.compute_dtype != config.master_dtype and config.loss_scale is None:
+        half = now.host_bytes["optimizer"] // 2 + (gradients // 2 if config.accumulation_dtype.itemsize == 4 else 0)
+        saved[_BF16_STATE] = now.host_bytes["masters"] + half
     if update_cost(config).states == 2:
         elements = sum(spec.numel for spec in case.survey.graph.parameters if spec.trainable)
         saved['"optimizer": {"type": "Lion"}'] = 4 * elements

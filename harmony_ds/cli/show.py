@@ -43,6 +43,8 @@ def _show(answer: Answer, note: str) -> None:
         for change in answer.changes:
             gain = change.items_per_s / now.items_per_s - 1
             print(f"  {change.what:<40} {change.items_per_s:>12,.0f} {unit}/s  {gain:>+7.1%}")
+    if answer.joining is not None:
+        print("\n" + wrapped(str(answer.joining)))
     if answer.lack is not None:
         print("\n" + wrapped(str(answer.lack)))
         for number, way in enumerate(answer.lack.ways_out, 1):
