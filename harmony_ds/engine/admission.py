@@ -141,7 +141,7 @@ def host_need(
     there = (p for p in parameters.values() if not p.is_meta and not mapped.holds(p))
     by_kind = {
         "weights": weights,
-        "masters": 0 if dtype == torch.float32 else 4 * sum(trainable.values()),
+        "masters": 0 if dtype == config.master_dtype else 4 * sum(trainable.values()),
         "optimizer": _state_bytes(config, *optimizer),
         "gradients": gradients,
     }
@@ -160,4 +160,5 @@ def _state_bytes(config: Config, client: ClientOptimizer | None, given: list[Any
         numbers = 0 if client.state else state_numbers(type(client).__name__, client.defaults)
     elif client is None and config.optimizer is not None:
         numbers = state_numbers(config.optimizer.type, config.optimizer.params)
-    return 4 * (numbers or 0) * sum({id(p): p.numel() for p in members(groups) if p.requires_grad}.values())
+    elements = sum({id(p): p.numel() for p in members(groups) if p.requires_grad}.values())
+    return config.state_dtype.itemsize * (numbers or 0) * elements

@@ -28,7 +28,14 @@ from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
-from harmony_ds.offload.optimizers import ClientOptimizer, Masters, ParameterGroups, build_optimizer
+from harmony_ds.offload.optimizers import (
+    ClientOptimizer,
+    Masters,
+    ParameterGroups,
+    build_optimizer,
+    check_dtypes,
+    with_state_dtype,
+)
 from harmony_ds.offload.own_gradients import OwnGradients
 from harmony_ds.offload.piece_optimizer import PieceOptimizer
 from harmony_ds.offload.residency import Residency
@@ -134,7 +141,10 @@ def assemble(
         admission.check_host_room(need, world)
         fill_meta(model)
     store = _to_slabs(model, decomposition, config, device, world)
-    optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
+    masters = Masters(store.parameters, store.masters)
+    optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)
+    if optimizer is not None:
+        check_dtypes(optimizer, config.master_dtype, config.state_dtype)
     host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.steps_as)
     residency = admission.residency_for(config, device, device_optimizer, world)
@@ -154,7 +164,7 @@ def assemble(
 def _to_slabs(
     model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: Alone
 ) -> HostStore:
-    store = HostStore(model, decomposition, config.compute_dtype, device, world)
+    store = HostStore(model, decomposition, config.compute_dtype, device, world, config.master_dtype)
     world.agree("weights are there")
     world.spread(store.memory())
     _share_buffers(model, world)
@@ -195,6 +205,7 @@ def _parts(
     if host_optimizer is not None:
         limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
         gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
+        gradients.master_dtype = config.master_dtype
         threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
         host_optimizer.watch(partial(_finish_updates, updater, device_store))

@@ -11,6 +11,7 @@ from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.estimate.survey import Survey
 from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.hardware import UpdateCost
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.host_room import waiting_of
@@ -23,8 +24,6 @@ from harmony_ds.scheduler.simulate import Prediction, simulate
 from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
 
-_MASTER_BYTES = 4
-_STATE_BYTES = 4
 STREAM_NAMES = {
     COMPUTE: "compute",
     SWAP_IN: "swapping in",
@@ -46,13 +45,13 @@ class Situation:
     """A survey, and what a step is judged by.
 
     Attributes:
-        states: fp32 numbers per trainable parameter that the optimizer keeps.
+        update: what the optimizer keeps and moves for each trainable parameter.
         host_budget_bytes: host memory (None: not known).
         items: what a micro-batch holds, tokens or samples.
     """
 
     survey: Survey
-    states: int
+    update: UpdateCost
     host_budget_bytes: int | None
     items: int
 
@@ -166,11 +165,12 @@ def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
 def _state_bytes(situation: Situation) -> dict[str, int]:
     """What is there whatever the plan is."""
     weight, parameters = situation.survey.element.weight, situation.survey.graph.parameters
+    update = situation.update
     elements = sum(spec.numel for spec in parameters if spec.trainable)
     return {
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
-        "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,
-        "optimizer": _STATE_BYTES * situation.states * elements,
+        "masters": update.master_bytes * elements if update.copy_bytes else 0,
+        "optimizer": update.state_bytes * update.states * elements,
     }
 
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from harmony_ds.calls.intercept import Autocast
@@ -153,8 +152,9 @@ def update_cost(config: Config) -> UpdateCost:
     section = config.optimizer
     states = 2 if section is None else state_numbers(section.type, section.params)
     states = 2 if states is None else states  # taken for Adam-like
-    mixed = config.compute_dtype != torch.float32
-    return UpdateCost(states, config.accumulation_dtype.itemsize, config.compute_dtype.itemsize if mixed else 0)
+    master, copied = config.master_dtype.itemsize, config.compute_dtype != config.master_dtype
+    copy = config.compute_dtype.itemsize if copied else 0
+    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, config.state_dtype.itemsize)
 
 
 def _on_meta(

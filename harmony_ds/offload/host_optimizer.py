@@ -25,7 +25,6 @@ from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.native import gil_free_op, native_of
 from harmony_ds.offload.watched_state import WatchedState, plain
 
-_NUMBER_BYTES = 4
 _KNOWN = ("torch", "deepspeed", "harmony_ds")
 Hyper = tuple[dict[str, Any], ...]
 """The hyper-parameters of every parameter group at one moment, without their parameters."""
@@ -181,7 +180,7 @@ class HostOptimizer:
             )
 
     def step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
-        """Steps the masters of `gradients` (fp32, host) once."""
+        """Step the masters of `gradients` (of the masters' dtype, host) once."""
         with ungated():
             self._step(gradients, hyper)
 
@@ -237,6 +236,11 @@ class HostOptimizer:
         scratch.param_groups = [{**self.hyper()[0], "params": [master]}]
         return scratch
 
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of the parameters that it steps, and of the gradients that it takes."""
+        return next((master.dtype for master in self._masters.values()), torch.float32)
+
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state tensors."""
         states = list(plain(self.optimizer.state).values())
@@ -246,7 +250,9 @@ class HostOptimizer:
     def coming_bytes(self) -> int:
         """Bytes of state that it is still to make, at the first updates; 0 where nothing is known of it."""
         numbers = state_numbers(type(self.optimizer).__name__, self.optimizer.defaults) or 0
-        return max(0, _NUMBER_BYTES * numbers * self.trained_elements - self.state_bytes())
+        wide = getattr(self.optimizer, "fp32_optimizer_states", False)
+        dtype = torch.float32 if wide else self.master_dtype
+        return max(0, dtype.itemsize * numbers * self.trained_elements - self.state_bytes())
 
 
 def part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
