@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.vldb22.planner.graph import DeviceTask, DeviceTaskKind
+from benchmarks.vldb22.cost_model.graph import DeviceTask, DeviceTaskKind
 
 Places = tuple[int, ...]
 

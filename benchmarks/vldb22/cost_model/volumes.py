@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.vldb22.planner.graph import Content, DeviceTask, DeviceTaskKind, Medium, Port, TaskGraph
-from benchmarks.vldb22.planner.profile import PackCosts
+from benchmarks.vldb22.cost_model.graph import Content, DeviceTask, DeviceTaskKind, Medium, Port, TaskGraph
+from benchmarks.vldb22.cost_model.profile import PackCosts
 
 
 @dataclass(frozen=True, slots=True)

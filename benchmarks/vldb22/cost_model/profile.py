@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
-from numpy.typing import NDArray
+PartCost = Callable[[int, int], float]
+"""Return what the layers from the first number to before the second cost as one pack."""
 
-from benchmarks.vldb22.planner.cuts import PartCost, sum_and_input, sum_of
+
+def sum_of(values: Sequence[float]) -> PartCost:
+    """Return the cost of packs that cost the sum of their layers' values."""
+    before = (0, *accumulate(values))
+    return lambda first, last: before[last] - before[first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class LayerProfile:
 
     @staticmethod
     def from_json(text: str) -> LayerProfile:
-        """Reads the format of benchmarks/vldb22/data, which counts in seconds."""
+        """Read the format of benchmarks/vldb22/data, which counts in seconds."""
         data = json.loads(text)
         columns = ("W_bytes", "B_bytes", "K_bytes", "X_bytes_per_sample", "upd_cpu_s")
         return LayerProfile(
@@ -140,19 +145,13 @@ class PackCosts:
         """
         return self._costs(backward, micro_batch)[2]
 
-    def all_memory(self, backward: bool, micro_batch: int) -> NDArray[np.float64]:
-        """The same of every pack, from a first layer (axis 0) to before a last one."""
-        passes = self._profile.backward if backward else self._profile.forward
-        inputs = np.array([one * micro_batch for one in self._inputs] + [0], dtype=np.float64)
-        before = np.concatenate([[0.0], np.cumsum(np.array(passes.at(micro_batch)[1]) - inputs[:-1])])
-        memory: NDArray[np.float64] = before[None, :] - before[:, None] + inputs[:, None]
-        return memory
-
     def _costs(self, backward: bool, micro_batch: int) -> tuple[list[float], PartCost, PartCost]:
         key = (backward, micro_batch)
         if key not in self._at:
             passes = self._profile.backward if backward else self._profile.forward
             times, peaks = passes.at(micro_batch)
             inputs = [one * micro_batch for one in self._inputs]
-            self._at[key] = (times, sum_of(times), sum_and_input(peaks, inputs))
+            # A layer's input is its predecessor's output: within a pack it is counted already.
+            alone = sum_of([peak - own for peak, own in zip(peaks, inputs, strict=True)])
+            self._at[key] = (times, sum_of(times), lambda first, last: alone(first, last) + inputs[first])
         return self._at[key]

@@ -13,10 +13,10 @@ from bisect import bisect_left
 from functools import cache
 from itertools import accumulate
 
-from benchmarks.vldb22.planner.graph import Content, DeviceTask, DeviceTaskKind, Medium, Mode, Port, TaskGraph
-from benchmarks.vldb22.planner.machine import Server
-from benchmarks.vldb22.planner.profile import PackCosts
-from benchmarks.vldb22.planner.waits import Done, Overlapped, Places, Serial
+from benchmarks.vldb22.cost_model.graph import Content, DeviceTask, DeviceTaskKind, Medium, Mode, Port, TaskGraph
+from benchmarks.vldb22.cost_model.profile import PackCosts
+from benchmarks.vldb22.cost_model.server import Server
+from benchmarks.vldb22.cost_model.waits import Done, Overlapped, Places, Serial
 from harmony_ds.scheduler.events import Job
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from benchmarks.vldb22.planner.graph import (
+from benchmarks.vldb22.cost_model.graph import (
     Content,
     DeviceTask,
     DeviceTaskKind,
