@@ -69,17 +69,17 @@ class CalledLayer:
 
     def parameter_storages(self, copies: Leaves) -> set[int]:
         """Where those of the layer's parameters that are among `copies` lie."""
-        found: set[int] | None = copies.made.get(self)
+        found: set[int] | None = copies.cache.get(self)
         if found is None:
-            found = copies.made[self] = storages_of(copies[name] for name in self.names if name in copies)
+            found = copies.cache[self] = storages_of(copies[name] for name in self.names if name in copies)
         return found
 
     def guarded(self, copies: Leaves) -> Leaves:
         """Those of `copies` that are the layer's (a pack may hold many), for a graph that is thrown away."""
-        found: Leaves | None = copies.made.get(self.dead_end)
+        found: Leaves | None = copies.cache.get(self.dead_end)
         if found is None:
             own = ((name, copies[name]) for name in self.names if name in copies)
-            found = copies.made[self.dead_end] = self.dead_end.guarded(own)
+            found = copies.cache[self.dead_end] = self.dead_end.guarded(own)
         return found
 
     def run(

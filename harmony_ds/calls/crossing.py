@@ -70,16 +70,16 @@ class Crossings:
                 "change a copy (x = x + y instead of x += y), or train on one device."
             )
         place = self._numbers.get(tensor.device)
-        return place if place is None or self._is_apart else getattr(tensor, _PLACE, place)
+        return place if place is None or self._has_distinct_devices else getattr(tensor, _PLACE, place)
 
     @property
-    def _is_apart(self) -> bool:
+    def _has_distinct_devices(self) -> bool:
         """Whether torch tells all devices apart, so that no tensor needs to say where it is."""
-        return self._group is None or self._group.is_apart
+        return self._group is None or self._group.has_distinct_devices
 
     def mark(self, tree: Any, place: int | None = None) -> None:
         """Tensors of `tree` that were made just now are on the current device, or on `place`."""
-        if self._group is not None and not self._is_apart:
+        if self._group is not None and not self._has_distinct_devices:
             map_tensors(self._put(self._group.number if place is None else place), tree)
 
     def _put(self, place: int) -> Callable[[Tensor], Tensor]:
@@ -103,7 +103,7 @@ class Crossings:
         """
         assert self._group is not None
         here = self._group.number
-        if place is None or place == here or self._is_apart:
+        if place is None or place == here or self._has_distinct_devices:
             yield
             return
         self._group.enter(place)
@@ -139,7 +139,7 @@ class Crossings:
         if target not in copies or copies[target][0] != tensor._version:
             with torch.enable_grad():
                 made: Tensor = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
-            if not self._is_apart:
+            if not self._has_distinct_devices:
                 setattr(made, _PLACE, target)
             copies[target] = tensor._version, made
             if tensor.is_leaf and tensor.requires_grad:
@@ -171,7 +171,7 @@ class Crossings:
             copied = here.record(Stream.PEER)
             self._leaving[source] = copied, tensor
         here.wait(Stream.COMPUTE, copied)
-        here.used(copy)
+        here.record_use(copy)
         self._ledger.book_peer(source, target, tensor.numel() * tensor.element_size())
         return copy
 

@@ -140,7 +140,7 @@ class Installation:
         try:
             # The model's code may ask for the current device.
             buffers = self.buffers.installed(keep_buffers, places)
-            with patched(self._without_host(unlayered)), self._device.inherited(), buffers:
+            with patched(self._without_host(unlayered)), self._device.as_current(), buffers:
                 yield
         finally:
             self._open = False
@@ -185,7 +185,7 @@ class LayerParameters:
 
     def installed(self, copies: Leaves) -> patched:
         """While open, the layer's modules hold `copies`."""
-        return patched(copies.made.get(self) or self._items(copies))
+        return patched(copies.cache.get(self) or self._items(copies))
 
     def _items(self, copies: Leaves) -> list[Item]:
         items: list[Item] = []
@@ -201,5 +201,5 @@ class LayerParameters:
                     (module.__dict__, "_flat_weight_refs", [w if w is None else weakref.ref(w) for w in weights])
                 )
         if copies.keys() >= self._all:  # what else is held may be another thing the next time
-            copies.made[self] = items
+            copies.cache[self] = items
         return items

@@ -48,10 +48,10 @@ class MemoryProbe(Protocol):
     def reset(self) -> None: ...
 
 
-Moment = object
+Timestamp = object
 """A point in a stream's time, to be read later by the device that made it."""
 
-Issuing = AbstractContextManager[object]
+StreamContext = AbstractContextManager[object]
 
 HOME = 0
 """Of the devices that one process drives, that of inputs, unlayered parameters, and all else that is no pack's."""
@@ -77,16 +77,16 @@ class Device(ABC):
     """Which of the devices that one process drives is current, of `count`."""
     count = 1
     modes: tuple[type, ...] = ()
-    """Torch's modes of its own, which `inherited` enters."""
-    _watch: Callable[[Stream, Issuing], Issuing] | None = None
+    """Torch's modes of its own, which `as_current` enters."""
+    _watch: Callable[[Stream, StreamContext], StreamContext] | None = None
 
     @property
-    def steps_as(self) -> torch.device:
+    def optimizer_device(self) -> torch.device:
         """Where optimizers step as they do here."""
         return self.torch_device
 
     @contextmanager
-    def copies_watched(self, watch: Callable[[Stream, Issuing], Issuing]) -> Iterator[None]:
+    def watching_copies(self, watch: Callable[[Stream, StreamContext], StreamContext]) -> Iterator[None]:
         """While open, `watch` is put around every context of `on`."""
         self._watch = watch
         try:
@@ -108,11 +108,11 @@ class Device(ABC):
         """An event behind everything issued on `stream` so far."""
 
     @abstractmethod
-    def moment(self, stream: Stream) -> Moment:
+    def timestamp(self, stream: Stream) -> Timestamp:
         """When the stream has done everything issued so far. Nothing waits for it, and nothing is read yet."""
 
     @abstractmethod
-    def read_moments(self, moments: Sequence[Moment]) -> list[float]:
+    def read_timestamps(self, moments: Sequence[Timestamp]) -> list[float]:
         """Milliseconds on the clock of `time.perf_counter`; waits until the device has passed them all."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Device(ABC):
         """Lets `stream` (not the host) wait for `event`."""
 
     @abstractmethod
-    def inherited(self) -> AbstractContextManager[object]:
+    def as_current(self) -> AbstractContextManager[object]:
         """A context for the thread that runs a model: this is the current device, its compute stream the current one."""
 
     def enter(self, number: int) -> None:  # noqa: B027 - a device is alone unless it is a group
@@ -172,7 +172,7 @@ class Device(ABC):
         To be called before the buffer is dropped.
         """
 
-    def used(self, tensor: Tensor) -> None:  # noqa: B027 - most devices have one stream
+    def record_use(self, tensor: Tensor) -> None:  # noqa: B027 - most devices have one stream
         """The compute stream uses `tensor`, which another stream made: its memory is not used again before that is done."""
 
     def charge(self, nbytes: int, what: str) -> None:

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import Device, Event, MemoryProbe, Moment, Stream
+from harmony_ds.device.base import Device, Event, MemoryProbe, Stream, Timestamp
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device."""
@@ -61,12 +61,12 @@ class CudaDevice(Device):
         context = torch.cuda.stream(self._stream(stream))
         return context if self._watch is None else self._watch(stream, context)
 
-    def moment(self, stream: Stream) -> Moment:
+    def timestamp(self, stream: Stream) -> Timestamp:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(stream))
         return event
 
-    def read_moments(self, moments: Sequence[Moment]) -> list[float]:
+    def read_timestamps(self, moments: Sequence[Timestamp]) -> list[float]:
         torch.cuda.synchronize(self.torch_device)
         # Device and host have different clocks: of this one event, behind everything, both times are known.
         anchor = torch.cuda.Event(enable_timing=True)
@@ -86,7 +86,7 @@ class CudaDevice(Device):
         self._stream(stream).wait_event(event)
 
     @contextmanager
-    def inherited(self) -> Iterator[None]:
+    def as_current(self) -> Iterator[None]:
         outside, own = torch.cuda.current_stream(self.torch_device), self._stream(Stream.COMPUTE)
         if own != outside:
             own.wait_stream(outside)
@@ -117,7 +117,7 @@ class CudaDevice(Device):
         staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return staged.to(self.torch_device, non_blocking=True)
 
-    def used(self, tensor: Tensor) -> None:
+    def record_use(self, tensor: Tensor) -> None:
         tensor.record_stream(self._stream(Stream.COMPUTE))
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import Device, Event, Moment, Stream
+from harmony_ds.device.base import Device, Event, Stream, Timestamp
 
 
 class PassedEvent:
@@ -33,10 +33,10 @@ class HostStreamDevice(Device):
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         return nullcontext() if self._watch is None else self._watch(stream, nullcontext())
 
-    def moment(self, stream: Stream) -> Moment:
+    def timestamp(self, stream: Stream) -> Timestamp:
         return time.perf_counter() * 1e3
 
-    def read_moments(self, moments: Sequence[Moment]) -> list[float]:
+    def read_timestamps(self, moments: Sequence[Timestamp]) -> list[float]:
         return [moment for moment in moments if isinstance(moment, float)]
 
     def record(self, stream: Stream) -> Event:
@@ -45,7 +45,7 @@ class HostStreamDevice(Device):
     def wait(self, stream: Stream, event: Event) -> None:
         return None
 
-    def inherited(self) -> AbstractContextManager[object]:
+    def as_current(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def upload(self, tensor: Tensor) -> Tensor:

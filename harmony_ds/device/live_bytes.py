@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from harmony_ds.device.watching import Watching
+from harmony_ds.device.dispatch_mode import EagerDispatchMode
 
 
-class LiveBytes(Watching):
+class LiveBytes(EagerDispatchMode):
     """A `MemoryProbe`: bytes of the storages made inside the context and still alive, and their peak."""
 
     def __init__(self, device_type: str = "cpu") -> None:

@@ -23,17 +23,19 @@ class MetaDevice(HostStreamDevice):
     host_type = "meta"
     has_values = False
 
-    def __init__(self, clock_ms: Callable[[], float], budget_bytes: int | None = None, steps_as: str = "cuda") -> None:
-        """`steps_as`: torch's kind of the device that is meant. `budget_bytes`: its memory; measuring takes none of it."""
+    def __init__(
+        self, clock_ms: Callable[[], float], budget_bytes: int | None = None, optimizer_device: str = "cuda"
+    ) -> None:
+        """`optimizer_device`: torch's kind of the device that is meant. `budget_bytes`: its memory; measuring takes none of it."""
         self.name = "meta"
         self.torch_device = torch.device("meta")
         self.budget_bytes = budget_bytes
         self._clock_ms = clock_ms
-        self._steps_as = torch.device(steps_as)
+        self._optimizer_device = torch.device(optimizer_device)
 
     @property
-    def steps_as(self) -> torch.device:
-        return self._steps_as
+    def optimizer_device(self) -> torch.device:
+        return self._optimizer_device
 
     def now_ms(self) -> float:
         return self._clock_ms()

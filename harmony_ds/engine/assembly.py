@@ -32,26 +32,26 @@ from harmony_ds.offload.host_limits import HostNeed, check_host_memory
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
-from harmony_ds.offload.optimizers import ClientOptimizer, Masters, ParameterGroups, build_optimizer, members
-from harmony_ds.offload.own_gradients import OwnGradients
+from harmony_ds.offload.optimizers import ClientOptimizer, Masters, ParameterGroups, build_optimizer, parameters_in
 from harmony_ds.offload.piece_optimizer import PieceOptimizer
 from harmony_ds.offload.process_memory import MappedFiles
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
-from harmony_ds.parallel import Alone, World
+from harmony_ds.offload.user_gradients import UserGradients
+from harmony_ds.parallel import SingleProcess, World
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.stepping.runner import Runner
 
-_ALONE = Alone()
+_ALONE = SingleProcess()
 
 
 def _finish_updates(updater: Updater | None, device_store: DeviceStore) -> None:
     if updater is not None:
         updater.wait_all()
-    device_store.show()
+    device_store.sync_to_host()
     device_store.finish_reads()
 
 
@@ -63,7 +63,7 @@ class Assembly:
     store: HostStore
     ledger: Ledger
     parts: Parts
-    world: Alone
+    world: SingleProcess
     runner: Runner
     interception: Interception
     layers: tuple[Layer, ...]
@@ -101,8 +101,8 @@ class Assembly:
         self.runner.destroy()
         self.parts.device_store.destroy()
         if self.host_optimizer is not None:
-            self.host_optimizer.unwatch()
-            self.host_optimizer.give_back(self.store.parameters)
+            self.host_optimizer.unwatch_state()
+            self.host_optimizer.restore_parameters(self.store.parameters)
         self.interception.remove()
         self.parts.installation.remove()
         if self.parts.gradients is not None:
@@ -113,7 +113,7 @@ class Assembly:
         self.device.unlimit_process()
         self.world.leave()
         if updater is not None:
-            updater.surface()
+            updater.raise_failure()
 
 
 def assemble(
@@ -122,7 +122,7 @@ def assemble(
     client_optimizer: ClientOptimizer | None,
     model_parameters: ParameterGroups | None,
     device: Device | None,
-    world: Alone = _ALONE,
+    world: SingleProcess = _ALONE,
 ) -> Assembly:
     """Builds everything; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
     if belongs_to_engine(model):
@@ -141,7 +141,7 @@ def assemble(
     store = _to_slabs(model, decomposition, config, device, world)
     optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
     host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
-    device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.steps_as)
+    device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.optimizer_device)
     config = replace(config, harmony=replace(settings, residency=_residency(config, device, device_optimizer, world)))
     stays = config.harmony.residency not in ("off", "kept") or (saved is not None and bool(saved.policy.resident))
     graph = with_update_bytes(layer_graph(decomposition, store.parameters), store, device_optimizer if stays else None)
@@ -154,14 +154,14 @@ def assemble(
     return Assembly(device, store, ledger, parts, world, runner, interception, layers, optimizer, host_optimizer)
 
 
-def _check_room(need: HostNeed, world: Alone) -> None:
+def _check_room(need: HostNeed, world: SingleProcess) -> None:
     """Raises HostMemoryError if a server has too little: asked once for all of its processes, before any takes some."""
-    if world.leads:
+    if world.is_local_first:
         check_host_memory(replace(need, there_bytes=world.local_size * need.there_bytes))
     world.agree("the host has room")
 
 
-def _check_parallel(config: Config, world: Alone) -> None:
+def _check_parallel(config: Config, world: SingleProcess) -> None:
     """Raises UnsupportedError for what several processes cannot do."""
     if config.harmony.micro_batch == "auto":
         world.refuse('harmony.micro_batch "auto"')
@@ -192,16 +192,16 @@ def _check_pipeline(config: Config, device: Device, saved: Plan | None) -> None:
 
 
 def _to_slabs(
-    model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: Alone
+    model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: SingleProcess
 ) -> HostStore:
     store = HostStore(model, decomposition, config.compute_dtype, device, world)
     world.agree("weights are there")
-    world.spread(store.memory())
+    world.broadcast(store.tensors())
     _share_buffers(model, world)
     return store
 
 
-def _share_buffers(model: nn.Module, world: Alone) -> None:
+def _share_buffers(model: nn.Module, world: SingleProcess) -> None:
     """All processes begin with the buffers of the first."""
     buffers = dict(model.named_buffers())
     first = world.first("buffers", lambda: buffers)
@@ -211,7 +211,7 @@ def _share_buffers(model: nn.Module, world: Alone) -> None:
                 buffer.copy_(first[name])
 
 
-def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: Alone) -> HostOptimizer:
+def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess) -> HostOptimizer:
     apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
     if isinstance(world, World):
         return PieceOptimizer(optimizer, store.masters, world, apart)
@@ -222,7 +222,7 @@ def _parts(
     model: nn.Module,
     config: Config,
     decomposition: Decomposition,
-    memory: tuple[Device, HostStore, Alone],
+    memory: tuple[Device, HostStore, SingleProcess],
     host_optimizer: HostOptimizer | None,
     device_optimizer: DeviceOptimizer | None,
 ) -> tuple[Parts, Ledger]:
@@ -237,7 +237,7 @@ def _parts(
         gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
         threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
-        host_optimizer.watch(partial(_finish_updates, updater, device_store))
+        host_optimizer.watch_state(partial(_finish_updates, updater, device_store))
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
     crossings = Crossings(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, crossings)
@@ -256,14 +256,14 @@ def _parts(
         joins=Joins(device, layer_calls.name_of, layer_calls.may_be_joined),
         random=RandomStreams(device),
         timeline=timeline,
-        own=OwnGradients(store, updater),
+        user_gradients=UserGradients(store, updater),
         world=world,
-        follow_masters=store.follow_masters,
+        copy_masters_to_weights=store.copy_masters_to_weights,
     )
     return parts, ledger
 
 
-def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: Alone) -> str | int:
+def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: SingleProcess) -> str | int:
     """What the search may do in this run with spare device memory: "auto", "kept", "off", or so many packs."""
     settings = config.harmony
     if settings.residency != "auto":
@@ -305,7 +305,7 @@ def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOpti
     specs = []
     for spec in graph.parameters:
         if spec.trainable and optimizer.trains(spec.name):
-            master = 0 if store.upload_copy(spec.name) is None else slab_bytes(spec.numel, 4)
+            master = 0 if store.compute_copy(spec.name) is None else slab_bytes(spec.numel, 4)
             spec = replace(  # noqa: PLW2901
                 spec,
                 state_bytes=master + optimizer.state_bytes(spec.name, spec.numel),
@@ -359,4 +359,4 @@ def _state_bytes(config: Config, client: ClientOptimizer | None, given: list[Any
         numbers = 0 if client.state else state_numbers(type(client).__name__, client.defaults)
     elif client is None and config.optimizer is not None:
         numbers = state_numbers(config.optimizer.type, config.optimizer.params)
-    return 4 * (numbers or 0) * sum({id(p): p.numel() for p in members(groups) if p.requires_grad}.values())
+    return 4 * (numbers or 0) * sum({id(p): p.numel() for p in parameters_in(groups) if p.requires_grad}.values())

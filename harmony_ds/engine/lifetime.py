@@ -18,7 +18,7 @@ def let_go(links: ParameterLinks, by_hand: OptimizerByHand | None, assembly: Ass
     if by_hand is not None:
         by_hand.remove()
     updater = assembly.parts.updater
-    if updater is not None and updater.entered:  # garbage was collected there
+    if updater is not None and updater.is_inside:  # garbage was collected there
         threading.Thread(target=assembly.destroy, name="harmony-destroy").start()
     else:
         assembly.destroy()

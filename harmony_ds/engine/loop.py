@@ -48,7 +48,7 @@ class Loop:
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self._open.calls.run(self._model, Arguments(args, kwargs))
-        with self._world.together():
+        with self._world.reporting_failures():
             self._open.settle()
             return self._open.group.add(args, kwargs)
 
@@ -100,7 +100,7 @@ class Loop:
             counts.micro_steps += 1
             return
         try:
-            with self._world.together():
+            with self._world.reporting_failures():
                 self._steps.step(lr_kwargs or {})
         except BaseException:
             counts.rewind()
@@ -163,7 +163,7 @@ class Loop:
                 f"{queued} micro-batches of engine(...) are still queued: call backward() and step() for "
                 "them before train_batch()."
             )
-        with self._world.together():
+        with self._world.reporting_failures():
             batches = self._training.data.take(data_iter)
             queue = self._open.group.queue
             losses = self._step_over(len(batches), lambda: [queue(batch, loss_fn) for batch in batches])
@@ -206,13 +206,13 @@ class Loop:
             )
         given = [Arguments((batch,), {}) for batch in batches]
         queue = self._open.group.queue
-        with self._world.together():
+        with self._world.reporting_failures():
             return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given], boundary)
 
     def end_group(self) -> None:
         """The optimizer step over the gradients that `train_group(..., boundary=False)` has left."""
         counts = self._counts
-        with self._world.together():
+        with self._world.reporting_failures():
             self._steps.step({})
         counts.begin_group(counts.micro_steps)
 
@@ -245,7 +245,7 @@ class Loop:
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
         training = [(module, module.training) for module in self._model.modules()]
-        with self._world.together():
+        with self._world.reporting_failures():
             batches = self._training.data.take(data_iter)
             self._model.eval()
             self._training.assembly.wait_for_updates()
@@ -267,7 +267,7 @@ class Loop:
     def streaming(self) -> Iterator[None]:
         """A context in which the model's methods can be called without gradients, under the device memory budget."""
         self._open.group.catch_up()
-        with self._training.assembly.ledger.aside(), self._runner.streaming():
+        with self._training.assembly.ledger.excluded(), self._runner.streaming():
             yield
 
 

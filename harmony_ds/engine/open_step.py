@@ -127,7 +127,7 @@ class OpenStep:
         assert optimizer is not None
         hyper, clipping = optimizer.hyper(), self._clipping()
         self.settle()
-        if (self._world.size > 1 or self._scaler.scale != 1.0) and self._assembly.parts.own.are_there():
+        if (self._world.size > 1 or self._scaler.scale != 1.0) and self._assembly.parts.user_gradients.exist():
             self._world.refuse(
                 "gradients that are put on parameters by hand, or by a backward pass of the program's own"
             )
@@ -217,7 +217,7 @@ class OpenStep:
             self._runner.executor.gathered.drop((name,))
         if value is not None:
             self.materialize(name)  # behind a pending update, which takes away what is there
-        self._assembly.parts.own.put(name, value)
+        self._assembly.parts.user_gradients.put(name, value)
 
 
 def _refuse_backward() -> None:

@@ -63,7 +63,7 @@ class OptimizerSteps:
         host, counts, gradients = self._assembly.host_optimizer, self._counts, self._open.gradients
         queued = len(self._open.group)
         assert host is not None
-        if not queued and not self._assembly.parts.own.are_there(host.trained):
+        if not queued and not self._assembly.parts.user_gradients.exist(host.trained):
             gradients.used.check()
             return
         others = gradients.take_others()

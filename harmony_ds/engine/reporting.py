@@ -117,7 +117,7 @@ class StepReports:
     def __init__(self, training: Training) -> None:
         config, values = training.settings.now, training.settings.now.values
         self._training = training
-        speaks = training.assembly.world.speaks  # what is said once for all processes
+        speaks = training.assembly.world.is_first  # what is said once for all processes
         self._every = config.steps_per_print if speaks else None
         self._breakdown = speaks and bool(values["wall_clock_breakdown"])
         self._memory = speaks and bool(values["memory_breakdown"])

@@ -20,7 +20,7 @@ class StepGradients:
         self._store = assembly.store
         self._optimizer = assembly.host_optimizer
         self._gathered = assembly.runner.executor.gathered
-        self._own = assembly.parts.own
+        self._own = assembly.parts.user_gradients
         self._sums = [sums for sums in (assembly.parts.gradients, assembly.parts.device_store) if sums is not None]
         self._scaler = scaler
         self._shown: set[str] = set()  # whoever saw them may have changed them
@@ -67,11 +67,11 @@ class StepGradients:
         """Drops all; `gathered`: some wait for their update."""
         if gathered:
             self._gathered.drop(self._store.parameters)
-        self._own.take(self._store.parameters)
+        self._own.pop(self._store.parameters)
 
     def step_passed(self) -> None:
         """An optimizer step is over."""
-        self._stepped = set().union(*(sums.take_came() for sums in self._sums))
+        self._stepped = set().union(*(sums.pop_received() for sums in self._sums))
 
     def take_others(self) -> list[tuple[nn.Parameter, Tensor]]:
         """What has gathered for parameters that the optimizer does not have, and takes it from there."""

@@ -121,7 +121,7 @@ def _update_of(optimizer: HostOptimizer | None, weight_dtype: torch.dtype, eleme
     shape = _SCRATCH_ROWS, elements // _SCRATCH_ROWS  # a matrix: some, as Muon, take nothing else
     master, gradient = nn.Parameter(torch.zeros(shape)), torch.full(shape, 1e-3)
     weight = None if weight_dtype == torch.float32 else torch.zeros(shape, dtype=weight_dtype)
-    scratch = None if optimizer is None else optimizer.for_scratch(master)
+    scratch = None if optimizer is None else optimizer.scratch_optimizer(master)
 
     @torch.no_grad()
     def update() -> None:

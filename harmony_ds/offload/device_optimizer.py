@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.config.optimizers import OptimizerRow, state_numbers
-from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper, part_of
+from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper, partial_optimizer
 from harmony_ds.offload.native import native_of
 
 _TEMPORARIES = {"AdamW": 2, "Adam": 2, "Adagrad": 1, "SGD": 0}
@@ -37,13 +37,13 @@ class DeviceOptimizer:
         self._host = host
         self._on_host = device.type == "cpu"
         row = native_of(host.optimizer)
-        stand_in = None if row is None else stand_in_of(row, [nn.Parameter(torch.empty(0))], _is_coupled(host))
+        stand_in = None if row is None else torch_equivalent(row, [nn.Parameter(torch.empty(0))], _is_coupled(host))
         self._replaced = stand_in is not None and not self._on_host
         self._kind = _kind_of(stand_in or host.optimizer)
         self._fused = device.type == "cuda" and self._kind in ("AdamW", "Adam", "SGD")
         self._kept_as = row.kept_as if row is not None and self._replaced else {}
         self._kept_back = {there: here for here, there in self._kept_as.items()}
-        self._part = part_of(stand_in if stand_in is not None and self._replaced else host.part)
+        self._part = partial_optimizer(stand_in if stand_in is not None and self._replaced else host.part)
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._part.state = self.state
 
@@ -91,9 +91,9 @@ class DeviceOptimizer:
 
     # ---- state, between host and device
 
-    def was_replaced(self) -> bool:
+    def watch_replaced_state(self) -> bool:
         """Whether the host's state is another one than before."""
-        return self._host.was_replaced()
+        return self._host.watch_replaced_state()
 
     def copy_state_to_device(self, name: str, parameter: nn.Parameter) -> int:
         """Copies the host's state of `name`, if there is any, beside `parameter`; returns the bytes moved."""
@@ -161,7 +161,7 @@ def _is_coupled(host: HostOptimizer) -> bool:
     return not getattr(host.optimizer, "adam_w_mode", True)
 
 
-def stand_in_of(row: OptimizerRow, parameters: Iterable[Any], coupled: bool = False) -> torch.optim.Optimizer:
+def torch_equivalent(row: OptimizerRow, parameters: Iterable[Any], coupled: bool = False) -> torch.optim.Optimizer:
     """An optimizer over `parameters`, or groups of them, with the formula of DeepSpeed's compiled one in `row`, that an
     accelerator can run; of Lion, one that keeps as much. `coupled`: weight decay is Adam's, not AdamW's.
     """

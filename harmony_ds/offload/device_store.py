@@ -26,8 +26,8 @@ from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffers
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.offload.layout import layout_of
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.offload.places import places_of
 from harmony_ds.offload.residency import DeviceCopy, Residency
 
 Names = tuple[str, ...]
@@ -51,8 +51,8 @@ class DeviceStore(GradientSums):
         self._stepped: dict[str, nn.Parameter] = {}  # of those that are trained: the weight, or a master beside it
         self._masters: list[Tensor] = []  # the buffers that masters lie in
         self._state_bytes = 0
-        self._is_newer = False  # than the host's
-        self._was_shown = False  # somebody may have written into the host's
+        self._device_is_newer = False  # than the host's
+        self._host_may_be_newer = False  # somebody may have written into the host's
         self._norm_buffers = HostBuffers(device)
         self._reading: Event | None = None  # behind the last copy out of host memory that may still be queued
 
@@ -68,26 +68,26 @@ class DeviceStore(GradientSums):
         buffers = (*(copy.buffer for copy in self._packs), *self._masters)
         return sum(b.numel() * b.element_size() for b in buffers) + self._state_bytes
 
-    def hold(self, packs: Sequence[Names]) -> list[DeviceCopy]:
+    def make_resident(self, packs: Sequence[Names]) -> list[DeviceCopy]:
         """Device copies of exactly these packs' parameters (in forward order), up to date; all others are let go.
 
         Raises:
             torch.OutOfMemoryError: they do not fit; none is held then.
         """
         if self.holds(packs):
-            self.refresh()
+            self.sync_to_device()
         else:
             self.drop()
             try:
                 for names in packs:
-                    self._settle(names)
+                    self._load_pack(names)
                 self._names = tuple(packs)
             except BaseException:
                 self.drop()
                 raise
         return list(self._packs)
 
-    def _settle(self, names: Names) -> None:
+    def _load_pack(self, names: Names) -> None:
         fresh = tuple(name for name in names if name not in self._weights)
         copy = self._residency.swap_in(fresh, Kind.RESIDENT)
         self._packs.append(copy)
@@ -98,12 +98,12 @@ class DeviceStore(GradientSums):
                 trained = self._store.parameters[name].requires_grad
                 copy.leaves[name] = nn.Parameter(self._weights[name], requires_grad=trained)
         if self._optimizer is not None:
-            self._settle_training([name for name in fresh if self._optimizer.trains(name)], self._optimizer)
+            self._load_training_state([name for name in fresh if self._optimizer.trains(name)], self._optimizer)
 
-    def _settle_training(self, names: Sequence[str], optimizer: DeviceOptimizer) -> None:
+    def _load_training_state(self, names: Sequence[str], optimizer: DeviceOptimizer) -> None:
         """Masters and optimizer state of `names`, whose weights are there."""
-        masters = {name: self._store.masters[name] for name in names if self._store.upload_copy(name) is not None}
-        places, numel = places_of(masters, torch.float32.itemsize)
+        masters = {name: self._store.masters[name] for name in names if self._store.compute_copy(name) is not None}
+        places, numel = layout_of(masters, torch.float32.itemsize)
         if masters:
             self._masters.append(self._device.empty(numel, torch.float32))
         for name in names:
@@ -112,10 +112,10 @@ class DeviceStore(GradientSums):
             self._device.charge(state_bytes, f"the optimizer state of {name}")
             self._state_bytes += state_bytes
             self._stepped[name] = nn.Parameter(there)
-        self._bring_in([(masters[name], self._stepped[name].detach()) for name in masters], names)
+        self._copy_in([(masters[name], self._stepped[name].detach()) for name in masters], names)
 
     @torch.no_grad()
-    def _bring_in(self, tensors: Iterable[tuple[Tensor, Tensor]], names: Iterable[str]) -> None:
+    def _copy_in(self, tensors: Iterable[tuple[Tensor, Tensor]], names: Iterable[str]) -> None:
         """Issues the copies of `tensors` (the host's and the device's), and of the optimizer's state of `names`."""
         moved = 0
         with ungated():
@@ -133,15 +133,15 @@ class DeviceStore(GradientSums):
         for name, weight in self._weights.items():
             yield self._store.parameters[name], weight
         for name, stepped in self._stepped.items():
-            if self._store.upload_copy(name) is not None:
+            if self._store.compute_copy(name) is not None:
                 yield self._store.masters[name], stepped.detach()
 
-    def refresh(self) -> None:
+    def sync_to_device(self) -> None:
         """Brings to the device what may have changed on the host."""
         self._notice_replaced_state()
-        if self._was_shown:
-            self._bring_in(self._tensors(), self._stepped)
-        self._was_shown = False
+        if self._host_may_be_newer:
+            self._copy_in(self._tensors(), self._stepped)
+        self._host_may_be_newer = False
 
     def finish_reads(self) -> None:
         """Waits until nothing queued reads host memory any more: afterwards it may be written."""
@@ -160,8 +160,8 @@ class DeviceStore(GradientSums):
 
     def drop(self) -> None:
         """Copies what changed to the host, and frees everything on the device."""
-        self.show()
-        self.forget_gradients()
+        self.sync_to_host()
+        self.clear_gradients()
         for copy in self._packs:
             self._residency.evict(copy)
         for buffer in self._masters:
@@ -169,7 +169,7 @@ class DeviceStore(GradientSums):
         if self._optimizer is not None:
             self._optimizer.state.clear()
         self._device.discharge(self._state_bytes)
-        self._state_bytes, self._was_shown = 0, False
+        self._state_bytes, self._host_may_be_newer = 0, False
         self._names = ()
         for held in (self._packs, self._masters, self._weights, self._stepped):
             held.clear()
@@ -182,13 +182,13 @@ class DeviceStore(GradientSums):
     # ---- looks from the host
 
     @torch.no_grad()
-    def show(self, to_be_read: bool = False) -> None:
+    def sync_to_host(self, to_be_read: bool = False) -> None:
         """Makes everything on the host true: weights, masters, optimizer state. `to_be_read`: nobody will write there."""
         self._notice_replaced_state()
-        self._was_shown |= bool(self._weights) and not to_be_read
-        if not self._is_newer:
+        self._host_may_be_newer |= bool(self._weights) and not to_be_read
+        if not self._device_is_newer:
             return
-        self._is_newer = False
+        self._device_is_newer = False
         moved = 0
         with ungated():
             for host, there in self._tensors():
@@ -201,8 +201,8 @@ class DeviceStore(GradientSums):
 
     def _notice_replaced_state(self) -> None:
         """When the host's optimizer has been given another state, what is here of the old one is out of date."""
-        if self._optimizer is not None and self._optimizer.was_replaced():
-            self._bring_in((), self._stepped)
+        if self._optimizer is not None and self._optimizer.watch_replaced_state():
+            self._copy_in((), self._stepped)
 
     # ---- gradients and updates
 
@@ -216,7 +216,7 @@ class DeviceStore(GradientSums):
                 total = part
             elif part is not None:
                 total.add_(part)
-                self._residency.forget_gradient(copy, name)
+                self._residency.clear_gradient(copy, name)
         return total
 
     @torch.no_grad()
@@ -227,8 +227,8 @@ class DeviceStore(GradientSums):
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Everything that waits for its update here, as copies on the host; nothing waits here any more."""
-        taken = self.copied(self._weights)
-        self.forget_gradients()
+        taken = self.copies_of(self._weights)
+        self.clear_gradients()
         return taken
 
     def take_norms(self) -> Callable[[], Mapping[str, Tensor]]:
@@ -246,7 +246,7 @@ class DeviceStore(GradientSums):
         def read() -> Mapping[str, Tensor]:
             arrived.synchronize()
             norms = dict(zip(names, host.clone().unbind(), strict=True))
-            self._norm_buffers.give_back(buffer, arrived)
+            self._norm_buffers.release(buffer, arrived)
             return norms
 
         return read
@@ -256,19 +256,19 @@ class DeviceStore(GradientSums):
         """Updates `names` from their gradients, which go; see `for_update`."""
         assert self._optimizer is not None
         gradients = self.for_update(names, coefficient, measured)
-        self._came.update(gradients)
-        self._is_newer, self._was_shown = True, False
+        self._received.update(gradients)
+        self._device_is_newer, self._host_may_be_newer = True, False
         stepped = {name: self._stepped[name] for name in gradients}
         self._optimizer.step(stepped, gradients, hyper)
         for name, parameter in stepped.items():
-            if self._store.upload_copy(name) is not None:
+            if self._store.compute_copy(name) is not None:
                 self._weights[name].copy_(parameter)
-        self.forget_gradients(names)
+        self.clear_gradients(names)
 
-    def forget_gradients(self, names: Iterable[str] | None = None) -> None:
+    def clear_gradients(self, names: Iterable[str] | None = None) -> None:
         if names is None:
             self.norms.clear()
         chosen = list(self._weights if names is None else names)
         for copy in self._packs:
             for name in chosen:
-                self._residency.forget_gradient(copy, name)
+                self._residency.clear_gradient(copy, name)

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from harmony_ds.parallel import Alone
+from harmony_ds.parallel import SingleProcess
 
-_ALONE = Alone()
+_ALONE = SingleProcess()
 
 
 class GradientSums(ABC):
     """By parameter, what packs have gathered for it. Knows who holds the parts, and no thread."""
 
-    def __init__(self, trains: Callable[[str], bool], world: Alone = _ALONE) -> None:
+    def __init__(self, trains: Callable[[str], bool], world: SingleProcess = _ALONE) -> None:
         """`trains`: whether the optimizer has a parameter; `world`: whose gradients they are."""
         self._trains = trains
         self.norms: dict[str, Tensor] = {}
-        self._came: set[str] = set()
+        self._received: set[str] = set()
         self.world = world
 
     @abstractmethod
@@ -28,17 +28,17 @@ class GradientSums(ABC):
         """The gradient of `name` that waits here, in the accumulation dtype: the tensor itself, its parts added up."""
 
     @abstractmethod
-    def forget_gradients(self, names: Iterable[str] | None = None) -> None:
+    def clear_gradients(self, names: Iterable[str] | None = None) -> None:
         """Drops the gradients of `names`, or (after a failure, or an overflow) all of them and their norms."""
 
-    def take_came(self) -> set[str]:
+    def pop_received(self) -> set[str]:
         """The parameters that a gradient has come for since this was asked last, and was not dropped."""
-        came, self._came = self._came, set()
+        came, self._received = self._received, set()
         return came
 
-    def never_came(self, names: Iterable[str]) -> None:
+    def discard_received(self, names: Iterable[str]) -> None:
         """Those for `names` are dropped."""
-        self._came.difference_update(names)
+        self._received.difference_update(names)
 
     @torch.no_grad()
     def measure(self, names: Iterable[str]) -> None:
@@ -47,7 +47,7 @@ class GradientSums(ABC):
             self.norms[name] = self._norm_of(name, total)
 
     def _norm_of(self, name: str, total: Tensor) -> Tensor:
-        return self.world.measured(total)
+        return self.world.norm_part(total)
 
     def for_update(self, names: Iterable[str], coefficient: Tensor | None, measured: bool) -> dict[str, Tensor]:
         """The gradients of `names` as an optimizer takes them, in fp32.
@@ -66,12 +66,12 @@ class GradientSums(ABC):
 
     def drop_unused(self, names: Iterable[str]) -> None:
         """Drops the gradients of `names`, and their norms with them."""
-        self.forget_gradients(names)
+        self.clear_gradients(names)
         for name in names:
             self.norms.pop(name, None)
 
     @torch.no_grad()
-    def copied(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def copies_of(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Copies on the host of the gradients of `names` that wait here."""
         return {name: g.to("cpu", copy=True) for name in names if (g := self.gradient(name)) is not None}
 

@@ -116,7 +116,7 @@ class HostBuffers:
         self.nbytes += size
         return buffer
 
-    def give_back(self, buffer: HostBuffer, read: Event) -> None:
+    def release(self, buffer: HostBuffer, read: Event) -> None:
         """Its user is done with it; `read` is behind every copy out of it."""
         with self._lock:
             self._put_back(buffer, read)

@@ -19,12 +19,12 @@ from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
+from harmony_ds.offload.layout import layout_of
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.offload.places import places_of
-from harmony_ds.parallel import Alone, World
+from harmony_ds.parallel import SingleProcess, World
 from harmony_ds.parallel.slots import HostSum
 
-_ALONE = Alone()
+_ALONE = SingleProcess()
 _NORMS_BYTES = 2**16
 """Of the norms of one pack's gradients, as a rule."""
 
@@ -46,7 +46,7 @@ class GradientTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftGradients:
+class PostedGradients:
     """What this process has left for all others to add up.
 
     Attributes:
@@ -70,7 +70,7 @@ class HostGradients(GradientSums):
         dtype: torch.dtype,
         limit: int | None,
         trains: Callable[[str], bool],
-        world: Alone = _ALONE,
+        world: SingleProcess = _ALONE,
     ) -> None:
         """`limit` transfers at most are kept at a time (None: any number)."""
         super().__init__(trains, world)
@@ -88,13 +88,13 @@ class HostGradients(GradientSums):
         """Of all buffers, in use or not."""
         return self._buffers.nbytes + self.world.slot_bytes
 
-    def reserve(self, packs: Sequence[int], beyond: int) -> None:
-        """Page-locks what steps take that send such `packs` (bytes each); `beyond` as in `swap_out`.
+    def reserve(self, packs: Sequence[int], extra: int) -> None:
+        """Page-locks what steps take that send such `packs` (bytes each); `extra` as in `swap_out`.
 
         Otherwise a step would do so that happens to keep more of them at one time than any before, its host being slow.
         """
         if self._limit is not None:
-            most = self._limit + beyond
+            most = self._limit + extra
             sizes = [self._room(nbytes) for nbytes in packs]
             self._buffers.reserve(sizes if len(sizes) <= most else [max(sizes)] * most)
 
@@ -116,21 +116,21 @@ class HostGradients(GradientSums):
     def swap_out(
         self,
         gradients: dict[str, Tensor],
-        beyond: int | None,
+        extra: int | None,
         behind: Stream = Stream.COMPUTE,
         norms: Tensor | None = None,
     ) -> GradientTransfer:
         """Issues the copies of a pack's gradients to the host, behind what the stream `behind` does to them.
 
-        Waits while as many transfers are kept as may be, and `beyond` more for those that wait for something else than
+        Waits while as many transfers are kept as may be, and `extra` more for those that wait for something else than
         their update (None: any number). `norms`: of `norms_of`; they and `gradients` are kept by the caller meanwhile.
         """
         device = self._device
-        places, numel = places_of(gradients, self._dtype.itemsize)
+        places, numel = layout_of(gradients, self._dtype.itemsize)
         nbytes = numel * self._dtype.itemsize
         device.wait(Stream.SWAP_OUT, device.record(behind))
         room = max(self._room(nbytes), nbytes + (0 if norms is None else norms.nbytes))
-        with self._taken(room, beyond) as buffer, torch.no_grad(), device.on(Stream.SWAP_OUT):
+        with self._buffer_for(room, extra) as buffer, torch.no_grad(), device.on(Stream.SWAP_OUT):
             memory = buffer.memory[:nbytes].view(self._dtype)
             on_host = {name: place.view(memory) for name, place in places.items()}
             for name, gradient in gradients.items():
@@ -149,15 +149,15 @@ class HostGradients(GradientSums):
         assert isinstance(self.world, World)
         self.world.make_slots(self._device, packs, nbytes)
 
-    def leave(
+    def post(
         self, gradients: dict[str, Tensor], like: Mapping[str, Tensor], check: Callable[[], None]
-    ) -> LeftGradients:
+    ) -> PostedGradients:
         """Issues the copies of a pack's gradients to where all processes see them. `like`: all that it could have.
 
         `check` raises what has ended the thread of the updates.
         """
         assert isinstance(self.world, World)
-        device, places = self._device, places_of(like, self._dtype.itemsize)[0]
+        device, places = self._device, layout_of(like, self._dtype.itemsize)[0]
         slot = self.world.begin_on_host(check).view(self._dtype)
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         with torch.no_grad(), device.on(Stream.SWAP_OUT):
@@ -166,10 +166,10 @@ class HostGradients(GradientSums):
         nbytes = sum(slab_bytes(gradient.numel(), self._dtype.itemsize) for gradient in gradients.values())
         self._ledger.book_out(Kind.GRADIENTS, nbytes)
         elements = {name: slice(place.start, place.start + place.shape.numel()) for name, place in places.items()}
-        return LeftGradients(elements, tuple(gradients), device.record(Stream.SWAP_OUT))
+        return PostedGradients(elements, tuple(gradients), device.record(Stream.SWAP_OUT))
 
-    def reduced(
-        self, kind: str, left: LeftGradients, beyond: int | None
+    def reduce_posted(
+        self, kind: str, left: PostedGradients, extra: int | None
     ) -> tuple[GradientTransfer, Callable[[], None]]:
         """This process's pieces of the means of what all have left, as `swap_out` would have brought them, and what
         writes them: to be run by the thread of the updates, before it uses them.
@@ -177,8 +177,8 @@ class HostGradients(GradientSums):
         assert isinstance(self.world, World)
         total: HostSum = self.world.reduce_on_host(kind, left.elements, left.here)
         sizes = {name: torch.Size([numel]) for name, numel in total.pieces.items()}
-        places, numel = places_of(sizes, self._dtype.itemsize)
-        buffer = self._take(numel * self._dtype.itemsize, beyond)
+        places, numel = layout_of(sizes, self._dtype.itemsize)
+        buffer = self._take(numel * self._dtype.itemsize, extra)
         memory = buffer.memory[: numel * self._dtype.itemsize].view(self._dtype)
         transfer = GradientTransfer({name: place.view(memory) for name, place in places.items()}, left.arrived, buffer)
         means = dict(transfer.gradients)
@@ -189,19 +189,19 @@ class HostGradients(GradientSums):
 
         return transfer, write
 
-    def _take(self, nbytes: int, beyond: int | None) -> HostBuffer:
-        """Return a buffer for one more transfer, once there is room for it; `beyond` as in `swap_out`."""
+    def _take(self, nbytes: int, extra: int | None) -> HostBuffer:
+        """Return a buffer for one more transfer, once there is room for it; `extra` as in `swap_out`."""
         with self._released:
-            if beyond is not None:
-                self._released.wait_for(lambda: self._limit is None or self._kept < self._limit + beyond)
+            if extra is not None:
+                self._released.wait_for(lambda: self._limit is None or self._kept < self._limit + extra)
             buffer = self._buffers.take(self, nbytes)
             self._kept += 1  # only now: a buffer that could not be allocated takes no room
         return buffer
 
     @contextmanager
-    def _taken(self, nbytes: int, beyond: int | None) -> Iterator[HostBuffer]:
+    def _buffer_for(self, nbytes: int, extra: int | None) -> Iterator[HostBuffer]:
         """The same, given back where copies into it fail."""
-        buffer = self._take(nbytes, beyond)
+        buffer = self._take(nbytes, extra)
         try:
             yield buffer
         except BaseException:
@@ -224,14 +224,14 @@ class HostGradients(GradientSums):
         if not transfer.gradients:  # no micro-batch came through that pack
             self._release(transfer)
         several = tuple(name for name in transfer.gradients if name in self._transfers)
-        self._came.update(transfer.gradients)
+        self._received.update(transfer.gradients)
         for name in transfer.gradients:
             self._transfers.setdefault(name, []).append(transfer)
         return several
 
     # ---- called by the update thread
 
-    def arrive(self, names: Iterable[str]) -> None:
+    def wait_arrived(self, names: Iterable[str]) -> None:
         """Waits for all that carries a gradient of `names`."""
         for name in names:
             for transfer in self._transfers.get(name, ()):
@@ -247,7 +247,7 @@ class HostGradients(GradientSums):
         transfers = self._transfers.get(name)
         if not transfers:
             return None
-        self.arrive((name,))
+        self.wait_arrived((name,))
         total = transfers[0].gradients[name]
         while len(transfers) > 1:
             later = transfers.pop(1)
@@ -256,7 +256,7 @@ class HostGradients(GradientSums):
             self._used(name, later)
         return total
 
-    def forget_gradients(self, names: Iterable[str] | None = None) -> None:
+    def clear_gradients(self, names: Iterable[str] | None = None) -> None:
         if names is None:
             self.norms.clear()
         for name in tuple(self._transfers) if names is None else names:
@@ -273,7 +273,7 @@ class HostGradients(GradientSums):
             self._give_back(transfer.buffer, transfer.arrived)
 
     def _give_back(self, buffer: HostBuffer, done: Event) -> None:
-        self._buffers.give_back(buffer, done)
+        self._buffers.release(buffer, done)
         with self._released:
             self._kept -= 1
             self._released.notify_all()

@@ -23,7 +23,7 @@ from harmony_ds.config.optimizers import of_class, state_numbers
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.native import gil_free_op, native_of
-from harmony_ds.offload.watched_state import WatchedState, plain
+from harmony_ds.offload.synced_state import SyncedState, plain_state
 
 _NUMBER_BYTES = 4
 _KNOWN = ("torch", "deepspeed", "harmony_ds")
@@ -60,8 +60,8 @@ class HostOptimizer:
         self.is_stepping_whole = False
         self.native = native_of(optimizer) is not None
         self._lock = threading.Lock()  # DeepSpeed's compiled object keeps the hyper-parameters of a call in itself
-        self.part = part_of(optimizer)
-        beside = {key: value for key, value in plain(optimizer.state).items() if id(key) not in names}
+        self.part = partial_optimizer(optimizer)
+        beside = {key: value for key, value in plain_state(optimizer.state).items() if id(key) not in names}
         self.part.state = defaultdict(dict, beside)
         if self.native:
             setattr(self.part, *gil_free_op(optimizer))
@@ -128,43 +128,43 @@ class HostOptimizer:
         """The names of each parameter group's parameters."""
         return tuple(tuple(self._names[id(p)] for p in group["params"]) for group in self.optimizer.param_groups)
 
-    def watch(self, look: Callable[[], None]) -> None:
+    def watch_state(self, look: Callable[[], None]) -> None:
         """Lets the user's optimizer call `look` before its state is read."""
         self._look = look
-        self.optimizer.state = WatchedState(plain(self.optimizer.state), look)  # type: ignore[assignment]
+        self.optimizer.state = SyncedState(plain_state(self.optimizer.state), look)  # type: ignore[assignment]
 
-    def unwatch(self) -> None:
+    def unwatch_state(self) -> None:
         """Gives the user's optimizer its plain state back."""
         self._look = None
-        self.optimizer.state = plain(self.optimizer.state)  # type: ignore[assignment]
+        self.optimizer.state = plain_state(self.optimizer.state)  # type: ignore[assignment]
 
-    def give_back(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def restore_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """The user's optimizer has the model's own `parameters` again in the place of masters; its state stays, in fp32."""
         for group in self.optimizer.param_groups:
             group["params"] = [parameters[self._names[id(p)]] if id(p) in self._names else p for p in group["params"]]
-        state = plain(self.optimizer.state)
+        state = plain_state(self.optimizer.state)
         for name in self._stepped:
             if self._masters[name] in state:
                 state[parameters[name]] = state.pop(self._masters[name])
 
-    def was_replaced(self) -> bool:
+    def watch_replaced_state(self) -> bool:
         """Whether the user's optimizer has got another state (load_state_dict), which is watched from now on."""
-        if self._look is None or isinstance(self.optimizer.state, WatchedState):
+        if self._look is None or isinstance(self.optimizer.state, SyncedState):
             return False
-        self.watch(self._look)
+        self.watch_state(self._look)
         return True
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """The optimizer's state of `name`; None before its first step. Does not look on the device."""
-        known: dict[str, Any] | None = plain(self.optimizer.state).get(self._masters[name])
+        known: dict[str, Any] | None = plain_state(self.optimizer.state).get(self._masters[name])
         return known
 
     def put_state(self, name: str, state: dict[str, Any] | None) -> None:
         """Replaces the optimizer's state of `name`; None: there is none yet."""
         if state is None:
-            plain(self.optimizer.state).pop(self._masters[name], None)
+            plain_state(self.optimizer.state).pop(self._masters[name], None)
         else:
-            plain(self.optimizer.state)[self._masters[name]] = state
+            plain_state(self.optimizer.state)[self._masters[name]] = state
 
     def hyper(self) -> Hyper:
         """The hyper-parameters as they are now.
@@ -195,7 +195,7 @@ class HostOptimizer:
 
     def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         trained = {name: gradient for name, gradient in gradients.items() if name in self._group_of}
-        known = plain(self.optimizer.state)  # load_state_dict puts another one there
+        known = plain_state(self.optimizer.state)  # load_state_dict puts another one there
         stepped = {name: self._parameter_to_step(name) for name in trained}
         for name, parameter in stepped.items():
             self.part.state.pop(parameter, None)
@@ -236,28 +236,28 @@ class HostOptimizer:
             for name in gradients:
                 parameters[name].grad = None
 
-    def for_scratch(self, master: nn.Parameter) -> torch.optim.Optimizer:
+    def scratch_optimizer(self, master: nn.Parameter) -> torch.optim.Optimizer:
         """An optimizer of the same kind over `master` alone, with state of its own: for measuring what a step takes."""
         if not _is_elementwise(self.optimizer):  # its step may do anything, to anybody
             return torch.optim.AdamW([master])
-        scratch = part_of(self.part)
+        scratch = partial_optimizer(self.part)
         scratch.state = defaultdict(dict)
         scratch.param_groups = [{**self.hyper()[0], "params": [master]}]
         return scratch
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state tensors."""
-        states = list(plain(self.optimizer.state).values())
+        states = list(plain_state(self.optimizer.state).values())
         tensors: Iterable[Any] = (value for state in states for value in state.values())
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
-    def coming_bytes(self) -> int:
+    def unallocated_bytes(self) -> int:
         """Bytes of state that it is still to make, at the first updates; 0 where nothing is known of it."""
         numbers = state_numbers(type(self.optimizer).__name__, self.optimizer.defaults) or 0
         return max(0, _NUMBER_BYTES * numbers * self.trained_elements - self.state_bytes())
 
 
-def part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def partial_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of the same class that shares `optimizer`'s state but has parameter groups of its own.
 
     Its class is a subclass without a destructor: DeepSpeed's would destroy the compiled object that both share.

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
-from harmony_ds.offload.places import Place, places_of
-from harmony_ds.offload.process_memory import return_freed
-from harmony_ds.parallel import Alone
+from harmony_ds.offload.layout import Region, layout_of
+from harmony_ds.offload.process_memory import trim_allocator
+from harmony_ds.parallel import SingleProcess
 
 ungated = torch._C.DisableTorchFunctionSubclass
 """A context in which the engine uses the model's parameters without asking itself first (see `harmony_ds.parameters`)."""
 
-_ALONE = Alone()
+_ALONE = SingleProcess()
 _WORTH_RETURNING = 2**20
 """Bytes; to ask the allocator takes it milliseconds."""
 
@@ -38,14 +38,19 @@ class SlabPart:
     """Host memory that one copy moves, and where in it the parameters lie."""
 
     memory: Tensor
-    places: dict[str, Place]
+    places: dict[str, Region]
 
 
 class HostStore:
     """Owns the slabs and the masters of a model's parameters."""
 
     def __init__(
-        self, model: nn.Module, decomposition: Decomposition, dtype: torch.dtype, device: Device, world: Alone = _ALONE
+        self,
+        model: nn.Module,
+        decomposition: Decomposition,
+        dtype: torch.dtype,
+        device: Device,
+        world: SingleProcess = _ALONE,
     ) -> None:
         """Moves `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
 
@@ -57,7 +62,7 @@ class HostStore:
         self.masters: dict[str, nn.Parameter] = {}
         self._device = device
         self._slabs: list[Tensor] = []
-        self._places: dict[str, tuple[int, Place]] = {}  # a slab, and where in it
+        self._places: dict[str, tuple[int, Region]] = {}  # a slab, and where in it
         self._pieces: dict[tuple[str, ...], list[SlabPart]] = {}  # that have been asked for
         freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.unlayered):
@@ -65,13 +70,13 @@ class HostStore:
             if fresh:
                 freed_bytes += self._settle(fresh)
                 if freed_bytes >= _WORTH_RETURNING:
-                    return_freed()
+                    trim_allocator()
                     freed_bytes = 0
 
     def _settle(self, names: list[str]) -> int:
         """Moves `names` into a slab; returns how many bytes they took before."""
         freed_bytes = 0
-        places, end = places_of({name: self.parameters[name] for name in names}, self.dtype.itemsize)
+        places, end = layout_of({name: self.parameters[name] for name in names}, self.dtype.itemsize)
         # Slabs that torch allocates are aligned already; so is every place in them.
         slab = self._world.host_empty(self._device, end, self.dtype)
         assert slab.data_ptr() % ALIGNMENT_BYTES == 0 or end == 0
@@ -81,7 +86,7 @@ class HostStore:
             with torch.no_grad():
                 if parameter.requires_grad:
                     self.masters[name] = self._master(parameter)
-                if self._world.leads:
+                if self._world.is_local_first:
                     view.copy_(parameter)
                     slab[place.start + view.numel() : place.end].zero_()
             before = parameter.data
@@ -96,11 +101,11 @@ class HostStore:
         if self.dtype == torch.float32:
             return parameter
         master = self._world.empty(parameter, torch.float32)
-        if self._world.leads:
+        if self._world.is_local_first:
             master.copy_(parameter.detach())
         return nn.Parameter(master, requires_grad=True)
 
-    def memory(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Of all weights and masters, each once."""
         own = [] if self.dtype == torch.float32 else [master.detach() for master in self.masters.values()]
         return [*self._slabs, *own]
@@ -111,15 +116,15 @@ class HostStore:
         return place.view(self._slabs[slab])
 
     @torch.no_grad()
-    def follow_masters(self, names: Iterable[str]) -> None:
+    def copy_masters_to_weights(self, names: Iterable[str]) -> None:
         """Makes this process's pieces of the weights `names` what their masters are, in the compute dtype."""
         for name in names:
-            copy = self.upload_copy(name)
+            copy = self.compute_copy(name)
             if copy is not None:
                 piece = self._world.piece(copy.numel())
                 copy.view(-1)[piece].copy_(self.masters[name].detach().view(-1)[piece])
 
-    def pieces(self, names: Iterable[str]) -> list[SlabPart]:
+    def parts_of(self, names: Iterable[str]) -> list[SlabPart]:
         """The fewest contiguous runs of host memory that hold `names`."""
         key = tuple(names)
         if key not in self._pieces:
@@ -127,7 +132,7 @@ class HostStore:
         return self._pieces[key]
 
     def _runs(self, names: tuple[str, ...]) -> list[SlabPart]:
-        runs: list[list[tuple[int, Place, str]]] = []
+        runs: list[list[tuple[int, Region, str]]] = []
         for name in sorted(names, key=lambda name: (self._places[name][0], self._places[name][1].start)):
             slab, place = self._places[name]
             if not runs or (runs[-1][-1][0], runs[-1][-1][1].end) != (slab, place.start):
@@ -135,13 +140,13 @@ class HostStore:
             runs[-1].append((slab, place, name))
         return [self._part(run) for run in runs]
 
-    def _part(self, run: list[tuple[int, Place, str]]) -> SlabPart:
+    def _part(self, run: list[tuple[int, Region, str]]) -> SlabPart:
         slab, first, _ = run[0]
         start, end = first.start, run[-1][1].end
-        places = {name: Place(place.start - start, place.end - start, place.shape) for _, place, name in run}
+        places = {name: Region(place.start - start, place.end - start, place.shape) for _, place, name in run}
         return SlabPart(self._slabs[slab][start:end], places)
 
-    def upload_copy(self, name: str) -> Tensor | None:
+    def compute_copy(self, name: str) -> Tensor | None:
         """The compute-dtype copy that must follow the master of `name`; None where they are one tensor."""
         return None if self.parameters[name] is self.masters[name] else self.weight(name)
 

@@ -66,15 +66,15 @@ class Ledger:
         between[source, target] = between.get((source, target), 0) + nbytes
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """What is copied while this is open belongs to no step: measuring, evaluation."""
-        before = self.close()
+        before = self.drain()
         try:
             yield
         finally:
             self._traffic = before
 
-    def close(self) -> Traffic:
+    def drain(self) -> Traffic:
         """What was booked; counting starts again from zero."""
         traffic, self._traffic = self._traffic, Traffic()
         return traffic

@@ -40,7 +40,7 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(native.module), name)
     check_params("optimizer.params", cls, options)
-    _tell_of_lock(f"cpu_{native.update.removesuffix('_update')}")
+    _warn_if_locked(f"cpu_{native.update.removesuffix('_update')}")
     try:
         optimizer: torch.optim.Optimizer = cls(parameter_groups, **options)
     except (RuntimeError, OSError, ImportError) as error:
@@ -48,7 +48,7 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     return optimizer
 
 
-def _tell_of_lock(extension: str) -> None:
+def _warn_if_locked(extension: str) -> None:
     """Torch waits for whoever compiles the same without a word, and for ever if that was killed."""
     lock = Path(cpp_extension._get_build_directory(extension, verbose=False)) / "lock"
     if lock.exists():

@@ -16,7 +16,7 @@ from harmony_ds.config import Section
 from harmony_ds.config.hints import check_params, nearest
 from harmony_ds.config.optimizers import named
 from harmony_ds.errors import ConfigError, OptimizerError
-from harmony_ds.offload.device_optimizer import stand_in_of
+from harmony_ds.offload.device_optimizer import torch_equivalent
 from harmony_ds.offload.native import make_native
 
 ParameterGroups = Iterable[Any]
@@ -26,12 +26,12 @@ _HOOKS = tuple(
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
-def members(groups: Iterable[Any]) -> Iterator[nn.Parameter]:
+def parameters_in(groups: Iterable[Any]) -> Iterator[nn.Parameter]:
     """The parameters in what an optimizer takes: parameters, pairs of `named_parameters()`, or groups of either."""
     for entry in groups:
         if isinstance(entry, dict):
             held = entry["params"]
-            yield from members([held] if isinstance(held, torch.Tensor) else held)
+            yield from parameters_in([held] if isinstance(held, torch.Tensor) else held)
         else:
             yield entry[1] if isinstance(entry, tuple) else entry
 
@@ -57,7 +57,7 @@ class Masters:
 
     def _masters(self, parameters: Any) -> list[nn.Parameter]:
         masters: list[nn.Parameter] = []
-        for parameter in members([{"params": parameters}]):
+        for parameter in parameters_in([{"params": parameters}]):
             if id(parameter) not in self._master_of:
                 raise OptimizerError(
                     f"a parameter of shape {tuple(parameter.shape)} given to the optimizer is not one of the model's."
@@ -107,7 +107,7 @@ def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Opti
     row = named(section.type)
     if row is not None and row.native is not None:
         if groups[0]["params"][0].is_meta:  # nothing is stepped there, and compiled code could not
-            return stand_in_of(row, groups)
+            return torch_equivalent(row, groups)
         if row.native.cls == "DeepSpeedCPUAdam":
             return make_adam(section, groups)
         return make_native(row.native.cls, groups, _with_tuple_betas(section.params))

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
-from harmony_ds.offload.process_memory import return_freed
-from harmony_ds.offload.watched_state import plain
+from harmony_ds.offload.process_memory import trim_allocator
+from harmony_ds.offload.synced_state import plain_state
 from harmony_ds.parallel import World
 
 _ELEMENTWISE = frozenset(
@@ -97,7 +97,7 @@ class PieceOptimizer(HostOptimizer):
         self.step_part(self.part, self._pieces, mine, hyper)
         moved = [self._keep(name) for name in mine]
         if any(moved):
-            return_freed()
+            trim_allocator()
 
     # ---- state
 
@@ -133,7 +133,7 @@ class PieceOptimizer(HostOptimizer):
             Whether some of it was moved to its place, since the optimizer has just made it.
         """
         piece, moved = self._pieces[name], False
-        state = plain(self.optimizer.state)
+        state = plain_state(self.optimizer.state)
         whole = state.get(self._masters[name]) or {}
         for key, value in self._states[piece].items():
             if isinstance(value, Tensor) and value.dim() and value.shape == piece.shape:

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 
-def return_freed() -> None:
+def trim_allocator() -> None:
     """Gives freed memory back to the system. glibc keeps blocks of up to 32 MiB for itself, once some have been freed."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

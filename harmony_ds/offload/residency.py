@@ -31,11 +31,11 @@ class Leaves(dict[str, nn.Parameter]):
         made: by its maker, what layer calls have made of them to use it again; it is gone with them.
     """
 
-    __slots__ = ("made",)
+    __slots__ = ("cache",)
 
     def __init__(self, leaves: Mapping[str, nn.Parameter]) -> None:
         super().__init__(leaves)
-        self.made: dict[object, Any] = {}
+        self.cache: dict[object, Any] = {}
 
 
 class DeviceCopy:
@@ -55,7 +55,7 @@ class DeviceCopy:
         self.gradients: dict[str, Tensor] = {}
         self.hooked: set[str] = set()
         self.arrived: Event | None = arrived
-        self.joined: list[DeviceCopy] = []
+        self.added: list[DeviceCopy] = []
 
     def wait(self, device: Device) -> None:
         """Lets the compute stream wait for the weights, once."""
@@ -95,7 +95,7 @@ class Residency:
         Args:
             rank: of several `devices`, each of which fills its share of the buffer (see `share_of`), this one's number.
         """
-        pieces = self._store.pieces(names)
+        pieces = self._store.parts_of(names)
         total = sum(piece.memory.numel() for piece in pieces)
         with self._buffer(total) as buffer:
             views: dict[str, Tensor] = {}
@@ -128,27 +128,27 @@ class Residency:
                 self._device.free(buffer)
             raise
 
-    def join(self, copy: DeviceCopy, names: Iterable[str]) -> None:
+    def add_parameters(self, copy: DeviceCopy, names: Iterable[str]) -> None:
         """Swaps in those of `names` that `copy` does not have, to stay with it."""
         missing = tuple(name for name in names if name not in copy.leaves)
         if missing:
             more = self.swap_in(missing)
             more.wait(self._device)
-            copy.joined.append(more)
+            copy.added.append(more)
             copy.leaves.update(more.leaves)
-            copy.leaves.made.clear()
-            self.follow(copy)
+            copy.leaves.cache.clear()
+            self.apply_user_settings(copy)
 
     def finish_reads(self) -> None:
         """Waits until no swap-in reads host memory any more: afterwards it may be written."""
         while self._reading:
             self._reading.popitem()[1].synchronize()
 
-    def written(self, copy: DeviceCopy) -> list[str]:
+    def modified_names(self, copy: DeviceCopy) -> list[str]:
         """The parameters of `copy` that no longer hold what they were filled with: somebody wrote into them."""
         return [
             name
-            for piece in self._store.pieces(copy.leaves)
+            for piece in self._store.parts_of(copy.leaves)
             for name, place in piece.places.items()
             if not _same_bits(copy.leaves[name].detach(), place.view(piece.memory))
         ]
@@ -184,7 +184,7 @@ class Residency:
             return None
         return copy.leaves[name].grad if self.accumulates_in_place else copy.gradients.get(name)
 
-    def follow(self, copy: DeviceCopy) -> None:
+    def apply_user_settings(self, copy: DeviceCopy) -> None:
         """Does with device copies what the user did with their parameters: `register_hook`, `requires_grad_`."""
         with ungated():
             parameters = [self._store.parameters[name] for name in copy.leaves]
@@ -192,9 +192,9 @@ class Residency:
         for (name, leaf), (hooks, trained) in zip(copy.leaves.items(), done, strict=True):
             if leaf.requires_grad is not trained:
                 leaf.requires_grad_(trained)
-                copy.leaves.made.clear()
+                copy.leaves.cache.clear()
             if hooks and name not in copy.hooked:
-                leaf.register_hook(partial(_through, hooks))
+                leaf.register_hook(partial(_run_hooks, hooks))
                 copy.hooked.add(name)
 
     def add_gradient(self, copy: DeviceCopy, name: str, gradient: Tensor) -> None:
@@ -207,7 +207,7 @@ class Residency:
         else:
             copy.gradients[name] = gradient.to(copy.buffer.device, self._accumulation_dtype)
 
-    def forget_gradient(self, copy: DeviceCopy, name: str) -> None:
+    def clear_gradient(self, copy: DeviceCopy, name: str) -> None:
         """Drops the sum of `name`, and what autograd left of the running micro-batch."""
         copy.gradients.pop(name, None)
         if name in copy.leaves:
@@ -219,7 +219,7 @@ class Residency:
         done = self._device.record(Stream.COMPUTE)
         # The buffer belongs to the swap-in stream, which may reuse it only behind the last kernel that read it.
         self._device.wait(Stream.SWAP_IN, done)
-        for one in (copy, *copy.joined):
+        for one in (copy, *copy.added):
             self._device.free(one.buffer)
 
 
@@ -231,7 +231,7 @@ def _own_parts(total: int, rank: int, devices: int) -> tuple[slice, ...]:
     return slice(rank * share, (rank + 1) * share), slice(devices * share, total)
 
 
-def _through(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
+def _run_hooks(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
     for hook in list(hooks.values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed

@@ -72,7 +72,7 @@ class Stash:
         entry.users += 1
         return entry
 
-    def move_out(self, entries: Iterable[StashEntry]) -> None:
+    def swap_out(self, entries: Iterable[StashEntry]) -> None:
         """Issues the copies to the host. The device tensors go when the next ones move, so that compute never waits."""
         device = self._device
         self._let_go()
@@ -103,7 +103,7 @@ class Stash:
             # Their memory belongs to the compute stream: its next owner there comes behind the copy.
             self._device.wait(Stream.COMPUTE, copied)
 
-    def bring_in(self, entries: Iterable[StashEntry]) -> None:
+    def swap_in(self, entries: Iterable[StashEntry]) -> None:
         """Issues the copies back; `tensor` waits for them."""
         device = self._device
         self._let_go()
@@ -125,7 +125,7 @@ class Stash:
     def tensor(self, entry: StashEntry) -> Tensor:
         """The tensor on the device, ready for the compute stream; shares its memory with the entry."""
         if entry.device_tensor is None:
-            self.bring_in([entry])
+            self.swap_in([entry])
         tensor = entry.device_tensor
         assert tensor is not None
         if entry.arrived is not None:
@@ -145,7 +145,7 @@ class Stash:
         if entry.users == 0:
             entry.device_tensor = None
             if entry.buffer is not None:
-                self._buffers.give_back(entry.buffer, self._device.record(Stream.SWAP_IN))
+                self._buffers.release(entry.buffer, self._device.record(Stream.SWAP_IN))
             entry.host_tensor = entry.buffer = None
 
     def abandon(self) -> None:

@@ -69,7 +69,7 @@ class GradientNorm:
         return GradientNorm(value, coefficient, not math.isfinite(value))
 
 
-class PromisedNorm(Future[GradientNorm]):
+class PendingNorm(Future[GradientNorm]):
     """One whose parts of other processes are still to come: whoever asks waits for them."""
 
     def __init__(self, posted: Future[Callable[[], Tensor]]) -> None:
@@ -158,17 +158,17 @@ class Updater:
         """The gradient of `name` that waits for its update, in the accumulation dtype; the tensor itself."""
         return self._answer(lambda: self._gradients.gradient(name))
 
-    def take(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+    def pop_gradients(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """The gradients of `names` that wait here, which are used elsewhere."""
 
         def taken() -> dict[str, Tensor]:
-            gradients = self._gradients.copied(names)
+            gradients = self._gradients.copies_of(names)
             self._gradients.drop_unused(names)
             return gradients
 
         return self._answer(taken)
 
-    def drop(self, names: tuple[str, ...]) -> None:
+    def drop_gradients(self, names: tuple[str, ...]) -> None:
         """Forgets the gradients of `names`."""
         self._answer(lambda: self._gradients.drop_unused(names))
 
@@ -184,7 +184,7 @@ class Updater:
     def norm_of_updates(self) -> Future[GradientNorm]:
         """Queues, behind all updates and before all that are queued from now on, the global norm of what they used."""
         number = self._world.number_norm()
-        promised = PromisedNorm(self._queue(_LAST, lambda: self._post_norm(number)))
+        promised = PendingNorm(self._queue(_LAST, lambda: self._post_norm(number)))
         self._step += 1
         return promised
 
@@ -199,12 +199,12 @@ class Updater:
 
         def update() -> None:
             coefficient = None if norm is None else norm.result().coefficient
-            self._gradients.arrive(names)
+            self._gradients.wait_arrived(names)
             with work:
                 gradients = self._gradients.for_update(names, coefficient, measured=norm is not None)
                 self._optimizer.step(gradients, hyper)
-                self._store.follow_masters(gradients)
-                self._gradients.forget_gradients(names)
+                self._store.copy_masters_to_weights(gradients)
+                self._gradients.clear_gradients(names)
             self._world.updated(names)
             with self._changed:
                 self._updating.subtract(names)
@@ -227,7 +227,7 @@ class Updater:
         """What ended the thread, if anything did."""
         return self._failure
 
-    def surface(self) -> None:
+    def raise_failure(self) -> None:
         """Raises a failure that nobody has seen yet."""
         if self._failure is not None and not self._seen:
             with self._changed:
@@ -262,11 +262,11 @@ class Updater:
         if self._failure is not None:
             return
         self._wait_for(lambda: not self._pending, fails=False)  # what they still use is not this step's
-        self._queue(_FIRST, self._gradients.forget_gradients)
+        self._queue(_FIRST, self._gradients.clear_gradients)
         self._wait_for(lambda: not self._pending and not self._jobs, fails=False)
 
     @property
-    def entered(self) -> bool:
+    def is_inside(self) -> bool:
         """Whether the calling thread is in the middle of this object, so that it must not wait for it."""
         return threading.current_thread() is self._thread or self._lock._is_owned()  # type: ignore[attr-defined]
 
@@ -295,7 +295,7 @@ class Updater:
         work = self._timed()
 
         def run() -> _Result:
-            self._gradients.arrive(names)
+            self._gradients.wait_arrived(names)
             with work:
                 return job()
 

@@ -35,18 +35,18 @@ _NORMS = 64
 _NUMBER = struct.Struct("<q")
 _TEXT_BYTES = 4096
 _PASSED = 2 * _ROW_BYTES
-_LEFT = _PASSED + 64
-_THROUGH = _LEFT + 64
-_GIVEN_UP = _THROUGH + 64
+_FILLED = _PASSED + 64
+_READ = _FILLED + 64
+_GIVEN_UP = _READ + 64
 _NORM_RING = _GIVEN_UP + _TEXT_BYTES
 _VERSIONS = _NORM_RING + _NORMS * 32
-_OK, _FAILED, _STRAYED = range(3)
+_OK, _FAILED, _DIVERGED = range(3)
 _LOOK_SECONDS = 0.02
 """How often a process that waits looks whether the others are alive."""
 _ENDS_SECONDS = 2.0
 
 
-class PeerStrayed(Exception):  # noqa: N818 - no error of anybody's: the step is run again
+class PeerDiverged(Exception):  # noqa: N818 - no error of anybody's: the step is run again
     """Another process has to measure its micro-batches anew, so that all do."""
 
 
@@ -106,10 +106,10 @@ class Board:
 
         Raises:
             PeerFailedError: another process has failed, or has ended.
-            PeerStrayed: another process has to run the step again.
+            PeerDiverged: another process has to run the step again.
             UsageError: another process does something else.
         """
-        number = self._say(_OK, kind, payload)
+        number = self._post_row(_OK, kind, payload)
         rows: dict[int, tuple[int, str, bytes]] = {self.rank: (_OK, kind, payload)}
 
         def said(other: int) -> bool:
@@ -125,8 +125,8 @@ class Board:
         for other, (verdict, _, told) in sorted(rows.items()):
             if verdict == _FAILED:
                 raise self._failed(other, told.decode(errors="replace"))
-        if any(verdict == _STRAYED for verdict, _, _ in rows.values()):
-            raise PeerStrayed
+        if any(verdict == _DIVERGED for verdict, _, _ in rows.values()):
+            raise PeerDiverged
         if len({said_kind for _, said_kind, _ in rows.values()}) > 1:
             raise UsageError(
                 "the processes of this training do different things: "
@@ -140,13 +140,13 @@ class Board:
 
     def tell_failure(self, message: str) -> None:
         """Instead of the next agreement: this process has failed. Waits for nobody's answer."""
-        self._pass(self._say(_FAILED, "failed", message.encode()[:_TEXT_BYTES]))
+        self._pass(self._post_row(_FAILED, "failed", message.encode()[:_TEXT_BYTES]))
 
-    def tell_strayed(self) -> None:
+    def tell_diverged(self) -> None:
         """Instead of the next agreement: all have to run the step again."""
-        self._pass(self._say(_STRAYED, "strayed", b""))
+        self._pass(self._post_row(_DIVERGED, "strayed", b""))
 
-    def _say(self, verdict: int, kind: str, payload: bytes) -> int:
+    def _post_row(self, verdict: int, kind: str, payload: bytes) -> int:
         number = self._agreements + 1
         # This row takes the place of the last but one, which everybody must have read.
         self.wait(lambda other: self._number(other, _PASSED) >= number - 2, "come this far")
@@ -175,17 +175,17 @@ class Board:
 
     # ---- exchanges on the host, norms and versions: on the thread of the updates
 
-    def post_left(self, number: int) -> None:
-        self._write_number(_LEFT, number)
+    def post_filled(self, number: int) -> None:
+        self._write_number(_FILLED, number)
 
-    def left_of(self, other: int) -> int:
-        return self._number(other, _LEFT)
+    def filled_of(self, other: int) -> int:
+        return self._number(other, _FILLED)
 
-    def post_through(self, number: int) -> None:
-        self._write_number(_THROUGH, number)
+    def post_read(self, number: int) -> None:
+        self._write_number(_READ, number)
 
-    def through_of(self, other: int) -> int:
-        return self._number(other, _THROUGH)
+    def read_of(self, other: int) -> int:
+        return self._number(other, _READ)
 
     def post_norm(self, number: int, part: float) -> None:
         """This process's part of norm `number`."""
@@ -237,7 +237,7 @@ class Board:
         os.pwrite(self._file, text, self._place(self.rank, _GIVEN_UP + 8))
         self._write_number(_GIVEN_UP, len(text))
 
-    def who_ended(self) -> int | None:
+    def ended_peer(self) -> int | None:
         """The rank in the training of one that has; one that had not given up before, if there is such a one.
 
         Looks for a moment, since a process's connections are closed before it ends.

@@ -43,7 +43,7 @@ def buffer_bytes(budget_bytes: int | None, servers: int = 1) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ProcessGroups:
     """Process groups of the devices.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Part:
 class Exchange:
     """Reduces and scatters among the processes of a group."""
 
-    def __init__(self, groups: Groups, rank: int, size: int, in_order: bool = True) -> None:
+    def __init__(self, groups: ProcessGroups, rank: int, size: int, in_order: bool = True) -> None:
         """What one of the processes of `groups` does.
 
         Args:
@@ -147,13 +147,13 @@ class Exchange:
                     sent[offset : offset + _length(elements)].copy_(flat[part.name][elements])
                 offset += _length(elements)
         self.sent_bytes += (len(sent) - to_each[rank]) * dtype.itemsize
-        total = self._added(sent, to_each) if self._in_order else self._reduced(sent, to_each)
+        total = self._sum_in_order(sent, to_each) if self._in_order else self._reduce_scatter(sent, to_each)
         del sent
         if self._groups.column is not None:
-            total = self._of_servers(total)
+            total = self._sum_servers(total)
         return list(total.div_(size * self._groups.servers).split(lengths))
 
-    def _of_servers(self, total: Tensor) -> Tensor:
+    def _sum_servers(self, total: Tensor) -> Tensor:
         """The sum of all servers' sums, in their order."""
         servers = self._groups.servers
         totals = total.new_empty(servers * len(total))
@@ -165,7 +165,7 @@ class Exchange:
             total.add_(other)
         return total
 
-    def _added(self, sent: Tensor, to_each: list[int]) -> Tensor:
+    def _sum_in_order(self, sent: Tensor, to_each: list[int]) -> Tensor:
         mine = to_each[self._rank]
         received = sent.new_empty(self._size * mine)
         dist.all_to_all_single(received, sent, [mine] * self._size, to_each, group=self._group)
@@ -175,7 +175,7 @@ class Exchange:
             total.add_(other)
         return total
 
-    def _reduced(self, sent: Tensor, to_each: list[int]) -> Tensor:
+    def _reduce_scatter(self, sent: Tensor, to_each: list[int]) -> Tensor:
         total = sent.new_empty(to_each[self._rank])
         dist.reduce_scatter(total, list(sent.split(to_each)), group=self._group)
         return total

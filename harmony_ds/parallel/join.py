@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from harmony_ds.errors import UnsupportedError, UsageError
 from harmony_ds.parallel.board import Board, board_bytes
-from harmony_ds.parallel.exchange import Exchange, Groups
+from harmony_ds.parallel.exchange import Exchange, ProcessGroups
 from harmony_ds.parallel.shared_memory import SharedMemory, make_file, open_file
 from harmony_ds.parallel.world import World
 
@@ -27,7 +27,7 @@ _SIZE_LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Card:
+class _ProcessInfo:
     """What a process says of itself."""
 
     host: str
@@ -52,7 +52,7 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
     """
     rank = dist.get_rank()
     objects = _new_group(None, "gloo")
-    card = _Card(_host(), os.getpid(), make_file(), secrets.token_bytes(_TOKEN_BYTES), dict(digest))
+    card = _ProcessInfo(_host(), os.getpid(), make_file(), secrets.token_bytes(_TOKEN_BYTES), dict(digest))
     os.pwrite(card.file, card.token, 0)
     cards: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(cards, card, group=objects)
@@ -62,7 +62,7 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
     file = card.file
     if rank != mine[0]:
         os.close(card.file)
-        file = _opened(cards[mine[0]])
+        file = _open_shared(cards[mine[0]])
     _check_opened(file, ranks, objects)
     board = Board(
         file, mine.index(rank), [cards[r].pid for r in mine], len(parameters), _timeout().total_seconds(), mine
@@ -79,17 +79,17 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
     return world
 
 
-def _groups(ranks: Sequence[Sequence[int]], rank: int, on_cuda: bool, objects: dist.ProcessGroup) -> Groups:
+def _groups(ranks: Sequence[Sequence[int]], rank: int, on_cuda: bool, objects: dist.ProcessGroup) -> ProcessGroups:
     """Of the devices; made by all processes, each group in its turn."""
     if len(ranks) == 1:
         everyone = _new_group(None, "nccl") if on_cuda else objects
-        return Groups(everyone, None, everyone)
+        return ProcessGroups(everyone, None, everyone)
     backend = "nccl" if on_cuda else "gloo"
     everyone = _new_group(None, backend)
     server = _group_of(ranks, rank, backend)
     column = _group_of([*zip(*ranks, strict=True)], rank, backend)
     assert server is not None
-    return Groups(server, column, everyone, len(ranks))
+    return ProcessGroups(server, column, everyone, len(ranks))
 
 
 def _group_of(several: Sequence[Sequence[int]], rank: int, backend: str) -> dist.ProcessGroup | None:
@@ -103,7 +103,7 @@ def _host() -> str:
     return f"{platform.node()} {boot}"
 
 
-def _by_server(cards: Sequence[_Card]) -> list[list[int]]:
+def _by_server(cards: Sequence[_ProcessInfo]) -> list[list[int]]:
     """The ranks of each server's processes; the servers in the order of their first."""
     found: dict[str, list[int]] = {}
     for rank, card in enumerate(cards):
@@ -117,7 +117,7 @@ def _by_server(cards: Sequence[_Card]) -> list[list[int]]:
     return list(found.values())
 
 
-def _check_digests(cards: Sequence[_Card]) -> None:
+def _check_digests(cards: Sequence[_ProcessInfo]) -> None:
     for what, value in cards[0].digest.items():
         others = {rank: card.digest.get(what) for rank, card in enumerate(cards) if card.digest.get(what) != value}
         if others:
@@ -139,7 +139,7 @@ def _short(value: object) -> str:
     return text if len(text) <= _SIZE_LIMIT else f"{text[:_SIZE_LIMIT]}..."
 
 
-def _opened(card: _Card) -> int:
+def _open_shared(card: _ProcessInfo) -> int:
     try:
         file = open_file(card.pid, card.file)
     except OSError:

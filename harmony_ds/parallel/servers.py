@@ -21,23 +21,23 @@ from torch import Tensor
 from torch import distributed as dist
 
 from harmony_ds.errors import PeerFailedError, UsageError
-from harmony_ds.parallel.board import Board, PeerStrayed
+from harmony_ds.parallel.board import Board, PeerDiverged
 
 _BACK = "what the servers say"
 _PIECE_BYTES = 8192
 """What is handed back in one agreement: a row of the board holds more, however many processes there are."""
 
 
-class Agreeing(Protocol):
+class Agreement(Protocol):
     """What processes agree by, on one server or several."""
 
     def agree(self, kind: str, payload: bytes) -> list[bytes]: ...
     def tell_failure(self, message: str) -> None: ...
-    def tell_strayed(self) -> None: ...
+    def tell_diverged(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _ServerMessage:
     """What a server says: what its processes do next and say of it, by rank; or which of them has failed, and how."""
 
     kind: str = ""
@@ -70,7 +70,7 @@ class Servers:
         self._collective = collective
 
     @property
-    def leads(self) -> bool:
+    def is_local_first(self) -> bool:
         """Whether this process speaks for its server."""
         return self._board.rank == 0
 
@@ -79,18 +79,18 @@ class Servers:
         try:
             rows = self._board.agree(kind, payload)
         except PeerFailedError as error:
-            self._say(_Said(failed=(error.rank, error.message)))
+            self._send(_ServerMessage(failed=(error.rank, error.message)))
             raise
-        except PeerStrayed:
-            self._say(_Said(strayed=True))
+        except PeerDiverged:
+            self._send(_ServerMessage(strayed=True))
             raise
         except UsageError as error:
-            self._say(_Said(differ=str(error)))
+            self._send(_ServerMessage(differ=str(error)))
             raise
-        told = pickle.dumps(self._gathered(_Said(kind, rows))) if self.leads else b""
-        return self._combined(pickle.loads(self._handed_back(told)))
+        told = pickle.dumps(self._gather(_ServerMessage(kind, rows))) if self.is_local_first else b""
+        return self._combine(pickle.loads(self._hand_back(told)))
 
-    def _handed_back(self, told: bytes) -> bytes:
+    def _hand_back(self, told: bytes) -> bytes:
         """Return what the server's first process hands to the others; `told`: what it is, in that process."""
         found = b""
         while True:  # a piece that is not full is the last one
@@ -102,36 +102,36 @@ class Servers:
     def tell_failure(self, message: str) -> None:
         """Instead of the next agreement: this process has failed."""
         self._board.tell_failure(message)
-        self._say(_Said(failed=(self._board.number, message)))
+        self._send(_ServerMessage(failed=(self._board.number, message)))
 
-    def tell_strayed(self) -> None:
+    def tell_diverged(self) -> None:
         """Instead of the next agreement: all have to run the step again."""
-        self._board.tell_strayed()
-        self._say(_Said(strayed=True))
+        self._board.tell_diverged()
+        self._send(_ServerMessage(strayed=True))
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Every server's `tensors`, on the host, become those of the first."""
-        if self.leads:
+        if self.is_local_first:
             with torch.no_grad(), self._collective():
                 for tensor in tensors:
                     dist.broadcast(tensor, group=self._first, group_src=0)
 
-    def _say(self, said: _Said) -> None:
-        if self.leads:
-            self._gathered(said)
+    def _send(self, said: _ServerMessage) -> None:
+        if self.is_local_first:
+            self._gather(said)
 
-    def _gathered(self, said: _Said) -> list[_Said]:
+    def _gather(self, said: _ServerMessage) -> list[_ServerMessage]:
         found: list[Any] = [None] * len(self._ranks)
         with self._collective():
             dist.all_gather_object(found, said, group=self._first)
         return found
 
-    def _combined(self, told: Sequence[_Said]) -> list[bytes]:
+    def _combine(self, told: Sequence[_ServerMessage]) -> list[bytes]:
         for said in told:
             if said.failed is not None:
                 raise PeerFailedError(*said.failed)
         if any(said.strayed for said in told):
-            raise PeerStrayed
+            raise PeerDiverged
         differ = next((said.differ for said in told if said.differ), "")
         if differ:
             raise UsageError(differ)

@@ -66,7 +66,7 @@ class SharedMemory:
         self._maps.append((mapped, place))
         return torch.frombuffer(mapped, dtype=dtype, count=count).view(tuple(shape))
 
-    def give_back(self, tensor: Tensor) -> None:
+    def free(self, tensor: Tensor) -> None:
         """What was handed out as `tensor` is not used any more, by any process: its memory is free."""
         for mapped, _ in self._maps:
             address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))

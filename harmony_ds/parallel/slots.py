@@ -23,7 +23,7 @@ from harmony_ds.parallel.board import Board
 from harmony_ds.parallel.shared_memory import SharedMemory
 
 
-class Slots:
+class GradientSlots:
     """One process's view of them."""
 
     def __init__(self, board: Board, memory: SharedMemory, device: Device) -> None:
@@ -47,7 +47,7 @@ class Slots:
         """Exactly so many, of so many bytes; by all processes at the same time, when no exchange is under way."""
         self.unlock()
         for slot in (slot for slots in self._slots for slot in slots):
-            self._memory.give_back(slot)
+            self._memory.free(slot)
         self._slots = [
             [self._memory.empty((nbytes,), torch.uint8) for _ in range(count)] for _ in range(self._board.size)
         ]
@@ -72,7 +72,7 @@ class Slots:
         def through(other: int) -> bool:
             if other == self._board.rank:
                 check()
-            return self._board.through_of(other) >= before
+            return self._board.read_of(other) >= before
 
         self._board.wait(through, "added up gradients", among=range(self._board.size))
         return own[self._taken % len(own)]
@@ -86,13 +86,13 @@ class Slots:
 
     def others(self, number: int) -> list[Tensor]:
         """Everybody's slot of exchange `number`, by rank, when they are filled. This process's own is."""
-        self._board.post_left(number)
-        self._board.wait(lambda other: self._board.left_of(other) >= number, "left its gradients on the host")
+        self._board.post_filled(number)
+        self._board.wait(lambda other: self._board.filled_of(other) >= number, "left its gradients on the host")
         return [slots[(number - 1) % len(slots)] for slots in self._slots]
 
     def end(self, number: int) -> None:
         """This process has read all that it wants of exchange `number`."""
-        self._board.post_through(number)
+        self._board.post_read(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class HostSum:
     """
 
     pieces: Mapping[str, int]
-    _slots: Slots
+    _slots: GradientSlots
     _number: int
     _ranks: Mapping[str, Sequence[int]]  # who has a gradient
     _elements: Mapping[str, slice]  # of a slot

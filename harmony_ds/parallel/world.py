@@ -16,12 +16,12 @@ from torch import distributed as dist
 from harmony_ds.decomposer.graph import piece_of, share_of
 from harmony_ds.device.base import Device, Stream
 from harmony_ds.errors import PeerFailedError, UnsupportedError
-from harmony_ds.parallel.alone import Alone
-from harmony_ds.parallel.board import Board, PeerStrayed
+from harmony_ds.parallel.board import Board, PeerDiverged
 from harmony_ds.parallel.exchange import Exchange, bucket_bytes, buffer_bytes
-from harmony_ds.parallel.servers import Agreeing, Servers
+from harmony_ds.parallel.servers import Agreement, Servers
 from harmony_ds.parallel.shared_memory import SharedMemory
-from harmony_ds.parallel.slots import HostSum, Slots
+from harmony_ds.parallel.single_process import SingleProcess
+from harmony_ds.parallel.slots import GradientSlots, HostSum
 
 T = TypeVar("T")
 _TRIED_BYTES = 16 * 2**20
@@ -29,7 +29,7 @@ _TRIES = 6
 _GRAIN = 1024
 
 
-class World(Alone):
+class World(SingleProcess):
     """Several. What has to be done by all is done on the engine's thread; the thread of the updates only posts and polls.
 
     Args of the constructor:
@@ -52,7 +52,7 @@ class World(Alone):
         self.local_rank, self.local_size, self.servers = board.rank, board.size, len(ranks)
         self._board = board
         self._servers = Servers(board, ranks, first, self._collective) if self.servers > 1 else None
-        self._agreeing: Agreeing = self._servers or board
+        self._agreement: Agreement = self._servers or board
         self._first = first
         self.memory = memory
         self._objects = objects
@@ -61,10 +61,10 @@ class World(Alone):
         self._issued = torch.zeros(0, dtype=torch.int64)
         self._done = torch.zeros(0, dtype=torch.int64)
         self._norms = 0
-        self._told: BaseException | None = None  # the error that the others know of
+        self._reported: BaseException | None = None  # the error that the others know of
         self._left = False
         self._rates: tuple[float, float] | None = None
-        self._slots: Slots | None = None
+        self._slots: GradientSlots | None = None
 
     def name_parameters(self, names: Sequence[str]) -> None:
         """The parameters whose updates are waited for."""
@@ -84,13 +84,13 @@ class World(Alone):
         return piece_of(numel, self.local_rank, self.local_size)
 
     @property
-    def leads(self) -> bool:
+    def is_local_first(self) -> bool:
         return self.local_rank == 0
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         if self._servers is not None:
             self.agree("spread")
-            self._servers.spread(tensors)
+            self._servers.broadcast(tensors)
             self.agree("have spread")
 
     def host_empty(self, device: Device, numel: int, dtype: torch.dtype) -> Tensor:
@@ -118,26 +118,26 @@ class World(Alone):
         interpreter ends would end the process by SIGABRT, whatever it has achieved (pytorch/pytorch#179291).
         """
         groups = [self._objects, *self._exchange.process_groups, *([] if self._first is None else [self._first])]
-        if self._told is None:  # else others may be in the middle of an exchange, and NCCL would wait for it
+        if self._reported is None:  # else others may be in the middle of an exchange, and NCCL would wait for it
             for group in dict.fromkeys(groups):  # in the same order everywhere
                 with suppress(ValueError):  # the program has ended all of them
                     dist.destroy_process_group(group)
         # What the threads belong to ends with its last reference.
-        del self._objects, self._exchange, self._first, self._servers, self._agreeing
+        del self._objects, self._exchange, self._first, self._servers, self._agreement
 
     # ---- agreeing
 
     def agree(self, kind: str, payload: bytes = b"") -> list[bytes]:
         try:
-            return self._agreeing.agree(kind, payload)
+            return self._agreement.agree(kind, payload)
         except BaseException as error:
-            self._told = error
+            self._reported = error
             raise
 
     def any(self, kind: str, flag: bool) -> bool:
         return any(said == b"1" for said in self.agree(kind, b"1" if flag else b"0"))
 
-    def most(self, kind: str, number: int) -> int:
+    def max(self, kind: str, number: int) -> int:
         return max(int(said) for said in self.agree(kind, str(number).encode()))
 
     def all(self, kind: str, value: T) -> list[T]:
@@ -153,12 +153,12 @@ class World(Alone):
             try:
                 made[0] = make()
             except Exception as error:  # noqa: BLE001 - everybody's
-                made[1] = error if _travels(error) else RuntimeError(repr(error))
+                made[1] = error if _is_picklable(error) else RuntimeError(repr(error))
         self.agree(kind)
         with self._collective():
             dist.broadcast_object_list(made, group=self._objects, group_src=0)
         if made[1] is not None:
-            self._told = made[1]
+            self._reported = made[1]
             raise made[1]
         result: T = made[0]
         return result
@@ -169,20 +169,20 @@ class World(Alone):
             return self._exchange.mean(value.detach())
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def reporting_failures(self) -> Iterator[None]:
         try:
             yield
-        except PeerStrayed:
+        except PeerDiverged:
             raise
         except BaseException as error:
-            if error is not self._told and not self._left:
-                self._told = error
+            if error is not self._reported and not self._left:
+                self._reported = error
                 with suppress(PeerFailedError):  # this error, and not that nobody hears of it
-                    self._agreeing.tell_failure(f"{type(error).__name__}: {error}")
+                    self._agreement.tell_failure(f"{type(error).__name__}: {error}")
             raise
 
-    def strayed(self) -> None:
-        self._agreeing.tell_strayed()
+    def tell_diverged(self) -> None:
+        self._agreement.tell_diverged()
 
     def give_up(self, why: str) -> None:
         self._board.give_up(why)
@@ -193,7 +193,7 @@ class World(Alone):
         try:
             yield
         except RuntimeError as error:
-            peer = self._board.who_ended()
+            peer = self._board.ended_peer()
             cause = error if peer is None else PeerFailedError(peer, "its process ended in an exchange with others")
             self._board.give_up(f"its connections to the others are broken: {cause}")
             if cause is error:
@@ -206,7 +206,7 @@ class World(Alone):
         self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
-        ranks = self._who_has(f"reduce {kind}", names, gradients)
+        ranks = self._ranks_with_gradient(f"reduce {kind}", names, gradients)
         shapes = {name: leaves[name].numel() for name in ranks}
         if not shapes:
             return {}
@@ -214,7 +214,7 @@ class World(Alone):
         with self._collective():
             return self._exchange.reduce(device, shapes, gradients, dtype or self.gradient_dtype)
 
-    def _who_has(self, kind: str, names: Sequence[str], here: Collection[str]) -> dict[str, list[int]]:
+    def _ranks_with_gradient(self, kind: str, names: Sequence[str], here: Collection[str]) -> dict[str, list[int]]:
         """The ranks that have a gradient, for each of `names` that any has one of."""
         told = self.agree(kind, bytes(name in here for name in names))
         ranks = {name: [rank for rank, flags in enumerate(told) if flags[place]] for place, name in enumerate(names)}
@@ -224,7 +224,7 @@ class World(Alone):
         """Host memory for gradients that are reduced there: for `count` packs at a time, of `nbytes` at most, of each
         process. By all of them, when no update is under way.
         """
-        self._slots = self._slots or Slots(self._board, self.memory, device)
+        self._slots = self._slots or GradientSlots(self._board, self.memory, device)
         if not self._slots.fits(count, nbytes):
             self.agree(f"make {count} slots of {nbytes} bytes")
             self._slots.make(count, nbytes)
@@ -245,7 +245,7 @@ class World(Alone):
             here: those that have one in this process.
         """
         assert self._slots is not None
-        ranks = self._who_has(f"reduce {kind} on the host", list(elements), here)
+        ranks = self._ranks_with_gradient(f"reduce {kind} on the host", list(elements), here)
         pieces, own = {}, {}
         for name in ranks:
             whole = elements[name]
@@ -300,7 +300,7 @@ class World(Alone):
     def reduce_bytes(self, device: Device) -> int:
         return buffer_bytes(device.budget_bytes, self.servers)
 
-    def measured(self, gradient: Tensor) -> Tensor:
+    def norm_part(self, gradient: Tensor) -> Tensor:
         flat = gradient.reshape(-1).double()
         return torch.dot(flat, flat)
 
@@ -343,7 +343,7 @@ class World(Alone):
         return torch.tensor([self._index[name] for name in names], dtype=torch.int64)
 
 
-def _travels(error: Exception) -> bool:
+def _is_picklable(error: Exception) -> bool:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever it holds

@@ -100,7 +100,7 @@ def test_the_devices_of_a_pipeline_are_there_and_alike(shares: dict[int, float])
 
 def test_logical_devices_share_what_their_gpu_has(shares: dict[int, float]) -> None:
     group = make_devices("cuda", ("cuda:0", "cuda:0"), None)
-    assert isinstance(group, DeviceGroup) and not group.is_apart and group.budget_bytes == 450
+    assert isinstance(group, DeviceGroup) and not group.has_distinct_devices and group.budget_bytes == 450
     make_devices("cuda", ("cuda:0", "cuda:0"), 200).limit_process()
     assert shares[0] == 0.4
 

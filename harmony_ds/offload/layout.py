@@ -13,7 +13,7 @@ from harmony_ds.decomposer.graph import slab_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Region:
     """Elements `start` to `end` of a buffer: a tensor of `shape`, and what aligns the next one."""
 
     start: int
@@ -32,12 +32,12 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def places_of(tensors: Mapping[str, Tensor | torch.Size], itemsize: int) -> tuple[dict[str, Place], int]:
+def layout_of(tensors: Mapping[str, Tensor | torch.Size], itemsize: int) -> tuple[dict[str, Region], int]:
     """Where `tensors` lie in a buffer whose elements have `itemsize` bytes, and how many elements it has."""
-    places: dict[str, Place] = {}
+    places: dict[str, Region] = {}
     end = 0
     for name, tensor in tensors.items():
         shape = tensor.shape if isinstance(tensor, Tensor) else tensor
         start, end = end, end + slab_bytes(shape.numel(), itemsize) // itemsize
-        places[name] = Place(start, end, shape)
+        places[name] = Region(start, end, shape)
     return places, end

@@ -12,7 +12,7 @@ State = MutableMapping[Any, Any]
 """By parameter: a dictionary of its moments, counters and so on."""
 
 
-class WatchedState(State):
+class SyncedState(State):
     """Calls `look` before anything is read. Copies are plain."""
 
     def __init__(self, state: State, look: Callable[[], None]) -> None:
@@ -50,6 +50,6 @@ class WatchedState(State):
         return made
 
 
-def plain(state: State) -> State:
+def plain_state(state: State) -> State:
     """What `state` watches, or itself."""
-    return state.plain if isinstance(state, WatchedState) else state
+    return state.plain if isinstance(state, SyncedState) else state

@@ -10,21 +10,21 @@ from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.offload.updater import Updater
 
 
-class OwnGradients:
+class UserGradients:
     """Finds them, and takes them away."""
 
     def __init__(self, store: HostStore, updater: Updater | None) -> None:
         self._store = store
         self._updater = updater
 
-    def are_there(self, names: Iterable[str] | None = None) -> bool:
+    def exist(self, names: Iterable[str] | None = None) -> bool:
         """Whether `take` would find any of `names` (None: of any parameter)."""
         parameters = self._store.parameters
         with ungated():
             found = [name for name in (parameters if names is None else names) if parameters[name].grad is not None]
         return not all(map(self.is_updating, found))
 
-    def take(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def pop(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Those of `names`, which are taken from there."""
         taken: dict[str, Tensor] = {}
         with ungated():

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Watching(TorchDispatchMode):
+class EagerDispatchMode(TorchDispatchMode):
     """A dispatch mode with `torch.compile` off meanwhile.
 
     Code that dynamo comes across under such a mode it leaves uncompiled for good; and compiled code hides its operators.

@@ -14,7 +14,7 @@ from harmony_ds.device.base import Device
 T = TypeVar("T")
 
 
-class Alone:
+class SingleProcess:
     """What an engine asks of the processes that train its model, answered by one that is alone.
 
     Attributes:
@@ -27,16 +27,16 @@ class Alone:
     size = local_size = servers = 1
 
     @property
-    def speaks(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this process says, and writes to disk, what is said once for all."""
         return self.rank == 0
 
     @property
-    def leads(self) -> bool:
+    def is_local_first(self) -> bool:
         """Whether this process writes what is there once for each server."""
         return True
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """What `tensors` on the host hold on the first server, they hold on all."""
 
     def refuse(self, what: str) -> None:
@@ -69,7 +69,7 @@ class Alone:
         """Whether any process says yes."""
         return flag
 
-    def most(self, kind: str, number: int) -> int:
+    def max(self, kind: str, number: int) -> int:
         """The largest number that any process says."""
         return number
 
@@ -86,11 +86,11 @@ class Alone:
         return value
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def reporting_failures(self) -> Iterator[None]:
         """Around what all processes do: an error in it is told to the others."""
         yield
 
-    def strayed(self) -> None:
+    def tell_diverged(self) -> None:
         """This process has to do again what all are doing."""
 
     def give_up(self, why: str) -> None:
@@ -128,7 +128,7 @@ class Alone:
         """Bytes that this process sends in a millisecond of `reduce`, and the milliseconds that any `reduce` takes."""
         return 0.0, 0.0
 
-    def measured(self, gradient: Tensor) -> Tensor:
+    def norm_part(self, gradient: Tensor) -> Tensor:
         """What `total` wants to know of one gradient (a piece)."""
         norm: Tensor = torch.linalg.vector_norm(gradient, 2, dtype=torch.float32)
         return norm
