@@ -1,6 +1,6 @@
-"""The devices that one process drives, as one `Device`: one of them is current, and all calls go to that one.
+"""The devices that one process drives, as one `Device`: calls go to the current member.
 
-The executor enters the device of each task. What holds bytes (residency, stash, gradients) never asks which one that is.
+The executor enters the device of each task; residency, stash and gradients need not know which one that is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from harmony_ds.device.base import HOME, Device, Stream, StreamContext, Timestam
 
 
 def _of_current(method: Any) -> Any:
-    """The same method of a group's current member."""
+    """Return a method that calls `method` of a group's current member."""
 
     @wraps(method, updated=())  # it is not abstract
     def call(group: DeviceGroup, *given: Any) -> Any:
@@ -27,7 +27,7 @@ def _of_current(method: Any) -> Any:
 
 
 class DeviceGroup(Device):
-    """Several devices of one kind. Each may use what the one with least memory has.
+    """Several devices of one model; the smallest budget is the budget of each.
 
     Attributes:
         has_distinct_devices: whether torch tells the members' tensors apart.
@@ -52,7 +52,7 @@ class DeviceGroup(Device):
 
     @property
     def torch_device(self) -> torch.device:  # type: ignore[override]
-        """That of the current member."""
+        """The current member's."""
         return self.active.torch_device
 
     @property
@@ -60,7 +60,7 @@ class DeviceGroup(Device):
         return self.active.optimizer_device
 
     def enter(self, number: int) -> None:
-        """From now on member `number` is current. The random numbers go on where they were."""
+        """Make member `number` current. Its random numbers continue the former member's."""
         if number == self.number:
             return
         before, self.number, self.active = self.active, number, self.members[number]
@@ -85,7 +85,7 @@ class DeviceGroup(Device):
         stream: Stream,
         issuing: StreamContext,
     ) -> Iterator[None]:
-        """Around copies of member `number`, whose moments are taken meanwhile."""
+        """Take timestamps of member `number` while its copies are issued."""
         before, self._copying = self._copying, number
         try:
             with watch(stream, issuing):
@@ -95,9 +95,9 @@ class DeviceGroup(Device):
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
-        self.enter(HOME)  # where this thread is again afterwards
+        self.enter(HOME)
         with ExitStack() as stack:
-            for member in reversed(self.members):  # the home device last, so that it is current
+            for member in reversed(self.members):  # HOME last, so that it is current
                 stack.enter_context(member.as_current())
             try:
                 yield
@@ -111,13 +111,13 @@ class DeviceGroup(Device):
         number = self.number if self._copying is None else self._copying
         return number, self.members[number].timestamp(stream)
 
-    def read_timestamps(self, moments: Sequence[Timestamp]) -> list[float]:
+    def read_timestamps(self, timestamps: Sequence[Timestamp]) -> list[float]:
         times: dict[int, float] = {}
         for number, member in enumerate(self.members):
-            own = [(place, m[1]) for place, m in enumerate(moments) if isinstance(m, tuple) and m[0] == number]
-            read = member.read_timestamps([moment for _, moment in own])
+            own = [(place, m[1]) for place, m in enumerate(timestamps) if isinstance(m, tuple) and m[0] == number]
+            read = member.read_timestamps([timestamp for _, timestamp in own])
             times |= dict(zip([place for place, _ in own], read, strict=True))
-        return [times[place] for place in range(len(moments))]
+        return [times[place] for place in range(len(timestamps))]
 
     def limit_process(self) -> None:
         for member in self.members:

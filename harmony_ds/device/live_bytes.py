@@ -1,7 +1,7 @@
-"""Counts the bytes of tensors alive in a block of code, on a device that has no counting allocator.
+"""Counter of the bytes of living tensors, for devices without a counting allocator.
 
 Storages are followed from the operation that makes them to their finalisation, as
-`torch.distributed._tools.mem_tracker` does. Memory that a kernel takes and gives back inside one operation is not seen.
+`torch.distributed._tools.mem_tracker` does. Memory that a kernel allocates and frees within one operation is not seen.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A device of which only the shapes exist: tensors on torch's meta device, and a clock that says what they would take.
+"""The meta device: tensors have shapes but no data, and a clock tells the time that their operations would take.
 
-Nothing is allocated and nothing is computed, so a model of any size passes through the engine's own code in seconds.
+Nothing is allocated or computed, so a model of any size passes through the engine's own code in seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from harmony_ds.device.live_bytes import LiveBytes
 
 
 class MetaDevice(HostStreamDevice):
-    """Both its own memory and the host's are on the meta device. Nothing is counted but by `probe`."""
+    """Device whose memory, and the host's, is on torch's meta device. Only `probe` counts bytes."""
 
     copies_overlap = True
     host_type = "meta"
@@ -26,7 +26,7 @@ class MetaDevice(HostStreamDevice):
     def __init__(
         self, clock_ms: Callable[[], float], budget_bytes: int | None = None, optimizer_device: str = "cuda"
     ) -> None:
-        """`optimizer_device`: torch's kind of the device that is meant. `budget_bytes`: its memory; measuring takes none of it."""
+        """`optimizer_device`: torch's type of the device that is estimated, whose memory is `budget_bytes`."""
         self.name = "meta"
         self.torch_device = torch.device("meta")
         self.budget_bytes = budget_bytes
