@@ -68,7 +68,7 @@ RULES: dict[str, Rule] = {
     "tests/checkpoint/test_resume.py": one,
     "tests/checkpoint/test_tree.py": every,
     "tests/compatibility": none,
-    "tests/docs/test_reference.py": none,
+    "tests/docs/test_site.py": none,
     "tests/engine": one,
     "tests/engine/test_exactness.py::test_three_steps_equal_plain_gradient_accumulation": each("one"),
     "tests/engine/test_host_memory.py": none,

@@ -10,10 +10,11 @@ from harmony_ds.cli.options import Asked
 from harmony_ds.cli.progress import progress
 from harmony_ds.config import Config
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.estimate.forecast import Change, Forecast, Situation, changes, forecast, smallest_peak_bytes
+from harmony_ds.estimate.forecast import Change, Forecast, Situation, changes, forecast, joining, smallest_peak_bytes
 from harmony_ds.estimate.subject import BatchShape, Subject
 from harmony_ds.estimate.survey import Survey, update_cost
 from harmony_ds.scheduler.grid import amount
+from harmony_ds.scheduler.joining import Advice
 
 Resurvey = Callable[[int], Survey]
 """The survey of the same model with so many rows in a micro-batch."""
@@ -55,7 +56,7 @@ class Case:
     def situation(self) -> Situation:
         return Situation(
             survey=self.survey,
-            states=update_cost(self.config).states,
+            update=update_cost(self.config),
             host_budget_bytes=self.host_budget_bytes,
             items=self.subject.items,
         )
@@ -69,6 +70,8 @@ class Answer:
     forecast: Forecast | None
     changes: tuple[Change, ...]
     lack: Lack | None
+    joining: Advice | None = None
+    """Joined layer calls that would be much faster."""
     alone: Forecast | None = None
     """Of one device, where the question was about several."""
 
@@ -94,6 +97,7 @@ class Answer:
         if now is not None:
             data |= _forecast_json(now, self.case.subject.unit)
             data["changes"] = [asdict(change) for change in self.changes]
+            data["joining"] = None if self.joining is None else asdict(self.joining)
         if self.alone is not None:
             data[f"{self.case.subject.unit}_per_s_of_one_device"] = self.alone.items_per_s
         return data
@@ -159,7 +163,9 @@ def answer(case: Case, resurvey: Resurvey, advise: bool) -> Answer:
         ways = tuple(_less_on_host(case, now))
         lack = Lack("host memory", now.host_total_bytes, case.host_budget_bytes, ways)
     with progress("looking for what would help"):
-        return Answer(case, now, changes(situation, now) if advise else (), lack)
+        if not advise:
+            return Answer(case, now, (), lack)
+        return Answer(case, now, changes(situation, now), lack, joining(case.survey, now.choice))
 
 
 def _less_on_device(case: Case, needed: int, resurvey: Resurvey) -> Iterator[str]:
@@ -187,6 +193,12 @@ def _less_on_host(case: Case, now: Forecast) -> Iterator[str]:
     yield f"{amount(now.host_total_bytes)} of host memory"
 
 
+_BF16_STATE = (
+    '"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true} (16-bit state, which '
+    "rounds every update)"
+)
+
+
 def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
     config, plan = case.config, now.plan
     elements = sum(spec.numel for spec in case.survey.graph.parameters if spec.trainable)
@@ -197,6 +209,9 @@ def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
     if config.deferred_update and config.loss_scale is None:
         largest = plan.policy.devices * max(plan.packs[index].piece_bytes() for index in plan.packing.backward)
         saved['"gradient_clipping": 0'] = gradients - config.harmony.gradient_slabs * largest
+    if config.compute_dtype != config.master_dtype and config.loss_scale is None:
+        half = now.host_bytes["optimizer"] // 2 + (gradients // 2 if config.accumulation_dtype.itemsize == 4 else 0)
+        saved[_BF16_STATE] = now.host_bytes["masters"] + half
     if update_cost(config).states == 2:
         saved['"optimizer": {"type": "Lion"}'] = 4 * elements
     if now.host_bytes["stash"]:

@@ -48,6 +48,8 @@ def _show(answer: Answer, note: str) -> None:
         for change in answer.changes:
             gain = change.items_per_s / answer.forecast.items_per_s - 1
             print(f"  {change.what:<40} {change.items_per_s:>12,.0f} {subject.unit}/s  {gain:>+7.1%}")
+    if answer.joining is not None:
+        print("\n" + wrapped(str(answer.joining)))
     if answer.lack is not None:
         _show_lack(answer.lack)
 

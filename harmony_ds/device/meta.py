@@ -24,13 +24,24 @@ class MetaDevice(HostStreamDevice):
     has_values = False
 
     def __init__(
-        self, clock_ms: Callable[[], float], budget_bytes: int | None = None, optimizer_device: str = "cuda"
+        self,
+        clock_ms: Callable[[], float],
+        issued_ms: Callable[[], float],
+        budget_bytes: int | None = None,
+        optimizer_device: str = "cuda",
     ) -> None:
-        """`optimizer_device`: torch's type of the device that is estimated, whose memory is `budget_bytes`."""
+        """Make a device.
+
+        Args:
+            clock_ms, issued_ms: milliseconds of all operations so far: of computing, and of issuing them.
+            budget_bytes: memory of the device that is estimated.
+            optimizer_device: its device type in torch.
+        """
         self.name = "meta"
         self.torch_device = torch.device("meta")
         self.budget_bytes = budget_bytes
         self._clock_ms = clock_ms
+        self._issued_ms = issued_ms
         self._optimizer_device = torch.device(optimizer_device)
 
     @property
@@ -39,6 +50,9 @@ class MetaDevice(HostStreamDevice):
 
     def now_ms(self) -> float:
         return self._clock_ms()
+
+    def issued_ms(self) -> float:
+        return self._issued_ms()
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.empty(numel, dtype)

@@ -1,8 +1,8 @@
-"""Gradients on the host: the buffers that packs' gradients are swapped out into, and what waits there for its update.
+"""Gradients on the host: swapped out into buffers, where they wait for their update.
 
-With updates as early as possible, a transfer lives until the host optimizer has used it, and a few buffers serve all
-packs in turn. With updates deferred until the norm is known, every pack keeps one of its own. Either way, norms of
-gradients that are all there when they leave are taken on the device, and travel behind them.
+With immediate updates, a transfer lives until the host optimizer has used it, and a few buffers serve all packs in turn.
+With updates deferred until the norm is known, every pack keeps one. Norms of gradients that are complete when they leave
+are computed on the device, and sent after them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harmony_ds.parallel.slots import HostSum
 
 _ALONE = SingleProcess()
 _NORMS_BYTES = 2**16
-"""Of the norms of one pack's gradients, as a rule."""
+"""Room for the norms of one pack's gradients, which is usually enough."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,9 +34,9 @@ class GradientTransfer:
     """The gradients of one pack on the host, valid once `arrived` has passed.
 
     Attributes:
-        gradients: by canonical name, in the accumulation dtype; a name goes when its gradient has been used.
-        buffer: what they lie in; None if that is not the engine's.
-        norms: of those that were measured before they left, as long as nothing has been added to them.
+        gradients: by canonical name, in the accumulation dtype; each is removed when it has been used.
+        buffer: that they are in; None: their memory is not the engine's.
+        norms: computed on the device, of gradients that nothing has been added to since.
     """
 
     gradients: dict[str, Tensor]
@@ -47,12 +47,12 @@ class GradientTransfer:
 
 @dataclass(frozen=True, slots=True)
 class PostedGradients:
-    """What this process has left for all others to add up.
+    """Gradients that this process has copied to shared memory, for all to add up.
 
     Attributes:
-        elements: of the memory where they are, for every parameter that could have a gradient.
+        elements: of that memory, for every parameter that could have a gradient.
         here: the parameters that have one.
-        arrived: behind the copies.
+        arrived: event after the copies.
     """
 
     elements: Mapping[str, slice]
@@ -61,7 +61,7 @@ class PostedGradients:
 
 
 class HostGradients(GradientSums):
-    """Swaps gradients out, and adds up what transfers carry."""
+    """Swaps gradients out, and adds up those of several transfers."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class HostGradients(GradientSums):
         trains: Callable[[str], bool],
         world: SingleProcess = _ALONE,
     ) -> None:
-        """`limit` transfers at most are kept at a time (None: any number)."""
+        """`limit`: the most transfers kept at a time (None: any number)."""
         super().__init__(trains, world)
         self._device = device
         self._ledger = ledger
@@ -85,13 +85,13 @@ class HostGradients(GradientSums):
 
     @property
     def host_bytes(self) -> int:
-        """Of all buffers, in use or not."""
+        """Bytes of all buffers, in use or not."""
         return self._buffers.nbytes + self.world.slot_bytes
 
     def reserve(self, packs: Sequence[int], extra: int) -> None:
-        """Page-locks what steps take that send such `packs` (bytes each); `extra` as in `swap_out`.
+        """Page-lock the buffers of steps with such `packs` (bytes each) in advance; `extra` as in `swap_out`.
 
-        Otherwise a step would do so that happens to keep more of them at one time than any before, its host being slow.
+        Otherwise it would be done in any step whose slow updates keep more transfers at a time than all before.
         """
         if self._limit is not None:
             most = self._limit + extra
@@ -99,16 +99,16 @@ class HostGradients(GradientSums):
             self._buffers.reserve(sizes if len(sizes) <= most else [max(sizes)] * most)
 
     def _room(self, nbytes: int) -> int:
-        """Of a buffer for gradients of so many bytes, and for the norms behind them that the device may have taken."""
+        """Return the bytes of a buffer for gradients of `nbytes`, and for their norms if the device computes them."""
         return nbytes + (_NORMS_BYTES if self._takes_norms else 0)
 
     @property
     def _takes_norms(self) -> bool:
-        """Whether the device can: the host would have to read gradients again, and this process's are all there are."""
+        """Whether the device computes norms: it saves the host a pass over them, but needs the sum of all processes."""
         return self._device.copies_overlap and self.world.size == 1
 
     def norms_of(self, gradients: Mapping[str, Tensor]) -> Tensor | None:
-        """On the device, behind what the compute stream has done to them; None if that is left to the host."""
+        """Compute the norms on the device's compute stream; None: the host computes them."""
         if not gradients or not self._takes_norms:
             return None
         return torch.stack(torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32))
@@ -117,18 +117,21 @@ class HostGradients(GradientSums):
         self,
         gradients: dict[str, Tensor],
         extra: int | None,
-        behind: Stream = Stream.COMPUTE,
+        after: Stream = Stream.COMPUTE,
         norms: Tensor | None = None,
     ) -> GradientTransfer:
-        """Issues the copies of a pack's gradients to the host, behind what the stream `behind` does to them.
+        """Issue the copies of a pack's gradients to the host, after the work of the stream `after`.
 
-        Waits while as many transfers are kept as may be, and `extra` more for those that wait for something else than
-        their update (None: any number). `norms`: of `norms_of`; they and `gradients` are kept by the caller meanwhile.
+        Waits while the limit of transfers is reached. The caller keeps `gradients` and `norms` until they have arrived.
+
+        Args:
+            extra: raises the limit, by transfers that do not wait for an update (None: no limit).
+            norms: of `norms_of`.
         """
         device = self._device
         places, numel = layout_of(gradients, self._dtype.itemsize)
         nbytes = numel * self._dtype.itemsize
-        device.wait(Stream.SWAP_OUT, device.record(behind))
+        device.wait(Stream.SWAP_OUT, device.record(after))
         room = max(self._room(nbytes), nbytes + (0 if norms is None else norms.nbytes))
         with self._buffer_for(room, extra) as buffer, torch.no_grad(), device.on(Stream.SWAP_OUT):
             memory = buffer.memory[:nbytes].view(self._dtype)
@@ -145,16 +148,16 @@ class HostGradients(GradientSums):
         return GradientTransfer(on_host, device.record(Stream.SWAP_OUT), buffer, taken)
 
     def reserve_slots(self, packs: int, nbytes: int) -> None:
-        """Has what steps take that reduce gradients on the host: of so many packs at a time, of `nbytes` at most."""
+        """Reserve slots for steps that reduce gradients on the host: for so many packs of at most `nbytes`."""
         assert isinstance(self.world, World)
         self.world.make_slots(self._device, packs, nbytes)
 
     def post(
         self, gradients: dict[str, Tensor], like: Mapping[str, Tensor], check: Callable[[], None]
     ) -> PostedGradients:
-        """Issues the copies of a pack's gradients to where all processes see them. `like`: all that it could have.
+        """Issue the copies of a pack's gradients to shared memory. `like`: all gradients that the pack could have.
 
-        `check` raises what has ended the thread of the updates.
+        `check` raises the error that has ended the update thread, if any.
         """
         assert isinstance(self.world, World)
         device, places = self._device, layout_of(like, self._dtype.itemsize)[0]
@@ -171,8 +174,10 @@ class HostGradients(GradientSums):
     def reduce_posted(
         self, kind: str, left: PostedGradients, extra: int | None
     ) -> tuple[GradientTransfer, Callable[[], None]]:
-        """This process's pieces of the means of what all have left, as `swap_out` would have brought them, and what
-        writes them: to be run by the thread of the updates, before it uses them.
+        """Reduce gradients that all processes have posted.
+
+        Returns:
+            A transfer of this process's pieces of the means, and a function that writes them, for the update thread.
         """
         assert isinstance(self.world, World)
         total: HostSum = self.world.reduce_on_host(kind, left.elements, left.here)
@@ -200,12 +205,12 @@ class HostGradients(GradientSums):
 
     @contextmanager
     def _buffer_for(self, nbytes: int, extra: int | None) -> Iterator[HostBuffer]:
-        """The same, given back where copies into it fail."""
+        """Return such a buffer, and release it if copies into it fail."""
         buffer = self._take(nbytes, extra)
         try:
             yield buffer
         except BaseException:
-            self._give_back(buffer, self._device.record(Stream.SWAP_OUT))
+            self._release_buffer(buffer, self._device.record(Stream.SWAP_OUT))
             raise
 
     def stop_waiting(self) -> None:
@@ -215,13 +220,13 @@ class HostGradients(GradientSums):
             self._released.notify_all()
 
     def on_host(self, gradients: Mapping[str, Tensor]) -> GradientTransfer:
-        """What is on the host already, such as the gradients of a penalty that the user's loss adds."""
+        """Wrap gradients that are on the host already, such as those of a penalty that the user's loss adds."""
         converted = {name: gradient.to(self._dtype).contiguous() for name, gradient in gradients.items()}
         return GradientTransfer(converted, self._device.record(Stream.COMPUTE), None)
 
     def add(self, transfer: GradientTransfer) -> tuple[str, ...]:
-        """Takes a transfer over; returns the parameters that now have several."""
-        if not transfer.gradients:  # no micro-batch came through that pack
+        """Keep a transfer until its gradients are used; return the parameters that now have several."""
+        if not transfer.gradients:  # no micro-batch has passed that pack
             self._release(transfer)
         several = tuple(name for name in transfer.gradients if name in self._transfers)
         self._received.update(transfer.gradients)
@@ -232,18 +237,18 @@ class HostGradients(GradientSums):
     # ---- called by the update thread
 
     def wait_arrived(self, names: Iterable[str]) -> None:
-        """Waits for all that carries a gradient of `names`."""
+        """Wait for all transfers that have a gradient of `names`."""
         for name in names:
             for transfer in self._transfers.get(name, ()):
                 transfer.arrived.synchronize()
 
     def _norm_of(self, name: str, total: Tensor) -> Tensor:
-        # Whoever asks for the second time may have changed the gradient.
+        # Used once: the gradient may have changed before it is measured again.
         norm = self._transfers[name][0].norms.pop(name, None)
         return super()._norm_of(name, total) if norm is None else norm.clone()
 
     def gradient(self, name: str) -> Tensor | None:
-        """What transfers carry is added up in their order of arrival, in the first one."""
+        """Return the gradient of `name`: those of its transfers, added up in the order of arrival, in the first one."""
         transfers = self._transfers.get(name)
         if not transfers:
             return None
@@ -270,14 +275,14 @@ class HostGradients(GradientSums):
 
     def _release(self, transfer: GradientTransfer) -> None:
         if transfer.buffer is not None:
-            self._give_back(transfer.buffer, transfer.arrived)
+            self._release_buffer(transfer.buffer, transfer.arrived)
 
-    def _give_back(self, buffer: HostBuffer, done: Event) -> None:
+    def _release_buffer(self, buffer: HostBuffer, done: Event) -> None:
         self._buffers.release(buffer, done)
         with self._released:
             self._kept -= 1
             self._released.notify_all()
 
     def destroy(self) -> None:
-        """Gives every buffer back, also those of transfers that nobody will use."""
+        """Free every buffer, also those of unused transfers."""
         self._buffers.destroy()

@@ -1,4 +1,4 @@
-"""Several processes that train one model, each on a device of its own: who they are, what they share, how they agree."""
+"""Processes that train one model, each on devices of its own: how they find each other, share memory and agree."""
 
 from harmony_ds.parallel.board import PeerDiverged
 from harmony_ds.parallel.join import join_world

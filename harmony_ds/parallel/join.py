@@ -1,4 +1,4 @@
-"""How a process finds the others of its training: through `torch.distributed`, which a launcher has told of them."""
+"""How a process joins the others of its training, which it finds through `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIZE_LIMIT = 64
 
 @dataclass(frozen=True, slots=True)
 class _ProcessInfo:
-    """What a process says of itself."""
+    """Description of a process for the others."""
 
     host: str
     pid: int
@@ -38,13 +38,13 @@ class _ProcessInfo:
 
 
 def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bool, reproducible: bool) -> World:
-    """The processes that train with this one, of which `torch.distributed` knows.
+    """Join the processes of `torch.distributed`, which train one model.
 
     Args:
-        parameters: the names of the model's.
-        digest: what must be the same in all processes, by what it is called.
+        parameters: names of the model's parameters.
+        digest: values that must be the same in all processes, by name.
         on_cuda: gradients are on CUDA devices.
-        reproducible: they are added up in the order of the ranks.
+        reproducible: gradients are added up in the order of the ranks.
 
     Raises:
         UnsupportedError: servers have other numbers of processes, or processes of a server cannot share memory.
@@ -80,7 +80,7 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
 
 
 def _groups(ranks: Sequence[Sequence[int]], rank: int, on_cuda: bool, objects: dist.ProcessGroup) -> ProcessGroups:
-    """Of the devices; made by all processes, each group in its turn."""
+    """Make the process groups of the devices; all processes make all groups in the same order."""
     if len(ranks) == 1:
         everyone = _new_group(None, "nccl") if on_cuda else objects
         return ProcessGroups(everyone, None, everyone)
@@ -93,7 +93,7 @@ def _groups(ranks: Sequence[Sequence[int]], rank: int, on_cuda: bool, objects: d
 
 
 def _group_of(several: Sequence[Sequence[int]], rank: int, backend: str) -> dist.ProcessGroup | None:
-    """That of `several` groups of ranks which has `rank`."""
+    """Make a process group for each of `several` lists of ranks, and return the one that has `rank`."""
     made = [_new_group(list(ranks), backend) for ranks in several]
     return next((group for group, ranks in zip(made, several, strict=True) if rank in ranks), None)
 
@@ -104,7 +104,7 @@ def _host() -> str:
 
 
 def _by_server(cards: Sequence[_ProcessInfo]) -> list[list[int]]:
-    """The ranks of each server's processes; the servers in the order of their first."""
+    """Return the ranks of each server's processes; the servers in the order of their first ranks."""
     found: dict[str, list[int]] = {}
     for rank, card in enumerate(cards):
         found.setdefault(card.host, []).append(rank)
@@ -126,7 +126,7 @@ def _check_digests(cards: Sequence[_ProcessInfo]) -> None:
 
 
 def _difference(ours: object, theirs: object) -> str:
-    """Where two values differ, by their first keys."""
+    """Describe where two values differ, by their first such key."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         keys = [key for key in (*ours, *theirs) if ours.get(key, ...) != theirs.get(key, ...)]
         key = keys[0]
@@ -166,7 +166,7 @@ def _new_group(ranks: list[int] | None, backend: str) -> dist.ProcessGroup:
 
 
 def _timeout() -> timedelta:
-    """How long `torch.distributed` was told to wait."""
+    """Return the time-out that `torch.distributed` was initialized with."""
     group = dist.group.WORLD
     options = getattr(group and group._get_backend(torch.device("cpu")), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)

@@ -1,4 +1,4 @@
-"""The world of one process: it owns everything, and nobody waits for anybody. `World` is that of several."""
+"""The world of one process, which owns everything and waits for no other. `World` is that of several."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ T = TypeVar("T")
 
 
 class SingleProcess:
-    """What an engine asks of the processes that train its model, answered by one that is alone.
+    """Services of the processes that train a model, for a single one.
+
+    Methods under "agreeing" are called by all processes in the same order, on the engine's thread.
 
     Attributes:
-        rank, size: of this process; how many there are.
-        local_rank, local_size: the same among those of this server.
+        rank, size: of this process, and of the training.
+        local_rank, local_size: the same among the processes of this server.
         servers: how many there are.
     """
 
@@ -28,130 +30,130 @@ class SingleProcess:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process says, and writes to disk, what is said once for all."""
+        """Whether this process logs and writes to disk for all."""
         return self.rank == 0
 
     @property
     def is_local_first(self) -> bool:
-        """Whether this process writes what is there once for each server."""
+        """Whether this process writes the memory that its server's processes share."""
         return True
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """What `tensors` on the host hold on the first server, they hold on all."""
+        """Copy host `tensors` from the first server to all others."""
 
     def refuse(self, what: str) -> None:
-        """Raises UnsupportedError if there are several processes, with which `what` is not there."""
+        """Raise UnsupportedError if there are several processes, which do not support `what`."""
 
     # ---- memory
 
     def piece(self, numel: int) -> slice:
-        """Which elements of a parameter of `numel` this process updates."""
+        """Return the elements of a parameter of `numel` that this process updates."""
         return slice(0, numel)
 
     def host_empty(self, device: Device, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory for weights, as `Device.host_empty`."""
+        """Return host memory for weights; see `Device.host_empty`."""
         return device.host_empty(numel, dtype)
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Host memory for the master of a parameter."""
+        """Return host memory for the master of a parameter."""
         return torch.empty(like.shape, dtype=dtype, device=like.device)
 
     def leave(self) -> None:
-        """This process trains no more: its memory is its own from here on."""
+        """Stop training with the others; memory that was shared becomes this process's own."""
 
-    # ---- agreeing, on the engine's thread
+    # ---- agreeing
 
     def agree(self, kind: str, payload: bytes = b"") -> list[bytes]:
-        """What every process says, by rank, when it does `kind`; each waits for all."""
+        """Return the payloads of all processes, by rank; waits until all do the same `kind` of thing."""
         return [payload]
 
     def any(self, kind: str, flag: bool) -> bool:
-        """Whether any process says yes."""
+        """Return whether `flag` is set in any process."""
         return flag
 
     def max(self, kind: str, number: int) -> int:
-        """The largest number that any process says."""
+        """Return the largest `number` of all processes."""
         return number
 
     def all(self, kind: str, value: T) -> list[T]:
-        """The value of every process, by rank."""
+        """Return the values of all processes, by rank."""
         return [value]
 
     def first(self, kind: str, make: Callable[[], T]) -> T:
-        """What the first process makes; its error is everybody's."""
+        """Return the result of `make()` in the first process; all raise its error."""
         return make()
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a tensor over the processes."""
+        """Return the mean of a tensor over the processes."""
         return value
 
     @contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """Around what all processes do: an error in it is told to the others."""
+        """Report an error raised while open to the other processes."""
         yield
 
     def tell_diverged(self) -> None:
-        """This process has to do again what all are doing."""
+        """Tell the others that this process has to run the step again."""
 
     def give_up(self, why: str) -> None:
-        """This process cannot go on, and none can without it."""
+        """Tell the others, now and later, that this process cannot go on."""
 
     # ---- gradients and updates
 
     def reduce(
         self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """This process's pieces of the mean of all processes' `gradients`, of those of `leaves` that any has one of.
+        """Return this process's pieces of the mean gradients, of the `leaves` that any process has a gradient of.
 
-        They are there behind the device's PEER stream, and lie in `gradients`, which are not to be used otherwise.
+        They are ready after the work of the device's PEER stream, and overwrite `gradients`.
         """
         return gradients
 
     def gather(self, kind: str, device: Device, buffer: Tensor) -> None:
-        """Fills `buffer`, of which each process has its share (see `share_of`), on the device's PEER stream."""
+        """Fill `buffer` with the shares of all processes (see `share_of`), on the device's PEER stream."""
 
     def reduce_bytes(self, device: Device) -> int:
-        """Device memory that `reduce` takes at most, beside the gradients."""
+        """Return the device bytes that `reduce` needs at most, besides the gradients."""
         return 0
 
     @property
     def slot_bytes(self) -> int:
-        """Host memory of this process that gradients take which are reduced there."""
+        """Host bytes of this process for gradients that are reduced on the host."""
         return 0
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of gradients and weights that this process has sent to others so far."""
+        """Bytes of gradients and weights sent to other processes so far."""
         return 0
 
     def reduce_rates(self, device: Device) -> tuple[float, float]:
-        """Bytes that this process sends in a millisecond of `reduce`, and the milliseconds that any `reduce` takes."""
+        """Return the bytes that this process sends per millisecond of `reduce`, and the fixed milliseconds of a call."""
         return 0.0, 0.0
 
     def norm_part(self, gradient: Tensor) -> Tensor:
-        """What `total` wants to know of one gradient (a piece)."""
+        """Return the part of the global norm of one gradient (or piece of one), for `post_norm`."""
         norm: Tensor = torch.linalg.vector_norm(gradient, 2, dtype=torch.float32)
         return norm
 
     def number_norm(self) -> int:
-        """The number of the next norm: the same in every process, if asked for on the engine's thread."""
+        """Return the number of the next norm, the same in every process; on the engine's thread."""
         return 0
 
     def post_norm(self, number: int, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Tells the others of this process's `parts`; what is returned waits for theirs, and is the norm of all."""
-        # As torch.nn.utils.clip_grad_norm_: a norm per tensor, the norm of those, in the order of the parameters.
+        """Post this process's `parts`; return a function that waits for all others' and returns the global norm."""
+        # Like torch.nn.utils.clip_grad_norm_: the norm of the norms of all tensors, in the order of the parameters.
         total: Tensor = torch.linalg.vector_norm(torch.stack(list(parts)), 2) if parts else torch.zeros(())
         return lambda: total
 
     def issue(self, names: Sequence[str]) -> None:
-        """An update of `names` has been asked for, in every process; on the engine's thread."""
+        """Count an update of `names`, which every process will make; on the engine's thread."""
 
     def updated(self, names: Sequence[str]) -> None:
-        """This process has updated its pieces of `names`."""
+        """Post that this process has updated its pieces of `names`."""
 
     def has_updated(self, names: Sequence[str]) -> bool:
-        """Whether every process has updated what was issued of `names`."""
+        """Return whether every process has made the issued updates of `names`."""
         return True
 
     def wait_updated(self, names: Sequence[str] | None = None) -> None:
-        """Waits until every process has updated what was issued of `names` (None: of all)."""
+        """Wait until every process has made the issued updates of `names` (None: of all)."""

@@ -1,4 +1,4 @@
-"""The processes that train one model, as one of them sees the others: those of its server through memory."""
+"""The world of several processes that train one model; those of a server share memory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _GRAIN = 1024
 
 
 class World(SingleProcess):
-    """Several. What has to be done by all is done on the engine's thread; the thread of the updates only posts and polls.
+    """Several processes. They agree on the engine's thread; the update thread only posts and polls.
 
     Args of the constructor:
-        objects: a process group for what is not on a device.
-        exchange: over process groups of the devices'.
+        objects: a process group for host objects.
+        exchange: over process groups of the devices.
         ranks: of the processes of every server.
-        first: a process group of every server's first process, where there are several and this is one of them.
+        first: a process group of every server's first process, if there are several and this is one of them.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class World(SingleProcess):
         self._issued = torch.zeros(0, dtype=torch.int64)
         self._done = torch.zeros(0, dtype=torch.int64)
         self._norms = 0
-        self._reported: BaseException | None = None  # the error that the others know of
+        self._reported: BaseException | None = None  # the error that the others know already
         self._left = False
         self._rates: tuple[float, float] | None = None
         self._slots: GradientSlots | None = None
 
     def name_parameters(self, names: Sequence[str]) -> None:
-        """The parameters whose updates are waited for."""
+        """Set the parameters whose updates are counted."""
         self._index = {name: index for index, name in enumerate(names)}
         self._issued = torch.zeros(len(names), dtype=torch.int64)
         self._done = torch.zeros(len(names), dtype=torch.int64)
@@ -105,7 +105,7 @@ class World(SingleProcess):
         if self._left:
             return
         self._left = True
-        with suppress(PeerFailedError):  # what it had to update stays as it is
+        with suppress(PeerFailedError):  # its pieces stay as they are
             self._board.wait_versions(torch.arange(len(self._issued)), self._issued)
         if self._slots is not None:
             self._slots.unlock()
@@ -114,15 +114,16 @@ class World(SingleProcess):
         self._end_groups()
 
     def _end_groups(self) -> None:
-        """Ends their threads, which may still hold tensors of the last exchange. One that lets go of those while the
-        interpreter ends would end the process by SIGABRT, whatever it has achieved (pytorch/pytorch#179291).
+        """End the groups' threads, which may still hold tensors of the last exchange.
+
+        A thread that frees those while the interpreter exits ends the process by SIGABRT (pytorch/pytorch#179291).
         """
         groups = [self._objects, *self._exchange.process_groups, *([] if self._first is None else [self._first])]
         if self._reported is None:  # else others may be in the middle of an exchange, and NCCL would wait for it
             for group in dict.fromkeys(groups):  # in the same order everywhere
-                with suppress(ValueError):  # the program has ended all of them
+                with suppress(ValueError):  # the program has destroyed them already
                     dist.destroy_process_group(group)
-        # What the threads belong to ends with its last reference.
+        # The groups, and so their threads, end with their last references.
         del self._objects, self._exchange, self._first, self._servers, self._agreement
 
     # ---- agreeing
@@ -152,7 +153,7 @@ class World(SingleProcess):
         if self.rank == 0:
             try:
                 made[0] = make()
-            except Exception as error:  # noqa: BLE001 - everybody's
+            except Exception as error:  # noqa: BLE001 - raised in all processes
                 made[1] = error if _is_picklable(error) else RuntimeError(repr(error))
         self.agree(kind)
         with self._collective():
@@ -177,7 +178,7 @@ class World(SingleProcess):
         except BaseException as error:
             if error is not self._reported and not self._left:
                 self._reported = error
-                with suppress(PeerFailedError):  # this error, and not that nobody hears of it
+                with suppress(PeerFailedError):  # this error is raised, not that one
                     self._agreement.tell_failure(f"{type(error).__name__}: {error}")
             raise
 
@@ -189,7 +190,7 @@ class World(SingleProcess):
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """A call that only the others can end. Where it breaks, it cannot be called again: nobody goes on."""
+        """Give up if a collective call fails: connections are broken then, and no process can go on."""
         try:
             yield
         except RuntimeError as error:
@@ -215,14 +216,15 @@ class World(SingleProcess):
             return self._exchange.reduce(device, shapes, gradients, dtype or self.gradient_dtype)
 
     def _ranks_with_gradient(self, kind: str, names: Sequence[str], here: Collection[str]) -> dict[str, list[int]]:
-        """The ranks that have a gradient, for each of `names` that any has one of."""
+        """Return the ranks that have a gradient, for each of `names` that any process has one of."""
         told = self.agree(kind, bytes(name in here for name in names))
         ranks = {name: [rank for rank, flags in enumerate(told) if flags[place]] for place, name in enumerate(names)}
         return {name: having for name, having in ranks.items() if having}
 
     def make_slots(self, device: Device, count: int, nbytes: int) -> None:
-        """Host memory for gradients that are reduced there: for `count` packs at a time, of `nbytes` at most, of each
-        process. By all of them, when no update is under way.
+        """Make host memory for gradients that are reduced there: for `count` packs of at most `nbytes`, in each process.
+
+        Called by all processes, when no update is under way.
         """
         self._slots = self._slots or GradientSlots(self._board, self.memory, device)
         if not self._slots.fits(count, nbytes):
@@ -230,19 +232,19 @@ class World(SingleProcess):
             self._slots.make(count, nbytes)
 
     def begin_on_host(self, check: Callable[[], None]) -> Tensor:
-        """Where this process copies its next gradients to that are reduced on the host: bytes that all see.
+        """Return the shared memory for this process's next gradients to be reduced on the host.
 
-        `check` raises what has ended this process's thread of the updates.
+        `check` raises the error that has ended this process's update thread, if any.
         """
         assert self._slots is not None
         return self._slots.begin(check)
 
     def reduce_on_host(self, kind: str, elements: Mapping[str, slice], here: Collection[str]) -> HostSum:
-        """What becomes of the gradients that the processes copy there.
+        """Return the sum of the gradients that all processes have copied to the host, for the update thread.
 
         Args:
-            elements: of what `begin_on_host` gave, by parameter: for all that may have a gradient.
-            here: those that have one in this process.
+            elements: of the memory of `begin_on_host`, for every parameter that may have a gradient.
+            here: the parameters that have one in this process.
         """
         assert self._slots is not None
         ranks = self._ranks_with_gradient(f"reduce {kind} on the host", list(elements), here)
@@ -274,7 +276,7 @@ class World(SingleProcess):
             sent = self.sent_bytes
             large = min(_TRIED_BYTES, bucket_bytes(device.budget_bytes)) // 4
             few_ms, many_ms = (self._reduce_ms(device, numel) for numel in (_GRAIN * self.size, large))
-            # Of small buckets all the time may be fixed: then they are as fast as that.
+            # With small buckets nearly all time may be fixed.
             local, others = self.local_size, self.servers - 1
             nbytes = 4 * large * (local - 1 + others) / local
             self._rates = nbytes / max(many_ms - few_ms, many_ms / 8), few_ms
@@ -282,7 +284,7 @@ class World(SingleProcess):
         return self._rates
 
     def _reduce_ms(self, device: Device, numel: int) -> float:
-        """The median time in which so many elements are reduced."""
+        """Return the median time of reducing `numel` elements."""
         leaf = torch.zeros(numel, device=device.torch_device)
         samples = []
         for _ in range(_TRIES):
@@ -295,7 +297,7 @@ class World(SingleProcess):
         return statistics.median(samples[1:])
 
     gradient_dtype = torch.float32
-    """In which gradients are added up; set when the engine is made."""
+    """The dtype that gradients are added up in; set when the engine is made."""
 
     def reduce_bytes(self, device: Device) -> int:
         return buffer_bytes(device.budget_bytes, self.servers)
@@ -312,7 +314,7 @@ class World(SingleProcess):
         self._board.post_norm(number, sum((part.item() for part in parts), 0.0))
 
         def norm() -> Tensor:
-            # Rounded once: its fp32 value does not depend on how the gradients are cut into pieces.
+            # Rounded once, so that the fp32 value does not depend on how gradients are cut into pieces.
             squares = torch.tensor(self._board.norm_parts(number), dtype=torch.float64)
             total = torch.zeros((), dtype=torch.float64)
             for square in squares:
@@ -346,6 +348,6 @@ class World(SingleProcess):
 def _is_picklable(error: Exception) -> bool:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever it holds
+    except Exception:  # noqa: BLE001 - attributes may raise anything
         return False
     return True

@@ -78,7 +78,7 @@ def test_nobody_waits_for_one_who_has_given_up(views: list[GradientSlots], board
     number = _leave(views[0], 1.0)
     boards[1][2].give_up("it is out of memory")
     with pytest.raises(PeerFailedError, match="out of memory") as caught:
-        views[0].others(number)
+        views[0].all_slots(number)
     assert caught.value.rank == 2
 
 
@@ -93,7 +93,7 @@ def test_other_sizes_take_the_place_of_what_was_there(views: list[GradientSlots]
     assert not own.any()
     own.fill_(7)
     views[0].take()
-    (filling,) = _together(lambda: views[2].others(2))
+    (filling,) = _together(lambda: views[2].all_slots(2))
     assert all(part.shape == (8 * LENGTH,) for part in _parts_of(seen, views))
     filling.join(20)
 
@@ -101,4 +101,4 @@ def test_other_sizes_take_the_place_of_what_was_there(views: list[GradientSlots]
 def _parts_of(slots: GradientSlots, views: list[GradientSlots]) -> list[torch.Tensor]:
     for other in views:
         other._board.post_filled(2)
-    return slots.others(2)
+    return slots.all_slots(2)
