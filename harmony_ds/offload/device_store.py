@@ -68,7 +68,7 @@ class DeviceStore(GradientSums):
         return sum(b.numel() * b.element_size() for b in buffers) + self._state_bytes
 
     def make_resident(self, packs: Sequence[Names]) -> list[DeviceCopy]:
-        """Device copies of exactly these packs' parameters (in forward order), up to date; all others are let go.
+        """Return up-to-date device copies of exactly these packs (in forward order); drop all others.
 
         Raises:
             torch.OutOfMemoryError: they do not fit; none is held then.

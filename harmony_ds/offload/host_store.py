@@ -1,14 +1,14 @@
-"""Host memory of the weights: one contiguous slab per layer, ready to be copied to the device in one piece.
+"""Host memory of the weights: one contiguous slab per layer, which one copy moves to the device.
 
-What enters is a decomposed model, whose parameters become views into the slabs (they stay full-shape host tensors that
-anyone can read). In mixed precision the slabs hold the compute dtype, and every trainable parameter has a master in
-fp32 beside it; where masters have the compute dtype, the parameter is its own master.
+A decomposed model enters; its parameters become views into the slabs (full-shape host tensors, readable at any time). In
+mixed precision the slabs have the compute dtype, and every trainable parameter has an fp32 master; where masters have the
+compute dtype, the parameter is its own master.
 
     fp32              parameter = slab view = master                     4 bytes per parameter
     bf16, fp16        parameter = slab view (2), master (4)              6 bytes per trainable parameter
     16-bit masters    parameter = slab view = master                     2 bytes per parameter
 
-A model whose weights are a mapped file is read once, layer by layer; its pages go when the system wants memory.
+A model whose weights are a mapped file is read once, layer by layer; the system frees its pages when it needs memory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from harmony_ds.offload.process_memory import trim_allocator
 from harmony_ds.parallel import SingleProcess
 
 ungated = torch._C.DisableTorchFunctionSubclass
-"""A context in which the engine uses the model's parameters without asking itself first (see `harmony_ds.parameters`)."""
+"""Context in which the engine uses the model's parameters past their gate (see `harmony_ds.parameters`)."""
 
 _ALONE = SingleProcess()
 _WORTH_RETURNING = 2**20
-"""Bytes; to ask the allocator takes it milliseconds."""
+"""Freed bytes after which the allocator is trimmed, which takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlabPart:
-    """Host memory that one copy moves, and where in it the parameters lie."""
+    """Contiguous host memory, which one copy moves, and the regions of parameters in it."""
 
     memory: Tensor
     places: dict[str, Region]
@@ -64,8 +64,8 @@ class HostStore:
         self.masters: dict[str, nn.Parameter] = {}
         self._device = device
         self._slabs: list[Tensor] = []
-        self._places: dict[str, tuple[int, Region]] = {}  # a slab, and where in it
-        self._pieces: dict[tuple[str, ...], list[SlabPart]] = {}  # that have been asked for
+        self._places: dict[str, tuple[int, Region]] = {}  # number of the slab, and the region in it
+        self._parts: dict[tuple[str, ...], list[SlabPart]] = {}  # results of `parts_of`
         freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.unlayered):
             fresh = [name for name in names if name not in self._places]
@@ -76,10 +76,10 @@ class HostStore:
                     freed_bytes = 0
 
     def _settle(self, names: list[str]) -> int:
-        """Moves `names` into a slab; returns how many bytes they took before."""
+        """Move `names` into a slab; return the bytes that they had before."""
         freed_bytes = 0
         places, end = layout_of({name: self.parameters[name] for name in names}, self.dtype.itemsize)
-        # Slabs that torch allocates are aligned already; so is every place in them.
+        # Slabs that torch allocates are aligned already, and so is every region.
         slab = self._world.host_empty(self._device, end, self.dtype)
         assert slab.data_ptr() % ALIGNMENT_BYTES == 0 or end == 0
         for name, place in places.items():
@@ -94,7 +94,7 @@ class HostStore:
             before = parameter.data
             parameter.data = view
             freed_bytes += before.numel() * before.element_size()
-            del before  # the last reference, unless the caller holds one: its memory goes now
+            del before  # frees its memory, unless the caller holds a reference
             self._places[name] = (len(self._slabs), place)
         self._slabs.append(slab)
         return freed_bytes
@@ -108,18 +108,18 @@ class HostStore:
         return nn.Parameter(master, requires_grad=True)
 
     def tensors(self) -> list[Tensor]:
-        """Of all weights and masters, each once."""
+        """Return all slabs of weights, and all masters."""
         own = [] if self.dtype == self.master_dtype else [master.detach() for master in self.masters.values()]
         return [*self._slabs, *own]
 
     def weight(self, name: str) -> Tensor:
-        """The memory of the parameter `name`: a plain tensor, which no autograd graph knows."""
+        """Return the memory of the parameter `name` as a plain tensor."""
         slab, place = self._places[name]
         return place.view(self._slabs[slab])
 
     @torch.no_grad()
     def copy_masters_to_weights(self, names: Iterable[str]) -> None:
-        """Makes this process's pieces of the weights `names` what their masters are, in the compute dtype."""
+        """Copy this process's pieces of the masters of `names` to the weights, in the compute dtype."""
         for name in names:
             copy = self.compute_copy(name)
             if copy is not None:
@@ -127,11 +127,11 @@ class HostStore:
                 copy.view(-1)[piece].copy_(self.masters[name].detach().view(-1)[piece])
 
     def parts_of(self, names: Iterable[str]) -> list[SlabPart]:
-        """The fewest contiguous runs of host memory that hold `names`."""
+        """Return the fewest contiguous parts of host memory that hold `names`."""
         key = tuple(names)
-        if key not in self._pieces:
-            self._pieces[key] = self._runs(key)
-        return self._pieces[key]
+        if key not in self._parts:
+            self._parts[key] = self._runs(key)
+        return self._parts[key]
 
     def _runs(self, names: tuple[str, ...]) -> list[SlabPart]:
         runs: list[list[tuple[int, Region, str]]] = []
@@ -149,11 +149,11 @@ class HostStore:
         return SlabPart(self._slabs[slab][start:end], places)
 
     def compute_copy(self, name: str) -> Tensor | None:
-        """The compute-dtype copy that must follow the master of `name`; None where they are one tensor."""
+        """Return the weight that the master of `name` is copied to; None where they are one tensor."""
         return None if self.parameters[name] is self.masters[name] else self.weight(name)
 
     def host_bytes(self) -> dict[str, int]:
-        """Bytes of the slabs and of the masters beside them."""
+        """Return the bytes of the slabs, and of masters that are not in them."""
         slabs = sum(slab.numel() * slab.element_size() for slab in self._slabs)
         masters = sum(
             master.numel() * master.element_size()
@@ -163,6 +163,6 @@ class HostStore:
         return {"weights": slabs, "masters": masters}
 
     def release(self) -> None:
-        """Gives the page-locked memory back; the parameters stay readable."""
+        """Unlock the page-locked memory; the parameters stay readable."""
         for slab in self._slabs:
             self._device.host_free(slab)

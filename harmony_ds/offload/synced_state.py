@@ -1,7 +1,4 @@
-"""An optimizer's `state` as its user sees it: true whenever somebody looks, though parts of it live on the device.
-
-What enters is the state itself, which the engine goes on using directly; what leaves is a mapping to put in its place.
-"""
+"""An optimizer's `state` for its user, brought up to date before it is read, since parts of it are on the device."""
 
 from __future__ import annotations
 
@@ -13,15 +10,15 @@ State = MutableMapping[Any, Any]
 
 
 class SyncedState(State):
-    """Calls `look` before anything is read. Copies are plain."""
+    """Mapping that calls `sync` before `plain`, the state itself, is read or written. Copies are plain."""
 
-    def __init__(self, state: State, look: Callable[[], None]) -> None:
+    def __init__(self, state: State, sync: Callable[[], None]) -> None:
         self.plain = state
-        self._look = look
+        self._sync = sync
 
     @property
     def _seen(self) -> State:
-        self._look()
+        self._sync()
         return self.plain
 
     def __getitem__(self, key: Any) -> Any:
@@ -51,5 +48,5 @@ class SyncedState(State):
 
 
 def plain_state(state: State) -> State:
-    """What `state` watches, or itself."""
+    """Return `state` without its wrapper."""
     return state.plain if isinstance(state, SyncedState) else state

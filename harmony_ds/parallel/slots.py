@@ -43,7 +43,7 @@ class GradientSlots:
         return len(own) == count and min((slot.nbytes for slot in own), default=0) >= nbytes
 
     def make(self, count: int, nbytes: int) -> None:
-        """Make `count` slots of `nbytes` each in the place of all before; by all processes, when no exchange is under way."""
+        """Replace all slots by `count` of `nbytes` each; called by all processes, when no exchange is under way."""
         self.unlock()
         for slot in (slot for slots in self._slots for slot in slots):
             self._memory.free(slot)
