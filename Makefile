@@ -2,7 +2,7 @@
 # make demo   train a GPT-2 that exceeds its device budget eightfold, on this machine
 # make test   formatting, lint, types, import rules, and the tests that say within minutes whether anything is broken
 # make test-all   the same with all tests that need no GPU
-# make docs   the tables in docs/, and the reference of all public names in outputs/api
+# make docs   the tables in docs/; all keys of a ds_config in outputs/docs; the reference of all public names in outputs/api
 # make test-gpu PYTHON_GPU=python3   the tests that need a CUDA device, with a Python that already has torch and deepspeed
 # make gpu-kit    all that a machine with a GPU and no network needs, in one folder
 # make bench-overhead   what a layer call costs, and of what
@@ -62,6 +62,7 @@ demo:
 
 docs: venv
 	$(BIN)/python -m tests.docs.config_tables
+	mkdir -p outputs/docs && $(BIN)/python -m tests.docs.config_tables outputs/docs/keys.md
 	$(BIN)/python -m tests.docs.test_architecture
 	$(BIN)/python -m tests.docs.reference outputs/api
 	$(BIN)/python -m pytest -q tests/docs/test_links.py

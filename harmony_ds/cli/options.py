@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harmony_ds.config import Config, load_config
-from harmony_ds.config.keys import KEYS
+from harmony_ds.config.harmony import help_of
 from harmony_ds.errors import ConfigError
 from harmony_ds.estimate.subject import BatchShape
 
@@ -60,7 +60,13 @@ class Option:
         return read
 
 
-_OF_KEYS = {key.option.name[2:].replace("-", "_"): key for key in KEYS if key.option is not None}
+_KEYS = {
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+    "devices": "harmony.devices",
+    "device_memory_gib": "harmony.device_memory_gib",
+}
+"""Options that replace keys of the ds_config."""
 _ENGINES = "A,B,..."
 OPTIONS: dict[str, Option] = {
     "model": Option(
@@ -70,11 +76,10 @@ OPTIONS: dict[str, Option] = {
     ),
     "ds_config": Option("The ds_config. Without one: bf16, AdamW, clipping at 1.0.", "FILE"),
     "sequence": Option("Tokens in a row (the model's longest, at most 2048).", "N", 1),
-    **{
-        name: Option(key.option.help, "GIB" if name.endswith("gib") else "N", key.option.least)
-        for name, key in _OF_KEYS.items()
-        if key.option is not None
-    },
+    "micro_batch": Option("Rows of a micro-batch, instead of the ds_config's (or 1).", "N", 1),
+    "accumulation": Option("Micro-batches in a step, instead of the ds_config's (or 16).", "N", 1),
+    "devices": Option(help_of("devices").partition(":")[0] + ", instead of the ds_config's (or 1).", "N", 1),
+    "device_memory_gib": Option(help_of("device_memory_gib"), "GIB", 0.001),
     "processes": Option("Replicas on one server, each a process with micro-batches and devices of its own.", "N", 1),
     "host_memory_gib": Option("Host memory that may be used, in GiB.", "GIB", 0.001),
     "machine": Option(
@@ -141,7 +146,7 @@ class Wanted:
         """
         if self.ds_config is not None and not self.ds_config.is_file():
             raise ConfigError(f"there is no ds_config {self.ds_config}.")
-        given = {key.path: getattr(self, name, None) for name, key in _OF_KEYS.items()}
+        given = {path: getattr(self, name, None) for name, path in _KEYS.items()}
         instead = {path: value for path, value in given.items() if isinstance(value, (int, float))}
         return load_config(DEFAULT if self.ds_config is None else self.ds_config, world_size, instead)
 

@@ -22,7 +22,7 @@ from harmony_ds.engine.optimizer import TrainedBy
 from harmony_ds.engine.optimizer_steps import OptimizerSteps
 from harmony_ds.engine.part import Held, of_living, of_part
 from harmony_ds.engine.reporting import StepReports
-from harmony_ds.engine.settings import FIXED_ATTRIBUTES, Settings, table_getters
+from harmony_ds.engine.settings import Settings, deepspeed_names
 from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.training import Counts, Training
 from harmony_ds.engine.training_data import TrainingData
@@ -55,6 +55,7 @@ class HarmonyEngine(nn.Module):
         self.local_rank, self.global_rank = world.local_rank, world.rank
         self.world_size = self.dp_world_size = self.seq_dp_world_size = world.size
         self._settings = settings = Settings(config, world)
+        settings.client_optimizer = client.optimizer
         self._counts = Counts()
         self._scaler = LossScaler(config.loss_scale)
         self._trained_by = TrainedBy(assembly, settings, self._scaler, client.lr_scheduler)
@@ -75,7 +76,11 @@ class HarmonyEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            owner = self._settings if name in deepspeed_names() else super().__getattr__("module")
+            return getattr(owner, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *deepspeed_names()})
 
     # ---- what a training loop calls
 
@@ -142,7 +147,7 @@ class HarmonyEngine(nn.Module):
         """What losses are multiplied with now (1.0 without fp16)."""
         return self._scaler.scale
 
-    # ---- settings; those that answer from the table of keys are put here below
+    # ---- settings; `__getattr__` has the others of DeepSpeed's
 
     gradient_accumulation_steps = of_part("_settings", Settings.gradient_accumulation_steps)
     train_micro_batch_size_per_gpu = of_part("_settings", Settings.train_micro_batch_size_per_gpu)
@@ -151,8 +156,6 @@ class HarmonyEngine(nn.Module):
     set_train_batch_size = of_living("_settings", Settings.set_train_batch_size)
     set_train_micro_batch_size = of_living("_settings", Settings.set_train_micro_batch_size)
     get_data_parallel_rank = of_part("_settings", Settings.get_data_parallel_rank)
-    optimizer_name = of_part("_settings", Settings.optimizer_name)
-    bfloat16_enabled = of_part("_settings", Settings.bfloat16_enabled)
     get_data_types = of_part("_settings", Settings.get_data_types)
 
     @property
@@ -162,13 +165,8 @@ class HarmonyEngine(nn.Module):
 
     @property
     def _config(self) -> Any:
-        """DeepSpeed's own view of the ds_config, made when somebody asks for it."""
-        return self._settings.of_deepspeed()
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """What DeepSpeed's processes would exchange gradients in."""
-        return self._settings.communication_data_type()
+        """DeepSpeed's own view of the ds_config."""
+        return self._settings._config
 
     @property
     def param_names(self) -> dict[nn.Parameter, str]:
@@ -286,9 +284,3 @@ class HarmonyEngine(nn.Module):
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """One process has nobody to reduce with."""
-
-
-for _name, _getter in table_getters():
-    setattr(HarmonyEngine, _name, of_part("_settings", _getter))
-for _name, _value in FIXED_ATTRIBUTES.items():
-    setattr(HarmonyEngine, _name, _value)
