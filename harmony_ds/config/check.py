@@ -14,7 +14,7 @@ from harmony_ds.config.harmony import HARMONY_KEYS, HarmonySettings, help_of
 from harmony_ds.config.hints import AUTO, unknown_key
 from harmony_ds.config.keys import REFUSED_VALUES, RULES, rule_of
 from harmony_ds.config.paths import value_at
-from harmony_ds.errors import ConfigError, ContradictionError
+from harmony_ds.errors import ConfigError
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
@@ -142,8 +142,7 @@ def _error_of(error: ValidationError, raw: Mapping[str, Any], names: set[str]) -
     """Return pydantic's first error as ours: the key, what it takes, what was given. `names` are those of keys."""
     first, *others = error.errors()
     if first["type"] in ("assertion_error", "value_error"):  # DeepSpeed's own words
-        kind = ContradictionError if first["type"] == "assertion_error" else ConfigError
-        return kind(first["msg"].partition(", ")[2])
+        return ConfigError(first["msg"].partition(", ")[2])
     path = ".".join(one for one in first["loc"] if isinstance(one, str) and one in names)
     takes, hint = first["msg"].partition(" or instance")[0].partition(" or an instance")[0], ""
     for theirs, better in _BETTER.items():

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 _GIB = 2**30
 _Count = Annotated[StrictInt, Field(ge=1)]
 _Gib = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+ResidentPacks = Literal["auto", "kept", "off"] | Annotated[StrictInt, Field(ge=0)]
 _Names = Annotated[tuple[StrictStr, ...], Field(min_length=1)]
 
 
@@ -40,7 +41,7 @@ class HarmonySettings:
     """A list of shell patterns over module names, such as `["model.layers.*"]`; found unless given."""
     stash: Literal["auto", "device", "host"] = "auto"
     """Where inputs wait for backward; `"auto"`: on the device if they fit."""
-    residency: Literal["auto", "kept", "off"] | Annotated[StrictInt, Field(ge=0)] = "auto"
+    residency: ResidentPacks = "auto"
     """Packs that stay on the device: `"auto"` (the fastest that fit), `"kept"` (weights alone, from forward to
     backward), `"off"`, or a number (the last of the backward pass, state and all). Several processes keep weights at
     most; with `pack_layers` or `plan` it is off unless given."""

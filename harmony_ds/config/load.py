@@ -21,7 +21,7 @@ from harmony_ds.config.hints import AUTO, refuse_text_numbers
 from harmony_ds.config.paths import with_values
 from harmony_ds.config.read import read_config
 from harmony_ds.config.settings import Config, LossScale, Section
-from harmony_ds.errors import ConfigError, ContradictionError
+from harmony_ds.errors import ConfigError
 
 _AS_GRAD_SCALER = LossScale(loss_scale_window=2000, hysteresis=1, min_loss_scale=sys.float_info.min)
 """The rules of torch.amp.GradScaler, which DeepSpeed takes under autocast to float16."""
@@ -125,11 +125,11 @@ def _dtype(name: str) -> torch.dtype:
 def _precision(model: Any) -> tuple[torch.dtype, LossScale | None]:
     fp16 = model.fp16
     if model.bf16.enabled and fp16.enabled:
-        raise ContradictionError("bfloat16 and fp16 modes cannot be simultaneously enabled")
+        raise ConfigError("bfloat16 and fp16 modes cannot be simultaneously enabled")
     compute = torch.bfloat16 if model.bf16.enabled else torch.float16 if fp16.enabled else torch.float32
     asked = model.data_types.param_dtype
     if asked is not None and _dtype(asked) != compute:
-        raise ContradictionError(
+        raise ConfigError(
             f"data_types.param_dtype='{asked}' conflicts with the enabled precision mode (model dtype {compute}). Set "
             "the matching fp16/bf16 'enabled' flag or omit data_types.param_dtype."
         )
@@ -148,7 +148,7 @@ def _autocast_dtype(block: Any, compute: torch.dtype) -> torch.dtype | None:
             f'"torch_autocast.dtype" is {json.dumps(block.dtype)}: write "bfloat16", or "float16" (which scales losses).'
         )
     if compute not in (torch.float32, dtype) or compute == torch.float16:
-        raise ContradictionError(
+        raise ConfigError(
             f'"torch_autocast" to {block.dtype} is for fp32 weights, and these are {compute}: leave it, or "bf16" and '
             '"fp16", out.'
         )
@@ -174,7 +174,7 @@ def _batch_triple(model: Any, world_size: int) -> tuple[int, int, int]:
     if model.train_micro_batch_size_per_gpu == "auto":
         sizes.train_micro_batch_size_per_gpu = None
         if model.train_batch_size is None:
-            raise ContradictionError(
+            raise ConfigError(
                 f'"{MICRO_BATCH}" is "auto", which leaves it to the engine: give "train_batch_size", the rows of a step.'
             )
     try:
@@ -182,5 +182,5 @@ def _batch_triple(model: Any, world_size: int) -> tuple[int, int, int]:
         DeepSpeedConfig._batch_assertion(sizes)
     except (AssertionError, ZeroDivisionError) as error:
         numbers = ", ".join(f"{name} {number}" for name, number in vars(sizes).items() if number is not None)
-        raise ContradictionError(f"{error}. Correct one of these, or leave one out: {numbers}.") from None
+        raise ConfigError(f"{error}. Correct one of these, or leave one out: {numbers}.") from None
     return sizes.train_micro_batch_size_per_gpu, sizes.gradient_accumulation_steps, sizes.train_batch_size

@@ -12,7 +12,6 @@ from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
-from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
@@ -37,7 +36,19 @@ def _in_case(case: Any) -> BeforeValidator:
 
 _FlopsProfiler = _checked_by_type("FlopsProfiler", DeepSpeedFlopsProfilerConfig({}))
 _ActivationCheckpointing = _checked_by_type("ActivationCheckpointing", DeepSpeedActivationCheckpointingConfig({}))
-_Dtype = Literal[tuple(one for kind in DtypeEnum if kind.name != "int8" for one in kind._all_values[1:])]
+_Dtype = Literal[
+    "fp32",
+    "float32",
+    "float",
+    "torch.float32",
+    "bf16",
+    "bfloat16",
+    "torch.bfloat16",
+    "fp16",
+    "float16",
+    "half",
+    "torch.float16",
+]
 _Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], _in_case(str.lower)]
 _Communicated = Annotated[Literal["fp16", "bf16", "fp32"], _in_case(str.lower)]
 _Interval = Annotated[StrictInt | None, BeforeValidator(lambda value: None if value == math.inf else value)]
@@ -121,7 +132,7 @@ class DsConfig(_Block):
     vocabulary_size: Any = None
     pipeline: dict[str, Any] | None = None
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
-    flops_profiler: _FlopsProfiler = _FlopsProfiler()
-    activation_checkpointing: _ActivationCheckpointing = _ActivationCheckpointing()
+    flops_profiler: _FlopsProfiler = _FlopsProfiler()  # type: ignore[valid-type]
+    activation_checkpointing: _ActivationCheckpointing = _ActivationCheckpointing()  # type: ignore[valid-type]
     aio: dict[str, Any] | None = None
     harmony: HarmonySettings = HarmonySettings()

@@ -18,6 +18,7 @@ from harmony_ds.calls.joined import Joins
 from harmony_ds.calls.layer_call import LayerCalls
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.config import Config
+from harmony_ds.config.harmony import ResidentPacks
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.find import Decomposition, Layer, find_layers, layer_graph
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
@@ -263,7 +264,7 @@ def _parts(
     return parts, ledger
 
 
-def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: Alone) -> str | int:
+def _residency(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: Alone) -> ResidentPacks:
     """What the search may do in this run with spare device memory: "auto", "kept", "off", or so many packs."""
     settings = config.harmony
     if settings.residency != "auto":

@@ -80,7 +80,7 @@ class HarmonyEngine(nn.Module):
             return getattr(owner, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *deepspeed_names()})
+        return sorted({*super().__dir__(), *deepspeed_names()})  # type: ignore[no-untyped-call]
 
     # ---- what a training loop calls
 

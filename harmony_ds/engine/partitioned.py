@@ -42,4 +42,6 @@ def _values(name: str, parameter: Any) -> Tensor:
 
 def _is_deepspeeds(key: str, value: object) -> bool:
     module = str(getattr(getattr(value, "func", value), "__module__", ""))
-    return key.startswith("ds_") or key in ("is_external_param", "nvme_swapper") or module.partition(".")[0] == "deepspeed"
+    return (
+        key.startswith("ds_") or key in ("is_external_param", "nvme_swapper") or module.partition(".")[0] == "deepspeed"
+    )

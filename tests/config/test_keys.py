@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, HybridEngineConfig
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DtypeEnum, HybridEngineConfig
 
 from harmony_ds.config import load_config
 from harmony_ds.config.check import ds_config_type, paths_of
@@ -143,6 +143,13 @@ def test_a_rule_holds_for_all_names_of_a_key_and_all_keys_of_a_block() -> None:
     assert rule_of("aio.block_size") is RULES["aio"]
     assert rule_of("flops_profiler.enabled") is not rule_of("flops_profiler.detailed")
     assert rule_of("fp16.enabled") is None
+
+
+def test_names_of_dtypes_are_deepspeeds() -> None:
+    from harmony_ds.config import model
+
+    theirs = {name for one in DtypeEnum for name in one._all_values[1:] if one.name != "int8"}
+    assert theirs == set(get_args(model._Dtype))
 
 
 def test_optimizers_that_are_not_run_are_deepspeeds() -> None:

@@ -1,12 +1,8 @@
-"""The tables of ds_config keys: `python -m tests.docs.config_tables` writes those in docs/config.md anew.
-
-With a path, it writes a page of all keys there: `python -m tests.docs.config_tables outputs/docs/keys.md`.
-"""
+"""The tables of ds_config keys: `python -m tests.docs.config_tables` writes those in docs/config.md anew."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -97,11 +93,8 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    """Write the tables into docs/config.md, or all keys to the path that is given."""
-    if sys.argv[1:]:
-        Path(sys.argv[1]).write_text(all_keys(), encoding="utf-8")
-    else:
-        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write the tables into docs/config.md."""
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
