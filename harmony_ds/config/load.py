@@ -47,6 +47,7 @@ def load_config(
     if model.gradient_allreduce_op == "sum" and model.zero_optimization.stage == 3:
         raise ConfigError("gradient_allreduce_op='sum' is not supported with ZeRO stage 3")
     compute, loss_scale = _precision(model)
+    master, state = _optimizer_dtypes(model)
     autocast = _autocast_dtype(model.torch_autocast, compute)
     if autocast == torch.float16:
         loss_scale = _AS_GRAD_SCALER
@@ -59,7 +60,9 @@ def load_config(
         optimizer=_section("optimizer", model.optimizer),
         scheduler=_section("scheduler", model.scheduler),
         compute_dtype=compute,
-        accumulation_dtype=_accumulation_dtype(model.data_types.grad_accum_dtype, compute),
+        accumulation_dtype=_accumulation_dtype(model.data_types.grad_accum_dtype, compute, master),
+        master_dtype=master,
+        state_dtype=state,
         autocast_dtype=autocast,
         loss_scale=loss_scale,
         skip_overflow=loss_scale is not None or _checks_bf16(model),
@@ -155,8 +158,23 @@ def _autocast_dtype(block: Any, compute: torch.dtype) -> torch.dtype | None:
     return dtype
 
 
-def _accumulation_dtype(name: str | None, compute: torch.dtype) -> torch.dtype:
-    dtype = torch.float32 if name is None else _dtype(name)
+def _optimizer_dtypes(model: Any) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of masters and of the optimizer's state, by DeepSpeed's rules."""
+    masters, states = model.bf16.bf16_master_weights_and_grads, model.bf16.bf16_optimizer_states
+    if states and not masters:
+        raise ConfigError("bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled.")
+    if masters and not (model.bf16.enabled and model.zero_optimization.stage):
+        raise ConfigError(
+            'bf16.bf16_master_weights_and_grads needs "bf16": {"enabled": true} and "zero_optimization": '
+            '{"stage": 1, 2 or 3}, as in DeepSpeed.'
+        )
+    return torch.bfloat16 if masters else torch.float32, torch.bfloat16 if states else torch.float32
+
+
+def _accumulation_dtype(name: str | None, compute: torch.dtype, master: torch.dtype) -> torch.dtype:
+    if name is None:
+        return master
+    dtype = _dtype(name)
     if dtype not in (torch.float32, compute):
         raise ConfigError(
             f'data_types.grad_accum_dtype is "{name}" but the model computes in {compute}: use "fp32" or that '

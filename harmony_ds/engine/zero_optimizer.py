@@ -70,6 +70,8 @@ _OF_SETTINGS: dict[str, Callable[[Settings], Any]] = {
     "clip_grad": lambda settings: settings.now.gradient_clipping,
     "dtype": lambda settings: settings.now.compute_dtype,
     "gradient_accumulation_dtype": lambda settings: settings.now.accumulation_dtype,
+    "master_weights_and_grads_dtype": lambda settings: settings.now.master_dtype,
+    "low_precision_master_weights_and_grads": lambda settings: settings.now.master_dtype != torch.float32,
     "communication_data_type": lambda settings: settings.communication_data_type,
     "offload_param": _offloads_parameters,
     "check_grad_overflow": lambda settings: _is_fp16(settings) or settings.now.skip_overflow,
@@ -94,9 +96,8 @@ _SAME: dict[str, Any] = {
     ),
     **dict.fromkeys(("custom_loss_scaler", "has_moe_layers", "zenflow", "use_muon", "swap_optimizer"), False),
     **{"model_parallel_rank": 0, "model_parallel_world_size": 1, "sequence_parallel_size": 1, "gradient_average": True},
-    **{"master_weights_and_grads_dtype": torch.float32, "low_precision_master_weights_and_grads": False},
 }
-"""Names with one answer: masters in fp32, no parallelism but that of data, no tensors on disks."""
+"""Names with one answer: no parallelism but that of data, no tensors on disks."""
 _SET_BY = {"clip_grad": "gradient_clipping", "cur_scale": "fp16.loss_scale", "loss_scale": "fp16.loss_scale"}
 _SHOWN = {
     *("optimizer", "overflow", "loss_scaler", "loss_scale_config", "cur_scale", "loss_scale", "dynamic_loss_scale"),
