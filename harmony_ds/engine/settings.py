@@ -11,7 +11,7 @@ import torch
 
 from harmony_ds.config import Config
 from harmony_ds.errors import ConfigError
-from harmony_ds.parallel import Alone
+from harmony_ds.parallel import SingleProcess
 
 
 class Settings:
@@ -20,7 +20,7 @@ class Settings:
     client_optimizer: Any = None
     """The program's own optimizer, which DeepSpeed's `optimizer_name` names."""
 
-    def __init__(self, config: Config, world: Alone) -> None:
+    def __init__(self, config: Config, world: SingleProcess) -> None:
         self.now = config
         self._world = world
         self._parsed: tuple[Config | None, Any] = (None, None)
