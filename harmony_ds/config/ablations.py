@@ -38,7 +38,7 @@ class Ablation:
 
     @property
     def harmony(self) -> dict[str, object]:
-        """What it changes in our own block."""
+        """The changes in our own block, by the names of its keys."""
         return {path.removeprefix("harmony."): v for path, v in self.changes.items() if path.startswith("harmony.")}
 
     def exact_on(self, device: str) -> bool:
