@@ -1,4 +1,4 @@
-"""What spare device memory buys: bytes swapped, and step time, as the budget grows.
+"""Worth of spare device memory: bytes swapped, and step time, as the budget grows.
 
     python benchmarks/memory/run.py [--rounds 5] [--small]
 
@@ -104,7 +104,7 @@ class Ours:
 
 
 def peak(small: bool, **harmony: Any) -> int:
-    """What a plan takes without a limit."""
+    """Return the bytes that a plan takes without a limit."""
     run = Ours(small, None, **harmony)
     nbytes = run.engine.memory_report().planned_peak_bytes
     run.close()
@@ -112,7 +112,7 @@ def peak(small: bool, **harmony: Any) -> int:
 
 
 def measure(small: bool, budget: int, rounds: int) -> dict[str, Any]:
-    """One budget: its step time over plain training's, side by side, and what it swaps."""
+    """Measure one budget: its step time over plain training's, side by side, and its swaps."""
     plain, ours = Plain(small), Ours(small, budget)
     plain.step()
     ratios, seconds = [], []

@@ -120,7 +120,7 @@ def weight_bytes(shape: Shape) -> int:
 
 
 def measure(shape: Shape, steps: int, harmony: dict[str, Any], link: float | None = None) -> Any:
-    """Trains `steps` steps in a fresh engine; its plan report. `link`: MiB/s in each direction (None: as it is)."""
+    """Train `steps` steps in a new engine, and return its plan report. `link`: MiB/s in each direction (None: as it is)."""
     engine = engine_for(shape, link, **harmony)
     data = batches(shape)
     for _ in range(steps + 2):
@@ -131,7 +131,7 @@ def measure(shape: Shape, steps: int, harmony: dict[str, Any], link: float | Non
 
 
 def say(line: str) -> None:
-    """Once for all processes."""
+    """Print once for all processes."""
     if RANK == 0:
         print(line, flush=True)
 
@@ -141,7 +141,7 @@ def _chosen(only: str | None) -> list[Shape]:
 
 
 def accuracy(rounds: int, steps: int, only: str | None, link: float | None) -> list[dict[str, Any]]:
-    """Predicted over measured step time, the median over rounds, each with a profile and an engine of its own."""
+    """Compare predicted with measured step times: medians over rounds, each with a profile and an engine of its own."""
     rows = []
     for shape in _chosen(only):
         weights = weight_bytes(shape)
@@ -170,7 +170,7 @@ def accuracy(rounds: int, steps: int, only: str | None, link: float | None) -> l
 
 
 def top(rounds: int, steps: int, only: str | None) -> list[dict[str, Any]]:
-    """The first choice's measured time over the best measured time among the ten best by prediction."""
+    """Compare the first choice's measured time with the best measured time among the ten best by prediction."""
     rows = []
     for shape in _chosen(only):
         budget = shape.budgets[1] * weight_bytes(shape) / GIB

@@ -27,9 +27,9 @@ def draw(results: Results, path: Path) -> bool:
         _draw_curve(times, timed, results.unit)
     else:
         _draw_throughput(times, timed, results.unit)
-    peaks = {kind: [getattr(one, f"{kind}_peak_bytes") or 0 for one in timed] for kind in ("device", "host")}
+    peaks = {kind: [one.memory[kind] or 0 for one in timed] for kind in ("device", "host")}
     _draw_bytes(places, timed, peaks, 2**30, "peak of memory, GiB")
-    moved = {way: [getattr(one, way) or 0 for one in timed] for way in ("host_to_device", "device_to_host")}
+    moved = {way: [one.moved[way] or 0 for one in timed] for way in ("to device", "to host")}
     _draw_bytes(swaps, timed, moved, 2**20, "MiB between host and device in one step")
     for axes in (times, places, swaps):
         axes.spines[["top", "right"]].set_visible(False)
@@ -81,7 +81,7 @@ def _draw_bytes(axes: Any, timed: list[Summary], kinds: dict[str, list[int]], un
     """Draw two bars for every engine."""
     for offset, (kind, values) in zip((-0.2, 0.2), kinds.items(), strict=True):
         places = [index + offset for index in range(len(timed))]
-        axes.barh(places, [value / unit for value in values], height=0.36, label=kind.replace("_", " "))
+        axes.barh(places, [value / unit for value in values], height=0.36, label=kind)
     axes.set_yticks(range(len(timed)), [one.label for one in timed])
     axes.invert_yaxis()
     axes.set_xlabel(label)

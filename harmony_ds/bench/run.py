@@ -15,6 +15,7 @@ from typing import Any
 
 from harmony_ds.bench.processes import Child, ChildFailedError
 from harmony_ds.bench.results import Contestant, Results, Row, environment
+from harmony_ds.errors import ConfigError
 
 Tell = Callable[[str], None]
 _CLEARLY_SLOWER = 1.1
@@ -75,7 +76,11 @@ def run(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool,
 
 
 def begin(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool) -> Results:
-    """Return the results so far, or empty ones."""
+    """Return the results so far, or empty ones.
+
+    Raises:
+        ConfigError: naming the settings of `path` that are not those of this comparison.
+    """
     first = contestants[0].task
     wanted: dict[str, Any] = {
         "contestants": {c.label: {"engine": c.engine, "task": c.task.as_json()} for c in contestants},
@@ -84,7 +89,9 @@ def begin(contestants: list[Contestant], timing: Rounds, path: Path, resume: boo
     }
     if resume and path.is_file():
         results = Results.load(path)
-        results.check_same(wanted)
+        if differing := sorted(key for key in wanted if wanted[key] != results.wanted.get(key)):
+            was = "; ".join(f"{key} was {results.wanted.get(key)!r} and is {wanted[key]!r}" for key in differing)
+            raise ConfigError(f"these results were begun with other settings: {was}. Leave --resume away.")
         for row in results.rows.values():
             if row.error is not None and not row.out_of_memory:
                 row.error = None  # any other failure is tried once more
@@ -114,7 +121,7 @@ def best_micro_batch(contestant: Contestant, core: int | None, tell: Tell) -> tu
                 child.ask("run", 0, 1)
                 step_ms = child.ask("run", 1, 1)["drained_ms"]
         except ChildFailedError as error:
-            found[str(rows)] = {"error": str(error), "out_of_memory": error.out_of_memory}
+            found[str(rows)] = {"error": "out of memory" if error.out_of_memory else str(error)}
             break  # a larger one needs more still
         found[str(rows)] = {"step_ms": step_ms}
         if step_ms > _CLEARLY_SLOWER * best_ms:

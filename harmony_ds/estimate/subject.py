@@ -1,4 +1,4 @@
-"""From what the user calls MODEL to a module and one micro-batch of inputs.
+"""Load MODEL of a command line: a module and one micro-batch of inputs.
 
     path of a config.json, or of a directory with one    a Hugging Face model
     module:function                                       a function that returns a module, or (module, inputs)
@@ -25,11 +25,11 @@ _DEFAULT_SEQUENCE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is to be trained.
+    """Model that is to be trained.
 
     Attributes:
         inputs: keyword arguments of one micro-batch, for which the model returns a loss.
-        items: what one micro-batch holds, in `unit`.
+        items: size of one micro-batch, in `unit`.
         unit: "tokens" or "samples".
     """
 
@@ -52,7 +52,7 @@ class BatchShape:
 
 
 def load_subject(spec: str, shape: BatchShape, device: str) -> Subject:
-    """The model that `spec` names, on `device` ("meta" or "cpu"), in training mode.
+    """Load the model that `spec` names, on `device` ("meta" or "cpu"), in training mode.
 
     Raises:
         ConfigError: there is no such model, or no inputs can be made for it.
@@ -122,7 +122,7 @@ def _hugging_face(path: Path, shape: BatchShape, device: torch.device) -> Subjec
 
 
 def _class_for(transformers: Any, config: Any) -> Any:
-    """The class that the config names, else the language model of its type."""
+    """Return the class that the config names, else the language model of its type."""
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
         if found is not None:
@@ -141,7 +141,7 @@ def _class_for(transformers: Any, config: Any) -> Any:
 
 
 def _with_inputs(model: nn.Module, shape: BatchShape, device: torch.device) -> Subject:
-    """A micro-batch for a Hugging Face model, by what its forward takes."""
+    """Make a micro-batch for a Hugging Face model, by what its forward takes."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rows = shape.rows

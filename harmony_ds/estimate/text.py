@@ -9,7 +9,7 @@ _WIDTH, _LABEL = 80, 13
 
 
 def labelled(label: str, text: str) -> str:
-    """`text` beside its label."""
+    """Return `text` beside its label."""
     return fill(f"{label:<{_LABEL}}{text}", _WIDTH, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
 
 
@@ -18,7 +18,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table: the first column to the left, and wrapped where it must be; the others to the right."""
+    """Return a table: the first column to the left, and wrapped where it must be; the others to the right."""
     widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
     widths[0] = min(widths[0], _WIDTH - sum(widths[1:]) - 2 * len(widths[1:]))
     return "\n".join(line for row in (head, *rows) for line in _lines(row, widths))

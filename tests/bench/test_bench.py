@@ -144,8 +144,8 @@ def test_ratios_are_taken_round_by_round_and_losses_against_plain_torch(task: Wo
     )
     harmony, torch_, other = summarize(results)
     assert torch_.ratio is not None and torch_.ratio.median == 1.5
-    assert torch_.losses_agree is None and harmony.losses_agree is True
-    assert other.losses_agree is False and other.loss_difference == pytest.approx(0.1)
+    assert torch_.loss_difference is None and harmony.loss_difference == 0.0
+    assert not other.losses_agree and other.loss_difference == pytest.approx(0.1)
     assert not losses_agree([harmony, torch_, other])
     assert other.items_per_s == pytest.approx(640)
 
@@ -245,7 +245,7 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
         assert set(finished.rows[label].rounds) == {"0", "1"}
     harmony, plain = summarize(finished)
     assert harmony.loss_difference is not None and harmony.loss_difference < 1e-6
-    assert harmony.host_to_device and harmony.device_peak_bytes
+    assert harmony.moved["to device"] and harmony.memory["device"]
     assert "![" in output.with_suffix(".md").read_text() and output.with_suffix(".png").is_file()
     assert plain.engine == "torch"
 
@@ -422,8 +422,6 @@ def test_two_processes_are_compared_as_one_engine(model: str, tmp_path: Path, pl
     parameters = Results.load(output).parameters
     half = 4 * parameters / 2  # of the gradients, once
     assert ours.report["sent_bytes"] == (pytest.approx(half, rel=0.2) if place == "device" else 0)
-    # Theirs cross for each of 4 micro-batches (weights of this size it does not gather).
-    assert theirs.report["sent_bytes"] > 4 * half * 0.8
 
 
 def test_a_pipeline_is_compared_with_one_device(model: str, tmp_path: Path) -> None:
