@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from harmony_ds.bench.collectives import SentBytes
 from harmony_ds.bench.engines import Engine, adapter
 from harmony_ds.bench.workload import Workload
 from harmony_ds.errors import DoesNotFitError, UnsupportedError
@@ -52,19 +53,25 @@ class Server:
         return {"losses": losses, **{kind: seconds * 1e3 for kind, seconds in times.items()}}
 
     def count(self, step: int) -> dict[str, Any]:
-        """Take one step, and return the bytes copied between host and device, as CUDA's profiler saw them."""
+        """Count the bytes of one step: copied, as CUDA's profiler saw them, and sent to other processes."""
         from torch.profiler import ProfilerActivity, profile
 
-        if not self._on_cuda:
-            return {}
+        counted: dict[str, Any] = {}
         batches = self.task.batches(step, self._rank)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            self.engine.step(batches)
-            self.engine.drain()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            return {"copied_bytes": copied_bytes(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])}
+        if self._on_cuda:
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                self.engine.step(batches)
+                self.engine.drain()
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                profiler.export_chrome_trace(str(path))
+                counted["copied_bytes"] = copied_bytes(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+        # harmony_ds counts itself, and takes no modes of torch.
+        if self.task.devices > 1 and "sent_bytes" not in self.engine.report():
+            with SentBytes(self.task.devices) as sent:
+                self.engine.step(batches)
+            counted["sent_bytes"] = sent.nbytes
+        return counted
 
     def report(self) -> dict[str, Any]:
         """Return the engine's report and peaks of memory; of several processes each its share of shared memory."""

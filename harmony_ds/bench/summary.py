@@ -37,7 +37,7 @@ class Summary:
         step_ms: to the end of all updates; None where no round was timed.
         ratio: harmony's step time over this engine's, round by round.
         memory: peaks, by "device" and "host", in bytes.
-        moved: bytes of one step of each device, by "to device", "to host" and "sent" (to other processes, if counted).
+        moved: bytes of one step of each device, by "to device", "to host" and "sent" (to other processes).
         traffic: how the bytes are known.
         loss_difference: the largest relative distance from the reference's losses; None for the reference.
     """
