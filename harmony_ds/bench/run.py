@@ -107,12 +107,15 @@ def begin(contestants: list[Contestant], timing: Rounds, path: Path, resume: boo
 def best_micro_batch(contestant: Contestant, core: int | None, tell: Tell) -> tuple[Contestant, dict[str, Any]]:
     """Return the contestant at its fastest micro-batch, and all times measured.
 
-    The micro-batch is doubled until the step's samples are one, memory ends, or the step takes a tenth longer than before.
+    Multiples by two of its own are tried, from the largest down where a cap on CUDA stops what is too large, else upward;
+    until the step takes a tenth longer than the best.
     """
     found: dict[str, Any] = {}
     best, best_ms, task = contestant, float("inf"), contestant.task
-    rows = task.micro_batch
-    while task.samples // task.devices % rows == 0:
+    whole = task.samples // task.devices // task.micro_batch
+    sizes = [task.micro_batch * 2**power for power in range(whole.bit_length()) if whole % 2**power == 0]
+    downward = task.device == "cuda"
+    for rows in sorted(sizes, reverse=downward):
         cut = task.cut(rows)
         tell(f"{contestant.label}: looking for its best micro-batch, {rows} rows")
         try:
@@ -122,13 +125,14 @@ def best_micro_batch(contestant: Contestant, core: int | None, tell: Tell) -> tu
                 step_ms = child.ask("run", 1, 1)["drained_ms"]
         except ChildFailedError as error:
             found[str(rows)] = {"error": "out of memory" if error.out_of_memory else str(error)}
+            if downward:
+                continue
             break  # a larger one needs more still
         found[str(rows)] = {"step_ms": step_ms}
         if step_ms > _CLEARLY_SLOWER * best_ms:
             break
         if step_ms < best_ms:
             best, best_ms = replace(contestant, task=cut), step_ms
-        rows *= 2
     return best, found
 
 

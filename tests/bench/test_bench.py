@@ -316,21 +316,24 @@ class Scripted(Here):
 
 
 @pytest.mark.parametrize(
-    ("script", "tried", "best"),
+    ("device", "script", "tried", "best"),
     [
-        ({1: 9.0, 2: 5.0, 4: 5.2, 8: 3.0}, {"1", "2", "4", "8"}, 8),  # hardly slower is no end
-        ({1: 9.0, 2: 5.0, 4: 7.0, 8: 3.0}, {"1", "2", "4"}, 2),
-        ({1: 9.0, 2: 5.0}, {"1", "2", "4"}, 2),
-        ({}, {"1"}, 1),
+        ("cpu", {1: 9.0, 2: 5.0, 4: 5.2, 8: 3.0}, "1 2 4 8", 8),  # hardly slower is no end
+        ("cpu", {1: 9.0, 2: 5.0, 4: 7.0, 8: 3.0}, "1 2 4", 2),
+        ("cpu", {1: 9.0, 2: 5.0}, "1 2 4", 2),
+        ("cpu", {}, "1", 1),
+        ("cuda", {1: 9.0, 2: 5.0, 4: 3.0}, "8 4 2", 4),
+        ("cuda", {}, "8 4 2 1", 1),
     ],
 )
 def test_the_search_ends_where_steps_are_slower_or_memory_ends(
-    task: Workload, monkeypatch: pytest.MonkeyPatch, script: dict[int, float], tried: set[str], best: int
+    task: Workload, monkeypatch: pytest.MonkeyPatch, device: str, script: dict[int, float], tried: str, best: int
 ) -> None:
     monkeypatch.setattr("harmony_ds.bench.run.Child", Scripted)
     monkeypatch.setattr(Scripted, "script", script, raising=False)
-    found, times = best_micro_batch(Contestant("x", "deepspeed-zero3-offload", task.cut(1)), None, silent)
-    assert set(times) == tried and found.task.micro_batch == best
+    one = Contestant("x", "deepspeed-zero3-offload", replace(task.cut(1), device=device))
+    found, times = best_micro_batch(one, None, silent)
+    assert [*times] == tried.split() and found.task.micro_batch == best
 
 
 def test_other_engines_run_at_their_best_micro_batch_and_resume_with_it(
