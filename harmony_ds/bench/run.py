@@ -65,7 +65,7 @@ def run(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool,
             if timing.limit_s is not None and now - began > timing.limit_s:
                 tell(f"stopped after {timing.limit_s:.0f} s, {left} turns left: --resume goes on")
                 break
-            minutes = f", about {(now - first_turn) / taken * left / 60:.0f} min" if taken else ""
+            minutes = f", about {(now - first_turn) / taken * left / 60:.1f} min" if taken else ""
             tell(f"{contestant.label}: round {number + 1} of {timing.rounds}, {left} turns left{minutes}")
             race.take(number, contestant)
         else:
@@ -122,7 +122,7 @@ def best_micro_batch(contestant: Contestant, core: int | None, tell: Tell) -> tu
             with Child(contestant.engine, cut, core) as child:
                 child.start()
                 child.ask("run", 0, 1)
-                step_ms = child.ask("run", 1, 1)["drained_ms"]
+                step_ms = min(child.ask("run", step, 1)["drained_ms"] for step in (1, 2))
         except ChildFailedError as error:
             found[str(rows)] = {"error": "out of memory" if error.out_of_memory else str(error)}
             if downward:
