@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import harmony_ds
-from harmony_ds.device.host_streams import HostStreamDevice
+from harmony_ds.device.cpu import HostStreamDevice
 from tests import simdevice
 from tests.engine.drive import config_of
 
