@@ -37,18 +37,9 @@ def _in_case(case: Any) -> BeforeValidator:
 _FlopsProfiler = _checked_by_type("FlopsProfiler", DeepSpeedFlopsProfilerConfig({}))
 _ActivationCheckpointing = _checked_by_type("ActivationCheckpointing", DeepSpeedActivationCheckpointingConfig({}))
 _Dtype = Literal[
-    "fp32",
-    "float32",
-    "float",
-    "torch.float32",
-    "bf16",
-    "bfloat16",
-    "torch.bfloat16",
-    "fp16",
-    "float16",
-    "half",
+    "fp32", "float32", "float", "torch.float32", "bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "half",
     "torch.float16",
-]
+]  # fmt: skip
 _Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], _in_case(str.lower)]
 _Communicated = Annotated[Literal["fp16", "bf16", "fp32"], _in_case(str.lower)]
 _Interval = Annotated[StrictInt | None, BeforeValidator(lambda value: None if value == math.inf else value)]
@@ -59,7 +50,7 @@ _Norm = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(lambd
 
 class _Scheduler(_Block):
     type: StrictStr
-    params: dict[str, Any] = {}
+    params: dict[str, Any] | None = None
 
 
 class _Optimizer(_Scheduler):
