@@ -24,6 +24,7 @@ class HarmonySettings:
     pin_memory: bool = True
     seed: int | None = None
     reproducible: bool = True
+    split_masters: bool = False
     weights: str = "auto"
     reduce: str = "auto"
     plan: str | None = None

@@ -45,6 +45,8 @@ from harmony_ds.offload.own_gradients import OwnGradients
 from harmony_ds.offload.piece_optimizer import PieceOptimizer
 from harmony_ds.offload.process_memory import MappedFiles
 from harmony_ds.offload.residency import Residency
+from harmony_ds.offload.split_masters import SplitMasters
+from harmony_ds.offload.split_optimizer import SplitOptimizer
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
 from harmony_ds.parallel import Alone, World
@@ -176,6 +178,8 @@ def _check_parallel(config: Config, world: Alone) -> None:
     """Raises UnsupportedError for what several processes cannot do."""
     if config.harmony.micro_batch == "auto":
         world.refuse('harmony.micro_batch "auto"')
+    if config.harmony.split_masters:
+        world.refuse("harmony.split_masters")
     if config.harmony.residency not in ("auto", "kept", "off", 0):
         world.refuse("harmony.residency: packs that stay on the device and are updated there")
     if config.harmony.reduce == "host" and world.servers > 1:
@@ -205,7 +209,8 @@ def _check_pipeline(config: Config, device: Device, saved: Plan | None) -> None:
 def _to_slabs(
     model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: Alone
 ) -> HostStore:
-    store = HostStore(model, decomposition, config.compute_dtype, device, world, config.master_dtype)
+    split = SplitMasters() if config.harmony.split_masters else None
+    store = HostStore(model, decomposition, config.compute_dtype, device, world, config.master_dtype, split)
     world.agree("weights are there")
     world.spread(store.memory())
     _share_buffers(model, world)
@@ -223,6 +228,8 @@ def _share_buffers(model: nn.Module, world: Alone) -> None:
 
 
 def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: Alone) -> HostOptimizer:
+    if store.split is not None:
+        return SplitOptimizer(optimizer, store.parameters, store.split)
     apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
     if isinstance(world, World):
         return PieceOptimizer(optimizer, store.masters, world, apart)
@@ -352,7 +359,7 @@ def host_need(
     there = (p for p in parameters.values() if not p.is_meta and not mapped.holds(p))
     by_kind = {
         "weights": weights,
-        "masters": 0 if dtype == config.master_dtype else 4 * sum(trainable.values()),
+        "masters": config.master_bytes * sum(trainable.values()),
         "optimizer": _state_bytes(config, *optimizer),
         "gradients": gradients,
     }

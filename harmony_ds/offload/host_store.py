@@ -7,6 +7,7 @@ fp32 beside it; where masters have the compute dtype, the parameter is its own m
     fp32              parameter = slab view = master                     4 bytes per parameter
     bf16, fp16        parameter = slab view (2), master (4)              6 bytes per trainable parameter
     16-bit masters    parameter = slab view = master                     2 bytes per parameter
+    split masters     parameter = slab view (2), the bits below (2)      4 bytes per trainable parameter
 
 A model whose weights are a mapped file is read once, layer by layer; its pages go when the system wants memory.
 """
@@ -24,6 +25,7 @@ from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
 from harmony_ds.offload.places import Place, places_of
 from harmony_ds.offload.process_memory import return_freed
+from harmony_ds.offload.split_masters import SplitMasters
 from harmony_ds.parallel import Alone
 
 ungated = torch._C.DisableTorchFunctionSubclass
@@ -53,12 +55,14 @@ class HostStore:
         device: Device,
         world: Alone = _ALONE,
         master_dtype: torch.dtype = torch.float32,
+        split: SplitMasters | None = None,
     ) -> None:
         """Move `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
 
-        Where several processes share the slabs, their values are those of the first. `master_dtype` is fp32 or `dtype`.
+        Where several processes share the slabs, their values are those of the first. `master_dtype` is fp32 or `dtype`;
+        `split` is given where fp32 masters are the weights and the bits below them.
         """
-        self.dtype, self.master_dtype = dtype, master_dtype
+        self.dtype, self.master_dtype, self.split = dtype, master_dtype, split
         self._world = world
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
@@ -89,7 +93,10 @@ class HostStore:
                 if parameter.requires_grad:
                     self.masters[name] = self._master(parameter)
                 if self._world.leads:
-                    view.copy_(parameter)
+                    if self.split is not None and parameter.requires_grad:
+                        self.split.add(name, view, parameter)
+                    else:
+                        view.copy_(parameter)
                     slab[place.start + view.numel() : place.end].zero_()
             before = parameter.data
             parameter.data = view
@@ -100,7 +107,7 @@ class HostStore:
         return freed_bytes
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        if self.dtype == self.master_dtype:
+        if self.dtype == self.master_dtype or self.split is not None:
             return parameter
         master = self._world.empty(parameter, self.master_dtype)
         if self._world.leads:
@@ -109,13 +116,33 @@ class HostStore:
 
     def memory(self) -> list[Tensor]:
         """Of all weights and masters, each once."""
-        own = [] if self.dtype == self.master_dtype else [master.detach() for master in self.masters.values()]
+        own = [master.detach() for name, master in self.masters.items() if master is not self.parameters[name]]
         return [*self._slabs, *own]
 
     def weight(self, name: str) -> Tensor:
         """The memory of the parameter `name`: a plain tensor, which no autograd graph knows."""
         slab, place = self._places[name]
         return place.view(self._slabs[slab])
+
+    @property
+    def has_fp32_masters(self) -> bool:
+        """Whether masters hold more than the weights do."""
+        return self.dtype != self.master_dtype
+
+    def read_master(self, name: str) -> Tensor:
+        """Return the values that the optimizer steps, in the masters' dtype; not to be written into."""
+        if self.split is not None:
+            return self.split.read(name).view(self.masters[name].shape)
+        return self.masters[name].detach()
+
+    @torch.no_grad()
+    def write_master(self, name: str, values: Tensor) -> None:
+        """Make `values` the master's, and what they round to the weight's."""
+        if self.split is not None:
+            self.split.write(name, values)
+            return
+        self.masters[name].detach().copy_(values)
+        self.weight(name).copy_(self.masters[name].detach())
 
     @torch.no_grad()
     def follow_masters(self, names: Iterable[str]) -> None:
@@ -160,7 +187,7 @@ class HostStore:
             for name, master in self.masters.items()
             if master is not self.parameters[name]
         )
-        return {"weights": slabs, "masters": masters}
+        return {"weights": slabs, "masters": masters if self.split is None else self.split.host_bytes}
 
     def release(self) -> None:
         """Gives the page-locked memory back; the parameters stay readable."""
