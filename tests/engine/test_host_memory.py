@@ -53,7 +53,7 @@ COUNT = 2 * 64 * 64
 
 
 def needed(monkeypatch: pytest.MonkeyPatch, model: nn.Module, make: object, **more: object) -> str:
-    """What an engine says that it needs where there is nothing."""
+    """Return the memory that an engine says it needs when none is free."""
     rooms_of(monkeypatch, 0)
     clip = more.pop("clip", None)
     config = config_of(1, clip=clip, **more)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_weights_masters_state_and_gradients_are_counted(monkeypatch: pytest.Mon
     )
 
 
-def test_only_what_is_trained_has_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_trained_parameters_have_state(monkeypatch: pytest.MonkeyPatch) -> None:
     half = linear()
     half[0].requires_grad_(False)  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""What the engine answers about its own settings."""
+"""Answers of the engine about its own settings."""
 
 from __future__ import annotations
 
