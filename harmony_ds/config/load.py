@@ -52,8 +52,8 @@ def load_config(
     micro_batch, steps, batch = _batch_triple(values, world_size)
     if values["harmony.split_masters"] and (compute, master) != (torch.bfloat16, torch.float32):
         raise ConfigError(
-            f"harmony.split_masters is for fp32 masters of bf16 weights, and here weights are {compute} and masters {master}: "
-            "leave it out."
+            f"harmony.split_masters is for fp32 masters of bf16 weights, and here weights are {compute} and masters "
+            f"{master}: leave it out."
         )
     clipping = _clipping(raw, values)
     return Config(

@@ -166,8 +166,8 @@ def assemble(
 def _to_slabs(
     model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: Alone
 ) -> HostStore:
-    split = SplitMasters() if config.harmony.split_masters else None
-    store = HostStore(model, decomposition, config.compute_dtype, device, world, config.master_dtype, split)
+    masters = SplitMasters() if config.harmony.split_masters else config.master_dtype
+    store = HostStore(model, decomposition, config.compute_dtype, device, world, masters)
     world.agree("weights are there")
     world.spread(store.memory())
     _share_buffers(model, world)

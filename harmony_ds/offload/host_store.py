@@ -54,15 +54,18 @@ class HostStore:
         dtype: torch.dtype,
         device: Device,
         world: Alone = _ALONE,
-        master_dtype: torch.dtype = torch.float32,
-        split: SplitMasters | None = None,
+        masters: torch.dtype | SplitMasters = torch.float32,
     ) -> None:
         """Move `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
 
-        Where several processes share the slabs, their values are those of the first. `master_dtype` is fp32 or `dtype`;
-        `split` is given where fp32 masters are the weights and the bits below them.
+        Where several processes share the slabs, their values are those of the first.
+
+        Args:
+            masters: the dtype of the masters, fp32 or `dtype`; or what holds the low bits of fp32 masters that are split.
         """
-        self.dtype, self.master_dtype, self.split = dtype, master_dtype, split
+        self.dtype = dtype
+        self.split = masters if isinstance(masters, SplitMasters) else None
+        self.master_dtype = torch.float32 if isinstance(masters, SplitMasters) else masters
         self._world = world
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}

@@ -37,7 +37,11 @@ def _compiled() -> ctypes.CDLL:
     flags = ["-O3", "-march=native", "-fopenmp"]
     try:
         path = cpp_extension.load(
-            "harmony_split_masters", [str(source)], extra_cflags=flags, extra_ldflags=["-fopenmp"], is_python_module=False
+            "harmony_split_masters",
+            [str(source)],
+            extra_cflags=flags,
+            extra_ldflags=["-fopenmp"],
+            is_python_module=False,
         )
     except (RuntimeError, OSError) as error:
         raise OptimizerError(

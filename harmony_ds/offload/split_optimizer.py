@@ -43,7 +43,9 @@ class SplitOptimizer(HostOptimizer):
             UnsupportedError: hooks on the optimizer's step have come, which would see no masters.
         """
         if self.steps_whole:
-            raise UnsupportedError("hooks on the optimizer's step do not see masters that are split: harmony.split_masters.")
+            raise UnsupportedError(
+                "hooks on the optimizer's step see no masters that are split (harmony.split_masters)."
+            )
         return super().hyper()
 
     def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:

@@ -48,11 +48,12 @@ class ParameterLink:
             self.owner.before_write(self.name)
         self.owner.materialize(self.name)
         self._is_touched = True
-        self.keep_weight()
+        if self._before is None:
+            self.keep_weight()
 
     def keep_weight(self) -> None:
         """Keep a copy of the weight of a split master, so that what is written into it from now on can be found."""
-        if self._is_split and self._before is None:
+        if self._is_split:
             self._before = self._weight.clone()
 
     @torch.no_grad()
@@ -95,6 +96,8 @@ class ParameterLink:
             before, self._before = self._before, None
             if before is not None and self._store.split is not None:
                 self._store.split.round(self.name, weight != before)
+            if self.has_aliases:
+                self.keep_weight()
         elif master is not None:
             changed = weight != master.to(weight.dtype)
             if changed.any():
@@ -137,7 +140,7 @@ class ParameterLink:
             return
         if optim_state_key is None:
             self._store.write_master(self.name, value)
-            self._before = None
+            self.keep_weight()
         else:
             found.copy_(value)
 
