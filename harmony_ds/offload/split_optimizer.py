@@ -16,7 +16,7 @@ from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.piece_optimizer import check_elementwise
 from harmony_ds.offload.split_masters import BLOCK, SplitMasters
-from harmony_ds.offload.watched_state import plain
+from harmony_ds.offload.synced_state import plain_state
 
 
 class SplitOptimizer(HostOptimizer):
@@ -55,7 +55,7 @@ class SplitOptimizer(HostOptimizer):
 
     def _step_parameter(self, name: str, gradient: Tensor, hyper: Hyper) -> None:
         parameter = self._masters[name]
-        states: dict[str, Any] = plain(self.optimizer.state)[parameter]
+        states: dict[str, Any] = plain_state(self.optimizer.state)[parameter]
         before, after = dict(states), dict[str, Any]()
         for block in self._split.blocks(name):
             values = self._values[: block.stop - block.start]
