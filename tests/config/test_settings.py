@@ -85,9 +85,10 @@ def test_the_harmony_block_is_read() -> None:
         "micro_batch": {"forward": 8, "backward": 4},
         "grouping": False,
         "keep_graphs": False,
+        "split_masters": True,
         "reduce": "host",
     }
-    settings = load(harmony=block).harmony
+    settings = load(harmony=block, bf16={"enabled": True}).harmony
 
     assert dataclasses.asdict(settings) == {
         **block,
