@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from harmony_ds.config import Config
+from harmony_ds.config.harmony import ResidentPacks
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device
 from harmony_ds.errors import ConfigError, OptimizerError, UnsupportedError
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
-from harmony_ds.offload.host_limits import HostNeed, check_host_memory
+from harmony_ds.offload.host_memory import HostNeed, MappedFiles, check_host_memory
 from harmony_ds.offload.host_store import HostStore
-from harmony_ds.offload.optimizers import ClientOptimizer, members
-from harmony_ds.offload.process_memory import MappedFiles
-from harmony_ds.parallel import Alone
+from harmony_ds.offload.optimizers import ClientOptimizer, parameters_in
+from harmony_ds.parallel import SingleProcess
 from harmony_ds.scheduler.plan import Plan
 
 _SWAPPED = ("auto", "kept", "off", 0)
@@ -43,10 +43,12 @@ def read_plan(path: str | None) -> Plan | None:
         raise ConfigError(f"harmony.plan: {path} is no plan of this version of harmony_ds ({error!r}).") from error
 
 
-def check_processes(config: Config, world: Alone) -> None:
+def check_processes(config: Config, world: SingleProcess) -> None:
     """Raise UnsupportedError for settings that several processes cannot run."""
     if config.harmony.micro_batch == "auto":
         world.refuse('harmony.micro_batch "auto"')
+    if config.harmony.split_masters:
+        world.refuse("harmony.split_masters")
     if config.harmony.residency not in _SWAPPED:
         world.refuse("harmony.residency: packs that stay on the device and are updated there")
     if config.harmony.reduce == "host" and world.servers > 1:
@@ -73,7 +75,9 @@ def check_devices(config: Config, device: Device, saved: Plan | None) -> None:
         )
 
 
-def residency_for(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: Alone) -> str | int:
+def residency_for(
+    config: Config, device: Device, optimizer: DeviceOptimizer | None, world: SingleProcess
+) -> ResidentPacks:
     """Return the search's use of spare device memory in this run: "auto", "kept", "off", or a number of packs."""
     settings = config.harmony
     if settings.residency != "auto":
@@ -99,7 +103,7 @@ def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOpti
     specs = []
     for spec in graph.parameters:
         if spec.trainable and optimizer.trains(spec.name):
-            master = 0 if store.upload_copy(spec.name) is None else slab_bytes(spec.numel, 4)
+            master = 0 if store.compute_copy(spec.name) is None else slab_bytes(spec.numel, 4)
             spec = replace(  # noqa: PLW2901
                 spec,
                 state_bytes=master + optimizer.state_bytes(spec.name, spec.numel),
@@ -109,9 +113,9 @@ def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOpti
     return replace(graph, parameters=tuple(specs))
 
 
-def check_host_room(need: HostNeed, world: Alone) -> None:
+def check_host_room(need: HostNeed, world: SingleProcess) -> None:
     """Raise HostMemoryError if a server has too little: checked once for all of its processes, before any takes some."""
-    if world.leads:
+    if world.is_local_first:
         check_host_memory(replace(need, there_bytes=world.local_size * need.there_bytes))
     world.agree("the host has room")
 
@@ -141,7 +145,7 @@ def host_need(
     there = (p for p in parameters.values() if not p.is_meta and not mapped.holds(p))
     by_kind = {
         "weights": weights,
-        "masters": 0 if dtype == config.master_dtype else 4 * sum(trainable.values()),
+        "masters": config.master_bytes * sum(trainable.values()),
         "optimizer": _state_bytes(config, *optimizer),
         "gradients": gradients,
     }
@@ -160,5 +164,5 @@ def _state_bytes(config: Config, client: ClientOptimizer | None, given: list[Any
         numbers = 0 if client.state else state_numbers(type(client).__name__, client.defaults)
     elif client is None and config.optimizer is not None:
         numbers = state_numbers(config.optimizer.type, config.optimizer.params)
-    elements = sum({id(p): p.numel() for p in members(groups) if p.requires_grad}.values())
+    elements = sum({id(p): p.numel() for p in parameters_in(groups) if p.requires_grad}.values())
     return config.state_dtype.itemsize * (numbers or 0) * elements

@@ -44,7 +44,7 @@ class StepRecord:
         try:
             yield
         finally:  # the bytes of a step that fails are not the next one's
-            traffic, sent = self._assembly.ledger.close(), self._assembly.parts.world.sent_bytes
+            traffic, sent = self._assembly.ledger.drain(), self._assembly.parts.world.sent_bytes
             sent_bytes, self._sent_before = sent - self._sent_before, sent
         self._note_time((time.perf_counter() - begin) * 1e3, as_planned)
         self._peaks = device.peaks()
