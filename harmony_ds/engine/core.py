@@ -21,7 +21,7 @@ from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.settings import FIXED_ATTRIBUTES, Settings, table_getters
 from harmony_ds.engine.step_record import StepRecord
-from harmony_ds.engine.timers import Throughput
+from harmony_ds.engine.throughput import Throughput
 from harmony_ds.engine.training import Training
 from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.errors import UnsupportedError
@@ -195,9 +195,9 @@ class HarmonyEngine(nn.Module):
     swap_report = delegated("_record", StepRecord.swap_report)
     plan_report = delegated("_record", StepRecord.plan_report)
     memory_report = delegated("_record", StepRecord.memory_report)
+    on_progress = delegated_alive("_record", StepRecord.on_progress)
     record_steps = delegated_alive("_record", StepRecord.record_steps)
     trace = delegated("_record", StepRecord.trace)
-    on_progress = delegated_alive("_reports", StepReports.on_progress)
     get_wall_clock_timers = delegated("_reports", StepReports.get_wall_clock_timers)
 
     @property

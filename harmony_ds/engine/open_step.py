@@ -134,7 +134,7 @@ class OpenStep:
         training, group = self._training, self.group
         full = len(group) == training.settings.gradient_accumulation_steps() and not group.propagated
         try:
-            with self._reports.step(len(group), full):
+            with self._reports.record.step(len(group), full):
                 ran = self._run()
             training.finish_step(self._runner.executor.updates.outcome if ran else Outcome(), schedule)
         except BaseException:
