@@ -1,4 +1,4 @@
-"""What a model gets of a layer call: tensors that are cut from its graph."""
+"""Outputs of layer calls, cut from the layer's graph before the model gets them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from harmony_ds.calls.targets import OutputGradient
 def cut_outputs(
     call: RecordedCall, outcome: CallOutputs, sources: list[Tensor], own: set[int], layer: str
 ) -> list[Any]:
-    """Output leaves for the model: inputs that came back are the model's own, the rest is cut, each tensor once.
+    """Return the output leaves for the model: inputs that were returned are its own tensors, others are cut once.
 
-    `call` gets to know their gradients, and which of them share their memory with others.
+    Sets the output gradients of `call`, and which outputs share memory.
 
     Args:
-        own: memory of the parameters, which will be evicted: outputs that lie in it are copied.
+        own: storages of the parameters, which will be evicted: outputs that lie in them are copied.
     """
     leaves = list(outcome.leaves)
     returned = dict(zip(map(id, outcome.inputs), sources, strict=True))
-    places: list[int] = []  # of what is cut
+    places: list[int] = []  # of leaves that are cut
     memories: list[int | None] = []
     gradients: list[OutputGradient] = []
     first_of: dict[int, int] = {}
@@ -58,10 +58,11 @@ def cut_outputs(
 
 
 def _shared(memories: list[int | None], outcome: CallOutputs) -> set[int | None]:
-    """Those that several outputs lie in, or inputs, other than such that the layer has changed: where one is written to in
-    place, the graph of the others does not know of it.
+    """Return the storages of several outputs, or of outputs and unchanged inputs.
+
+    When such a tensor is written to in place, the graphs of the others do not know of it.
     """
     of_inputs = storages_of([tensor for place, tensor in enumerate(outcome.inputs) if place not in outcome.altered])
-    if len(set(memories)) == len(memories) and of_inputs.isdisjoint(memories):  # as most are
+    if len(set(memories)) == len(memories) and of_inputs.isdisjoint(memories):  # the common case
         return set()
     return {own for own in memories if own is not None and (own in of_inputs or memories.count(own) > 1)}

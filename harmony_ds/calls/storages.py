@@ -1,4 +1,4 @@
-"""Results that lie in a layer's parameters, whose memory is another layer's next: they are taken apart from it."""
+"""Storages of tensors, and copies of results that lie in a layer's parameters, whose memory is reused after the call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 
-class _Apart(torch.autograd.Function):
-    """A tensor in memory of its own, as it was laid out: the kernels that read it are chosen by its strides."""
-
+class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         return copy_strided(tensor)
@@ -22,13 +20,13 @@ class _Apart(torch.autograd.Function):
 
 
 def copy_with_gradient(tensor: Tensor) -> Tensor:
-    """A copy of `tensor` that its gradients go through."""
-    copy: Tensor = _Apart.apply(tensor)  # type: ignore[no-untyped-call]
+    """Return a copy of `tensor` with the same strides, and a graph that leads to `tensor`."""
+    copy: Tensor = _Copy.apply(tensor)  # type: ignore[no-untyped-call]
     return copy
 
 
 def copy_strided(tensor: Tensor) -> Tensor:
-    """A copy of `tensor`, with the same strides."""
+    """Return a copy of `tensor` with the same strides, by which kernels that read it are chosen."""
     places = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((n - 1) * stride for n, stride in places) if tensor.numel() else 0
     flat = tensor.as_strided((extent,), (1,)).clone()
@@ -36,12 +34,12 @@ def copy_strided(tensor: Tensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """Which memory a tensor lies in; None for what has none of its own (a phantom, a sparse tensor)."""
+    """Return the id of a tensor's storage; None: it has none (a phantom, a sparse tensor)."""
     has_any = tensor.layout is torch.strided and torch._C._has_storage(tensor)
     own: int | None = tensor.untyped_storage()._cdata if has_any else None
     return own
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Which memory they lie in, those that have any."""
+    """Return the ids of the storages of `tensors`, of those that have any."""
     return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided and torch._C._has_storage(t)}

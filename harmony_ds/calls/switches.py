@@ -28,18 +28,18 @@ _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 ]
-"""How each is read and set."""
+"""Reader and writer of each switch."""
 
 _read = [read for read, _ in _SWITCHES]
 
 
 def read_switches() -> tuple[Any, ...]:
-    """As they are now, in their order."""
+    """Return the current values."""
     return tuple([read() for read in _read])
 
 
 def set_switches(values: tuple[Any, ...]) -> None:
-    """Sets those that are otherwise."""
+    """Set the switches whose current values differ."""
     for (_, write), value, now in zip(_SWITCHES, values, read_switches(), strict=True):
         if value != now:
             write(value)

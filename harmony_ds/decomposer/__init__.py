@@ -1,4 +1,4 @@
-"""Any `nn.Module` to layers in call order."""
+"""Decomposition of any `nn.Module` into layers."""
 
 from harmony_ds.decomposer.find import Decomposition, Layer, find_layers
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec, merge_calls, positions_of

@@ -1,8 +1,8 @@
 """The CPU device: the same engine on a machine without a GPU.
 
 Device buffers are allocations of their own, never aliases of host memory, and every byte is counted against a budget,
-so memory limits, traffic and the order of operations are real. Activations have no allocator to count them here: the
-runtime charges what was measured for a layer while that layer runs.
+so memory limits, traffic and the order of operations are real. No allocator counts activations here: the runtime charges
+a layer's measured bytes while that layer runs.
 """
 
 from __future__ import annotations

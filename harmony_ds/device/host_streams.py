@@ -1,4 +1,4 @@
-"""A device whose streams run at once: copies and kernels are finished when the call returns."""
+"""A device without real streams: copies and kernels are done when their call returns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import Device, Event, Moment, Stream
+from harmony_ds.device.base import Device, Event, Stream, Timestamp
 
 
 class PassedEvent:
-    """An event of a stream that never lags behind."""
+    """An event that has always passed."""
 
     def synchronize(self) -> None:
         return None
@@ -26,18 +26,18 @@ _PASSED = PassedEvent()
 
 
 class HostStreamDevice(Device):
-    """Null streams and the host's generator; what the CPU device and test devices have in common."""
+    """Device with null streams and the host's generator; base of the CPU device and of test devices."""
 
     copies_overlap = False
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         return nullcontext() if self._watch is None else self._watch(stream, nullcontext())
 
-    def moment(self, stream: Stream) -> Moment:
+    def timestamp(self, stream: Stream) -> Timestamp:
         return time.perf_counter() * 1e3
 
-    def read_moments(self, moments: Sequence[Moment]) -> list[float]:
-        return [moment for moment in moments if isinstance(moment, float)]
+    def read_timestamps(self, timestamps: Sequence[Timestamp]) -> list[float]:
+        return [timestamp for timestamp in timestamps if isinstance(timestamp, float)]
 
     def record(self, stream: Stream) -> Event:
         return _PASSED
@@ -45,7 +45,7 @@ class HostStreamDevice(Device):
     def wait(self, stream: Stream, event: Event) -> None:
         return None
 
-    def inherited(self) -> AbstractContextManager[object]:
+    def as_current(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def upload(self, tensor: Tensor) -> Tensor:
@@ -64,5 +64,5 @@ class HostStreamDevice(Device):
         torch.set_rng_state(state[0])
 
     def seed(self, seed: int) -> None:
-        # The default generator alone: torch.manual_seed would also seed devices that this one does not own.
+        # Only the default generator: torch.manual_seed would also seed other devices.
         torch.default_generator.manual_seed(seed)

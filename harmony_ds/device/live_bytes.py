@@ -1,7 +1,7 @@
-"""Counts the bytes of tensors alive in a block of code, on a device that has no counting allocator.
+"""Counter of the bytes of living tensors, for devices without a counting allocator.
 
 Storages are followed from the operation that makes them to their finalisation, as
-`torch.distributed._tools.mem_tracker` does. Memory that a kernel takes and gives back inside one operation is not seen.
+`torch.distributed._tools.mem_tracker` does. Memory that a kernel allocates and frees within one operation is not seen.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from harmony_ds.device.watching import Watching
+from harmony_ds.device.dispatch_mode import EagerDispatchMode
 
 
-class LiveBytes(Watching):
+class LiveBytes(EagerDispatchMode):
     """A `MemoryProbe`: bytes of the storages made inside the context and still alive, and their peak."""
 
     def __init__(self, device_type: str = "cpu") -> None:

@@ -18,9 +18,9 @@ from harmony_ds.errors import ConfigError, OptimizerError, UnsupportedError
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.host_limits import HostNeed, check_host_memory
 from harmony_ds.offload.host_store import HostStore
-from harmony_ds.offload.optimizers import ClientOptimizer, members
+from harmony_ds.offload.optimizers import ClientOptimizer, parameters_in
 from harmony_ds.offload.process_memory import MappedFiles
-from harmony_ds.parallel import Alone
+from harmony_ds.parallel import SingleProcess
 from harmony_ds.scheduler.plan import Plan
 
 _SWAPPED = ("auto", "kept", "off", 0)
@@ -43,7 +43,7 @@ def read_plan(path: str | None) -> Plan | None:
         raise ConfigError(f"harmony.plan: {path} is no plan of this version of harmony_ds ({error!r}).") from error
 
 
-def check_processes(config: Config, world: Alone) -> None:
+def check_processes(config: Config, world: SingleProcess) -> None:
     """Raise UnsupportedError for settings that several processes cannot run."""
     if config.harmony.micro_batch == "auto":
         world.refuse('harmony.micro_batch "auto"')
@@ -73,7 +73,7 @@ def check_devices(config: Config, device: Device, saved: Plan | None) -> None:
         )
 
 
-def residency_for(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: Alone) -> str | int:
+def residency_for(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: SingleProcess) -> str | int:
     """Return the search's use of spare device memory in this run: "auto", "kept", "off", or a number of packs."""
     settings = config.harmony
     if settings.residency != "auto":
@@ -99,7 +99,7 @@ def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOpti
     specs = []
     for spec in graph.parameters:
         if spec.trainable and optimizer.trains(spec.name):
-            master = 0 if store.upload_copy(spec.name) is None else slab_bytes(spec.numel, 4)
+            master = 0 if store.compute_copy(spec.name) is None else slab_bytes(spec.numel, 4)
             spec = replace(  # noqa: PLW2901
                 spec,
                 state_bytes=master + optimizer.state_bytes(spec.name, spec.numel),
@@ -109,9 +109,9 @@ def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOpti
     return replace(graph, parameters=tuple(specs))
 
 
-def check_host_room(need: HostNeed, world: Alone) -> None:
+def check_host_room(need: HostNeed, world: SingleProcess) -> None:
     """Raise HostMemoryError if a server has too little: checked once for all of its processes, before any takes some."""
-    if world.leads:
+    if world.is_local_first:
         check_host_memory(replace(need, there_bytes=world.local_size * need.there_bytes))
     world.agree("the host has room")
 
@@ -160,5 +160,5 @@ def _state_bytes(config: Config, client: ClientOptimizer | None, given: list[Any
         numbers = 0 if client.state else state_numbers(type(client).__name__, client.defaults)
     elif client is None and config.optimizer is not None:
         numbers = state_numbers(config.optimizer.type, config.optimizer.params)
-    elements = sum({id(p): p.numel() for p in members(groups) if p.requires_grad}.values())
+    elements = sum({id(p): p.numel() for p in parameters_in(groups) if p.requires_grad}.values())
     return config.state_dtype.itemsize * (numbers or 0) * elements

@@ -36,23 +36,23 @@ from harmony_ds.offload.optimizers import (
     check_dtypes,
     with_state_dtype,
 )
-from harmony_ds.offload.own_gradients import OwnGradients
 from harmony_ds.offload.piece_optimizer import PieceOptimizer
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
-from harmony_ds.parallel import Alone, World
+from harmony_ds.offload.user_gradients import UserGradients
+from harmony_ds.parallel import SingleProcess, World
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.stepping.runner import Runner
 
-_ALONE = Alone()
+_ALONE = SingleProcess()
 
 
 def _finish_updates(updater: Updater | None, device_store: DeviceStore) -> None:
     if updater is not None:
         updater.wait_all()
-    device_store.show()
+    device_store.sync_to_host()
     device_store.finish_reads()
 
 
@@ -64,7 +64,7 @@ class Assembly:
     store: HostStore
     ledger: Ledger
     parts: Parts
-    world: Alone
+    world: SingleProcess
     runner: Runner
     interception: Interception
     layers: tuple[Layer, ...]
@@ -102,8 +102,8 @@ class Assembly:
         self.runner.destroy()
         self.parts.device_store.destroy()
         if self.host_optimizer is not None:
-            self.host_optimizer.unwatch()
-            self.host_optimizer.give_back(self.store.parameters)
+            self.host_optimizer.unwatch_state()
+            self.host_optimizer.restore_parameters(self.store.parameters)
         self.interception.remove()
         self.parts.installation.remove()
         if self.parts.gradients is not None:
@@ -114,7 +114,7 @@ class Assembly:
         self.device.unlimit_process()
         self.world.leave()
         if updater is not None:
-            updater.surface()
+            updater.raise_failure()
 
 
 def assemble(
@@ -123,7 +123,7 @@ def assemble(
     client_optimizer: ClientOptimizer | None,
     model_parameters: ParameterGroups | None,
     device: Device | None,
-    world: Alone = _ALONE,
+    world: SingleProcess = _ALONE,
 ) -> Assembly:
     """Build all parts; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
     if belongs_to_engine(model):
@@ -146,7 +146,7 @@ def assemble(
     if optimizer is not None:
         check_dtypes(optimizer, config.master_dtype, config.state_dtype)
     host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
-    device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.steps_as)
+    device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.optimizer_device)
     residency = admission.residency_for(config, device, device_optimizer, world)
     config = replace(config, harmony=replace(settings, residency=residency))
     stays = config.harmony.residency not in ("off", "kept") or (saved is not None and bool(saved.policy.resident))
@@ -162,16 +162,16 @@ def assemble(
 
 
 def _to_slabs(
-    model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: Alone
+    model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: SingleProcess
 ) -> HostStore:
     store = HostStore(model, decomposition, config.compute_dtype, device, world, config.master_dtype)
     world.agree("weights are there")
-    world.spread(store.memory())
+    world.broadcast(store.tensors())
     _share_buffers(model, world)
     return store
 
 
-def _share_buffers(model: nn.Module, world: Alone) -> None:
+def _share_buffers(model: nn.Module, world: SingleProcess) -> None:
     """Copy the buffers of the first process to all others."""
     buffers = dict(model.named_buffers())
     first = world.first("buffers", lambda: buffers)
@@ -181,7 +181,7 @@ def _share_buffers(model: nn.Module, world: Alone) -> None:
                 buffer.copy_(first[name])
 
 
-def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: Alone) -> HostOptimizer:
+def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess) -> HostOptimizer:
     apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
     if isinstance(world, World):
         return PieceOptimizer(optimizer, store.masters, world, apart)
@@ -192,7 +192,7 @@ def _parts(
     model: nn.Module,
     config: Config,
     decomposition: Decomposition,
-    memory: tuple[Device, HostStore, Alone],
+    memory: tuple[Device, HostStore, SingleProcess],
     host_optimizer: HostOptimizer | None,
     device_optimizer: DeviceOptimizer | None,
 ) -> tuple[Parts, Ledger]:
@@ -208,7 +208,7 @@ def _parts(
         gradients.master_dtype = config.master_dtype
         threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
-        host_optimizer.watch(partial(_finish_updates, updater, device_store))
+        host_optimizer.watch_state(partial(_finish_updates, updater, device_store))
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
     crossings = Crossings(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, crossings)
@@ -227,8 +227,8 @@ def _parts(
         joins=Joins(device, layer_calls.name_of, layer_calls.may_be_joined),
         random=RandomStreams(device),
         timeline=timeline,
-        own=OwnGradients(store, updater),
+        user_gradients=UserGradients(store, updater),
         world=world,
-        follow_masters=store.follow_masters,
+        copy_masters_to_weights=store.copy_masters_to_weights,
     )
     return parts, ledger

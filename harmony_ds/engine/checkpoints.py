@@ -53,7 +53,7 @@ class Checkpoints:
                 snapshot = replace(snapshot, random={**snapshot.random, "others": others})
             checkpoint.write(snapshot, Path(save_dir), folder, save_latest)
 
-        with self._world.together():
+        with self._world.reporting_failures():
             others = self._world.all("save a checkpoint", checkpoint.capture_random(self._training.assembly.device))[1:]
             self._world.first(f"save the checkpoint {folder}", write)
         return True
@@ -79,7 +79,7 @@ class Checkpoints:
         wanted = checkpoint.LoadOptions(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         )
-        with self._world.together():
+        with self._world.reporting_failures():
             return self._load(checkpoint.find(Path(load_dir), tag), wanted)
 
     def _load(self, folder: Path | None, wanted: checkpoint.LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
@@ -107,7 +107,7 @@ class Checkpoints:
     def _verify(self, folder: Path) -> None:
         """Have one process of each server read every byte; a complaint of any is raised in all processes."""
         complaint = None
-        if self._world.leads:
+        if self._world.is_local_first:
             try:
                 checkpoint.verify(folder)
             except CheckpointError as error:
@@ -129,7 +129,7 @@ class Checkpoints:
         def write() -> None:
             checkpoint.save_16bit(self._captured({}, exclude_frozen_parameters), target)
 
-        with self._world.together():
+        with self._world.reporting_failures():
             self._world.first(f"save the weights as {save_filename}", write)
         return True
 

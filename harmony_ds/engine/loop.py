@@ -41,7 +41,7 @@ class Loop:
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self._open.calls.run(self._model, Arguments(args, kwargs))
-        with self._world.together():
+        with self._world.reporting_failures():
             self._open.apply_user_edits()
             return self._open.group.add(args, kwargs)
 
@@ -92,7 +92,7 @@ class Loop:
         if self._manages_accumulation() and not self.is_gradient_accumulation_boundary():
             training.count_call()
             return
-        with self._world.together():
+        with self._world.reporting_failures():
             self._open.step(lr_kwargs or {})
         training.begin_group(training.micro_steps + 1)
 
@@ -152,7 +152,7 @@ class Loop:
                 f"{queued} micro-batches of engine(...) are still queued: call backward() and step() for "
                 "them before train_batch()."
             )
-        with self._world.together():
+        with self._world.reporting_failures():
             batches = self._training.data.take(data_iter)
             queue = self._open.group.queue
             losses = self._step_over(len(batches), lambda: [queue(batch, loss_fn) for batch in batches])
@@ -195,12 +195,12 @@ class Loop:
             )
         given = [Arguments((batch,), {}) for batch in batches]
         queue = self._open.group.queue
-        with self._world.together():
+        with self._world.reporting_failures():
             return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given], boundary)
 
     def end_group(self) -> None:
         """Take the optimizer step over the gradients that `train_group(..., boundary=False)` has left."""
-        with self._world.together():
+        with self._world.reporting_failures():
             self._open.step({})
         self._training.begin_group(self._training.micro_steps)
 
@@ -234,7 +234,7 @@ class Loop:
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
         training = [(module, module.training) for module in self._model.modules()]
-        with self._world.together():
+        with self._world.reporting_failures():
             batches = self._training.data.take(data_iter)
             self._model.eval()
             self._training.assembly.wait_for_updates()
@@ -256,7 +256,7 @@ class Loop:
     def streaming(self) -> Iterator[None]:
         """Open a context to call the model's methods in, without gradients, under the device memory budget."""
         self._open.group.catch_up()
-        with self._training.assembly.ledger.aside(), self._runner.streaming():
+        with self._training.assembly.ledger.excluded(), self._runner.streaming():
             yield
 
 

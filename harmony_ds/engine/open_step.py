@@ -164,7 +164,7 @@ class OpenStep:
         self.override.check()
         hyper, clipping = self._optimizer.hyper(), self._clipping()
         self.apply_user_edits()
-        if (self._world.size > 1 or self._training.scaler.scale != 1.0) and self._assembly.parts.own.are_there():
+        if (self._world.size > 1 or self._training.scaler.scale != 1.0) and self._assembly.parts.user_gradients.exist():
             self._world.refuse(
                 "gradients that are put on parameters by hand, or by a backward pass of the program's own"
             )
@@ -256,7 +256,7 @@ class OpenStep:
             self._runner.executor.gathered.drop((name,))
         if value is not None:
             self.finish()  # a pending update would take it
-        self._assembly.parts.own.put(name, value)
+        self._assembly.parts.user_gradients.put(name, value)
 
 
 def _refuse_backward() -> None:

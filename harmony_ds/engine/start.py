@@ -25,7 +25,7 @@ from harmony_ds.engine.partitioned import make_whole
 from harmony_ds.engine.zero_optimizer import the_one_that_steps
 from harmony_ds.errors import ConfigError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
-from harmony_ds.parallel import Alone, join_world
+from harmony_ds.parallel import SingleProcess, join_world
 from harmony_ds.parallel.distributed import init_distributed, launched_size
 
 _logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def _start(
     parameters = None if model_parameters is None else list(model_parameters)
     _check_for_duplicates(model, client.optimizer, parameters)
     settings, world = _join(settings, model, device)
-    with world.together():
+    with world.reporting_failures():
         assembly = assemble(model, settings, client.optimizer, parameters, device, world)
         try:
             engine = HarmonyEngine(model, settings, assembly, client)
@@ -133,10 +133,10 @@ def _start(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Config, Alone]:
+def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Config, SingleProcess]:
     """Join the processes that train `model`; returns the settings of this one, too."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return settings, Alone()
+        return settings, SingleProcess()
     harmony = settings.harmony
     if harmony.devices != 1 and "CROSS_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         raise UnsupportedError(

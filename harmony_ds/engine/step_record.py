@@ -46,7 +46,7 @@ class StepRecord:
         try:
             yield
         finally:  # the bytes of a step that fails are not the next one's
-            traffic, sent = self._assembly.ledger.close(), self._assembly.parts.world.sent_bytes
+            traffic, sent = self._assembly.ledger.drain(), self._assembly.parts.world.sent_bytes
             sent_bytes, self._sent_before = sent - self._sent_before, sent
         self.step_ms = (time.perf_counter() - begin) * 1e3
         if self._plan is not self._planner.plan:  # the first step of a plan touches memory for the first time

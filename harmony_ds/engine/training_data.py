@@ -10,14 +10,16 @@ import torch
 from harmony_ds.checkpoint import ResumableLoader
 from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import BatchError
-from harmony_ds.parallel import Alone
+from harmony_ds.parallel import SingleProcess
 from harmony_ds.stepping.inputs import Arguments, take_batches
 
 
 class TrainingData:
     """The source of micro-batches for `train_batch()` without an iterator."""
 
-    def __init__(self, settings: Settings, dataset: Any, collate_fn: Callable[[Any], Any] | None, world: Alone) -> None:
+    def __init__(
+        self, settings: Settings, dataset: Any, collate_fn: Callable[[Any], Any] | None, world: SingleProcess
+    ) -> None:
         self._settings = settings
         self._world = world
         self._batches: Iterator[Any] | None = None

@@ -184,13 +184,13 @@ def _on_meta(
             assembly.destroy()
 
 
-def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, steps_as: str) -> Device:
+def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, optimizer_device: str) -> Device:
     """Return as many as are wanted."""
     wanted = config.harmony.devices
     if wanted == "all":
         raise ConfigError('harmony.devices is "all", and the machine is only described: say how many (--devices).')
     count = len(wanted) if isinstance(wanted, tuple) else int(wanted)
-    made = [MetaDevice(lambda: clock.ms, lambda: clock.issued_ms, budget, steps_as) for _ in range(count)]
+    made = [MetaDevice(lambda: clock.ms, lambda: clock.issued_ms, budget, optimizer_device) for _ in range(count)]
     return made[0] if count == 1 else DeviceGroup(made)
 
 

@@ -275,13 +275,13 @@ def test_a_look_moves_all_and_only_once() -> None:
     with engine_for(LLAMA.build(0.0), sgd, config_with(EVERY)) as engine:
         train_groups(engine, GROUPS[:2])
         ledger = assembly_of(engine).ledger
-        ledger.close()
+        ledger.drain()
         nbytes = sum(layer_bytes(engine.module, 4))
-        assert sum(ledger.close().device_to_host.values()) == 0
+        assert sum(ledger.drain().device_to_host.values()) == 0
         assert engine.module.lm_head.weight.sum().isfinite()
-        assert ledger.close().device_to_host == {kind: nbytes * (kind is Kind.RESIDENT) for kind in Kind}
+        assert ledger.drain().device_to_host == {kind: nbytes * (kind is Kind.RESIDENT) for kind in Kind}
         assert engine.module.lm_head.weight.sum().isfinite()
-        assert sum(ledger.close().device_to_host.values()) == 0
+        assert sum(ledger.drain().device_to_host.values()) == 0
         engine.train_batch(iter(GROUPS[2]))
         assert engine.swap_report().host_to_device["resident"] == nbytes  # who looks may have written
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harmony_ds.offload.process_memory import MappedFiles, return_freed
+from harmony_ds.offload.process_memory import MappedFiles, trim_allocator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -43,7 +43,7 @@ def test_freed_memory_that_the_allocator_kept_is_returned() -> None:
     kept = pieces[::64]
     with_all = anonymous()
     del pieces
-    return_freed()
+    trim_allocator()
 
     assert anonymous() < with_all - 48 * 2**20
     assert all(piece.sum() == 2**14 for piece in kept)

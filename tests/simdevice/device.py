@@ -28,7 +28,7 @@ class SimDevice(HostStreamDevice):
         self._before = simdevice.allocated_bytes(index)  # what other tests left behind
         simdevice.set_limit(None if budget_bytes is None else budget_bytes + self._before, index)
 
-    def inherited(self) -> AbstractContextManager[object]:
+    def as_current(self) -> AbstractContextManager[object]:
         return torch.accelerator.device_index(self._index)
 
     def enter(self, number: int) -> None:

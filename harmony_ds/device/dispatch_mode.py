@@ -1,4 +1,4 @@
-"""Modes that see every operator, in a process where layers may be compiled."""
+"""Base of dispatch modes that see every operator, also of layers that are compiled elsewhere."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Watching(TorchDispatchMode):
-    """A dispatch mode with `torch.compile` off meanwhile.
+class EagerDispatchMode(TorchDispatchMode):
+    """A dispatch mode that turns `torch.compile` off while it is active.
 
-    Code that dynamo comes across under such a mode it leaves uncompiled for good; and compiled code hides its operators.
+    Compiled code hides its operators, and code that dynamo meets under a dispatch mode stays uncompiled for good.
     """
 
     def __init__(self) -> None:
