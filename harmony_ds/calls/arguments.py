@@ -84,7 +84,6 @@ class CallOutputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The output leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
@@ -105,7 +104,6 @@ class CallInputs:
 
     @staticmethod
     def of(request: Request) -> CallInputs:
-        """Return the inputs of `request`."""
         values, caches = extract_caches(request)
         opened = [None if place in caches else value for place, value in enumerate(values)] if caches else values
         leaves, shape = flatten_all(opened)

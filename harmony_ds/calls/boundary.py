@@ -105,7 +105,6 @@ def _copies_a_leaf(tensor: Tensor) -> bool:
 
 
 def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:
-    """Return the targets of `node` if it is a Boundary, else None."""
     return getattr(node, "harmony_targets", None)
 
 
@@ -115,14 +114,10 @@ def explaining_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        _explain(error)
+        for said, explanation in _EXPLANATIONS.items():
+            if said in str(error):
+                raise ModelError(f"{explanation} torch says: {error}") from error
         raise
-
-
-def _explain(error: RuntimeError) -> None:
-    for said, explanation in _EXPLANATIONS.items():
-        if said in str(error):
-            raise ModelError(f"{explanation} torch says: {error}") from error
 
 
 _EXPLANATIONS = {
@@ -139,17 +134,13 @@ _EXPLANATIONS = {
 def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], retain_graph: bool = False) -> None:
     """Run a backward pass from `edges`, whose tensors have the shapes and dtypes of `gradients`."""
     # torch.autograd.backward without its checks of shapes, which take as long as a small layer does.
-    try:
+    with explaining_errors():
         torch.autograd.Variable._execution_engine.run_backward(
             tuple(edges), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
         )
-    except RuntimeError as error:
-        _explain(error)
-        raise
 
 
 def next_nodes(node: Node | None) -> list[Node]:
-    """Return the nodes that `node` hands its gradients to."""
     return [] if node is None else [following for following, _ in node.next_functions if following is not None]
 
 

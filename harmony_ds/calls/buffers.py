@@ -29,7 +29,6 @@ def reads_statistics(module: nn.Module) -> bool:
 
 
 def buffers_of(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Return every buffer of `modules`."""
     return [b for module in modules for b in module._buffers.values() if b is not None]
 
 
@@ -69,7 +68,6 @@ class _Copy:
         self.values = host.clone() if host.nbytes <= _COMPARED_BYTES and not host.is_meta else None
 
     def is_fresh(self, host: Tensor) -> bool:
-        """Return whether `host` has not been written to since."""
         return self.host_version == host._version and (self.values is None or torch.equal(self.values, host))
 
 
@@ -92,7 +90,6 @@ class DeviceBuffers:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the copies on the device now."""
         return sum(copy.device.nbytes for copy in self._copies.values())
 
     @contextmanager
@@ -175,7 +172,6 @@ class DeviceBuffers:
                 copy.note(target)
 
     def drop(self) -> None:
-        """Free every device copy."""
         self._forget([copy.host for copy in self._copies.values()])
 
     def _forget(self, hosts: Iterable[Tensor | None]) -> None:

@@ -40,7 +40,6 @@ def snapshot_caches(caches: Iterable[Any]) -> CacheSnapshot:
 
 
 def restore_caches(held: CacheSnapshot) -> None:
-    """Give caches the attributes back that they had."""
     for one, values in held:
         one.__dict__.clear()
         one.__dict__.update(values)
@@ -71,6 +70,5 @@ def _parts(cache: Any) -> list[Any]:
 
 
 def _has_slots(part: Any) -> bool:
-    """Return whether it consists of slots that tell whether they are filled."""
     slots = getattr(part, "layers", None)
     return isinstance(slots, list) and all(hasattr(slot, "is_initialized") for slot in slots)

@@ -12,8 +12,8 @@ from harmony_ds.calls.boundary import cut, targets_of
 from harmony_ds.calls.buffers import reads_statistics, updates_statistics, versions
 from harmony_ds.calls.caches import restore_caches, snapshot_caches
 from harmony_ds.calls.installed import LayerParameters
+from harmony_ds.calls.outputs import storages_of
 from harmony_ds.calls.recorded_call import RecordedCall
-from harmony_ds.calls.storages import storages_of
 from harmony_ds.calls.targets import DeadEnd, GradientTarget
 from harmony_ds.calls.trees import flatten_all
 from harmony_ds.decomposer.find import Layer

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.switches import read_switches, set_switches
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.host_store import ungated
 
@@ -231,3 +231,42 @@ def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
     if one[0] is other[0]:
         return one[1] == other[1]
     return type(one[0]) is type(other[0]) and isinstance(one[0], _SCALARS) and bool(one[0] == other[0])
+
+
+# ---- torch's process-wide switches that change numbers
+
+_C: Any = torch._C  # whose functions are read at every layer call
+_cuda = torch.backends.cuda
+
+
+def _set_deterministic(mode: int) -> None:
+    torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+
+
+_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, _set_deterministic),
+    (_C._get_math_sdp_enabled, _cuda.enable_math_sdp),
+    (_C._get_flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_C._get_mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_C._get_cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+]
+"""Reader and writer of each switch."""
+
+_read = [read for read, _ in _SWITCHES]
+
+
+def read_switches() -> tuple[Any, ...]:
+    return tuple([read() for read in _read])
+
+
+def set_switches(values: tuple[Any, ...]) -> None:
+    """Set the switches whose current values differ."""
+    for (_, write), value, now in zip(_SWITCHES, values, read_switches(), strict=True):
+        if value != now:
+            write(value)

@@ -111,7 +111,6 @@ class Crossings:
             self._group.enter(here)
 
     def to_home(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` on HOME."""
         return tensor if self._group is None else self.move(tensor, HOME)
 
     def values_to_current(self, values: list[Any]) -> list[Any]:

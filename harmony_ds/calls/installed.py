@@ -170,7 +170,6 @@ class Installation:
             module.__dict__["_parameters"] = dict(module._parameters)
 
     def parameters_of(self, layer: nn.Module) -> LayerParameters:
-        """Return the parameter dictionaries of a layer's modules."""
         return LayerParameters({module: self._names[module] for module in layer.modules() if module in self._names})
 
 

@@ -43,7 +43,6 @@ class Autocast:
 
     @staticmethod
     def of(device_type: str, dtype: torch.dtype | None) -> Autocast | None:
-        """Return autocast to `dtype`; None if that is None."""
         return None if dtype is None else Autocast(device_type, dtype)
 
     @staticmethod

@@ -24,12 +24,11 @@ from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.outputs import cut_outputs
+from harmony_ds.calls.outputs import copy_with_gradient, cut_outputs, storage_of, storages_of
 from harmony_ds.calls.random_streams import State, states_differ
 from harmony_ds.calls.recorded_call import CallTrial, RecordedCall, norms_of
 from harmony_ds.calls.saved_inputs import SavedInputs, SavedTensor
 from harmony_ds.calls.slices import Piece, SliceAssembler, Slicing, slicing_of
-from harmony_ds.calls.storages import copy_with_gradient, storage_of, storages_of
 from harmony_ds.calls.targets import GradientTarget
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
@@ -37,6 +36,9 @@ from harmony_ds.errors import ModelError
 from harmony_ds.offload.residency import Leaves
 from harmony_ds.offload.stash import Stash
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
+
+ReadState = Callable[[], State]
+SetState = Callable[[State], None]
 
 
 class LayerCalls:
@@ -140,7 +142,6 @@ class LayerCalls:
         return outputs
 
     def _run_without_grad(self, request: Request, copies: Leaves, rows: Rows) -> Any:
-        """Run a call without gradients, in slices if it can be sliced."""
         if rows.cuts:
             given = CallInputs.of(request)
             slicing = self._slicing(request.layer, given, rows)
@@ -158,7 +159,7 @@ class LayerCalls:
         number: int,
         copies: Leaves,
         inter_layer: InterLayerGraph,
-        state: Callable[[], State],
+        state: ReadState,
         rows: Rows | None,
     ) -> tuple[Any, RecordedCall | None]:
         """Run the call and cut its outputs from its graph.
@@ -199,13 +200,12 @@ class LayerCalls:
         return outputs, None
 
     def _slicing(self, layer: int, given: CallInputs, rows: Rows) -> Slicing | None:
-        """Return how a call is sliced; None: not at all."""
         called = self._layers[layer]
         may_be_sliced = rows.cuts and called.may_be_sliced(given.arguments)
         return slicing_of(rows, layer, given.tensors, called.draws) if may_be_sliced else None
 
     def _run_to_recompute(
-        self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: Callable[[], State]
+        self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState
     ) -> CallOutputs:
         """Run the call with `tensors`, which are saved for its recomputation."""
         call.buffers = clone_buffers(layer.buffered) if layer.replayed else None
@@ -241,9 +241,7 @@ class LayerCalls:
             raise UnseenError(what)
         self._unseen.append(what)
 
-    def backward(
-        self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None], gather: Callable[[], None]
-    ) -> None:
+    def backward(self, call: RecordedCall, copies: Leaves, replay: SetState, gather: Callable[[], None]) -> None:
         """Recompute the call, unless its graph was kept, and propagate output gradients to its inputs and to `copies`.
 
         Args:
@@ -263,7 +261,7 @@ class LayerCalls:
         call: RecordedCall,
         copies: Leaves,
         gradients: list[Tensor | None],
-        replay: Callable[[State], None],
+        replay: SetState,
         gather: Callable[[], None],
     ) -> None:
         layer = self._layers[call.request.layer]
@@ -279,7 +277,7 @@ class LayerCalls:
                 _run_again(layer, call, own, copies, targets)
                 _propagate(call, given)
 
-    def recompute(self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None]) -> list[Tensor]:
+    def recompute(self, call: RecordedCall, copies: Leaves, replay: SetState) -> list[Tensor]:
         """Recompute the whole call and keep its graph for `backward`; return its outputs, detached."""
         layer = self._layers[call.request.layer]
         with _apart(layer, call):
@@ -297,9 +295,7 @@ class LayerCalls:
         places = tuple(places[0] for places in given.arguments.places)
         return CallTrial(given.tensors, outcome.tensors, places, layer.may_be_sliced(given.arguments))
 
-    def _run_slices(
-        self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: Callable[[], State]
-    ) -> CallOutputs:
+    def _run_slices(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState) -> CallOutputs:
         """Run the call's forward with detached `tensors`, slice by slice if it is sliced."""
         layer = self._layers[call.request.layer]
         targets: list[GradientTarget | None] = [layer.dead_end if target else None for target in call.targets]
@@ -337,10 +333,7 @@ def _apart(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[Non
     buffers = call.buffers
     if buffers is None and layer.changes_buffers:
         buffers = clone_buffers(layer.buffered)
-    return substituted_buffers(buffers) if buffers else _NOTHING
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
+    return substituted_buffers(buffers) if buffers else nullcontext()
 
 
 def _run_again(
@@ -354,7 +347,6 @@ def _run_again(
 
 
 def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
-    """Propagate the gradients of the outputs through the graph that was kept."""
     edges, arrived = [], []
     for edge, gradient in zip(call.graph, gradients, strict=True):
         if edge is not None and gradient is not None:

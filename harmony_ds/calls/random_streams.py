@@ -84,7 +84,6 @@ class RandomStreams:
         self._current = stream
 
     def switch(self, stream: object) -> None:
-        """Continue `stream`."""
         if self._current is not stream:
             self._suspend()
             self._restore(self._states[stream])
@@ -97,7 +96,6 @@ class RandomStreams:
             raise UnseenError("forward draws from random or numpy.random, which was not seen when it was measured.")
 
     def snapshot(self) -> State:
-        """Return the generators' states, for `replay`."""
         return State(self._device.random_state(), _read_python() if self.draws_in_python else ())
 
     def replay(self, state: State) -> None:

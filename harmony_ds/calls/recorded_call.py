@@ -100,7 +100,6 @@ class RecordedCall:
 
 
 def norms_of(outputs: list[Tensor]) -> list[float]:
-    """Return the norm of each output; 0 where it has none."""
     known = [output.is_floating_point() and output.layout is torch.strided and not output.is_meta for output in outputs]
     return [torch.linalg.vector_norm(o.detach()).item() if k else 0.0 for o, k in zip(outputs, known, strict=True)]
 

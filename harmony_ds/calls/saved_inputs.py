@@ -73,8 +73,7 @@ class SavedInputs:
     def _tensor(self, kept: StashEntry | SavedTensor) -> Tensor:
         if isinstance(kept, StashEntry):
             return self._stash.tensor(kept).detach()
-        if kept.tensor._version != kept.version:
-            kept.check()
+        kept.check()
         return kept.tensor
 
     def release(self, entry: StashEntry) -> None:

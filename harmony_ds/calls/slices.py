@@ -95,7 +95,6 @@ class Slicing:
             target.finish()
 
     def inputs_of(self, part: RowSlice, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return the rows of `part` of a call's inputs."""
         return [part.narrow(tensor, dim) for tensor, dim in zip(tensors, self.dims.inputs, strict=True)]
 
     def gradients_of(self, part: RowSlice, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -156,7 +155,6 @@ class SliceTarget(GradientSum):
         self.part.narrow(self.gradient, self._dim).add_(gradient)
 
     def finish(self) -> None:
-        """Hand the whole gradient over."""
         gradient = self.take()
         if gradient is not None:
             self._whole.add(gradient)

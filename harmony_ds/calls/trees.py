@@ -104,7 +104,6 @@ def _is_data(cls: type) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Shape]:
-    """Flatten one tree; see `flatten_all`."""
     return flatten_all((tree,))
 
 
@@ -141,7 +140,6 @@ def _opened(values: Iterable[Any], leaves: list[Any]) -> Shape:
 
 
 def unflatten(leaves: Sequence[Any], shape: Shape) -> Any:
-    """Make one tree of its leaves; see `unflatten_all`."""
     return unflatten_all(leaves, shape)[0]
 
 
@@ -155,11 +153,9 @@ def _made(shape: Shape, leaves: Iterator[Any]) -> list[Any]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return `tree` with `function` applied to every tensor."""
     leaves, shape = flatten(tree)
     return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], shape)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return every tensor of `tree`."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]

@@ -7,11 +7,10 @@ from collections import Counter
 
 import torch
 
-from harmony_ds.device.base import Device, Event, MemoryProbe, Stream
+from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.device.cpu import CpuDevice
 from harmony_ds.device.cuda import CudaDevice
 from harmony_ds.device.group import DeviceGroup
-from harmony_ds.device.host_streams import HostStreamDevice
 from harmony_ds.errors import ConfigError
 
 __all__ = [
@@ -20,8 +19,6 @@ __all__ = [
     "Device",
     "DeviceGroup",
     "Event",
-    "HostStreamDevice",
-    "MemoryProbe",
     "Stream",
     "devices_of_process",
     "make_device",

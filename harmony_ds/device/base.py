@@ -130,7 +130,6 @@ class Device(ABC):
         """Make device `number` of a group the current one."""
 
     def peaks(self) -> tuple[int, ...]:
-        """Return the peak bytes of each device."""
         return (self.peak_bytes(),)
 
     def current(self) -> object:
@@ -184,7 +183,6 @@ class Device(ABC):
         return
 
     def discharge(self, nbytes: int) -> None:
-        """Undo a charge."""
         return
 
     def limit_process(self) -> None:  # noqa: B027 - most devices meter what they are told of

@@ -134,7 +134,7 @@ class CudaDevice(Device):
             self._registered[buffer.data_ptr()] = nbytes
         else:
             self._clear_last_error()
-            # `ulimit -l` is not the reason: the driver does not check it (see offload/host_limits.py).
+            # `ulimit -l` is not the reason: the driver does not check it (see offload/host_memory.py).
             warnings.warn(
                 f"{nbytes:,} bytes of host memory could not be page-locked (CUDA error {int(status)}), beside "
                 f"{sum(self._registered.values()):,} bytes that are: copies of them will be slower. WSL and some "

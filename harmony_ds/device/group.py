@@ -52,7 +52,6 @@ class DeviceGroup(Device):
 
     @property
     def torch_device(self) -> torch.device:  # type: ignore[override]
-        """The current member's."""
         return self.active.torch_device
 
     @property

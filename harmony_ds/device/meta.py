@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.device.base import MemoryProbe
-from harmony_ds.device.host_streams import HostStreamDevice
+from harmony_ds.device.cpu import HostStreamDevice
 from harmony_ds.device.live_bytes import LiveBytes
 
 

@@ -16,10 +16,9 @@ from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device
 from harmony_ds.errors import ConfigError, OptimizerError, UnsupportedError
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
-from harmony_ds.offload.host_limits import HostNeed, check_host_memory
+from harmony_ds.offload.host_memory import HostNeed, MappedFiles, check_host_memory
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.optimizers import ClientOptimizer, parameters_in
-from harmony_ds.offload.process_memory import MappedFiles
 from harmony_ds.parallel import SingleProcess
 from harmony_ds.scheduler.plan import Plan
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.device.dispatch_mode import EagerDispatchMode
+from harmony_ds.device.live_bytes import EagerDispatchMode
 
 
 class RoutingWatch(EagerDispatchMode):

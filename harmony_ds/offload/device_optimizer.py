@@ -64,7 +64,6 @@ class DeviceOptimizer:
         return None
 
     def trains(self, name: str) -> bool:
-        """Return whether the optimizer has the parameter `name`."""
         return self._host.trains(name)
 
     # ---- stepping
@@ -80,7 +79,6 @@ class DeviceOptimizer:
             self._host.step_part(self._part, parameters, {name: gradient}, values)
 
     def _values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return hyper-parameters for the optimizer on the device."""
         if self._on_host:
             return dict(values)
         if self._replaced:
@@ -158,7 +156,6 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _is_coupled(host: HostOptimizer) -> bool:
-    """Return whether weight decay is Adam's, not AdamW's."""
     return not getattr(host.optimizer, "adam_w_mode", True)
 
 

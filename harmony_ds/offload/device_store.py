@@ -63,7 +63,6 @@ class DeviceStore(GradientSums):
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of resident weights, masters and optimizer state."""
         buffers = (*(copy.buffer for copy in self._packs), *self._masters)
         return sum(b.numel() * b.element_size() for b in buffers) + self._state_bytes
 
@@ -150,7 +149,6 @@ class DeviceStore(GradientSums):
             self._reading = None
 
     def leaves(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
-        """Return the leaves of those of `names` that are resident."""
         return {
             name: next(copy.leaves[name] for copy in self._packs if name in copy.leaves)
             for name in names
@@ -220,7 +218,6 @@ class DeviceStore(GradientSums):
 
     @torch.no_grad()
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Add to the gradient of `name`, which is resident."""
         copy = next(copy for copy in reversed(self._packs) if name in copy.leaves)
         self._residency.add_gradient(copy, name, gradient)
 

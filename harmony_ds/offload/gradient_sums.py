@@ -68,14 +68,12 @@ class GradientSums(ABC):
         return gradients
 
     def drop_unused(self, names: Iterable[str]) -> None:
-        """Drop the gradients of `names`, and their norms with them."""
         self.clear_gradients(names)
         for name in names:
             self.norms.pop(name, None)
 
     @torch.no_grad()
     def copies_of(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return host copies of the gradients of `names` that wait here."""
         return {name: g.to("cpu", copy=True) for name in names if (g := self.gradient(name)) is not None}
 
     def _trained(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

@@ -98,24 +98,19 @@ class HostOptimizer:
 
     @property
     def trained(self) -> Iterable[str]:
-        """Names of its parameters."""
         return self._group_of
 
     @property
     def trained_elements(self) -> int:
-        """Number of elements of all its parameters."""
         return sum(self._masters[name].numel() for name in self._group_of)
 
     def trains(self, name: str) -> bool:
-        """Return whether the optimizer has the parameter `name`."""
         return name in self._group_of
 
     def group_of(self, name: str) -> int:
-        """Return the index of the parameter group of `name`."""
         return self._group_of[name]
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of each parameter group's parameters."""
         return tuple(tuple(self._names[id(p)] for p in group["params"]) for group in self.optimizer.param_groups)
 
     def watch_state(self, sync: Callable[[], None]) -> None:
@@ -124,7 +119,6 @@ class HostOptimizer:
         self.optimizer.state = SyncedState(plain_state(self.optimizer.state), sync)  # type: ignore[assignment]
 
     def unwatch_state(self) -> None:
-        """Give the user's optimizer its plain state back."""
         self._sync = None
         self.optimizer.state = plain_state(self.optimizer.state)  # type: ignore[assignment]
 
@@ -241,7 +235,6 @@ class HostOptimizer:
         return next((master.dtype for master in self._masters.values()), torch.float32)
 
     def state_bytes(self) -> int:
-        """Return the bytes of the optimizer's state tensors."""
         states = list(plain_state(self.optimizer.state).values())
         tensors: Iterable[Any] = (value for state in states for value in state.values())
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
+from harmony_ds.offload.host_memory import trim_allocator
 from harmony_ds.offload.layout import Region, layout_of
-from harmony_ds.offload.process_memory import trim_allocator
 from harmony_ds.parallel import SingleProcess
 
 ungated = torch._C.DisableTorchFunctionSubclass
@@ -108,7 +108,6 @@ class HostStore:
         return nn.Parameter(master, requires_grad=True)
 
     def tensors(self) -> list[Tensor]:
-        """Return all slabs of weights, and all masters."""
         own = [] if self.dtype == self.master_dtype else [master.detach() for master in self.masters.values()]
         return [*self._slabs, *own]
 
@@ -153,7 +152,6 @@ class HostStore:
         return None if self.parameters[name] is self.masters[name] else self.weight(name)
 
     def host_bytes(self) -> dict[str, int]:
-        """Return the bytes of the slabs, and of masters that are not in them."""
         slabs = sum(slab.numel() * slab.element_size() for slab in self._slabs)
         masters = sum(
             master.numel() * master.element_size()

@@ -21,14 +21,12 @@ class Region:
     shape: torch.Size
 
     def view(self, buffer: Tensor) -> Tensor:
-        """Return the tensor in this region of `buffer`."""
         # One call of torch; slicing and viewing take four times as long.
         return buffer.as_strided(self.shape, _strides(self.shape), buffer.storage_offset() + self.start)
 
 
 @functools.cache
 def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()
 
 

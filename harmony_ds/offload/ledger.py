@@ -45,12 +45,10 @@ class Ledger:
         self._device = device
 
     def book_in(self, kind: Kind, nbytes: int) -> None:
-        """Book `nbytes` from host to device."""
         self._traffic.host_to_device[kind] += nbytes
         self._book_link(kind, nbytes, into=True)
 
     def book_out(self, kind: Kind, nbytes: int) -> None:
-        """Book `nbytes` from device to host."""
         self._traffic.device_to_host[kind] += nbytes
         self._book_link(kind, nbytes, into=False)
 

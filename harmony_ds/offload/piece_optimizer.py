@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.errors import OptimizerError
+from harmony_ds.offload.host_memory import trim_allocator
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
-from harmony_ds.offload.process_memory import trim_allocator
 from harmony_ds.offload.synced_state import plain_state
 from harmony_ds.parallel import World
 

@@ -76,12 +76,10 @@ class Residency:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The weights' dtype."""
         return self._store.dtype
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The host parameters, by canonical name."""
         return self._store.parameters
 
     @property
@@ -179,7 +177,6 @@ class Residency:
         return {name: leaf.grad for name, leaf in copy.leaves.items() if leaf.grad is not None}
 
     def gradient(self, copy: DeviceCopy, name: str) -> Tensor | None:
-        """Return the gradient sum of `name`; None: it has none."""
         if name not in copy.leaves:
             return None
         return copy.leaves[name].grad if self.accumulates_in_place else copy.gradients.get(name)

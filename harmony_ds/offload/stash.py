@@ -60,7 +60,6 @@ class Stash:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host buffers, in use or kept for the next step."""
         return self._buffers.nbytes
 
     def put(self, tensor: Tensor, what: str) -> StashEntry:

@@ -83,14 +83,12 @@ class PendingNorm(Future[GradientNorm]):
         return self._known
 
     def done(self) -> bool:
-        """Return whether this process has posted its part."""
         return self._posted.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return self._posted.exception(timeout)
 
     def add_done_callback(self, fn: Callable[[Future[GradientNorm]], object]) -> None:
-        """Call `fn` when this process has posted its part."""
         self._posted.add_done_callback(lambda _: fn(self))
 
 
@@ -123,7 +121,7 @@ class Updater:
         self._counter = itertools.count()
         self._pending: Counter[int] = Counter()  # updates queued or running, by pack
         self._updating: Counter[str] = Counter()  # and by parameter
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # that has ended the thread
         self._raised = False  # whether a caller has got the failure
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -171,7 +169,6 @@ class Updater:
         return self._answer(taken)
 
     def drop_gradients(self, names: tuple[str, ...]) -> None:
-        """Drop the gradients of `names`."""
         self._answer(lambda: self._gradients.drop_unused(names))
 
     def add_norms(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -220,18 +217,13 @@ class Updater:
 
     def is_pending(self, pack: int) -> bool:
         """Return whether an update of `pack` is queued or running in any process; False after a failure."""
-        if self._failure is not None:
+        if self.failure is not None:
             return False
         return self._pending[pack] > 0 or not self._world.has_updated(self._last_names.get(pack, ()))
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The exception that has ended the thread, if any."""
-        return self._failure
-
     def raise_failure(self) -> None:
         """Raise a failure that has not been raised yet."""
-        if self._failure is not None and not self._raised:
+        if self.failure is not None and not self._raised:
             with self._changed:
                 self._raise()
 
@@ -255,13 +247,13 @@ class Updater:
         if threading.current_thread() is self._thread:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or done())
+            self._changed.wait_for(lambda: self.failure is not None or done())
             if fails:
                 self._raise()
 
     def discard(self) -> None:
         """Drop the gradients of a step that will not be applied. Updates of earlier steps are completed."""
-        if self._failure is not None:
+        if self.failure is not None:
             return
         self._wait_for(lambda: not self._pending, fails=False)  # they still use gradients of their steps
         self._queue(_FIRST, self._gradients.clear_gradients)
@@ -280,9 +272,9 @@ class Updater:
         self._thread.join()
 
     def _raise(self) -> None:
-        if self._failure is not None:
+        if self.failure is not None:
             self._raised = True
-            raise self._failure
+            raise self.failure
 
     def _queue(self, priority: int, job: Callable[[], _Result]) -> Future[_Result]:
         result: Future[_Result] = Future()
@@ -329,7 +321,7 @@ class Updater:
         except BaseException as failure:  # noqa: BLE001 - raised in the caller's thread
             self._world.give_up(f"its background update failed: {failure!r}")
             with self._changed:
-                self._failure = failure
+                self.failure = failure
                 for *_, promised in self._jobs:
                     promised.set_exception(failure)
                 self._jobs.clear()

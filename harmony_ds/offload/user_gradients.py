@@ -25,7 +25,6 @@ class UserGradients:
         return not all(map(self.is_updating, found))
 
     def pop(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Remove the gradients of `names`, and return them."""
         taken: dict[str, Tensor] = {}
         with ungated():
             for name in names:
@@ -35,12 +34,10 @@ class UserGradients:
         return taken
 
     def find(self, name: str) -> Tensor | None:
-        """Return the gradient of `name`, if there is one."""
         with ungated():
             return None if self.is_updating(name) else self._store.parameters[name].grad
 
     def put(self, name: str, value: Tensor | None) -> None:
-        """Replace the gradient of `name`."""
         if not self.is_updating(name):
             with ungated():
                 self._store.parameters[name].grad = value

@@ -46,12 +46,17 @@ _CHECK_SECONDS = 0.02
 _ENDS_SECONDS = 2.0
 
 
+DIFFERENT = (
+    "the {} of this training do different things: {}. What an engine does with others (steps, evaluation by eval_batch, "
+    "checkpoints) every process has to do, in the same order."
+)
+
+
 class PeerDiverged(Exception):  # noqa: N818 - not an error: the step is run again
     """Another process has to measure its micro-batches anew, so that all have to."""
 
 
 def board_bytes(size: int, parameters: int) -> int:
-    """Return the bytes of shared memory for `size` processes and so many parameters."""
     return size * _place_bytes(parameters)
 
 
@@ -128,14 +133,8 @@ class Board:
         if any(verdict == _DIVERGED for verdict, _, _ in rows.values()):
             raise PeerDiverged
         if len({said_kind for _, said_kind, _ in rows.values()}) > 1:
-            raise UsageError(
-                "the processes of this training do different things: "
-                + "; ".join(
-                    f"rank {self.numbers[other]}: {said_kind}" for other, (_, said_kind, _) in sorted(rows.items())
-                )
-                + ". What an engine does with others (steps, evaluation by eval_batch, checkpoints) every process has to "
-                "do, in the same order."
-            )
+            kinds = [f"rank {self.numbers[other]}: {said_kind}" for other, (_, said_kind, _) in sorted(rows.items())]
+            raise UsageError(DIFFERENT.format("processes", "; ".join(kinds)))
         return [rows[other][2] for other in range(self.size)]
 
     def tell_failure(self, message: str) -> None:
@@ -188,7 +187,6 @@ class Board:
         return self._number(other, _READ)
 
     def post_norm(self, number: int, part: float) -> None:
-        """Post this process's part of norm `number`."""
         packed = struct.pack("<qd", number, part)
         at = self._place(self.rank, _NORM_RING + number % _NORMS * 32)
         os.pwrite(self._file, packed + struct.pack("<I", zlib.crc32(packed)), at)
@@ -219,7 +217,6 @@ class Board:
             self.wait(lambda other: self._has_versions(other, indices, wanted), "updated its pieces of the weights")
 
     def have_versions(self, indices: torch.Tensor, wanted: torch.Tensor) -> bool:
-        """Return whether `wait_versions` would return at once."""
         return all(self._has_versions(other, indices, wanted) for other in self._others)
 
     def _has_versions(self, other: int, indices: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -68,7 +68,6 @@ class _Part:
     count: int
 
     def of(self, rank: int, size: int) -> slice:
-        """Return its elements in the piece of `rank`."""
         piece = piece_of(self.numel, rank, size)
         length = piece.stop - piece.start
         return slice(
@@ -94,7 +93,6 @@ class Exchange:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """The groups, each once."""
         groups = (self._groups.server, self._groups.column, self._groups.everyone)
         return list(dict.fromkeys(group for group in groups if group is not None))
 

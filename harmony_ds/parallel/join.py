@@ -166,7 +166,6 @@ def _new_group(ranks: list[int] | None, backend: str) -> dist.ProcessGroup:
 
 
 def _timeout() -> timedelta:
-    """Return the time-out that `torch.distributed` was initialized with."""
     group = dist.group.WORLD
     options = getattr(group and group._get_backend(torch.device("cpu")), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)

@@ -14,26 +14,18 @@ import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from harmony_ds.errors import PeerFailedError, UsageError
-from harmony_ds.parallel.board import Board, PeerDiverged
+from harmony_ds.parallel.board import DIFFERENT, Board, PeerDiverged
 
 _BACK = "read the servers' messages"
 _PIECE_BYTES = 8192
 """Bytes passed back in one agreement; a row of the board holds more."""
-
-
-class Agreement(Protocol):
-    """Agreement between processes, on one server (`Board`) or several (`Servers`)."""
-
-    def agree(self, kind: str, payload: bytes) -> list[bytes]: ...
-    def tell_failure(self, message: str) -> None: ...
-    def tell_diverged(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +128,8 @@ class Servers:
         if differ:
             raise UsageError(differ)
         if len({said.kind for said in told}) > 1:
-            raise UsageError(
-                "the servers of this training do different things: "
-                + "; ".join(f"ranks {[*ranks]}: {said.kind}" for ranks, said in zip(self._ranks, told, strict=True))
-                + ". What an engine does with others (steps, evaluation by eval_batch, checkpoints) every process has to "
-                "do, in the same order."
-            )
+            kinds = [f"ranks {[*ranks]}: {said.kind}" for ranks, said in zip(self._ranks, told, strict=True)]
+            raise UsageError(DIFFERENT.format("servers", "; ".join(kinds)))
         by_rank = {
             rank: row
             for ranks, said in zip(self._ranks, told, strict=True)

@@ -23,7 +23,6 @@ _MOST_BYTES = 1 << 46
 
 
 def make_file() -> int:
-    """Create a file of shared memory, all zeros."""
     file = os.memfd_create("harmony_ds", os.MFD_CLOEXEC)
     os.ftruncate(file, _MOST_BYTES)
     return file
@@ -47,7 +46,6 @@ class SharedMemory:
         self._maps: list[tuple[mmap.mmap, int]] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory that is the same in every process, all zeros at first."""
         return self.at(self.reserve(math.prod(shape) * dtype.itemsize), shape, dtype)
 
     def reserve(self, nbytes: int) -> int:
@@ -58,7 +56,6 @@ class SharedMemory:
         return place
 
     def at(self, place: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the memory at a place that was reserved."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype)

@@ -34,11 +34,9 @@ class GradientSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this process's own slots."""
         return sum(slot.nbytes for slot in self._slots[self._board.rank])
 
     def fits(self, count: int, nbytes: int) -> bool:
-        """Return whether there are `count` slots of `nbytes` or more."""
         own = self._slots[self._board.rank]
         return len(own) == count and min((slot.nbytes for slot in own), default=0) >= nbytes
 

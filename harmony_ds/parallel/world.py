@@ -18,7 +18,7 @@ from harmony_ds.device.base import Device, Stream
 from harmony_ds.errors import PeerFailedError, UnsupportedError
 from harmony_ds.parallel.board import Board, PeerDiverged
 from harmony_ds.parallel.exchange import Exchange, bucket_bytes, buffer_bytes
-from harmony_ds.parallel.servers import Agreement, Servers
+from harmony_ds.parallel.servers import Servers
 from harmony_ds.parallel.shared_memory import SharedMemory
 from harmony_ds.parallel.single_process import SingleProcess
 from harmony_ds.parallel.slots import GradientSlots, HostSum
@@ -52,7 +52,7 @@ class World(SingleProcess):
         self.local_rank, self.local_size, self.servers = board.rank, board.size, len(ranks)
         self._board = board
         self._servers = Servers(board, ranks, first, self._collective) if self.servers > 1 else None
-        self._agreement: Agreement = self._servers or board
+        self._agreement: Board | Servers = self._servers or board
         self._first = first
         self.memory = memory
         self._objects = objects
@@ -284,7 +284,6 @@ class World(SingleProcess):
         return self._rates
 
     def _reduce_ms(self, device: Device, numel: int) -> float:
-        """Return the median time of reducing `numel` elements."""
         leaf = torch.zeros(numel, device=device.torch_device)
         samples = []
         for _ in range(_TRIES):

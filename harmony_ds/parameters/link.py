@@ -152,7 +152,6 @@ class ParameterLink:
 
     @torch.no_grad()
     def set_full_hp_grad(self, value: Tensor) -> None:
-        """Replace the gradient, if there is one."""
         found = self.owner.gradient(self.name)
         if found is not None:
             found.copy_(value)

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from harmony_ds.device.dispatch_mode import EagerDispatchMode
+from harmony_ds.device.live_bytes import EagerDispatchMode
 from harmony_ds.errors import ModelError
 from harmony_ds.profiler.hardware import KernelRates
 

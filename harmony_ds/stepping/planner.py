@@ -17,7 +17,7 @@ from harmony_ds.errors import DoesNotFitError, ModelError
 from harmony_ds.measuring.measuring import Measuring
 from harmony_ds.measuring.profile_cache import ProfileFile
 from harmony_ds.measuring.sample import Sample, Shapes, shapes_of
-from harmony_ds.offload.host_limits import free_host_bytes
+from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine, Profile

@@ -14,8 +14,8 @@ from torch import nn
 
 import harmony_ds
 from harmony_ds import HostMemoryError
-from harmony_ds.offload import host_limits
-from harmony_ds.offload.host_limits import HostRoom
+from harmony_ds.offload import host_memory
+from harmony_ds.offload.host_memory import HostRoom
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
 from tests.oracle import assert_same
 
@@ -42,7 +42,7 @@ def test_initialize_takes_at_most_two_layers_more_than_the_final_state(tmp_path:
 
 
 def rooms_of(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    monkeypatch.setattr(host_limits, "host_rooms", lambda: [HostRoom(free_bytes, 0, "the test")])
+    monkeypatch.setattr(host_memory, "host_rooms", lambda: [HostRoom(free_bytes, 0, "the test")])
 
 
 def linear(width: int = 64) -> nn.Module:

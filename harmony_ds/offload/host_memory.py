@@ -7,9 +7,13 @@ NVIDIA/open-gpu-kernel-modules), not by mlock. But page-locked memory cannot be 
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from harmony_ds.errors import HostMemoryError
 
@@ -163,3 +167,28 @@ def _lines(file: Path) -> list[str]:
 def _numbers(file: Path) -> dict[str, int]:
     rows = (line.split() for line in _lines(file))
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+
+
+# ---- memory of this process (Linux only; elsewhere nothing happens)
+
+
+def trim_allocator() -> None:
+    """Return freed memory to the system; glibc keeps blocks of up to 32 MiB, once some have been freed."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+class MappedFiles:
+    """Files that this process has mapped at the time of construction."""
+
+    def __init__(self) -> None:
+        maps = Path("/proc/self/maps")
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.is_file() else []
+        rows = [line.split(maxsplit=5) for line in lines]
+        spans = [row[0].split("-") for row in rows if row[4] != "0"]  # files have an inode
+        self._ranges = [range(int(begin, 16), int(end, 16)) for begin, end in spans]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether the tensor's memory is a mapped file."""
+        return tensor.numel() > 0 and any(tensor.data_ptr() in addresses for addresses in self._ranges)
