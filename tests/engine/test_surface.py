@@ -308,7 +308,7 @@ def test_progress_times_and_memory_are_logged_as_asked(caplog: pytest.LogCapture
         recorded_ms = engine.plan_report().measured_step_ms
     lines = [record.getMessage() for record in caplog.records if record.name == "harmony_ds.progress"]
     steps = [line for line in lines if line.startswith("step=")]
-    assert steps == ["step=2, skipped=0, lr=[0.01], mom=[0.0]", "step=4, skipped=0, lr=[0.01], mom=[0.0]"]
+    assert steps == ["step=2, skipped=0, lr=[0.01], mom=[0]", "step=4, skipped=0, lr=[0.01], mom=[0]"]
     assert lines[-2] == f"time (ms) | step: {recorded_ms[-1]:.2f}"
     assert len([line for line in lines if line.startswith("time (ms) | step: ")]) == 4
     assert len([line for line in lines if line.startswith("device peak")]) == 4
