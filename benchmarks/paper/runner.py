@@ -1,4 +1,4 @@
-"""What the experiments share: two ways to train, interleaved timing, JSON with its environment, figures of one style.
+"""The shared part of the experiments: training, interleaved timing, JSON with its environment, figures of one style.
 
 An experiment is `run` (what was measured, ready for JSON), `draw` (a figure of that) and `says` (what its numbers say, in
 Markdown). Each file has one.

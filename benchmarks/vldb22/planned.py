@@ -187,12 +187,13 @@ def cut(question: Question) -> Iterator[Schedule]:
     for units in _promising(question, costs):
         table = table_of(question.profile, units)
         cuts = Cuts(table, Packer(graph, table, FP32, question.request.policy), question.request)
-        for first in cuts.first():
-            for way in (first, *cuts.near(first)):
-                if (made := cuts.packing(way)) is not None:
-                    schedule = schedule_of(made[0], units)
-                    if capacity_bytes(costs, schedule) <= question.cap_bytes:
-                        yield schedule
+        near = (way for first in cuts.first() for way in (first, *cuts.near(first)))
+        multiples = (1, 2, 4) if question.devices == 1 else (1,)
+        for way in {replace(one, multiple=multiple) for one in near for multiple in multiples}:
+            if (made := cuts.packing(way)) is not None:
+                schedule = schedule_of(made[0], units)
+                if capacity_bytes(costs, schedule) <= question.cap_bytes:
+                    yield schedule
 
 
 def _promising(question: Question, costs: PackCosts) -> list[Units]:
@@ -206,7 +207,10 @@ def _promising(question: Question, costs: PackCosts) -> list[Units]:
             continue
         units = Units(forward, backward)
         if capacity_bytes(costs, Schedule(forward, singles[:-1], backward, singles)) <= question.cap_bytes:
-            ms = sum(_times_ms(profile.forward, samples, forward)) + sum(_times_ms(profile.backward, samples, backward))
+            # The last pack, as much of the model as fits, has no forward pass of its own.
+            fused = min(1.0, question.cap_bytes / costs.memory(True, backward)(0, costs.count))
+            ms = sum(_times_ms(profile.backward, samples, backward))
+            ms += (1 - fused) * sum(_times_ms(profile.forward, samples, forward))
             # In a pipeline devices wait for the first set; with two packs for each of them, about so long.
             found.append((ms * (1 + (devices - 1) * units.together / (2 * samples)), units))
     found.sort(key=lambda one: one[0])

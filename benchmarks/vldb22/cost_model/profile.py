@@ -1,4 +1,4 @@
-"""What the layers of a model cost, and what a pack of them costs. Knows neither devices nor tasks.
+"""The costs of a model's layers, and what a pack of them costs. Knows neither devices nor tasks.
 
 A pack is the layers from a first one to before a last one, as between two bounds of `harmony_ds.scheduler.partition`.
 """
@@ -23,7 +23,7 @@ def sum_of(values: Sequence[float]) -> PartCost:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer takes whatever the micro-batch: bytes, input bytes per sample, and ms of its update on the host."""
+    """The costs of one layer whatever the micro-batch: bytes, input bytes per sample, and ms of its update on the host."""
 
     weight_bytes: int
     buffer_bytes: int
@@ -47,7 +47,7 @@ class PassCosts:
     peaks_bytes: tuple[tuple[int, ...], ...]
 
     def at(self, micro_batch: int) -> tuple[list[float], list[int]]:
-        """Times and peaks of the layers at one size: linear between the sizes measured.
+        """Return times and peaks of the layers at one size: linear between the sizes measured.
 
         Beyond the last size, on the line through it and the size half as large.
         """
@@ -102,7 +102,7 @@ def _line(sizes: Sequence[int], rows: Sequence[Sequence[float]], size: int) -> l
 
 
 class PackCosts:
-    """What packs of one model cost; remembers what it has added up.
+    """The costs of a model's packs; remembers what it has added up.
 
     Times are in ms; `micro_batch` is the number of samples in one.
     """
@@ -117,7 +117,7 @@ class PackCosts:
         self._at: dict[tuple[bool, int], tuple[list[float], PartCost, PartCost]] = {}
 
     def input_bytes(self, layer: int, samples: int = 1) -> int:
-        """Of a layer; the number of layers stands for the output of the last, which is nothing."""
+        """Return the input bytes of a layer; the number of layers stands for the output of the last, which is nothing."""
         return self._inputs[layer] * samples if layer < self.count else 0
 
     def state_bytes(self, first: int, last: int) -> int:
@@ -128,7 +128,7 @@ class PackCosts:
         return self._update(first, last)
 
     def times_ms(self, backward: bool, micro_batch: int) -> list[float]:
-        """Of each layer's pass for one micro-batch; backward contains the recomputation."""
+        """Return the times of each layer's pass for one micro-batch; backward contains the recomputation."""
         return self._costs(backward, micro_batch)[0]
 
     def forward_ms(self, micro_batch: int, first: int, last: int) -> float:
