@@ -153,11 +153,8 @@ class HostStore:
 
     def host_bytes(self) -> dict[str, int]:
         slabs = sum(slab.numel() * slab.element_size() for slab in self._slabs)
-        masters = sum(
-            master.numel() * master.element_size()
-            for name, master in self.masters.items()
-            if master is not self.parameters[name]
-        )
+        apart = [master for name, master in self.masters.items() if master is not self.parameters[name]]
+        masters = sum(master.numel() * master.element_size() for master in apart)
         return {"weights": slabs, "masters": masters}
 
     def release(self) -> None:
