@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from harmony_ds.config import Config
+from harmony_ds.config.harmony import ResidentPacks
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
@@ -72,7 +73,9 @@ def check_devices(config: Config, device: Device, saved: Plan | None) -> None:
         )
 
 
-def residency_for(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: SingleProcess) -> str | int:
+def residency_for(
+    config: Config, device: Device, optimizer: DeviceOptimizer | None, world: SingleProcess
+) -> ResidentPacks:
     """Return the search's use of spare device memory in this run: "auto", "kept", "off", or a number of packs."""
     settings = config.harmony
     if settings.residency != "auto":
