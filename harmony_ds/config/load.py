@@ -52,6 +52,12 @@ def load_config(
     if autocast == torch.float16:
         loss_scale = _AS_GRAD_SCALER
     micro_batch, steps, batch = _batch_triple(model, world_size)
+    settings = _harmony(raw, checked)
+    if settings.split_masters and (compute, master) != (torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"harmony.split_masters is for fp32 masters of bf16 weights, and here weights are {compute} and masters "
+            f"{master}: leave it out."
+        )
     return Config(
         micro_batch=micro_batch,
         gradient_accumulation_steps=steps,
@@ -67,7 +73,7 @@ def load_config(
         loss_scale=loss_scale,
         skip_overflow=loss_scale is not None or _checks_bf16(model),
         steps_per_print=model.steps_per_print,
-        harmony=_harmony(raw, checked),
+        harmony=settings,
         raw=raw,
         known=checked.known,
         values=checked.values,
@@ -96,7 +102,7 @@ def _harmony(raw: Mapping[str, Any], checked: Checked) -> HarmonySettings:
 def _section(key: str, block: Any) -> Section | None:
     if block is None:
         return None
-    params = block.params
+    params = block.params or {}
     if key == "optimizer" and "max_grad_norm" in params:
         raise ConfigError(
             "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed "

@@ -77,6 +77,13 @@ class Config:
     without_meaning: tuple[str, ...]
 
     @property
+    def master_bytes(self) -> int:
+        """Host bytes of the master beside each weight."""
+        if self.compute_dtype == self.master_dtype:
+            return 0
+        return 2 if self.harmony.split_masters else 4
+
+    @property
     def deferred_update(self) -> bool:
         """Whether no layer may be updated before the norm of all gradients is known."""
         return self.gradient_clipping > 0 or self.skip_overflow

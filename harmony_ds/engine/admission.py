@@ -47,6 +47,8 @@ def check_processes(config: Config, world: SingleProcess) -> None:
     """Raise UnsupportedError for settings that several processes cannot run."""
     if config.harmony.micro_batch == "auto":
         world.refuse('harmony.micro_batch "auto"')
+    if config.harmony.split_masters:
+        world.refuse("harmony.split_masters")
     if config.harmony.residency not in _SWAPPED:
         world.refuse("harmony.residency: packs that stay on the device and are updated there")
     if config.harmony.reduce == "host" and world.servers > 1:
@@ -143,7 +145,7 @@ def host_need(
     there = (p for p in parameters.values() if not p.is_meta and not mapped.holds(p))
     by_kind = {
         "weights": weights,
-        "masters": 0 if dtype == config.master_dtype else 4 * sum(trainable.values()),
+        "masters": config.master_bytes * sum(trainable.values()),
         "optimizer": _state_bytes(config, *optimizer),
         "gradients": gradients,
     }

@@ -85,9 +85,10 @@ def test_the_harmony_block_is_read() -> None:
         "micro_batch": {"forward": 8, "backward": 4},
         "grouping": False,
         "keep_graphs": False,
+        "split_masters": True,
         "reduce": "host",
     }
-    settings = load(harmony=block).harmony
+    settings = load(harmony=block, bf16={"enabled": True}).harmony
 
     assert dataclasses.asdict(settings) == {
         **block,
@@ -240,6 +241,12 @@ def test_batch_sizes_that_contradict_each_other_are_an_error_with_all_numbers(
     source = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
     with pytest.raises(ConfigError, match=f"(Check batch related parameters|greater than 0|by zero).*{numbers}"):
         load_config(source, world_size)
+
+
+def test_null_is_a_block_that_is_left_out() -> None:
+    source = {"optimizer": {"type": "SGD", "params": None}, "scheduler": None, "fp16": None, "zero_optimization": None}
+    assert load(**source).optimizer == Section("SGD", {})
+    assert load(**source).values["zero_optimization.stage"] == 0
 
 
 # ---- files
