@@ -66,7 +66,6 @@ RULES: dict[str, Rule] = {
     "tests/checkpoint/test_export.py": one,
     "tests/checkpoint/test_refusals.py": one,
     "tests/checkpoint/test_resume.py": one,
-    "tests/checkpoint/test_tree.py": every,
     "tests/compatibility": none,
     "tests/docs/test_reference.py": none,
     "tests/engine": one,

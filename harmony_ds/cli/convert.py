@@ -8,17 +8,9 @@ from pathlib import Path
 from harmony_ds.checkpoint import Layout, convert
 
 
-def command(  # noqa: PLR0913, PLR0917 - an option each
-    source: Path,
-    target: Path,
-    to: Layout,
-    tag: str | None = None,
-    sub_group_size: int = 10**9,
-    processes: int = 1,
-    as_json: bool = False,
-) -> None:
-    """Writes the checkpoint SRC into DST in another layout. Pickles of DeepSpeed are read without executing them."""
-    written = convert(source, target, to, tag, sub_group_size, processes)
+def command(source: Path, target: Path, to: Layout, tag: str | None = None, as_json: bool = False) -> None:
+    """Write the checkpoint SRC into DST in another layout. Pickles of DeepSpeed are read without executing them."""
+    written = convert(source, target, to, tag)
     if as_json:
         print(json.dumps({"written": str(written), "layout": to.value}))
     else:

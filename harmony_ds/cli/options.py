@@ -110,10 +110,8 @@ OPTIONS: dict[str, Option] = {
     # convert
     "source": Option("A checkpoint, or a folder of several (then the latest, or --tag).", "SRC", is_argument=True),
     "target": Option("The folder to write into; made if it is not there.", "DST", is_argument=True),
-    "to": Option("harmony, deepspeed-zero2, deepspeed-zero3, universal or hf.", "LAYOUT"),
+    "to": Option("harmony, universal (for DeepSpeed) or hf.", "LAYOUT"),
     "tag": Option("Which checkpoint in SRC."),
-    "convert.processes": Option("deepspeed-zero2 and -zero3: with so many processes DeepSpeed will go on.", "N", 1),
-    "sub_group_size": Option("deepspeed-zero3: that of the ds_config it will go on with.", "N", 1),
 }
 """By the parameter's name; before it, by the command's and its."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 
 from harmony_ds import utils, zero
-from harmony_ds.checkpoint.deepspeed.zero_to_fp32 import teach
+from harmony_ds.checkpoint import zero_to_fp32
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.parallel.distributed import init_distributed
 
 LOCAL_HELPERS = tuple(name for name in vars(utils) if "_local_" in name)
 """Functions of `deepspeed.utils` that ask for ZeRO-3's partitions; the others find this engine by themselves."""
+CHECKPOINT_READERS = tuple(name for name in vars(zero_to_fp32) if "zero_checkpoint" in name)
+"""Functions of `deepspeed.utils.zero_to_fp32`."""
 
 
 def install_as_deepspeed() -> None:
@@ -28,6 +30,7 @@ def install_as_deepspeed() -> None:
     init_distributed()
     deepspeed = import_module("deepspeed")
     vars(deepspeed).update(initialize=initialize, DeepSpeedEngine=HarmonyEngine, init_distributed=init_distributed)
-    teach(vars(import_module("deepspeed.utils.zero_to_fp32")))
+    theirs = import_module("deepspeed.utils.zero_to_fp32")
+    vars(theirs).update({name: getattr(zero_to_fp32, name) for name in CHECKPOINT_READERS})
     vars(deepspeed.utils).update({name: getattr(utils, name) for name in LOCAL_HELPERS})
     vars(deepspeed.zero).update(Init=zero.Init, GatheredParameters=zero.GatheredParameters)

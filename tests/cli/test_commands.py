@@ -85,7 +85,7 @@ def test_the_version_is_the_packages() -> None:
         (("estimate", "x", "--acumulation", "3"), "there is no --acumulation here: did you mean --accumulation?"),
         (("--verison",), "did you mean --version?"),
         (("machines", "x"), '"x" is one argument too many'),
-        (("convert", "a", "b", "--to", "zero9"), 'there is no "zero9": harmony, deepspeed-zero2'),
+        (("convert", "a", "b", "--to", "zero9"), 'there is no "zero9": harmony, universal'),
         (("estimat", "x"), "invalid choice: 'estimat'"),
     ],
     ids=str,

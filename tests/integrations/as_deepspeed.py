@@ -10,9 +10,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from deepspeed.utils import zero_to_fp32
 
-from harmony_ds.integrations.as_deepspeed import LOCAL_HELPERS
-
-_READ = "_get_fp32_state_dict_from_zero_checkpoint"
+from harmony_ds.integrations.as_deepspeed import CHECKPOINT_READERS, LOCAL_HELPERS
 
 
 def forget_accelerate() -> None:
@@ -31,7 +29,8 @@ def deepspeed_as_it_was() -> Iterator[None]:
             patch.setattr(deepspeed.zero, name, getattr(deepspeed.zero, name))
         for name in LOCAL_HELPERS:
             patch.setattr(deepspeed.utils, name, getattr(deepspeed.utils, name))
-        patch.setattr(zero_to_fp32, _READ, getattr(zero_to_fp32, _READ))
+        for name in CHECKPOINT_READERS:
+            patch.setattr(zero_to_fp32, name, getattr(zero_to_fp32, name))
         patch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
         forget_accelerate()
         try:
