@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.arguments import PLAIN, Collector, Given
+from harmony_ds.calls.arguments import PLAIN, CallInputs, Collector
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.sameness import equal
@@ -103,7 +103,7 @@ class Joins:
         if len(requests) < 2 or layer not in self.dims or layer in self._apart or not self._may_be_joined(layer):
             return [Joined((place,), request) for place, request in enumerate(requests)]
         alike: dict[Any, list[int]] = {}
-        given = [Given.of(request) for request in requests]
+        given = [CallInputs.of(request) for request in requests]
         for place, one in enumerate(given):
             alike.setdefault(_signature(requests[place], one, place), []).append(place)
         made: list[Joined] = []
@@ -117,7 +117,7 @@ class Joins:
                 made.append(Joined(tuple(places), joined, tuple(given[place].collector for place in places)))
         return made
 
-    def _joined(self, first: Request, given: Sequence[Given]) -> Request | None:
+    def _joined(self, first: Request, given: Sequence[CallInputs]) -> Request | None:
         """One call for those that were `given` alike, `first` among them; None: they cannot be joined."""
         arguments, known = given[0].arguments, self.dims[first.layer]
         dims = dict(zip(known.places, known.inputs, strict=True))
@@ -129,7 +129,7 @@ class Joins:
             if dim is None and not self._are_same(first.layer, several):
                 return None
             tensors.append(several[0] if dim is None else whole_of(several, dim))
-        values = arguments.filled(tensors)
+        values = arguments.rebuild(tensors)
         kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
         return replace(first, args=tuple(values[: arguments.positional]), kwargs=kwargs, raised=[])
 
@@ -215,7 +215,7 @@ class Joins:
         return results
 
 
-def _signature(request: Request, given: Given, place: int) -> Any:
+def _signature(request: Request, given: CallInputs, place: int) -> Any:
     """Equal for calls that can be joined; `place` for one that cannot be, whose layer may write into its arguments."""
     arguments = given.arguments
     if arguments.containers:

@@ -20,7 +20,7 @@ from typing import Any
 from harmony_ds.checkpoint import tensor_files
 from harmony_ds.checkpoint.folders import DATA, LATEST, MANIFEST, put_scripts, replace_text, saving, unique
 from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source, listed
-from harmony_ds.checkpoint.tensor_files import FileRecord, load_pickle, plain, read_tensors
+from harmony_ds.checkpoint.tensor_files import FileRecord, find_damage, load_pickle, plain, read_tensors
 from harmony_ds.errors import CheckpointError
 
 _FORMAT = "harmony_ds checkpoint 2"
@@ -107,7 +107,7 @@ def verify(folder: Path) -> None:
     """Read every byte of a checkpoint, and compare its files with the manifest."""
     manifest = _read_manifest(folder)
     files = ((folder / manifest["data"] / name, FileRecord(**record)) for name, record in manifest["files"].items())
-    if complaints := [damage for path, record in files if (damage := tensor_files.find_damage(path, record))]:
+    if complaints := [damage for path, record in files if (damage := find_damage(path, record))]:
         raise CheckpointError(f"the checkpoint {folder} is torn or was changed: {'; '.join(complaints)}.")
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.held import Item, held
 from harmony_ds.calls.installed import belongs_to_engine
+from harmony_ds.calls.patching import Item, patched
 from harmony_ds.checkpoint.snapshot import Source, listed
 from harmony_ds.checkpoint.tensor_files import read_tensors
 from harmony_ds.errors import CheckpointError, ModelError
@@ -174,7 +174,7 @@ def _initialize_transformers(model: nn.Module, fresh: Mapping[int, str]) -> None
         if any(id(tensor) in fresh for tensor in _own(module)):
             module.__dict__.pop("_is_hf_initialized", None)
     initialize: Any = model.initialize_weights
-    with held((tensor.__dict__, "_is_hf_initialized", True) for tensor in kept):
+    with patched((tensor.__dict__, "_is_hf_initialized", True) for tensor in kept):
         initialize()
 
 
@@ -189,7 +189,7 @@ def _tied_once(model: nn.Module, fresh: Mapping[int, str]) -> AbstractContextMan
                 hidden.append((module._parameters, key, nn.Parameter(without, parameter.requires_grad)))
             if id(parameter) in fresh:
                 seen.add(id(parameter))
-    return held(hidden)
+    return patched(hidden)
 
 
 def _own(module: nn.Module) -> list[Tensor]:

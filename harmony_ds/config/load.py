@@ -23,7 +23,7 @@ from harmony_ds.config.hints import AUTO, refuse_text_numbers
 from harmony_ds.config.paths import with_values
 from harmony_ds.config.read import read_config
 from harmony_ds.config.settings import Config, LossScale, Section
-from harmony_ds.errors import ConfigError, ContradictionError
+from harmony_ds.errors import ConfigError
 
 _AS_GRAD_SCALER = LossScale(loss_scale_window=2000, hysteresis=1, min_loss_scale=sys.float_info.min)
 """The rules of torch.amp.GradScaler, which DeepSpeed takes under autocast to float16."""
@@ -45,6 +45,7 @@ def load_config(
     optimizer, scheduler = _section(raw, "optimizer"), _section(raw, "scheduler")
     values, without_meaning = read_values(raw)
     compute, loss_scale = _precision(raw, values)
+    master, state = _optimizer_dtypes(raw, values)
     autocast = _autocast_dtype(values, compute)
     if autocast == torch.float16:
         loss_scale = _AS_GRAD_SCALER
@@ -58,7 +59,9 @@ def load_config(
         optimizer=optimizer,
         scheduler=scheduler,
         compute_dtype=compute,
-        accumulation_dtype=_accumulation_dtype(values, compute),
+        accumulation_dtype=_accumulation_dtype(values, compute, master),
+        master_dtype=master,
+        state_dtype=state,
         autocast_dtype=autocast,
         loss_scale=loss_scale,
         skip_overflow=loss_scale is not None or _checks_bf16(raw, values, clipping),
@@ -146,11 +149,11 @@ def _checks_bf16(raw: Mapping[str, Any], values: Values, clipping: float) -> boo
 def _precision(raw: Mapping[str, Any], values: Values) -> tuple[torch.dtype, LossScale | None]:
     bf16_on, fp16_on = values[f"{_bf16_name(raw)}.enabled"], values["fp16.enabled"]
     if bf16_on and fp16_on:
-        raise ContradictionError("bfloat16 and fp16 modes cannot be simultaneously enabled")
+        raise ConfigError("bfloat16 and fp16 modes cannot be simultaneously enabled")
     compute = torch.bfloat16 if bf16_on else torch.float16 if fp16_on else torch.float32
     asked = values["data_types.param_dtype"]
     if asked is not None and _DTYPES[DTYPES[asked]] != compute:
-        raise ContradictionError(
+        raise ConfigError(
             f"data_types.param_dtype='{asked}' conflicts with the enabled precision mode (model dtype {compute}). Set "
             "the matching fp16/bf16 'enabled' flag or omit data_types.param_dtype."
         )
@@ -174,16 +177,30 @@ def _autocast_dtype(values: Values, compute: torch.dtype) -> torch.dtype | None:
             f'"torch_autocast.dtype" is {json.dumps(name)}: write "bfloat16", or "float16" (which scales losses).'
         )
     if compute not in (torch.float32, dtype) or compute == torch.float16:
-        raise ContradictionError(
+        raise ConfigError(
             f'"torch_autocast" to {name} is for fp32 weights, and these are {compute}: leave it, or "bf16" and "fp16", out.'
         )
     return dtype
 
 
-def _accumulation_dtype(values: Values, compute: torch.dtype) -> torch.dtype:
+def _optimizer_dtypes(raw: Mapping[str, Any], values: Values) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of masters and of the optimizer's state, by DeepSpeed's rules."""
+    block = _bf16_name(raw)
+    masters, states = (values[f"{block}.{key}"] for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"))
+    if states and not masters:
+        raise ConfigError("bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled.")
+    if masters and not (values[f"{block}.enabled"] and values["zero_optimization.stage"]):
+        raise ConfigError(
+            f'{block}.bf16_master_weights_and_grads needs "{block}": {{"enabled": true}} and "zero_optimization": '
+            '{"stage": 1, 2 or 3}, as in DeepSpeed.'
+        )
+    return torch.bfloat16 if masters else torch.float32, torch.bfloat16 if states else torch.float32
+
+
+def _accumulation_dtype(values: Values, compute: torch.dtype, master: torch.dtype) -> torch.dtype:
     name = values["data_types.grad_accum_dtype"]
     if name is None:
-        return torch.float32
+        return master
     dtype = _DTYPES[DTYPES[name]]
     if dtype not in (torch.float32, compute):
         raise ConfigError(
@@ -198,13 +215,13 @@ def _batch_triple(values: Values, world_size: int) -> tuple[int, int, int]:
     batch = _count(values, "train_batch_size")
     automatic = values[_MICRO_BATCH] == "auto"
     if automatic and batch is None:
-        raise ContradictionError(
+        raise ConfigError(
             f'"{_MICRO_BATCH}" is "auto", which leaves it to the engine: give "train_batch_size", the rows of a step.'
         )
     micro = None if automatic else _count(values, _MICRO_BATCH)
     steps = _count(values, "gradient_accumulation_steps")
     if batch is None and micro is None:
-        raise ContradictionError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
+        raise ConfigError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
     if micro is None:
         assert batch is not None
         steps = steps or 1
@@ -214,7 +231,7 @@ def _batch_triple(values: Values, world_size: int) -> tuple[int, int, int]:
     if batch is None:
         batch = micro * steps * world_size
     if batch != micro * steps * world_size:
-        raise ContradictionError(
+        raise ConfigError(
             "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step "
             f"* world_size {batch} != {micro} * {steps} * {world_size}. Correct one of the three, or leave one out."
         )
@@ -234,5 +251,5 @@ def _count(values: Values, key: str) -> int | None:
     if value is None:
         return None
     if value <= 0:
-        raise ContradictionError(f"{_SPOKEN[key]}: {value} has to be greater than 0")
+        raise ConfigError(f"{_SPOKEN[key]}: {value} has to be greater than 0")
     return value

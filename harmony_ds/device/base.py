@@ -99,6 +99,10 @@ class Device(ABC):
         self.record(Stream.COMPUTE).synchronize()
         return time.perf_counter() * 1e3
 
+    def issued_ms(self) -> float:
+        """Return milliseconds of the clock that issuing operations takes time on: the host's."""
+        return time.perf_counter() * 1e3
+
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """A context in which torch operations of this thread are issued on `stream`."""
@@ -150,7 +154,7 @@ class Device(ABC):
         Must be called, and the buffer freed, on the stream that first writes it.
 
         Raises:
-            DeviceOutOfMemoryError: the budget would be exceeded.
+            torch.OutOfMemoryError: the budget would be exceeded.
         """
         return torch.empty(numel, dtype=dtype, device=self.torch_device)
 
@@ -179,7 +183,7 @@ class Device(ABC):
         """Tells of `nbytes` that torch holds on the device for us. Does nothing where an allocator counts them.
 
         Raises:
-            DeviceOutOfMemoryError: the budget would be exceeded; nothing is charged then.
+            torch.OutOfMemoryError: the budget would be exceeded; nothing is charged then.
         """
         return
 

@@ -7,12 +7,11 @@ structure share what was measured of them; only the first few are propagated bac
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from harmony_ds.calls.boundary import backward_of_engine
+from harmony_ds.calls.boundary import explaining_errors
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
@@ -69,7 +68,7 @@ class Timing(Passes):
                 self._lap()
                 loss = sample.objective(self._forward(sample))
                 if loss is not None and loss.requires_grad:
-                    with backward_of_engine():
+                    with explaining_errors():
                         loss.backward()
                 self._take(_REST, "tail")
         return self._timed(costs)
@@ -93,19 +92,19 @@ class Timing(Passes):
         self._structures.append(structure)
         enough = self._structures.count(structure) > _BACKWARD_SAMPLES
         self._lap()
-        begin = time.perf_counter()
+        begin = self._device.issued_ms()
         outputs, call = self._record(request, copy)
         self._issued(structure, "issue", begin)
         self._take(structure, "forward")
         if call is None:
             return outputs
         if enough:
-            calls.forget(call)
+            calls.discard(call)
             return outputs
         with self._made_up_gradients(call):
             self._lap()
-            begin = time.perf_counter()
-            if call.cut is None and keeps_graphs:
+            begin = self._device.issued_ms()
+            if call.slicing is None and keeps_graphs:
                 calls.recompute(call, copy.leaves, replay)
                 self._take(structure, "again")
             calls.backward(call, copy.leaves, replay, lambda: residency.accumulate(copy))
@@ -127,7 +126,7 @@ class Timing(Passes):
     def _issued(self, structure: Structure, what: str, begin: float) -> None:
         """What the host took until now, if the device may still compute."""
         if self._device.copies_overlap:
-            self._samples[structure, what].append((time.perf_counter() - begin) * 1e3)
+            self._samples[structure, what].append(self._device.issued_ms() - begin)
 
     def _take(self, structure: Structure, what: str) -> None:
         self._samples[structure, what].append(self._lap())

@@ -18,7 +18,7 @@ from torch.utils import cpp_extension
 
 from harmony_ds.config.hints import check_params
 from harmony_ds.config.optimizers import OPTIMIZERS, Native, OptimizerRow, of_class
-from harmony_ds.errors import CompilerMissingError
+from harmony_ds.errors import OptimizerError
 
 _logger = logging.getLogger(__name__)
 _KINDS = {"i": ctypes.c_int, "m": ctypes.c_size_t, "f": ctypes.c_float, "b": ctypes.c_bool}
@@ -35,7 +35,7 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     """An instance of DeepSpeed's class `name`, compiled if need be (one to three minutes, once per machine).
 
     Raises:
-        CompilerMissingError: it cannot be compiled here; says what to install, and what needs no compiler.
+        OptimizerError: it cannot be compiled here; says what to install, and what needs no compiler.
     """
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(native.module), name)
@@ -44,7 +44,7 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     try:
         optimizer: torch.optim.Optimizer = cls(parameter_groups, **options)
     except (RuntimeError, OSError, ImportError) as error:
-        raise CompilerMissingError(_remedy(name, f"{error.__cause__ or error}".splitlines())) from None
+        raise OptimizerError(_remedy(name, f"{error.__cause__ or error}".splitlines())) from None
     return optimizer
 
 
@@ -88,8 +88,12 @@ class GilFreeOp:
 
     def _update(self, *given: Any) -> None:
         numbers, tensors = given[: self._numbers], given[self._numbers :]
-        # It takes another dtype for its own and skips what is not contiguous; what it raises ends the process.
-        assert all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors)
+        # It takes gradients of another dtype for its own and skips what is not contiguous; what it raises ends the process.
+        weight, gradient, *states = tensors
+        assert weight.dtype is gradient.dtype and all(tensor.is_contiguous() for tensor in tensors)
+        assert {state.dtype for state in states} <= {torch.float32} or {state.dtype for state in states} == {
+            weight.dtype
+        }
         if self._counts_powers:
             # DeepSpeed's Adam multiplies the powers of its betas up from step to step, and computes them anew after a jump
             # to another step, which rounds differently: what a step does would depend on when the process began. So it is

@@ -116,10 +116,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         r"is torn or was changed: masters.safetensors has the checksum [0-9a-f]{8}, not [0-9a-f]{8}: bytes were",
     ),
     "two missing": (without("model.safetensors", "state.pt"), r"model.safetensors is missing; state.pt is missing"),
-    "a pickle": (
-        with_content("model.safetensors", lambda _: BOMB),
-        r"model.safetensors has \d+ bytes, not \d+",
-    ),
+    "a pickle": (with_content("model.safetensors", lambda _: BOMB), r"model.safetensors has \d+ bytes, not \d+"),
     "a pickle that the manifest allows": (
         with_manifest("model.safetensors", lambda file: file.write_bytes(BOMB)),
         r"model.safetensors cannot be read as safetensors",

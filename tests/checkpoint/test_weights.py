@@ -177,10 +177,7 @@ def changed(tmp_path: Path, change: dict[str, Tensor | None]) -> Path:
             {"blocks.2.bias": torch.ones(5)},
             r"bias is torch\.float32 of shape \(5,\) in the file, and torch\.float32 of shape \(4,\) in the model",
         ),
-        (
-            {"blocks.2.bias": torch.ones(4).int()},
-            r"2\.bias is torch\.int32 of .* in the file, and torch\.float32 of",
-        ),
+        ({"blocks.2.bias": torch.ones(4).int()}, r"2\.bias is torch\.int32 of .* in the file, and torch\.float32 of"),
     ],
 )
 def test_files_that_are_not_the_models_are_refused(

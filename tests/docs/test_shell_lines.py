@@ -20,7 +20,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def help_of(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Callable[[str], str]:
-    """What `harmony-ds COMMAND --help` prints, on a terminal that cuts nothing off."""
+    """Return a function that returns the text of `harmony-ds COMMAND --help`, uncut."""
 
     def ask(command: str) -> str:
         monkeypatch.setenv("COLUMNS", "300")
@@ -74,7 +74,7 @@ def check_python(rest: list[str]) -> None:
     assert script.is_file()
     beside = [script, *script.parent.glob("*.py")]
     sources = "".join(path.read_text(encoding="utf-8") for path in beside)
-    missing = [option for option in options_in(rest) if f'"{option}"' not in sources]
+    missing = [option for option in options_in(rest) if f'"{option.replace("--no-", "--")}"' not in sources]
     assert not missing, f"{rest[0]} has no {missing}"
     files = [word for word in rest[1:] if word.startswith(("ds_configs/", "benchmarks/"))]
     assert all((ROOT / file).is_file() for file in files)
