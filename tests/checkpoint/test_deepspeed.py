@@ -52,7 +52,7 @@ def engine_of(precision: str = "fp32", optimizer: str = "torch") -> Iterator[Har
 
 @dataclass(frozen=True)
 class Case:
-    """Checkpoints of DeepSpeed after three steps, and what DeepSpeed made of the next three."""
+    """Checkpoints of DeepSpeed after three steps, and DeepSpeed's results of the next three."""
 
     folder: Path
     expected: dict[str, dict[str, Any]]
@@ -64,7 +64,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "zero2 fp16": {"stage": 2, "precision": "fp16"},
     "zero3 offload": {"stage": 3, "optimizer": "cpu"},
 }
-"""What two processes saved, at every stage, and what was made universal of it: `tests/parallel/test_deepspeed.py`."""
+"""Checkpoints of two processes, at every stage, and universal ones: `tests/parallel/test_deepspeed.py`."""
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_parameters_that_were_stepped_less_often_are_named(
     assert again is not None and float(again.states["norm.weight"]["step"].read()) == 3.0
 
 
-def test_what_deepspeed_has_no_place_for_is_refused(tmp_path: Path) -> None:
+def test_states_that_deepspeed_has_no_place_for_are_refused(tmp_path: Path) -> None:
     model = side.Net()
     config = {"train_micro_batch_size_per_gpu": 2, "harmony": {"device": "cpu"}}
     optimizer = torch.optim.NAdam([p for p in model.parameters() if p.requires_grad])

@@ -43,7 +43,7 @@ def engine() -> Iterator[HarmonyEngine]:
 
 
 def refused(engine: HarmonyEngine, folder: Path, **options: Any) -> str:
-    """The message; the engine is as before."""
+    """Return the message of a refused load; the engine is as before."""
     before = state_of(engine)
     with pytest.raises(CheckpointError) as refusal:
         engine.load_checkpoint(folder, **options)
@@ -95,7 +95,7 @@ def without(*names: str) -> Damage:
 
 
 def foreign(*names: str) -> Damage:
-    """A folder that holds only these files in the place of the checkpoint."""
+    """Replace the checkpoint by a folder that holds only these files."""
 
     def change(folder: Path) -> None:
         shutil.rmtree(tag_folder(folder))

@@ -1,4 +1,4 @@
-"""What `install_as_deepspeed` changes for good, put back for the next test."""
+"""Undoing `install_as_deepspeed` for the next test."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from harmony_ds.integrations.as_deepspeed import CHECKPOINT_READERS, LOCAL_HELPE
 
 
 def forget_accelerate() -> None:
-    """accelerate keeps how a process trains in its classes."""
+    """Reset the state that accelerate keeps in its classes."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._shared_state.clear()
 
 
 @contextmanager
 def deepspeed_as_it_was() -> Iterator[None]:
-    """In the end, deepspeed is itself, and accelerate knows nothing of it."""
+    """Restore deepspeed and accelerate on exit."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("initialize", "DeepSpeedEngine", "init_distributed"):
             patch.setattr(deepspeed, name, getattr(deepspeed, name))
