@@ -66,6 +66,7 @@ RULES: dict[str, Rule] = {
     "tests/checkpoint/test_export.py": one,
     "tests/checkpoint/test_refusals.py": one,
     "tests/checkpoint/test_resume.py": one,
+    "tests/checkpoint/test_tensor_files.py": every,
     "tests/compatibility": none,
     "tests/docs/test_site.py": none,
     "tests/engine": one,

@@ -28,4 +28,4 @@ def updater_of(engine: HarmonyEngine) -> Updater:
 
 def scaler_of(engine: HarmonyEngine) -> LossScaler:
     """How its loss scale has come about."""
-    return engine._scaler
+    return engine._training.scaler
