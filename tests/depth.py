@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves out: they are marked `deep`, by the folder, file or test that they are.
+"""Tests that `make test` leaves out: they are marked `deep`, by folder, file or name.
 
 `make test` is to say within minutes whether anything is broken: every mechanism once, each family once. `make test-all`
 runs everything.
@@ -133,21 +133,21 @@ SLOW = """
     engine/test_ledger.py::test_swaps_do_not_grow_with_the_number_of_micro_batches
     engine/test_lifetime.py::test_a_live_engine_keeps_its_model
     engine/test_lifetime.py::test_a_process_leaves_in_peace_without_destroy
-    engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_what_was_saved
+    engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_a_saved_model
     engine/test_lifetime.py::test_an_engine_that_waits_for_garbage_collection_does_not_hold_its_model
     engine/test_loop.py::test_another_way_through_the_model_beside_a_look_is_refused_by_name_and_training_goes_on
-    engine/test_loop.py::test_what_a_look_costs_does_not_depend_on_when_it_is_taken
+    engine/test_loop.py::test_the_cost_of_an_early_read_does_not_depend_on_its_moment
     engine/test_planning.py::test_a_kept_profile_is_used_again_and_a_foreign_one_replaced
     engine/test_planning.py::test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any
     engine/test_planning.py::test_a_saved_plan_that_does_not_match_is_refused
-    engine/test_planning.py::test_whatever_is_found_within_a_budget_gives_the_same_bits_and_keeps_to_it
+    engine/test_planning.py::test_every_plan_within_a_budget_gives_the_same_bits_and_keeps_to_it
     engine/test_precision.py::test_muon_beside_adam
     engine/test_residency.py::test_deepspeeds_optimizers_step_the_cpu_devices_memory_too
     engine/test_residency.py::test_gradients_accumulated_in_bf16
     engine/test_residency.py::test_shared_weights_are_added_up_as_on_the_host
     engine/test_residency.py::test_the_first_packs_may_stay_as_well_as_the_last
     engine/test_residency.py::test_the_norm_is_that_of_all_gradients
-    engine/test_residency.py::test_the_plan_counts_what_lives_on_the_device
+    engine/test_residency.py::test_the_plan_counts_resident_packs
     engine/test_slices.py::test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices
     engine/test_slices.py::test_auto_takes_slices_where_whole_micro_batches_do_not_fit
     engine/test_slices.py::test_sizes_as_large_as_the_micro_batch_change_nothing
@@ -161,15 +161,15 @@ SLOW = """
     integrations/test_trainer.py::test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock
     late_device/test_engine.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
     parallel/test_failures.py::test_a_model_that_waits_for_the_others_is_measured_by_all_as_often
-    parallel/test_failures.py::test_an_exception_behind_first_updates_ends_all
+    parallel/test_failures.py::test_an_exception_after_first_updates_ends_all
     parallel/test_failures.py::test_reading_is_right_in_every_process
-    parallel/test_failures.py::test_what_is_not_there_is_refused_by_name
-    parallel/test_failures.py::test_what_would_be_done_by_every_process_is_refused_by_name
-    parallel/test_host_room.py::test_each_has_its_share_of_the_least_that_any_sees_and_all_run_one_plan
+    parallel/test_failures.py::test_unsupported_calls_are_refused_by_name
+    parallel/test_failures.py::test_side_effects_in_every_process_are_refused_by_name
+    parallel/test_host_room.py::test_each_process_has_a_share_of_the_least_room_and_all_run_one_plan
     scheduler/test_devices.py::test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step
     scheduler/test_search.py::test_a_larger_budget_never_gives_a_slower_plan
     scheduler/test_search.py::test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen
-    simdevice/test_engine_exactness.py::test_so_it_is_with_mechanisms_switched_off
+    simdevice/test_engine_exactness.py::test_same_weights_and_peak_with_mechanisms_switched_off
     simdevice/test_engine_memory.py::test_a_model_trains_under_a_limit_that_plain_pytorch_exceeds
     simdevice/test_engine_peaks.py::test_a_budget_is_filled_but_never_exceeded
     simdevice/test_engine_residency.py::test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device

@@ -175,7 +175,7 @@ class Joins:
 
     def _give_back(self) -> None:
         for *_, buffer, arrived in self._told:
-            self._buffers.give_back(buffer, arrived)
+            self._buffers.release(buffer, arrived)
         self._told.clear()
 
     def forget(self) -> None:

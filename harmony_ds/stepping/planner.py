@@ -17,7 +17,7 @@ from harmony_ds.errors import DoesNotFitError, ModelError
 from harmony_ds.measuring.measuring import Measuring
 from harmony_ds.measuring.profile_cache import ProfileFile
 from harmony_ds.measuring.sample import Sample, Shapes, shapes_of
-from harmony_ds.offload.host_limits import free_host_bytes
+from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine, Profile
@@ -466,7 +466,7 @@ class Planner:
     def check_peak(self, peak_bytes: int) -> None:
         """Says that a step took more than planned in any process, and plans for that in all from the next one on."""
         assert self.plan is not None and self._costs is not None
-        excess = self._parts.world.most("end a step", max(0, peak_bytes - self.plan.peak_bytes))
+        excess = self._parts.world.max("end a step", max(0, peak_bytes - self.plan.peak_bytes))
         if excess <= 0:
             return
         _logger.warning(
@@ -508,7 +508,7 @@ def host_room_bytes(parts: Parts) -> int | None:
     without what the optimizer is still to make. None: the system does not say.
     """
     free = free_host_bytes()
-    coming = 0 if parts.optimizer is None else parts.optimizer.coming_bytes()
+    coming = 0 if parts.optimizer is None else parts.optimizer.unallocated_bytes()
     return None if free is None else max(0, free - coming) // parts.world.local_size
 
 

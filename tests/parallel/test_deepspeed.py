@@ -91,15 +91,15 @@ def test_losses_are_those_of_deepspeed(ours: Stock, stock: Stock, what: int, key
     assert ours[1][0][0]["losses"] != ours[1][1][0]["losses"]  # each rank has data of its own
 
 
-def test_two_processes_of_deepspeed_go_on_from_what_harmony_saved(ours: Stock, stock: Stock, tmp_path: Path) -> None:
+def test_two_processes_of_deepspeed_resume_from_a_checkpoint_of_harmony(
+    ours: Stock, stock: Stock, tmp_path: Path
+) -> None:
     for name in RUNS:
         convert(ours[0] / name, tmp_path / name, Layout.UNIVERSAL)
     job = {"steps": [3, 6], "universal": True}
     jobs = [{**one, **job, "load": str(tmp_path / name)} for name, one in RUNS.items()]
     for one in jobs:
-        if (
-            one["stage"] == 3
-        ):  # torch's Adam would count the steps of all its groups in one tensor: DeepSpeed's own does not
+        if one["stage"] == 3:  # torch's Adam would count steps in one tensor of all groups; DeepSpeed's own does not
             one["optimizer"] = "cpu"
     for rank, found in enumerate(run(SIZE, _stock, jobs, limit_s=200)):
         for place, name in enumerate(RUNS):
