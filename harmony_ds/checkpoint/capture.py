@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,9 +49,10 @@ def capture(
     frozen = tuple(name for name in store.parameters if name not in store.masters)
     excluded = frozen if exclude_frozen else ()
     buffers = persistent_buffers(trained.module).items()
+    shapes = {name: tuple(master.shape) for name, master in store.masters.items() if store.has_fp32_masters}
+    masters = {name: Source(one, store.master_dtype, partial(store.read_master, name)) for name, one in shapes.items()}
     with ungated():
         parameters = {name: Source.of(p.data) for name, p in store.parameters.items() if name not in excluded}
-        masters = {name: Source.of(m.data) for name, m in store.masters.items() if m is not store.parameters[name]}
     return Snapshot(
         origin="harmony_ds",
         progress=progress,

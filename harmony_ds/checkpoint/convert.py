@@ -77,8 +77,7 @@ def open_checkpoint(source: Path, tag: str | None = None) -> tuple[Path, Snapsho
     """Open a tag's folder, or a folder of several checkpoints: `tag`, or the latest."""
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}.")
-    itself = tag is None and any(fits(source) for fits, _ in _LAYOUTS)
-    folder = source if itself else find(source, tag)
+    folder = source if tag is None and any(fits(source) for fits, _ in _LAYOUTS) else find(source, tag)
     if folder is None:
         raise CheckpointError(f"{source} is no checkpoint, and has no file `latest` that names one: give a tag.")
     return folder, read_any(folder)

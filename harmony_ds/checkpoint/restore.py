@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harmony_ds.checkpoint.capture import Trained, persistent_buffers, restore_random, stateful_modules, tied_names
 from harmony_ds.checkpoint.snapshot import OptimizerState, Snapshot, Source, listed
 from harmony_ds.config.optimizers import same_formula
 from harmony_ds.errors import CheckpointError
 from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.offload.host_store import HostStore
 
 _KERNEL_KEYS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Hyper-parameters that choose a kernel: the engine's own stay."""
@@ -141,13 +142,12 @@ def _put_weights(trained: Trained, snapshot: Snapshot, options: LoadOptions) -> 
     if options.custom is not None:
         values = {name: source.read() for name, source in snapshot.tensors.items()}
         options.custom(src=snapshot.with_tied(values), dst=trained.module)
-        for name, master in store.masters.items():
-            if master is not store.parameters[name]:
-                master.data.copy_(store.parameters[name].data)
+        for name in store.masters if store.has_fp32_masters else ():
+            store.write_master(name, store.weight(name))
         return
-    for name, parameter in store.parameters.items():
+    for name in store.parameters:
         if name in snapshot.parameters:
-            _put_parameter(parameter, store.masters.get(name, parameter), snapshot, name)
+            _put_parameter(store, name, snapshot)
     for name, buffer in persistent_buffers(trained.module).items():
         if name in snapshot.buffers:
             buffer.copy_(snapshot.buffers[name].read())
@@ -156,12 +156,15 @@ def _put_weights(trained: Trained, snapshot: Snapshot, options: LoadOptions) -> 
             part.set_extra_state(snapshot.extra[key])
 
 
-def _put_parameter(parameter: nn.Parameter, master: nn.Parameter, snapshot: Snapshot, name: str) -> None:
-    saved = snapshot.parameters[name]
-    master.data.copy_(snapshot.fp32(name).read())
-    if master is not parameter:
-        # The saved value in the dtype of compute, if there is one; otherwise made from the most precise value.
-        parameter.data.copy_(saved.read() if saved.dtype == parameter.dtype else master.data)
+def _put_parameter(store: HostStore, name: str, snapshot: Snapshot) -> None:
+    saved, weight = snapshot.parameters[name], store.weight(name)
+    if name not in store.masters or not store.has_fp32_masters:
+        weight.copy_(snapshot.fp32(name).read())
+        return
+    store.write_master(name, snapshot.fp32(name).read())
+    # The saved value in the dtype of compute, if there is one; otherwise made from the most precise value.
+    if saved.dtype == weight.dtype and store.split is None:
+        weight.copy_(saved.read())
 
 
 def _optimizer_states(optimizer: HostOptimizer, saved: OptimizerState) -> Iterator[tuple[str, dict[str, Any] | None]]:

@@ -98,8 +98,7 @@ class Snapshot:
         masters: fp32 values of those `parameters` that are not fp32 themselves.
         buffers: the persistent ones.
         tied: other names of tied parameters -> their first name.
-        frozen: parameters that are not trained.
-        excluded: frozen parameters that were left out.
+        excluded: frozen (not trained) parameters that were left out.
         extra: results of modules' `get_extra_state`, by their keys in the state dict.
         scheduler: the class's name (None: unknown) and the state_dict of the learning-rate scheduler.
         random: states of generators; None: not saved.

@@ -5,7 +5,7 @@
     harmony_ds.load_weights(model, "weights/")          parameters are the mapped files; nothing has been read yet
     engine, *_ = harmony_ds.initialize(model=model, ...)      read layer by layer, into host slabs
 
-Parameters stay the same objects, so that an optimizer may have been built before. Knows no engine.
+Parameters stay the same objects, so that an optimizer may have been built before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     buffers that are on the meta device are computed by their modules' own initialization, as in `initialize_weights`.
 
     Args:
-        model: on the meta device, or in host memory.
         path: a safetensors file, its `.index.json`, or a directory with `model.safetensors` or its index.
 
     Raises:

@@ -61,8 +61,7 @@ def _opened(
     folder: str | Path, tag: str | None, exclude_frozen: bool, dtype: torch.dtype
 ) -> tuple[Snapshot, dict[str, Source]]:
     _, snapshot = open_checkpoint(Path(folder), tag)
-    left_out = snapshot.frozen if exclude_frozen else ()
-    sources = {name: snapshot.fp32(name) for name in snapshot.parameters if name not in left_out}
+    sources = {n: snapshot.fp32(n) for n in snapshot.parameters if not (exclude_frozen and n in snapshot.frozen)}
     return snapshot, {name: source.to(dtype) for name, source in (snapshot.buffers | sources).items()}
 
 

@@ -19,9 +19,9 @@ from harmony_ds.engine.lifetime import release
 from harmony_ds.engine.loop import Loop
 from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.reporting import StepReports
-from harmony_ds.engine.settings import FIXED_ATTRIBUTES, Settings, table_getters
+from harmony_ds.engine.settings import Settings, deepspeed_names
 from harmony_ds.engine.step_record import StepRecord
-from harmony_ds.engine.timers import Throughput
+from harmony_ds.engine.throughput import Throughput
 from harmony_ds.engine.training import Training
 from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.errors import UnsupportedError
@@ -53,6 +53,7 @@ class HarmonyEngine(nn.Module):
         self.local_rank, self.global_rank = world.local_rank, world.rank
         self.world_size = self.dp_world_size = self.seq_dp_world_size = world.size
         self._settings = settings = Settings(config, world)
+        settings.client_optimizer = client.optimizer
         self._data = TrainingData(settings, client.training_data, client.collate_fn, world)
         self._training = training = Training(model, assembly, settings, self._data, client.lr_scheduler)
         self._reports = StepReports(training)
@@ -69,7 +70,11 @@ class HarmonyEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            owner = self._settings if name in deepspeed_names() else super().__getattr__("module")
+            return getattr(owner, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *deepspeed_names()})  # type: ignore[no-untyped-call]
 
     # ---- what a training loop calls
 
@@ -85,38 +90,15 @@ class HarmonyEngine(nn.Module):
     streaming = delegated_alive("_loop", Loop.streaming)
     is_gradient_accumulation_boundary = delegated("_loop", Loop.is_gradient_accumulation_boundary)
     set_gradient_accumulation_boundary = delegated_alive("_loop", Loop.set_gradient_accumulation_boundary)
-    no_sync = delegated_alive("_loop", Loop.no_sync)
+    no_sync = coalesce_grad_reduction = delegated_alive("_loop", Loop.no_sync)
+    inside_no_sync_ctxt = PartAttribute[bool]("_loop")
+    zero_grad = delegated_alive("_open", OpenStep.zero_grad)
     was_step_applied = delegated("_training", Training.was_step_applied)
     get_global_grad_norm = delegated("_training", Training.get_global_grad_norm)
     global_steps = PartAttribute[int]("_training")
     global_samples = PartAttribute[int]("_training")
     micro_steps = PartAttribute[int]("_training")
     skipped_steps = PartAttribute[int]("_training")
-
-    @property
-    def inside_no_sync_ctxt(self) -> bool:
-        """Whether a `no_sync` context is open."""
-        return self._loop.inside_no_sync
-
-    def coalesce_grad_reduction(self) -> Any:
-        """Return `no_sync()`: gradients of a group are swapped out once anyway."""
-        return self.no_sync()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that have gathered since the last step."""
-        self.check_alive()
-        if self.optimizer is not None:
-            self._open.zero_grad()
-
-    def train(self, mode: bool = True) -> None:  # type: ignore[override]
-        """Set the model's mode."""
-        self.training = mode
-        if "module" in self._modules:
-            self.module.train(mode)
-
-    def eval(self) -> None:  # type: ignore[override]
-        """Set the model to evaluation mode."""
-        self.train(False)
 
     # ---- optimizer, learning rates, loss scale
 
@@ -136,7 +118,7 @@ class HarmonyEngine(nn.Module):
         """The factor that losses are multiplied with now (1.0 without fp16)."""
         return self._training.scaler.scale
 
-    # ---- settings; getters of single keys are added after the class
+    # ---- settings; `__getattr__` has the others of DeepSpeed's
 
     gradient_accumulation_steps = delegated("_settings", Settings.gradient_accumulation_steps)
     train_micro_batch_size_per_gpu = delegated("_settings", Settings.train_micro_batch_size_per_gpu)
@@ -145,8 +127,6 @@ class HarmonyEngine(nn.Module):
     set_train_batch_size = delegated_alive("_settings", Settings.set_train_batch_size)
     set_train_micro_batch_size = delegated_alive("_settings", Settings.set_train_micro_batch_size)
     get_data_parallel_rank = delegated("_settings", Settings.get_data_parallel_rank)
-    optimizer_name = delegated("_settings", Settings.optimizer_name)
-    bfloat16_enabled = delegated("_settings", Settings.bfloat16_enabled)
     get_data_types = delegated("_settings", Settings.get_data_types)
 
     @property
@@ -156,13 +136,8 @@ class HarmonyEngine(nn.Module):
 
     @property
     def _config(self) -> Any:
-        """DeepSpeed's own view of the ds_config, made when it is first read."""
-        return self._settings.of_deepspeed()
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """The dtype that DeepSpeed's processes would exchange gradients in."""
-        return self._settings.communication_data_type()
+        """DeepSpeed's own view of the ds_config."""
+        return self._settings._config
 
     @property
     def param_names(self) -> dict[nn.Parameter, str]:
@@ -195,9 +170,9 @@ class HarmonyEngine(nn.Module):
     swap_report = delegated("_record", StepRecord.swap_report)
     plan_report = delegated("_record", StepRecord.plan_report)
     memory_report = delegated("_record", StepRecord.memory_report)
+    on_progress = delegated_alive("_record", StepRecord.on_progress)
     record_steps = delegated_alive("_record", StepRecord.record_steps)
     trace = delegated("_record", StepRecord.trace)
-    on_progress = delegated_alive("_reports", StepReports.on_progress)
     get_wall_clock_timers = delegated("_reports", StepReports.get_wall_clock_timers)
 
     @property
@@ -238,9 +213,7 @@ class HarmonyEngine(nn.Module):
         """Do nothing: the next step brings states back."""
         self.check_alive()
 
-    def empty_partition_cache(self) -> None:
-        """Free the device memory that is held between steps."""
-        self.offload_states()
+    empty_partition_cache = offload_states
 
     def destroy(self) -> None:
         """Finish updates, end threads, free memory, and give the model its own forward and plain parameters back.
@@ -271,9 +244,3 @@ class HarmonyEngine(nn.Module):
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Do nothing: gradients are reduced in `step()`."""
-
-
-for _name, _getter in table_getters():
-    setattr(HarmonyEngine, _name, delegated("_settings", _getter))
-for _name, _value in FIXED_ATTRIBUTES.items():
-    setattr(HarmonyEngine, _name, _value)
