@@ -152,8 +152,8 @@ def update_cost(config: Config) -> UpdateCost:
     section = config.optimizer
     states = 2 if section is None else state_numbers(section.type, section.params)
     states = 2 if states is None else states  # taken for Adam-like
-    master, copied = config.master_dtype.itemsize, config.compute_dtype != config.master_dtype
-    copy = config.compute_dtype.itemsize if copied else 0
+    master = config.master_bytes or config.master_dtype.itemsize
+    copy = config.compute_dtype.itemsize if config.master_bytes else 0
     return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, config.state_dtype.itemsize)
 
 
