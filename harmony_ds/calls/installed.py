@@ -45,7 +45,7 @@ class PhantomParameter(torch.Tensor):
         """Return a phantom of `like` on `device`.
 
         When an operation wants its values, `touched` is called with its name: the operation runs on the tensor that is
-        returned, and raises ParameterOutsideLayerError if that is None.
+        returned, and raises ModelError if that is None.
         """
         phantom: PhantomParameter = torch.Tensor._make_wrapper_subclass(
             PhantomParameter, like.shape, dtype=like.dtype, device=device, requires_grad=like.requires_grad
