@@ -131,7 +131,7 @@ def loads_with_a_changed_byte(folder: str) -> tuple[str, int, int]:
 
     def counted(path: Path, record: Any) -> str | None:
         calls.append(path)
-        return tensor_files.complaint_about(path, record)
+        return tensor_files.find_damage(path, record)
 
     def load(last: bytes) -> int:
         if engine.global_rank == 0:
@@ -142,7 +142,7 @@ def loads_with_a_changed_byte(folder: str) -> tuple[str, int, int]:
         return len(calls)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(layout, "complaint_about", counted)
+        patched.setattr(layout, "find_damage", counted)
         with pytest.raises(CheckpointError) as caught:
             load(bytes([content[-1] ^ 1]))
         compared = len(calls)
