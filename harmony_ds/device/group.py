@@ -69,6 +69,9 @@ class DeviceGroup(Device):
 
     # ---- all members
 
+    def available_bytes(self) -> int | None:
+        return min((n for member in self.members if (n := member.available_bytes()) is not None), default=None)
+
     @contextmanager
     def watching_copies(self, watch: Callable[[Stream, StreamContext], StreamContext]) -> Iterator[None]:
         with ExitStack() as stack:
