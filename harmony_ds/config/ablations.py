@@ -55,6 +55,7 @@ class Ablation:
         return with_values(config, self.changes)
 
 
+_STASH_ON_DEVICE = "all stashed inputs wait on the device, if they fit"
 _STASH_ON_HOST = "all stashed inputs but the last pack's wait on the host"
 _RESIDENCY = "no pack is kept on the device from forward to backward, or from step to step: the host updates all"
 _GROUPING = (
@@ -68,12 +69,7 @@ _SWITCHES = (
     Ablation("prefetch", {"harmony.prefetch": False}, _PREFETCH),
 )
 ABLATIONS: tuple[Ablation, ...] = (
-    Ablation(
-        "stash-on-device",
-        {"harmony.stash": "device"},
-        "all stashed inputs wait on the device, if they fit",
-        is_choice=True,
-    ),
+    Ablation("stash-on-device", {"harmony.stash": "device"}, _STASH_ON_DEVICE, is_choice=True),
     Ablation("stash-on-host", {"harmony.stash": "host"}, _STASH_ON_HOST, is_choice=True),
     *_SWITCHES,
     Ablation(

@@ -25,20 +25,17 @@ class Checked:
 
     Attributes:
         model: the value of every key, as `harmony_ds.config.model.DsConfig`.
+        values: the same by path.
         known: the part of the JSON that DeepSpeed takes.
-        ignored, unknown: paths of keys that mean nothing here, and that nobody knows; the others are `used`.
+        ignored, unknown: paths of keys without a meaning here, and of unknown ones; the others are `used`.
     """
 
     model: Any = None
+    values: dict[str, Any] = field(default_factory=dict)
     known: dict[str, Any] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The value of every key by its path."""
-        return dict(_flat(self.model.model_dump()))
 
     @property
     def without_meaning(self) -> tuple[str, ...]:
@@ -68,6 +65,7 @@ def check(raw: Mapping[str, Any]) -> Checked:
     except ValidationError as error:
         raise _error_of(error, raw, set(".".join(paths_of(ds_config)).split("."))) from None
     model.bf16 = model.bf16 or model.bfloat16
+    checked.values = dict(_flat(model.model_dump()))
     for path, (value, reason) in REFUSED_VALUES.items():
         if checked.values.get(path) == value:
             raise ConfigError(f'"{path}" is {json.dumps(value)}: {reason}.')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ _IN_PARAMS = (
     *(f"scheduler.params.warmup_{name}" for name in ("num_steps", "max_lr", "min_lr", "type")),
     "scheduler.params.total_num_steps",
 )
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.IGNORECASE)
 _OF_ACCELERATE = {"compute_environment", "distributed_type", "deepspeed_config", "deepspeed_plugin"}
 
 AUTO = (
@@ -49,7 +51,7 @@ def unknown_key(path: str, unknown: Sequence[str], known: Iterable[str]) -> str:
     there = {one.removeprefix(prefix).split(".")[0] for one in known if one.startswith(prefix)}
     near = nearest(name, there)
     if near is None and block != "harmony":
-        elsewhere = {one.rpartition(".")[2]: one for one in (*_IN_PARAMS, *known) if "." in one}
+        elsewhere = {one.rpartition(".")[2]: one for one in (*known, *_IN_PARAMS) if "." in one}
         near = elsewhere.get(_ELSEWHERE.get(name.lower(), name.lower()))
     hint = f'Did you mean "{near}"?' if near else f"Known keys: {', '.join(sorted(there))}."
     pardon = "" if block == "harmony" else ' ("harmony": {"unknown_keys": "warn"} lets such keys pass.)'
@@ -84,16 +86,8 @@ def refuse_text_numbers(path: str, params: Mapping[str, Any]) -> None:
     """Raise ConfigError for a number in quotes in the block at `path`: optimizers and schedulers calculate with it."""
     for name, value in params.items():
         for one in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, str) and _is_number(one):
+            if isinstance(one, str) and _NUMBER.fullmatch(one):
                 raise ConfigError(
                     f'"{path}.{name}" is the text {one!r}: write the number {one}, without quotation marks (YAML takes '
                     "1e-4 for text, and 1.0e-4 for a number)."
                 )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

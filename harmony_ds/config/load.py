@@ -102,7 +102,7 @@ def _harmony(raw: Mapping[str, Any], checked: Checked) -> HarmonySettings:
 def _section(key: str, block: Any) -> Section | None:
     if block is None:
         return None
-    params = block.params
+    params = block.params or {}
     if key == "optimizer" and "max_grad_norm" in params:
         raise ConfigError(
             "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed "

@@ -243,6 +243,12 @@ def test_batch_sizes_that_contradict_each_other_are_an_error_with_all_numbers(
         load_config(source, world_size)
 
 
+def test_null_is_a_block_that_is_left_out() -> None:
+    source = {"optimizer": {"type": "SGD", "params": None}, "scheduler": None, "fp16": None, "zero_optimization": None}
+    assert load(**source).optimizer == Section("SGD", {})
+    assert load(**source).values["zero_optimization.stage"] == 0
+
+
 # ---- files
 
 
