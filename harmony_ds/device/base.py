@@ -188,6 +188,10 @@ class Device(ABC):
         """Return the bytes of the budget that no plan may fill: those of libraries, and of fragmentation."""
         return 0
 
+    def available_bytes(self) -> int | None:
+        """Return the bytes that this process has or could get now; None: the device does not say."""
+        return None
+
     @abstractmethod
     def allocated_bytes(self) -> int:
         """Return the bytes in use now."""

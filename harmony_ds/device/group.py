@@ -64,6 +64,9 @@ class DeviceGroup(Device):
         if self.active.torch_device != before.torch_device:
             self.active.set_random_state(before.random_state())
 
+    def available_bytes(self) -> int | None:
+        return min((n for member in self.members if (n := member.available_bytes()) is not None), default=None)
+
     @contextmanager
     def watching_copies(self, watch: Callable[[Stream, StreamContext], StreamContext]) -> Iterator[None]:
         with ExitStack() as stack:
