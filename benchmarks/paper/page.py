@@ -23,10 +23,10 @@ _HEAD = """# The paper's experiments
 
 <!-- written by benchmarks/paper/page.py from benchmarks/results/paper -->
 
-What becomes of the figures of Harmony (VLDB'22) with this engine? `make paper` runs everything (20 minutes),
-`benchmarks/paper/README.md` says how. **Measured** is on the CPU device, with small models and one thread: bytes are
-counted, times are ratios within one run. No GPU was used. Schedules and Table 1, the search for them, are in
-[vldb22.md](vldb22.md). The paper's figures are not quoted: what is said of it is from its abstract and its scripts.
+What becomes of the figures of Harmony (VLDB'22) with this engine? `make paper` runs everything (20 minutes).
+**Measured** is on the CPU device, with small models and one thread: bytes are counted, times are ratios within one run.
+No GPU was used. Schedules are in [vldb22.md](vldb22.md). The paper's figures are not quoted: what is said of it is from
+its abstract and scripts.
 """
 
 

@@ -109,9 +109,8 @@ class Experiment:
         content = json.loads((RESULTS / f"{self.name}.json").read_text(encoding="utf-8"))
         made = content["environment"]
         return (
-            f"\n## {self.title}\n\n*The paper:* {self.paper}\n\n![{self.title}](images/paper/{self.name}.png)\n\n"
-            f"{self.says(content)}\n\n`{made['command']}`: {made['seconds']:.0f} s, {made['cpu']}, torch "
-            f"{made['torch']}, {made['date']}.\n"
+            f"\n## {self.title}\n\n*The paper:* {self.paper}\n\n![{self.name}](images/paper/{self.name}.png)\n\n"
+            f"{self.says(content)}\n\n`{made['command']}`: {made['seconds']:.0f} s, {made['date']}.\n"
         )
 
 

@@ -188,7 +188,7 @@ def cut(question: Question) -> Iterator[Schedule]:
         table = table_of(question.profile, units)
         cuts = Cuts(table, Packer(graph, table, FP32, question.request.policy), question.request)
         near = (way for first in cuts.first() for way in (first, *cuts.near(first)))
-        multiples = (1, 2, 4) if question.devices == 1 else (1,)
+        multiples = (1, 2, 3, 4) if question.devices == 1 else (1,)
         for way in {replace(one, multiple=multiple) for one in near for multiple in multiples}:
             if (made := cuts.packing(way)) is not None:
                 schedule = schedule_of(made[0], units)

@@ -119,8 +119,8 @@ _HEAD = """# Harmony's published schedules
 
 <!-- written by `python -m benchmarks.vldb22.run --page` -->
 
-How close is this engine's planner to the schedules that the authors of Harmony (VLDB'22) published? Everything here is
-an **estimate, not a measurement**: per-layer profiles of a GTX 1080 Ti (`benchmarks/vldb22/data`), and the constants of
+How close is this engine's planner to the schedules that Harmony's authors (VLDB'22) published? Everything here is an
+**estimate, not a measurement**: per-layer profiles of a GTX 1080 Ti (`benchmarks/vldb22/data`), and the constants of
 the original's scheduler (11.5 GiB/s between host and devices, shared; 8.2 GiB/s between two devices; 40 ms to free a
 task). `python -m benchmarks.vldb22.run` made it in {seconds:,} s of one core.
 
@@ -136,8 +136,8 @@ task). `python -m benchmarks.vldb22.run` made it in {seconds:,} s of one core.
 
 A row is all published schedules for so many devices and samples (D); vDP is data parallel, vPP the pipeline.
 
-| model | mode | devices | D | schedules | published s | found s | less % |
-|---|---|---|---|---|---|---|---|
+| model | mode | devices | D | schedules | published s | less % |
+|---|---|---|---|---|---|---|
 """
 _OWN = """
 ## By the engine's own simulator
@@ -145,7 +145,7 @@ _OWN = """
 What `"harmony": {{"devices": N}}` would run: GPT2-10B, {samples} samples, 10 GiB a device, swaps hidden under compute
 as the engine hides them.
 
-| N | samples a call | plan | step s | speed-up |
+| N | samples a call | packs | step s | speed-up |
 |---|---|---|---|---|
 """
 
@@ -169,16 +169,14 @@ def page(content: Content) -> str:
     )
     for (model, mode, devices, samples), group in groupby(rows, key=lambda row: tuple(row[name] for name in _KEYS)):
         same = list(group)
-        published, found = [row["simulated_s"][True] for row in same], [row["found_s"] for row in same]
-        text += _line(
-            model, mode, devices, samples, len(same), _span(published), _span(found), _span([*map(_gain, same)])
-        )
+        published = _span([row["simulated_s"][True] for row in same])
+        text += _line(model, mode, devices, samples, len(same), published, _span([*map(_gain, same)]))
     if content["own"]:
         text += _OWN.format(samples=SAMPLES)
         alone = content["own"][0]["step_s"]
         for one in content["own"]:
             speedup = f"{alone / one['step_s']:.2f}"
-            text += _line(one["devices"], one["unit"], one["plan"], f"{one['step_s']:.1f}", speedup)
+            text += _line(one["devices"], one["unit"], one["plan"].split(" packs")[0], f"{one['step_s']:.1f}", speedup)
     return text
 
 
