@@ -25,8 +25,8 @@ _HEAD = """# The paper's experiments
 
 What becomes of the figures of Harmony (VLDB'22) with this engine? `make paper` runs everything (20 minutes).
 **Measured** is on the CPU device, with small models and one thread: bytes are counted, times are ratios within one run.
-No GPU was used. Schedules are in [vldb22.md](vldb22.md). The paper's figures are not quoted: what is said of it is from
-its abstract and scripts.
+No GPU was used. Schedules are in [vldb22.md](vldb22.md). What is said of the paper is from its
+abstract and scripts.
 """
 
 

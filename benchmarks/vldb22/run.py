@@ -122,7 +122,7 @@ _HEAD = """# Harmony's published schedules
 How close is this engine's planner to the schedules that Harmony's authors (VLDB'22) published? Everything here is an
 **estimate, not a measurement**: per-layer profiles of a GTX 1080 Ti (`benchmarks/vldb22/data`), and the constants of
 the original's scheduler (11.5 GiB/s between host and devices, shared; 8.2 GiB/s between two devices; 40 ms to free a
-task). `python -m benchmarks.vldb22.run` made it in {seconds:,} s of one core.
+task). `python -m benchmarks.vldb22.run` makes this page; its searches took {seconds:,} s of one core.
 
 ## In the original's cost model
 
@@ -134,7 +134,7 @@ task). `python -m benchmarks.vldb22.run` made it in {seconds:,} s of one core.
   memory of the published schedule's largest pack, by its formula, takes {least:.1f} to {most:.1f} % less time than that
   (median {median:.1f} %), and more for {slower} of {count}.
 
-A row is all published schedules for so many devices and samples (D); vDP is data parallel, vPP the pipeline.
+A row is all published schedules for so many devices and samples (D); vDP is data parallel, vPP a pipeline.
 
 | model | mode | devices | D | schedules | published s | less % |
 |---|---|---|---|---|---|---|
@@ -142,8 +142,7 @@ A row is all published schedules for so many devices and samples (D); vDP is dat
 _OWN = """
 ## By the engine's own simulator
 
-What `"harmony": {{"devices": N}}` would run: GPT2-10B, {samples} samples, 10 GiB a device, swaps hidden under compute
-as the engine hides them.
+What `"harmony": {{"devices": N}}` would run: GPT2-10B, {samples} samples, 10 GiB a device.
 
 | N | samples a call | packs | step s | speed-up |
 |---|---|---|---|---|
