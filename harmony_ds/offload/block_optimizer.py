@@ -4,7 +4,7 @@ A block's values become a parameter of its length, whose state are the block's p
 back after the step.
 
     split     weights, low bits ──join──> values ──step──> split ──> weights, low bits          state: views of memory
-    disk      file ──read ahead──> values, state ──step──> written behind ──> file, weights     state: in the file, too
+    disk      file ──read early──> values, state ──step──> written later ──> file, weights     state: in the file, too
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class BlockOptimizer(HostOptimizer):
 
 
 class DiskOptimizer(BlockOptimizer):
-    """`BlockOptimizer` with masters and state in a file: blocks are read ahead and written behind the step."""
+    """`BlockOptimizer` with masters and state in a file, which threads read before a block's step and write after it."""
 
     def __init__(
         self,
