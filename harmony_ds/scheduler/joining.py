@@ -7,6 +7,8 @@ the device is hidden; it is then taken to be that of the parameters, at the rate
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec
@@ -148,16 +150,23 @@ def advise(now: Choice, rows: int, request: PlanRequest, joined: JoinedCosts) ->
         # The swaps stay: no step is shorter by more than computing and issuing are.
         saved_ms = single_ms - sets * _compute_ms(costs) + now.prediction.busy_ms.get(HOST, 0.0) * (1 - sets / group)
         if now_ms - saved_ms <= _WORTH * now_ms:
-            policy = replace(request.policy, together=together)
-            asked = replace(request, micro_batches=sets, policy=policy, thorough=False)
-            try:
-                (best,) = search(joined.graph, costs, joined.machine, joined.element, asked)
-                found.append(Advice(together * rows, best.prediction.step_ms, now_ms))
-            except DoesNotFitError:
-                pass
+            for asked in _quick_requests(now, replace(request, micro_batches=sets), together, joined.machine):
+                with suppress(DoesNotFitError):
+                    (best,) = search(joined.graph, costs, joined.machine, joined.element, asked)
+                    found.append(Advice(together * rows, best.prediction.step_ms, now_ms))
         together //= _FEWER
     best_of = min(found, key=lambda one: one.step_ms, default=None)
     return best_of if best_of is not None and best_of.step_ms <= _WORTH * now_ms else None
+
+
+def _quick_requests(now: Choice, request: PlanRequest, together: int, machine: Machine) -> Iterator[PlanRequest]:
+    """Yield requests for equal packs, as large as those that run and smaller: each is searched in no time."""
+    prefetch = request.policy.prefetch and machine.copies_overlap
+    policy = replace(request.policy, together=together, prefetch=prefetch)
+    most = -(-len(now.plan.calls) // len(now.plan.packing.backward))
+    given = request.settings.pack_layers
+    for size in [given] if given else sorted({most, -(-most // 2), -(-most // 4)}):
+        yield replace(request, settings=replace(request.settings, pack_layers=size), policy=policy, thorough=False)
 
 
 def _compute_ms(costs: CostTable) -> float:
