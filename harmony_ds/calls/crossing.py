@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from harmony_ds.calls.arguments import change_contents
+from harmony_ds.calls.row_parts import moved_part
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import HOME, Device, Event, Stream
 from harmony_ds.device.group import DeviceGroup
@@ -42,7 +43,7 @@ class Crossings:
         self._group = device if isinstance(device, DeviceGroup) else None
         self._ledger = ledger
         self._numbers: dict[torch.device, int] = {}  # the first of those that are one to torch
-        for number, member in enumerate(() if self._group is None else self._group.members):
+        for number, member in enumerate((device,) if self._group is None else self._group.members):
             self._numbers.setdefault(member.torch_device, number)
         self._leaving: dict[int, tuple[Event, Tensor]] = {}
         self._of_leaves: list[_Copies] = []  # copies, whose graphs hold the leaves that hold them
@@ -99,11 +100,10 @@ class Crossings:
         """A context whose operations run on `place` (None: the current device), as torch runs them where their operands
         lie if it tells the devices apart.
         """
-        assert self._group is not None
-        here = self._group.number
-        if place is None or place == here or self._is_apart:
+        if self._group is None or place in (None, self._group.number) or self._is_apart:
             yield
             return
+        here = self._group.number
         self._group.enter(place)
         try:
             yield
@@ -136,7 +136,9 @@ class Crossings:
         copies: _Copies = tensor.__dict__.setdefault(_COPIES, {})
         if target not in copies or copies[target][0] != tensor._version:
             with torch.enable_grad():
-                made: Tensor = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
+                made = moved_part(tensor, lambda whole: self.moved(whole, target))  # once for all parts
+                if made is None:
+                    made = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
             if not self._is_apart:
                 setattr(made, _PLACE, target)
             copies[target] = tensor._version, made

@@ -13,6 +13,7 @@ finds out which layers those are.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from harmony_ds.calls.arguments import PLAIN, Collector, Given
 from harmony_ds.calls.contract import UnseenError
+from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.row_parts import parts_of, whole_of
 from harmony_ds.calls.sameness import equal
 from harmony_ds.calls.trees import flatten_all, unflatten_all
 from harmony_ds.device.base import Device, Event, Stream
@@ -30,7 +33,6 @@ from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.profiler.rows import RowDims
 
 _logger = logging.getLogger(__name__)
-_WHOLE = "_harmony_whole"
 _ALL = -1
 """In the place of a layer: the whole model."""
 
@@ -68,15 +70,19 @@ class Joins:
         are_random: whether layers draw random numbers: joined calls draw others than single ones.
     """
 
-    def __init__(self, device: Device, name_of: Callable[[int], str], may_be_joined: Callable[[int], bool]) -> None:
+    def __init__(
+        self, device: Device, crossings: Crossings, name_of: Callable[[int], str], may_be_joined: Callable[[int], bool]
+    ) -> None:
         self.dims: Mapping[int, RowDims] = {}
         self.are_random = False
         self._device = device
+        self._crossings = crossings
         self._name_of = name_of
         self._may_be_joined = may_be_joined
         self._apart: dict[int, str] = {}
         self._same: dict[tuple[int, ...], Sequence[Tensor]] = {}  # that have been compared in this step, by their ids
-        self._doubts: list[tuple[int, Tensor]] = []  # by layer, whether what was joined differs
+        self._doubts: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        """By device: layers, and whether what was joined for them differs."""
         self._told: list[tuple[tuple[int, ...], Tensor, HostBuffer, Event]] = []  # the same, on its way to the host
         self._buffers = HostBuffers(device)
 
@@ -128,10 +134,15 @@ class Joins:
             dim = dims[places[0]]
             if dim is None and not self._are_same(first.layer, several):
                 return None
-            tensors.append(several[0] if dim is None else whole_of(several, dim))
+            tensors.append(several[0] if dim is None else self._whole(several, dim))
         values = arguments.filled(tensors)
         kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
         return replace(first, args=tuple(values[: arguments.positional]), kwargs=kwargs, raised=[])
+
+    def _whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        whole = whole_of(self._crossings.here([*parts]), dim)
+        self._crossings.made(whole)
+        return whole
 
     def _are_same(self, layer: int, tensors: Sequence[Tensor]) -> bool:
         others = [one for one in tensors[1:] if one is not tensors[0]]
@@ -142,23 +153,28 @@ class Joins:
         key = tuple(map(id, tensors))
         if key in self._same or not self._device.has_values:
             return True
-        if not self._device.copies_overlap or tensors[0].device != self._device.torch_device:
+        place = self._crossings.place(tensors[0])
+        if not self._device.copies_overlap or place is None:
             if not all(equal(tensors[0], other) for other in others):
                 raise self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
         else:
-            self._doubts += [(layer, (tensors[0] != other).any()) for other in others]
+            with self._crossings.at(place):
+                self._doubts[place] += [(layer, (tensors[0] != other).any()) for other in others]
         self._same[key] = tensors
         return True
 
     def tell(self) -> None:
-        """Issues the answers to what the device has been asked to compare; see `check`."""
-        if self._doubts:
-            buffer = self._buffers.take(self, len(self._doubts))
-            on_host = buffer.tensor(torch.Size((len(self._doubts),)), (1,), torch.bool)
-            on_host.copy_(torch.stack([flag for _, flag in self._doubts]), non_blocking=True)
-            layers = tuple(layer for layer, _ in self._doubts)
+        """Copy the results of comparisons to the host, without waiting for them; see `check`."""
+        here = self._device.number
+        for place, doubts in self._doubts.items():
+            self._device.enter(place)
+            buffer = self._buffers.take(self, len(doubts))
+            on_host = buffer.tensor(torch.Size((len(doubts),)), (1,), torch.bool)
+            on_host.copy_(torch.stack([flag for _, flag in doubts]), non_blocking=True)
+            layers = tuple(layer for layer, _ in doubts)
             self._told.append((layers, on_host, buffer, self._device.record(Stream.COMPUTE)))
-            self._doubts.clear()
+        self._device.enter(here)
+        self._doubts.clear()
 
     def check(self) -> None:
         """Raises CannotJoinError if something differed that was joined. To be called before gradients are used."""
@@ -202,6 +218,7 @@ class Joins:
                 dim = next(dims, None) if isinstance(leaf, Tensor) else None
                 if dim is not None and id(leaf) not in parted:
                     parted[id(leaf)] = parts_of(leaf, dim, count)
+                    self._crossings.made(parted[id(leaf)])
                 several.append([leaf] * count if dim is None else parted[id(leaf)])
             return [unflatten_all([one[member] for one in several], shape)[0] for member in range(count)]
 
@@ -226,24 +243,3 @@ def _signature(request: Request, given: Given, place: int) -> Any:
     tensors = [(t.shape, t.dtype, t.requires_grad) for t in given.tensors]
     called = request.grad, arguments.positional, arguments.keywords, tuple(given.collector or ())
     return called, tuple(plain), tuple(tensors), repr((arguments.places, arguments.shape, list(arguments.caches)))
-
-
-def parts_of(whole: Tensor, dim: int, count: int) -> list[Tensor]:
-    """`whole` in so many equal parts along `dim`, which know what they are of."""
-    parts = list(whole.split(whole.shape[dim] // count, dim))
-    for number, part in enumerate(parts):
-        setattr(part, _WHOLE, (whole, number, count, dim, part._version))
-    return parts
-
-
-def whole_of(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """`parts` along `dim` as one tensor: what they are the parts of, if nothing has been done to them since."""
-    whole, _, count, along, _ = getattr(parts[0], _WHOLE, (None, 0, 0, 0, 0))
-    if whole is not None and (count, along) == (len(parts), dim):
-        known = [getattr(part, _WHOLE, None) for part in parts]
-        same = (
-            k is not None and k[0] is whole and k[1] == n and k[4] == parts[n]._version for n, k in enumerate(known)
-        )
-        if all(same):
-            return whole  # type: ignore[no-any-return]
-    return torch.cat(list(parts), dim)

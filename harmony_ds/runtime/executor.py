@@ -23,7 +23,7 @@ from torch import nn
 
 from harmony_ds.calls.checkpointing import passed_through
 from harmony_ds.calls.intercept import Autocast, Request
-from harmony_ds.calls.trees import map_tensors, tensors_in
+from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import HOME, Stream
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy, Leaves
@@ -31,7 +31,7 @@ from harmony_ds.offload.stash import StashEntry
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.runtime.garbage import collection_within_steps
 from harmony_ds.runtime.gathered import GatheredGradients
-from harmony_ds.runtime.lane import Lane, Turn
+from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.updates import Updates
@@ -286,17 +286,20 @@ class Executor:
         micro_batch, leaves = self._micro_batches[task.micro_batch], self._leaves(task.pack)
         if micro_batch.forwarded:  # it ended before this pack
             return
-        self._enter(micro_batch).run_on(partial(self._answer_cut, task, micro_batch, leaves))
+        calls, last = self._plan.calls, self._plan.packs[task.pack].positions[-1]
+        self._enter(micro_batch).run_on(
+            partial(self._answer_cut, task, micro_batch, leaves),
+            is_later=lambda request: micro_batch.place(request.layer, calls) > last,
+        )
         if micro_batch.has_ended:
             micro_batch.finish()
-            micro_batch.outputs = map_tensors(self._parts.crossings.home, micro_batch.outputs)
+            if task.kind is not TaskKind.FUSED:  # which propagates back at once
+                micro_batch.outputs = map_tensors(self._parts.crossings.home, micro_batch.outputs)
 
     def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
         """What the model gets of a layer call that is cut from its graph."""
         plan = self._plan
         position = micro_batch.place(request.layer, plan.calls)
-        if position > plan.packs[task.pack].positions[-1]:
-            return Turn.LATER
         number = micro_batch.pass_position(position)
         rows = None if task.kind is TaskKind.FORWARD_FOR_GRAPH else plan.rows
         outputs, call = self._parts.layer_calls.forward(
@@ -320,7 +323,7 @@ class Executor:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
             self._forward(task)
         elif not micro_batch.forwarded:
-            self._enter(micro_batch).run_on(partial(self._answer_attached, micro_batch, leaves))
+            self._enter(micro_batch).run_on(partial(self._answer_attached, micro_batch, leaves), lambda _: False)
             micro_batch.finish()
         self.propagated = True
         with (self._parts.crossings.between_layers or nullcontext)():
@@ -364,10 +367,8 @@ class Executor:
 
     def _move(self, task: Task) -> None:
         """What the micro-batch hands to the next pack goes to that pack's device while others compute."""
-        micro_batch = self._micro_batches[task.micro_batch]
-        if micro_batch.lane is not None and micro_batch.lane.request is not None:
-            request = micro_batch.lane.request
-            self._parts.crossings.here(tensors_in((request.args, request.kwargs)))
+        if (lane := self._micro_batches[task.micro_batch].lane) is not None:
+            self._parts.crossings.here(lane.waiting_tensors())
 
     def _move_back(self, task: Task) -> None:
         """Gradients of what the pack has given go back to its device."""

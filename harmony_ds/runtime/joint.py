@@ -18,7 +18,8 @@ from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.joined import Joined, Joins
 from harmony_ds.device.base import Device
-from harmony_ds.runtime.lane import Answer, Lane, Turn
+from harmony_ds.calls.trees import tensors_in
+from harmony_ds.runtime.lane import Answer, IsLater, Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 
 
@@ -42,8 +43,14 @@ class JointLane:
         for lane in self._lanes:
             lane.resume()
 
-    def run_on(self, answer: Answer) -> None:
-        """As `Lane.run_on`, with one call for all where they can be joined.
+    def waiting_tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments of the calls to be made, which are joined."""
+        requests = [lane.request for lane in self._lanes if lane.request is not None]
+        self._join(requests)
+        return tensors_in([(call.request.args, call.request.kwargs) for call in self._calls])
+
+    def run_on(self, answer: Answer, is_later: IsLater) -> None:
+        """Do what `Lane.run_on` does, with one call for all where they can be joined.
 
         Raises:
             CannotJoinError: they take different ways, or something went wrong, and must run one by one.
@@ -53,9 +60,9 @@ class JointLane:
                 requests = [lane.request for lane in self._lanes if lane.request is not None]
                 if len(requests) < len(self._lanes) or len({request.layer for request in requests}) > 1:
                     raise self._joins.refuse("micro-batches take different ways through the model")
-                replies = self._answered(requests, answer)
-                if replies is None:
+                if is_later(requests[0]):
                     return
+                replies = self._answered(requests, answer)
                 requests.clear()
                 for lane in self._lanes:
                     lane.resume(replies.pop(0))
@@ -64,18 +71,19 @@ class JointLane:
         except Exception as error:
             raise self._joins.refuse(f"the model raised {error!r}") from error
 
-    def _answered(self, requests: list[Request], answer: Answer) -> list[Any] | None:
-        """What each lane gets; None: not yet."""
-        if not self._calls:
+    def _join(self, requests: list[Request]) -> None:
+        if not self._calls and requests:
             with torch.enable_grad():
                 self._calls = self._joins.join(requests)
+
+    def _answered(self, requests: list[Request], answer: Answer) -> list[Any]:
+        """Return what each lane gets."""
+        self._join(requests)
         replies: dict[int, Any] = {}
         for number, call in enumerate(self._calls):
             self._again(number > 0)
             call.begin()
             result = answer(call.request)
-            if result is Turn.LATER:
-                return None
             with torch.enable_grad():
                 replies.update(zip(call.places, self._joins.part(call, result), strict=True))
         self._again(False)

@@ -9,27 +9,24 @@ one. Context variables are kept apart by greenlets themselves; what torch keeps 
 from __future__ import annotations
 
 import contextvars
-import enum
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
+from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast, Request, handled_by
+from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.runtime.thread_state import OnTop, ThreadState
 
 
-class Turn(enum.Enum):
-    """What the engine may say of a layer call instead of its outputs."""
-
-    LATER = enum.auto()
-
-
 Answer = Callable[[Request], Any]
-"""The outputs of a layer call, or `Turn.LATER`."""
+"""Make the outputs of a layer call."""
+IsLater = Callable[[Request], bool]
+"""Tell whether a layer call is to wait for a later task."""
 
 
 class LaneAborted(BaseException):
@@ -73,8 +70,12 @@ class Lane:
         """Whether it has come to its end, or was ended."""
         return bool(self._greenlet.dead)
 
-    def run_on(self, answer: Answer) -> None:
-        """Runs on while `answer` answers its layer calls: to one that is to wait, or to its end.
+    def waiting_tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments of the layer call that it waits at."""
+        return [] if self.request is None else tensors_in((self.request.args, self.request.kwargs))
+
+    def run_on(self, answer: Answer, is_later: IsLater) -> None:
+        """Run on to the first layer call that is to wait, or to the end; `answer` answers the calls before it.
 
         What a layer has raised, the model's code gets; what else comes up in an answer is raised here.
 
@@ -82,7 +83,7 @@ class Lane:
             BaseException: what `function` or `answer` raised.
         """
         engines = self._thread.read()
-        while self.request is not None:
+        while self.request is not None and not is_later(self.request):
             try:
                 self._reply = answer(self.request)
             except BaseException as error:
@@ -90,8 +91,6 @@ class Lane:
                     raise
                 self._go_on(engines, self._greenlet.throw, error)  # the model's code may know what to do about it
             else:
-                if self._reply is Turn.LATER:
-                    return
                 self._go_on(engines, self._greenlet.switch)
 
     def resume(self, reply: Any = None) -> None:

@@ -75,7 +75,7 @@ class Planner:
         self._costs: CostTable | None = None
         self._alone: CostTable | None = None  # of single micro-batches, where the plan is of several as one
         self._together = 1  # micro-batches whose layer calls are joined
-        if saved is not None and parts.device.count == parts.world.size == 1:
+        if saved is not None and parts.world.size == 1:
             self._together = saved.policy.together
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
@@ -178,7 +178,7 @@ class Planner:
     @property
     def _may_join(self) -> bool:
         """Whether layer calls may take the rows of several micro-batches at once."""
-        alone = self._parts.device.count == self._parts.world.size == 1
+        alone = self._parts.world.size == 1
         return alone and self._settings.grouping and self._group_size > 1 and not self._parts.joins.are_off
 
     def _see_alone(self, sample: Sample) -> None:

@@ -1,0 +1,55 @@
+"""Parts of a tensor along its rows, one for each of several micro-batches, which know the whole that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_PART = "_harmony_part"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Attributes of a tensor that is number `number` of `count` equal parts of `whole` along `dim`.
+
+    Attributes:
+        version: of the tensor when it was made: it has been changed in place if it has another one.
+    """
+
+    whole: Tensor
+    number: int
+    count: int
+    dim: int
+    version: int
+
+
+def parts_of(whole: Tensor, dim: int, count: int) -> list[Tensor]:
+    """Split `whole` into `count` equal parts along `dim`."""
+    parts = list(whole.split(whole.shape[dim] // count, dim))
+    for number, part in enumerate(parts):
+        setattr(part, _PART, _Part(whole, number, count, dim, part._version))
+    return parts
+
+
+def whole_of(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Join `parts` along `dim`: without a copy if they are all parts of one tensor, unchanged and in order."""
+    known = [_part(part) for part in parts]
+    first = known[0]
+    if first is not None and (first.count, first.dim) == (len(parts), dim):
+        if all(one is not None and one.whole is first.whole and one.number == n for n, one in enumerate(known)):
+            return first.whole
+    return torch.cat(list(parts), dim)
+
+
+def moved_part(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """Return the part that `tensor` is, of the copy that `move` makes of its whole; None: it is no part of anything."""
+    part = _part(tensor)
+    return None if part is None else parts_of(move(part.whole), part.dim, part.count)[part.number]
+
+
+def _part(tensor: Tensor) -> _Part | None:
+    part: _Part | None = getattr(tensor, _PART, None)
+    return part if part is not None and part.version == tensor._version else None
