@@ -2,7 +2,7 @@
 # make demo   train a GPT-2 that exceeds its device budget eightfold, on this machine
 # make test   formatting, lint, types, import rules, and the tests that say within minutes whether anything is broken
 # make test-all   the same with all tests that need no GPU
-# make docs   the tables in docs/, and the reference of all public names in outputs/api
+# make docs   all pages with their full tables, and the reference of all public names, in outputs/site
 # make test-gpu PYTHON_GPU=python3   the tests that need a CUDA device, with a Python that already has torch and deepspeed
 # make gpu-kit    all that a machine with a GPU and no network needs, in one folder
 # make bench-overhead   what a layer call costs, and of what
@@ -61,10 +61,7 @@ demo:
 	$(BIN)/python examples/pretrain_gpt2/train.py
 
 docs: venv
-	$(BIN)/python -m tests.docs.config_tables
-	$(BIN)/python -m tests.docs.test_architecture
-	$(BIN)/python -m tests.docs.reference outputs/api
-	$(BIN)/python -m pytest -q tests/docs/test_links.py
+	$(BIN)/python -m tests.docs.site outputs/site
 
 # One OpenMP thread and two processes, one core each: with more threads, spinning ones make small kernels many times
 # slower. The test devices take torch's one place for an accelerator: their tests run in processes of their own, beside the

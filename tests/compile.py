@@ -12,7 +12,7 @@ from multiprocessing import get_context
 
 import torch
 
-from harmony_ds import CompilerMissingError
+from harmony_ds import OptimizerError
 from harmony_ds.offload.native import make_native
 from tests import simdevice
 
@@ -36,7 +36,7 @@ def compile_one(name: str) -> str:
             get_accelerator().create_op_builder(name).load()
             return f"{name}: is there"
         make_native(name, [torch.nn.Parameter(torch.zeros(1))], {})
-    except CompilerMissingError as error:
+    except OptimizerError as error:
         return f"{name}: {error}"
     return f"{name}: is there"
 

@@ -150,7 +150,7 @@ def keep_pace(engine: Any, device: Device, pace: Pace) -> None:
     measured = measuring.profile
     measuring.profile = lambda *wanted: pace.of(measured(*wanted))
     calls = assembly.parts.layer_calls
-    forward, attached, backward, recompute = calls.forward, calls.attached, calls.backward, calls.recompute
+    forward, attached, backward, recompute = calls.forward, calls.run_attached, calls.backward, calls.recompute
 
     def take(duration_ms: float) -> None:
         here = device.members[device.number] if isinstance(device, DeviceGroup) else device
@@ -183,7 +183,7 @@ def keep_pace(engine: Any, device: Device, pace: Pace) -> None:
         take(pace.forward_ms)
         return result
 
-    calls.forward, calls.attached, calls.backward, calls.recompute = (
+    calls.forward, calls.run_attached, calls.backward, calls.recompute = (
         timed_forward,
         timed_attached,
         timed_backward,

@@ -13,7 +13,7 @@ from typing import Any
 
 from harmony_ds.bench.child import Server, merged, serve
 from harmony_ds.bench.workload import Workload
-from harmony_ds.calls.held import held
+from harmony_ds.calls.patching import patched
 
 
 class ChildFailedError(Exception):
@@ -142,4 +142,4 @@ def _environment(task: Workload, rank: Mapping[str, str]) -> AbstractContextMana
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")])),  # noqa: PTH109
     }
-    return held((os.environ, name, value) for name, value in changed.items())
+    return patched((os.environ, name, value) for name, value in changed.items())

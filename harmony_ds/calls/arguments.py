@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from harmony_ds.calls.caches import take_caches
+from harmony_ds.calls.caches import extract_caches
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.trees import Shape, flatten_all, unflatten_all
 
@@ -43,7 +43,7 @@ class Arguments:
     containers: list[int]  # arguments that the layer may write into for later layers
     collects: bool  # whether the layer may hand anything to a collector
 
-    def filled(self, tensors: list[Tensor]) -> list[Any]:
+    def rebuild(self, tensors: list[Tensor]) -> list[Any]:
         """Positional arguments, then keyword arguments, over `tensors` in fresh containers."""
         leaves = list(self.leaves)
         for tensor, places in zip(tensors, self.places, strict=True):
@@ -56,7 +56,7 @@ class Arguments:
         return values
 
     @property
-    def may_be_cut(self) -> bool:
+    def may_be_sliced(self) -> bool:
         """Whether there is nothing among them that a layer could write into without its being seen."""
         return all(map(_is_plain, self.leaves))
 
@@ -67,7 +67,7 @@ def _is_plain(leaf: object) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Outcome:
+class CallOutputs:
     """What a run of a layer left.
 
     Attributes:
@@ -90,7 +90,7 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class Given:
+class CallInputs:
     """What one call was given by the model.
 
     Attributes:
@@ -105,9 +105,9 @@ class Given:
     collector: Collector | None
 
     @staticmethod
-    def of(request: Request) -> Given:
+    def of(request: Request) -> CallInputs:
         """What `request` gives."""
-        values, caches = take_caches(request)
+        values, caches = extract_caches(request)
         opened = [None if place in caches else value for place, value in enumerate(values)] if caches else values
         leaves, shape = flatten_all(opened)
         places: dict[int, list[int]] = {}
@@ -125,9 +125,9 @@ class Given:
         containers = [place for place, branch in enumerate(shape) if branch and _is_container(values[place].__class__)]
         keywords, collector = tuple(request.kwargs), _collector(request)
         taken = (leaves, shape, len(request.args), keywords, list(places.values()), caches, containers, bool(collector))
-        return Given(Arguments(*taken), tensors, values, collector)
+        return CallInputs(Arguments(*taken), tensors, values, collector)
 
-    def hand_over(self, outcome: Outcome, leaves: list[Any]) -> Any:
+    def deliver(self, outcome: CallOutputs, leaves: list[Any]) -> Any:
         """The result, made of the output leaves; what the layer has left elsewhere goes where it put it."""
         result, *beside = unflatten_all(leaves, outcome.shape)
         if not beside:

@@ -72,7 +72,7 @@ def _refuse_second_order() -> None:
         )
 
 
-class _Outlet(torch.autograd.Function):
+class _InputLink(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
         return output.view_as(output)
@@ -88,11 +88,11 @@ class _Outlet(torch.autograd.Function):
         return gradient, *(None for _ in ctx.next_functions[1:])
 
 
-def outlet(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+def link_to_inputs(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """`output`, which layers computed from `inputs`, such that autograd knows that and does not find the way itself."""
     # Copies of leaves alone: what else is behind an input would be propagated through, and lost, twice.
     leaves = [t for t in inputs if t.requires_grad and _copies_a_leaf(t)]
-    guarded: Tensor = _Outlet.apply(output, *leaves) if leaves and output.requires_grad else output  # type: ignore[no-untyped-call]
+    guarded: Tensor = _InputLink.apply(output, *leaves) if leaves and output.requires_grad else output  # type: ignore[no-untyped-call]
     return guarded
 
 
@@ -107,7 +107,7 @@ def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:
 
 
 @contextmanager
-def backward_of_engine() -> Iterator[None]:
+def explaining_errors() -> Iterator[None]:
     """Around a backward pass that is the engine's.
 
     Raises:
@@ -149,12 +149,12 @@ def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None],
         raise
 
 
-def nodes_behind(node: Node | None) -> list[Node]:
+def next_nodes(node: Node | None) -> list[Node]:
     """The nodes that `node` hands its gradients to."""
     return [] if node is None else [following for following, _ in node.next_functions if following is not None]
 
 
-def graph_behind(roots: Iterable[Node | None]) -> set[Node]:
+def reachable_nodes(roots: Iterable[Node | None]) -> set[Node]:
     """Every node that `roots` lead to, up to the Boundaries."""
     seen: set[Node] = set()
     todo = [node for node in roots if node is not None]
@@ -162,5 +162,5 @@ def graph_behind(roots: Iterable[Node | None]) -> set[Node]:
         node = todo.pop()
         if node not in seen and targets_of(node) is None:
             seen.add(node)
-            todo += nodes_behind(node)
+            todo += next_nodes(node)
     return seen

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.held import held
+from harmony_ds.calls.patching import patched
 from harmony_ds.calls.sameness import equal
 from harmony_ds.device.base import HOME, Device
 from harmony_ds.offload.ledger import Kind, Ledger
@@ -17,7 +17,7 @@ from harmony_ds.offload.ledger import Kind, Ledger
 Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
 
-def changes_buffers_unseen(module: nn.Module) -> bool:
+def updates_statistics(module: nn.Module) -> bool:
     """Whether a forward pass updates buffers without raising their version, as torch's batch_norm does."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.training
 
@@ -36,17 +36,17 @@ def buffers_of(modules: Sequence[nn.Module]) -> list[Tensor]:
 
 def versions(modules: Sequence[nn.Module]) -> list[tuple[Tensor, int]]:
     """Buffers whose changes are seen by their versions. Normalization's own do not matter to what it gives."""
-    return [(b, b._version) for b in buffers_of([m for m in modules if not changes_buffers_unseen(m)])]
+    return [(b, b._version) for b in buffers_of([m for m in modules if not updates_statistics(m)])]
 
 
-def copied_buffers(modules: Sequence[nn.Module]) -> Buffers:
-    """What the buffers of `modules` hold, for `buffers_apart`."""
+def clone_buffers(modules: Sequence[nn.Module]) -> Buffers:
+    """What the buffers of `modules` hold, for `substituted_buffers`."""
     return [(m, {key: None if b is None else b.clone() for key, b in m._buffers.items()}) for m in modules]
 
 
-def buffers_apart(own: Buffers) -> held:
+def substituted_buffers(own: Buffers) -> patched:
     """While open, modules hold `own` buffers; what is done to them is done to nobody else's."""
-    return held([(module.__dict__, "_buffers", buffers) for module, buffers in own])
+    return patched([(module.__dict__, "_buffers", buffers) for module, buffers in own])
 
 
 _COMPARED_BYTES = 1 << 20
@@ -112,7 +112,9 @@ class DeviceBuffers:
         owned = [(module, module._buffers, self._copies_of(module)) for module in self._owners]
         self._device.enter(HOME)
         finished = False
-        with buffers_apart([(m, {**host, **{k: c.device for k, c in copies.items()}}) for m, host, copies in owned]):
+        with substituted_buffers(
+            [(m, {**host, **{k: c.device for k, c in copies.items()}}) for m, host, copies in owned]
+        ):
             try:
                 yield
                 finished = True
@@ -124,7 +126,7 @@ class DeviceBuffers:
                         else:
                             self._forget(host.values())
 
-    def look_for_unseen(self) -> set[nn.Module]:
+    def find_unversioned_writes(self) -> set[nn.Module]:
         """After a forward pass, while they are installed: modules that it has written to unseen, known from now on."""
         copies = {id(copy.device): copy for copy in self._copies.values()}
         for module in self._owners:
@@ -132,7 +134,7 @@ class DeviceBuffers:
                 copy for b in buffers_of([module]) if (copy := copies.get(id(b))) and b._version == copy.device_version
             ]
             same = all(c.device.is_meta or equal(c.device.cpu(), c.host) for c in known)
-            if not same and not changes_buffers_unseen(module):
+            if not same and not updates_statistics(module):
                 self._unseen.add(module)
         return self._unseen
 
@@ -187,7 +189,7 @@ class DeviceBuffers:
 
 def _changed(module: nn.Module, copies: dict[str, _Copy]) -> bool:
     """Whether a forward pass has changed or replaced the buffers that `module` holds now, which were `copies`."""
-    return changes_buffers_unseen(module) or any(
+    return updates_statistics(module) or any(
         buffer is not None
         and (key not in copies or buffer is not copies[key].device or buffer._version != copies[key].device_version)
         for key, buffer in module._buffers.items()

@@ -14,11 +14,11 @@ from typing import Any
 
 from harmony_ds.calls.intercept import Request
 
-Emptied = list[tuple[Any, dict[str, Any]]]
+CacheSnapshot = list[tuple[Any, dict[str, Any]]]
 """The objects that caches are made of, and what each of them held."""
 
 
-def take_caches(request: Request) -> tuple[list[Any], dict[int, Any]]:
+def extract_caches(request: Request) -> tuple[list[Any], dict[int, Any]]:
     """The values of a call's arguments, without caches of unknown kinds; and the empty caches among them, by place."""
     values = [*request.args, *request.kwargs.values()]
     if request.kwargs.get("use_cache"):
@@ -33,13 +33,13 @@ def take_caches(request: Request) -> tuple[list[Any], dict[int, Any]]:
     return values, empty
 
 
-def held_by(caches: Iterable[Any]) -> Emptied:
+def snapshot_caches(caches: Iterable[Any]) -> CacheSnapshot:
     """What `caches` hold, for `restore`."""
     objects = [one for cache in caches for part in _parts(cache) for one in (cache, part, *part.layers)]
     return [(one, {key: _own(value) for key, value in vars(one).items()}) for one in objects]
 
 
-def restore(held: Emptied) -> None:
+def restore_caches(held: CacheSnapshot) -> None:
     """Makes caches hold again what they held."""
     for one, values in held:
         one.__dict__.clear()

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from harmony_ds.calls.arguments import Arguments, Outcome, collect, contents, has_changed
+from harmony_ds.calls.arguments import Arguments, CallOutputs, collect, contents, has_changed
 from harmony_ds.calls.boundary import cut, targets_of
-from harmony_ds.calls.buffers import changes_buffers_unseen, reads_statistics, versions
-from harmony_ds.calls.caches import held_by, restore
+from harmony_ds.calls.buffers import reads_statistics, updates_statistics, versions
+from harmony_ds.calls.caches import restore_caches, snapshot_caches
 from harmony_ds.calls.installed import LayerParameters
-from harmony_ds.calls.own_memory import memory_of
 from harmony_ds.calls.recorded_call import RecordedCall
+from harmony_ds.calls.storages import storages_of
 from harmony_ds.calls.targets import DeadEnd, GradientTarget
 from harmony_ds.calls.trees import flatten_all
 from harmony_ds.decomposer.find import Layer
@@ -58,20 +58,20 @@ class CalledLayer:
         """
         return not (self.replayed or self.inputs_change)
 
-    def may_be_cut(self, arguments: Arguments) -> bool:
+    def may_be_sliced(self, arguments: Arguments) -> bool:
         """Objects that a layer may write into, inputs and statistics that it changes, are of all rows at once."""
-        return self.treats_rows_alike and arguments.may_be_cut
+        return self.treats_rows_alike and arguments.may_be_sliced
 
     @property
     def treats_rows_alike(self) -> bool:
         """Whether nothing that it changes, as far as it has been seen, is of all rows at once."""
         return not (self.changes_inputs or self.changes_buffers)
 
-    def memory(self, copies: Leaves) -> set[int]:
+    def parameter_storages(self, copies: Leaves) -> set[int]:
         """Where those of the layer's parameters that are among `copies` lie."""
         found: set[int] | None = copies.made.get(self)
         if found is None:
-            found = copies.made[self] = memory_of(copies[name] for name in self.names if name in copies)
+            found = copies.made[self] = storages_of(copies[name] for name in self.names if name in copies)
         return found
 
     def guarded(self, copies: Leaves) -> Leaves:
@@ -84,7 +84,7 @@ class CalledLayer:
 
     def run(
         self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: list[GradientTarget | None]
-    ) -> Outcome:
+    ) -> CallOutputs:
         """The call over `tensors`, whose gradients go to `targets`."""
         request, arguments = call.request, call.arguments
         inputs = list(tensors)
@@ -92,10 +92,10 @@ class CalledLayer:
         behind = cut([tensors[place] for place in ends], [target for target in targets if target is not None])
         for place, tensor in zip(ends, behind, strict=True):
             inputs[place] = tensor
-        values = arguments.filled(inputs)
+        values = arguments.rebuild(inputs)
         held = [contents(values[place]) for place in arguments.containers] if arguments.containers else []
         collected = collect(request) if arguments.collects else {}
-        caches = held_by(arguments.caches.values()) if arguments.caches else []
+        caches = snapshot_caches(arguments.caches.values()) if arguments.caches else []
         before = versions(self.buffered) if self.buffered else []
         tracked = inputs if request.grad else []  # those of inference mode have no versions
         written_to = [tensor._version for tensor in tracked]
@@ -103,7 +103,7 @@ class CalledLayer:
         with self.parameters.installed(copies), self.aligned():
             result = request.run(values[: arguments.positional], kwargs)
         if caches:
-            restore(caches)
+            restore_caches(caches)
         if self.buffered:
             self._look_at_buffers(before)
         altered, written = [], []
@@ -119,13 +119,13 @@ class CalledLayer:
                 collection.clear()  # the call's context is kept
         else:  # as most are
             leaves, shape = flatten_all((result,))
-        return Outcome(inputs, leaves, shape, written, altered)
+        return CallOutputs(inputs, leaves, shape, written, altered)
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
         """Notes whether a call has changed buffers."""
         if self.changes_buffers and self.replayed:
             return
-        self._gathering.update(filter(changes_buffers_unseen, self.buffered))
+        self._gathering.update(filter(updates_statistics, self.buffered))
         self._reading.update(filter(reads_statistics, self.buffered))
         after = versions(self.buffered)
         seen = len(after) != len(before) or any(

@@ -30,7 +30,7 @@ _DEEPSPEEDS = "deepspeed.runtime.activation_checkpointing.checkpointing"  # seco
 
 
 @contextmanager
-def passed_through() -> Iterator[None]:
+def checkpoints_bypassed() -> Iterator[None]:
     """While open, this thread's checkpoints are calls of what they are given."""
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = _without_reentry  # type: ignore[assignment]
     _make_ask(torch.utils.checkpoint.CheckpointFunction, _torchs)
@@ -42,7 +42,7 @@ def passed_through() -> Iterator[None]:
         _engine.runs = before
 
 
-def refuse_around_engine() -> None:
+def refuse_outer_checkpoint() -> None:
     """Raises UsageError where a checkpoint of the caller's own is open: its recomputation would call the engine again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__:

@@ -13,7 +13,7 @@ from torch import nn
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class AskedToCompile:
+class CompileRequests:
     """Who asks for layers of one model to be compiled: a `torch.compile(module)` or `module.compile()` around them."""
 
     def __init__(self, model: nn.Module, layers: Iterable[str]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from harmony_ds.calls.switches import read_switches, set_switches
-from harmony_ds.errors import CallChangedError, ModelError
+from harmony_ds.errors import ModelError
 from harmony_ds.offload.host_store import ungated
 
 _logger = logging.getLogger(__name__)
@@ -95,13 +95,13 @@ class Contract:
         """Before micro-batches run that were called in `states`.
 
         Raises:
-            CallChangedError: an attribute was changed by the program since, so that they would see it too.
+            ModelError: an attribute was changed by the program since, so that they would see it too.
         """
         now = self.take().attributes
         for seen in [state.attributes for state in states if state is not None]:
             changed = set() if seen is now else _changed(seen, now) - self._written
             if changed:
-                raise CallChangedError(
+                raise ModelError(
                     f"{self._name(min(changed))} was changed between the calls of a step, whose micro-batches run later "
                     "than they are called and would all see it as it is now. Change it before the first micro-batch of a "
                     "step, or look at the loss of those that wait (loss.item()), and put it back before engine.step()."
@@ -120,14 +120,14 @@ class Contract:
                 self._look()
                 self._note_written(_changed(before, self._attributes))
 
-    def is_in_place(self, state: CallState | None) -> bool:
+    def is_current(self, state: CallState | None) -> bool:
         """Whether the modes of `state` are those that there are anyway."""
         return state is None or state.modes is self._newest.modes
 
     @contextmanager
     def entered(self, state: CallState | None) -> Iterator[None]:
         """While open, the modes of `state` are in place."""
-        if state is None or self.is_in_place(state):
+        if state is None or self.is_current(state):
             yield
             return
         before = self._newest.modes
@@ -138,7 +138,7 @@ class Contract:
             self._put(before)
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def reverting(self) -> Iterator[None]:
         """Whatever is assigned to attributes while open, or put into containers there (hooks too), is undone in the end; so
         are modes: a Trainer's training_step, which is run to be measured, calls `model.train()`.
         """

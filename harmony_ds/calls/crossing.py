@@ -47,7 +47,9 @@ class Crossings:
             self._numbers.setdefault(member.torch_device, number)
         self._leaving: dict[int, tuple[Event, Tensor]] = {}
         self._of_leaves: list[_Copies] = []  # copies, whose graphs hold the leaves that hold them
-        self._lent: list[tuple[Tensor, Tensor, int]] = []  # to the layer that runs: tensor, copy, the copy's version
+        self._input_copies: list[
+            tuple[Tensor, Tensor, int]
+        ] = []  # to the layer that runs: tensor, copy, the copy's version
 
     @property
     def between_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
@@ -56,7 +58,7 @@ class Crossings:
 
     # ---- where tensors are
 
-    def place(self, tensor: Tensor) -> int | None:
+    def device_of(self, tensor: Tensor) -> int | None:
         """The device of `tensor`; None: it is on the host.
 
         Raises:
@@ -76,7 +78,7 @@ class Crossings:
         """Whether torch tells all devices apart, so that no tensor needs to say where it is."""
         return self._group is None or self._group.is_apart
 
-    def made(self, tree: Any, place: int | None = None) -> None:
+    def mark(self, tree: Any, place: int | None = None) -> None:
         """Tensors of `tree` that were made just now are on the current device, or on `place`."""
         if self._group is not None and not self._is_apart:
             map_tensors(self._put(self._group.number if place is None else place), tree)
@@ -91,12 +93,12 @@ class Crossings:
 
     # ---- moving them
 
-    def here(self, tensors: list[Tensor]) -> list[Tensor]:
-        """`tensors`, those that are on another device moved to the current one."""
-        return tensors if self._group is None else [self.moved(tensor) for tensor in tensors]
+    def to_current(self, tensors: list[Tensor]) -> list[Tensor]:
+        """`tensors`, those that are on another device move to the current one."""
+        return tensors if self._group is None else [self.move(tensor) for tensor in tensors]
 
     @contextmanager
-    def at(self, place: int | None = None) -> Iterator[None]:
+    def running_on(self, place: int | None = None) -> Iterator[None]:
         """A context whose operations run on `place` (None: the current device), as torch runs them where their operands
         lie if it tells the devices apart.
         """
@@ -110,33 +112,33 @@ class Crossings:
         finally:
             self._group.enter(here)
 
-    def home(self, tensor: Tensor) -> Tensor:
+    def to_home(self, tensor: Tensor) -> Tensor:
         """`tensor` on HOME."""
-        return tensor if self._group is None else self.moved(tensor, HOME)
+        return tensor if self._group is None else self.move(tensor, HOME)
 
-    def values_here(self, values: list[Any]) -> list[Any]:
+    def values_to_current(self, values: list[Any]) -> list[Any]:
         """The same of arguments and what they hold. Containers stay the caller's, for layers write into them."""
-        return values if self._group is None else [self._value_here(value) for value in values]
+        return values if self._group is None else [self._value_to_current(value) for value in values]
 
-    def _value_here(self, value: Any) -> Any:
+    def _value_to_current(self, value: Any) -> Any:
         assert self._group is not None
-        if all(self.place(tensor) in (None, self._group.number) for tensor in tensors_in(value)):
+        if all(self.device_of(tensor) in (None, self._group.number) for tensor in tensors_in(value)):
             return value
-        if change_contents(value, self._value_here):
+        if change_contents(value, self._value_to_current):
             return value
-        return map_tensors(self.moved, value)
+        return map_tensors(self.move, value)
 
-    def moved(self, tensor: Tensor, place: int | None = None) -> Tensor:
-        """`tensor` on the current device, or on `place`: moved there once, as long as it lives."""
+    def move(self, tensor: Tensor, place: int | None = None) -> Tensor:
+        """`tensor` on the current device, or on `place`: move there once, as long as it lives."""
         group = self._group
         assert group is not None
-        source, target = self.place(tensor), group.number if place is None else place
+        source, target = self.device_of(tensor), group.number if place is None else place
         if source is None or source == target:
             return tensor
         copies: _Copies = tensor.__dict__.setdefault(_COPIES, {})
         if target not in copies or copies[target][0] != tensor._version:
             with torch.enable_grad():
-                made = moved_part(tensor, lambda whole: self.moved(whole, target))  # once for all parts
+                made = moved_part(tensor, lambda whole: self.move(whole, target))  # once for all parts
                 if made is None:
                     made = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
             if not self._is_apart:
@@ -145,21 +147,21 @@ class Crossings:
             if tensor.is_leaf and tensor.requires_grad:
                 self._of_leaves.append(copies)
         copy = copies[target][1]
-        self._lent.append((tensor, copy, copy._version))
+        self._input_copies.append((tensor, copy, copy._version))
         return copy
 
-    def check_lent(self, layer: str) -> None:
+    def check_input_copies(self, layer: str) -> None:
         """Nobody may read a tensor any more of which `layer` has just changed a copy; see `place`."""
-        for tensor, copy, version in self._lent:
+        for tensor, copy, version in self._input_copies:
             if copy._version != version:
                 setattr(tensor, _CHANGED, layer)
-        self._lent.clear()
+        self._input_copies.clear()
 
     def copy(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """A copy of `tensor` on another device, there before what its compute stream does next."""
         assert self._group is not None
         there, here = self._group.members[source], self._group.members[target]
-        self._let_go(source)
+        self._release_sent(source)
         # CUDA copies on the source's current stream, and lets the target's wait.
         made = there.record(Stream.COMPUTE)
         there.wait(Stream.PEER, made)
@@ -175,7 +177,7 @@ class Crossings:
         self._ledger.book_peer(source, target, tensor.numel() * tensor.element_size())
         return copy
 
-    def _let_go(self, source: int) -> None:
+    def _release_sent(self, source: int) -> None:
         """The memory of what left last belongs to the compute stream: its next owner there comes after the copy."""
         assert self._group is not None
         if source in self._leaving:
@@ -185,8 +187,8 @@ class Crossings:
     def finish(self) -> None:
         """Drops what is on its way, each after its copy, and the copies of parameters."""
         for source in list(self._leaving):
-            self._let_go(source)
-        self._lent.clear()
+            self._release_sent(source)
+        self._input_copies.clear()
         while self._of_leaves:
             self._of_leaves.pop().clear()
 
@@ -214,16 +216,16 @@ class _Alignment(TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = [*tensors_among(args), *tensors_among(kwargs.values())]
         crossings = self._crossings
-        places = {place for tensor in tensors if (place := crossings.place(tensor)) is not None}
+        places = {place for tensor in tensors if (place := crossings.device_of(tensor)) is not None}
         if len(places) > 1:
             written = kwargs.get("out", tensors[0] if writes(func) else None)
-            place = crossings.place(written) if isinstance(written, Tensor) else None
-            args, kwargs = map_tensors(lambda tensor: crossings.moved(tensor, place), (args, kwargs))
+            place = crossings.device_of(written) if isinstance(written, Tensor) else None
+            args, kwargs = map_tensors(lambda tensor: crossings.move(tensor, place), (args, kwargs))
             places = {place} if place is not None else set()
-        with crossings.at(*places):
+        with crossings.running_on(*places):
             result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)):
-            crossings.made(result, *places)
+            crossings.mark(result, *places)
         return result
 
 

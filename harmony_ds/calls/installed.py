@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from harmony_ds.calls.buffers import DeviceBuffers
-from harmony_ds.calls.held import Item, held
+from harmony_ds.calls.patching import Item, patched
 from harmony_ds.device.base import Device
-from harmony_ds.errors import ModelError, ParameterOutsideLayerError
+from harmony_ds.errors import ModelError
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.residency import Leaves
 
@@ -64,7 +64,7 @@ class PhantomParameter(torch.Tensor):
         def value(phantom: PhantomParameter) -> Tensor:
             tensor = phantom.harmony_touched(phantom.harmony_name)
             if tensor is None:
-                raise ParameterOutsideLayerError(
+                raise ModelError(
                     f"the parameter {phantom.harmony_name} was used ({func}) outside the call of the layer that owns it, "
                     "where it is not on the device. Name a module that contains both the layer and this use in "
                     "harmony.layers."
@@ -140,7 +140,7 @@ class Installation:
         try:
             # The model's code may ask for the current device.
             buffers = self.buffers.installed(keep_buffers, places)
-            with held(self._without_host(unlayered)), self._device.inherited(), buffers:
+            with patched(self._without_host(unlayered)), self._device.inherited(), buffers:
                 yield
         finally:
             self._open = False
@@ -183,9 +183,9 @@ class LayerParameters:
         self._names = names
         self._all = {name for own in names.values() for name in own.values()}
 
-    def installed(self, copies: Leaves) -> held:
+    def installed(self, copies: Leaves) -> patched:
         """While open, the layer's modules hold `copies`."""
-        return held(copies.made.get(self) or self._items(copies))
+        return patched(copies.made.get(self) or self._items(copies))
 
     def _items(self, copies: Leaves) -> list[Item]:
         items: list[Item] = []

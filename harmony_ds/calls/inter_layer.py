@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from harmony_ds.calls.boundary import graph_behind, nodes_behind, propagate, targets_of
+from harmony_ds.calls.boundary import next_nodes, propagate, reachable_nodes, targets_of
 from harmony_ds.calls.targets import GradientTarget, InterLayerGradient, OutputGradient
 
 
@@ -38,10 +38,10 @@ class InterLayerGraph:
         key = (edge.node, edge.output_nr)
         if key not in self._edges:
             nbytes = tensor.numel() * tensor.element_size()
-            self._edges[key] = (edge, InterLayerGradient(self._newest_call_behind(edge.node), nbytes))
+            self._edges[key] = (edge, InterLayerGradient(self._newest_call_before(edge.node), nbytes))
         return self._edges[key][1]
 
-    def settle(self, call: int) -> None:
+    def propagate_due(self, call: int) -> None:
         """Runs gradients through every part whose newest call is `call` or later (-1: all)."""
         due = [
             (edge, target)
@@ -55,7 +55,7 @@ class InterLayerGraph:
         """Whether the graph of `tensor` shares a node with one that feeds a layer, so that it must be kept."""
         if tensor.grad_fn is None:
             return False
-        return not graph_behind(node for node, _ in self._edges).isdisjoint(graph_behind([tensor.grad_fn]))
+        return not reachable_nodes(node for node, _ in self._edges).isdisjoint(reachable_nodes([tensor.grad_fn]))
 
     def spans(
         self, consumers: Mapping[InterLayerGradient, tuple[int, int]], last: Tensor | None, end: int
@@ -71,17 +71,17 @@ class InterLayerGraph:
         if last is not None and last.grad_fn is not None:
             roots.append((last.grad_fn, end, end))
         for root, first, latest in roots:
-            for node in graph_behind([root]):
+            for node in reachable_nodes([root]):
                 known = used.get(node, (first, latest))
                 used[node] = (min(known[0], first), max(known[1], latest))
         return {(first, latest) for first, latest in used.values() if first < latest}
 
-    def _newest_call_behind(self, root: Node) -> int:
+    def _newest_call_before(self, root: Node) -> int:
         """The largest call number among the Boundaries that `root` leads to; -1 if there is none."""
         todo = [root]
         while todo:
             node = todo[-1]
-            following = nodes_behind(node)
+            following = next_nodes(node)
             missing = [n for n in following if n not in self._newest]
             if missing and targets_of(node) is None:
                 todo += missing

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from harmony_ds.calls.compiling import AskedToCompile, Compiler
+from harmony_ds.calls.compiling import Compiler, CompileRequests
 from harmony_ds.calls.installed import PhantomParameter
-from harmony_ds.calls.plain_copies import Added, copy_all, leave_out_added
+from harmony_ds.calls.plain_copies import EngineAttribute, exclude_from_copies, include_in_copies
 from harmony_ds.calls.transforms import refuse_transforms
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import UnsupportedError
@@ -144,7 +144,7 @@ class handled_by:  # noqa: N801 - used as a function; a class, because it is ent
         _active.handler = self._before
 
 
-class InterceptedForward(Added):
+class InterceptedForward(EngineAttribute):
     """Stands in a layer's instance attributes as its `forward`. A copy is the own forward of the layer's copy."""
 
     def __init__(self, layer: Layer) -> None:
@@ -193,16 +193,16 @@ class Interception:
 
     def __init__(self, layers: tuple[Layer, ...], model: nn.Module) -> None:
         self._forwards: dict[Layer, InterceptedForward] = {}
-        self._asked = AskedToCompile(model, (layer.name for layer in layers))
+        self._asked = CompileRequests(model, (layer.name for layer in layers))
         self._compiler: Compiler | None = None
         for layer in layers:
             self._intercept(layer)
-            leave_out_added(layer.module)
+            exclude_from_copies(layer.module)
 
     def _intercept(self, layer: Layer) -> None:
         layer.module.__dict__["forward"] = self._forwards[layer] = InterceptedForward(layer)
 
-    def follow(self) -> bool:
+    def adopt_replaced(self) -> bool:
         """Takes over what somebody has put in the place of a layer's `forward` since; whether anybody has."""
         replaced = [one for one, own in self._forwards.items() if one.module.__dict__.get("forward") is not own]
         for layer in replaced:
@@ -220,7 +220,7 @@ class Interception:
         """Gives every layer its own forward back."""
         for layer, intercepted in self._forwards.items():
             own = layer.module.__dict__
-            copy_all(layer.module)
+            include_in_copies(layer.module)
             if own.get("forward") is intercepted:  # else somebody has put another in its place, or taken it away
                 del own["forward"]
                 if intercepted.before is not None:

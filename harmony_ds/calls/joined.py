@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.arguments import PLAIN, Collector, Given
+from harmony_ds.calls.arguments import PLAIN, CallInputs, Collector
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.intercept import Request
@@ -109,7 +109,7 @@ class Joins:
         if len(requests) < 2 or layer not in self.dims or layer in self._apart or not self._may_be_joined(layer):
             return [Joined((place,), request) for place, request in enumerate(requests)]
         alike: dict[Any, list[int]] = {}
-        given = [Given.of(request) for request in requests]
+        given = [CallInputs.of(request) for request in requests]
         for place, one in enumerate(given):
             alike.setdefault(_signature(requests[place], one, place), []).append(place)
         made: list[Joined] = []
@@ -123,7 +123,7 @@ class Joins:
                 made.append(Joined(tuple(places), joined, tuple(given[place].collector for place in places)))
         return made
 
-    def _joined(self, first: Request, given: Sequence[Given]) -> Request | None:
+    def _joined(self, first: Request, given: Sequence[CallInputs]) -> Request | None:
         """One call for those that were `given` alike, `first` among them; None: they cannot be joined."""
         arguments, known = given[0].arguments, self.dims[first.layer]
         dims = dict(zip(known.places, known.inputs, strict=True))
@@ -135,13 +135,13 @@ class Joins:
             if dim is None and not self._are_same(first.layer, several):
                 return None
             tensors.append(several[0] if dim is None else self._whole(several, dim))
-        values = arguments.filled(tensors)
+        values = arguments.rebuild(tensors)
         kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
         return replace(first, args=tuple(values[: arguments.positional]), kwargs=kwargs, raised=[])
 
     def _whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        whole = whole_of(self._crossings.here([*parts]), dim)
-        self._crossings.made(whole)
+        whole = whole_of(self._crossings.to_current([*parts]), dim)
+        self._crossings.mark(whole)
         return whole
 
     def _are_same(self, layer: int, tensors: Sequence[Tensor]) -> bool:
@@ -153,12 +153,12 @@ class Joins:
         key = tuple(map(id, tensors))
         if key in self._same or not self._device.has_values:
             return True
-        place = self._crossings.place(tensors[0])
+        place = self._crossings.device_of(tensors[0])
         if not self._device.copies_overlap or place is None:
             if not all(equal(tensors[0], other) for other in others):
                 raise self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
         else:
-            with self._crossings.at(place):
+            with self._crossings.running_on(place):
                 self._doubts[place] += [(layer, (tensors[0] != other).any()) for other in others]
         self._same[key] = tensors
         return True
@@ -218,7 +218,7 @@ class Joins:
                 dim = next(dims, None) if isinstance(leaf, Tensor) else None
                 if dim is not None and id(leaf) not in parted:
                     parted[id(leaf)] = parts_of(leaf, dim, count)
-                    self._crossings.made(parted[id(leaf)])
+                    self._crossings.mark(parted[id(leaf)])
                 several.append([leaf] * count if dim is None else parted[id(leaf)])
             return [unflatten_all([one[member] for one in several], shape)[0] for member in range(count)]
 
@@ -232,7 +232,7 @@ class Joins:
         return results
 
 
-def _signature(request: Request, given: Given, place: int) -> Any:
+def _signature(request: Request, given: CallInputs, place: int) -> Any:
     """Equal for calls that can be joined; `place` for one that cannot be, whose layer may write into its arguments."""
     arguments = given.arguments
     if arguments.containers:

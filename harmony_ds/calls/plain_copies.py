@@ -14,19 +14,19 @@ from torch import nn
 _STATE = "__getstate__"
 
 
-class Added:
+class EngineAttribute:
     """What an engine puts into a user's module. `before`: what was in its place (None: nothing)."""
 
     before: Any = None
 
 
-def leave_out_added(owner: nn.Module) -> None:
-    """Makes copies and pickles of `owner` leave out what is `Added`, until `copy_all` is called."""
+def exclude_from_copies(owner: nn.Module) -> None:
+    """Makes copies and pickles of `owner` leave out what is `EngineAttribute`, until `include_in_copies` is called."""
     owner.__dict__[_STATE] = partial(_plain_state, owner)  # which copy and pickle ask for what they copy
 
 
-def copy_all(owner: nn.Module) -> None:
-    """Ends what `leave_out_added` began."""
+def include_in_copies(owner: nn.Module) -> None:
+    """Ends what `exclude_from_copies` began."""
     owner.__dict__.pop(_STATE, None)
 
 
@@ -41,7 +41,7 @@ def _without_added(held: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in held.items():
         if key == _STATE:
             continue
-        if not isinstance(value, Added):
+        if not isinstance(value, EngineAttribute):
             plain[key] = value
         elif value.before is not None:
             plain[key] = value.before

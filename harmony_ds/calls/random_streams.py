@@ -31,7 +31,7 @@ class State:
     others: _Standing = ()
 
 
-def differ(a: State, b: State) -> bool:
+def states_differ(a: State, b: State) -> bool:
     """Whether random numbers were drawn between two states."""
     return a.others != b.others or any(not x.equal(y) for x, y in zip(a.device, b.device, strict=True))
 
@@ -46,7 +46,7 @@ class RandomStreams:
     """Switches generators between micro-batches. They are the process's: one stream runs at a time.
 
     Attributes:
-        draws_from_others: forward was seen to draw from Python's or NumPy's generators, whose standing is kept and
+        draws_on_host: forward was seen to draw from Python's or NumPy's generators, whose standing is kept and
             replayed from then on. (It takes 20 us to read.)
     """
 
@@ -56,7 +56,7 @@ class RandomStreams:
         self._current: object | None = None
         self._ambient: State | None = None
         self._seeded: _Standing | None = None  # as the last stream began, as long as nobody is known to draw
-        self.draws_from_others = False
+        self.draws_on_host = False
 
     def open(self) -> None:
         """Remembers the program's generators."""
@@ -80,7 +80,7 @@ class RandomStreams:
         self._device.seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        self._seeded = None if self.draws_from_others else _read_others()
+        self._seeded = None if self.draws_on_host else _read_others()
         self._current = stream
 
     def switch(self, stream: object) -> None:
@@ -93,12 +93,12 @@ class RandomStreams:
     def check_drawn(self) -> None:
         """Raises UnseenError if forward has drawn from Python's or NumPy's generators, for the first time."""
         if self._seeded is not None and self._seeded != _read_others():
-            self.draws_from_others = True
+            self.draws_on_host = True
             raise UnseenError("forward draws from random or numpy.random, which was not seen when it was measured.")
 
     def snapshot(self) -> State:
         """Where the generators stand, for `replay`."""
-        return State(self._device.random_state(), _read_others() if self.draws_from_others else ())
+        return State(self._device.random_state(), _read_others() if self.draws_on_host else ())
 
     def replay(self, state: State) -> None:
         """Draws once more what was drawn from `state` on; no stream is current afterwards."""

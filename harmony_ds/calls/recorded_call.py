@@ -12,12 +12,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from harmony_ds.calls.arguments import Arguments
 from harmony_ds.calls.buffers import Buffers
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.keeping import Kept
 from harmony_ds.calls.random_streams import State
 from harmony_ds.calls.sameness import is_exact
-from harmony_ds.calls.slices import Cut
+from harmony_ds.calls.saved_inputs import SavedTensor
+from harmony_ds.calls.slices import Slicing
 from harmony_ds.calls.targets import GradientTarget, OutputGradient
-from harmony_ds.errors import ModelError, RecomputeError
+from harmony_ds.errors import ModelError
 from harmony_ds.offload.stash import StashEntry
 
 
@@ -43,13 +43,13 @@ class RecordedCall:
     number: int
     arguments: Arguments
     targets: list[GradientTarget | None]
-    cut: Cut | None = None
+    slicing: Slicing | None = None
     buffers: Buffers | None = None
-    tensors: list[StashEntry | Kept] = field(default_factory=list)
+    tensors: list[StashEntry | SavedTensor] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     output_gradients: list[OutputGradient | None] = field(default_factory=list)
     graph: list[GradientEdge | None] = field(default_factory=list)
-    views: list[View] = field(default_factory=list)
+    views: list[SharedOutput] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
     @property
@@ -57,10 +57,10 @@ class RecordedCall:
         return [t for t in self.tensors if type(t) is StashEntry]
 
     @property
-    def writes(self) -> list[Writes]:
+    def writes(self) -> list[WriteCheck]:
         """Whether anything that was just kept of it is written to from now on."""
-        kept = [t.tensor if isinstance(t, Kept) else t.device_tensor for t in self.tensors]
-        return [Writes(tensor) for tensor in kept if tensor is not None]
+        kept = [t.tensor if isinstance(t, SavedTensor) else t.device_tensor for t in self.tensors]
+        return [WriteCheck(tensor) for tensor in kept if tensor is not None]
 
     def keep_graph(self, outputs: list[Tensor]) -> None:
         """What it takes to propagate back from `outputs`; not those themselves, which autograd may not need."""
@@ -79,20 +79,20 @@ class RecordedCall:
         """Whether a recomputation gave what the forward pass gave, as far as that is seen at once.
 
         Raises:
-            RecomputeError: it did not.
+            ModelError: it did not.
         """
-        whole, pairs = self.cut is None, zip(self.output_gradients, outputs, strict=False)
+        whole, pairs = self.slicing is None, zip(self.output_gradients, outputs, strict=False)
         alike = [s is None or (s.dtype == o.dtype and (not whole or s.shape == o.shape)) for s, o in pairs]
         if len(outputs) != len(self.output_gradients) or not all(alike):
             given = [s and (s.dtype, s.shape if whole else None) for s in self.output_gradients]
             found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(given, outputs, strict=False)]
-            raise RecomputeError(
+            raise ModelError(
                 f"layer {name} returned {len(given)} tensors in forward, {given}, and {len(outputs)} when it was "
                 f"recomputed, {found}: its outputs must depend on its arguments, parameters and buffers and on random "
                 "numbers alone."
             )
         if self.norms and not all(map(_alike, self.norms, norms_of(outputs), outputs)):
-            raise RecomputeError(
+            raise ModelError(
                 f"layer {name} gave something else when it was run again in the backward pass of the first step: it "
                 "reads what another micro-batch's forward has set meanwhile (an attribute, a global variable). Pass such "
                 "values as arguments: docs/contract.md."
@@ -111,7 +111,7 @@ def _alike(one: float, other: float, output: Tensor) -> bool:
     return not is_exact(output.device) and math.isclose(one, other, rel_tol=0.02)
 
 
-class Writes:
+class WriteCheck:
     """Whether a tensor is written to from now on."""
 
     __slots__ = "_counter", "_version"
@@ -126,7 +126,7 @@ class Writes:
         return self._counter._version != self._version
 
 
-class View(Writes):
+class SharedOutput(WriteCheck):
     """An output of `layer` whose memory is another's too, or an input's."""
 
     __slots__ = ("_layer",)
@@ -146,7 +146,7 @@ class View(Writes):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trial:
+class CallTrial:
     """Tensors that a call takes and gives, where each first stands among its arguments, and whether anything speaks against
     cutting it.
     """
@@ -154,4 +154,4 @@ class Trial:
     inputs: list[Tensor]
     outputs: list[Tensor]
     places: tuple[int, ...]
-    may_be_cut: bool
+    may_be_sliced: bool

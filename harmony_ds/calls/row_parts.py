@@ -38,10 +38,10 @@ def whole_of(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Join `parts` along `dim`: without a copy if they are all parts of one tensor, unchanged and in order."""
     known = [_part(part) for part in parts]
     first = known[0]
-    if first is not None and (first.count, first.dim) == (len(parts), dim):
-        if all(one is not None and one.whole is first.whole and one.number == n for n, one in enumerate(known)):
-            return first.whole
-    return torch.cat(list(parts), dim)
+    if first is None or (first.count, first.dim) != (len(parts), dim):
+        return torch.cat(list(parts), dim)
+    in_order = all(one is not None and one.whole is first.whole and one.number == n for n, one in enumerate(known))
+    return first.whole if in_order else torch.cat(list(parts), dim)
 
 
 def moved_part(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor | None:

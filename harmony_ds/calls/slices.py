@@ -22,7 +22,7 @@ from harmony_ds.calls.targets import GradientSum, GradientTarget
 from harmony_ds.profiler.rows import RowDims, Rows
 
 
-def cut_of(asked: Rows, layer: int, tensors: Sequence[Tensor], draws: bool = False) -> Cut | None:
+def slicing_of(asked: Rows, layer: int, tensors: Sequence[Tensor], draws: bool = False) -> Slicing | None:
     """How a call of `layer` with `tensors` is cut; None: not at all. `draws`: it was seen to draw since."""
     dims = asked.dims.get(layer)
     if dims is None or not (asked.forward or asked.backward) or len(dims.inputs) != len(tensors):
@@ -35,7 +35,7 @@ def cut_of(asked: Rows, layer: int, tensors: Sequence[Tensor], draws: bool = Fal
     if rows == 0 or not all(_holds(t, d, rows) for t, d in zip(tensors, dims.inputs, strict=True)):
         return None
     draws = draws or layer in asked.drawing
-    cut = Cut(dims, rows, (asked.backward if draws else asked.forward) or rows, asked.backward or rows, draws)
+    cut = Slicing(dims, rows, (asked.backward if draws else asked.forward) or rows, asked.backward or rows, draws)
     return cut if min(cut.forward, cut.backward) < rows else None
 
 
@@ -64,7 +64,7 @@ Piece = tuple[list[Tensor], list[GradientTarget | None], list[Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Slicing:
     """How one call is cut: `rows` of them, in slices of at most `forward` or `backward`; whether it draws at random."""
 
     dims: RowDims
@@ -109,10 +109,10 @@ class Cut:
         ]
 
 
-class Assembled:
+class SliceAssembler:
     """Output leaves of a call, put together from those of its slices."""
 
-    def __init__(self, cut: Cut, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, cut: Slicing, inputs: Sequence[Tensor]) -> None:
         self._cut = cut
         self._inputs = inputs
         self.leaves: list[Any] = []

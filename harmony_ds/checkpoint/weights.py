@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.held import Item, held
 from harmony_ds.calls.installed import belongs_to_engine
+from harmony_ds.calls.patching import Item, patched
 from harmony_ds.checkpoint.snapshot import listed
 from harmony_ds.checkpoint.tensor_files import read_tensors
 from harmony_ds.errors import CheckpointError, ModelError
@@ -235,7 +235,7 @@ def _tied_once(model: nn.Module, fresh: Mapping[int, str]) -> AbstractContextMan
                 without = torch.empty_like(parameter, device="meta")
                 hidden.append((module._parameters, key, nn.Parameter(without, parameter.requires_grad)))
             seen.add(id(parameter))
-    return held(hidden)
+    return patched(hidden)
 
 
 def _own(module: nn.Module) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 from harmony_ds.config.hints import AUTO, meant_by, nearest
 from harmony_ds.config.key import Effect, Key
 from harmony_ds.config.keys import BLOCKS, BY_PATH, names_in
-from harmony_ds.errors import ConfigError, ContradictionError
+from harmony_ds.errors import ConfigError
 
 Raw = Mapping[str, Any]
 Values = dict[str, Any]
@@ -92,9 +92,7 @@ def _with_old_names_replaced(raw: Raw) -> Raw:
         if old not in zero or zero[old] is None:
             continue
         if zero.get(new) is not None:
-            raise ContradictionError(
-                f"Cannot provide deprecated parameter '{old}' and replacing parameter '{new}' together"
-            )
+            raise ConfigError(f"Cannot provide deprecated parameter '{old}' and replacing parameter '{new}' together")
         if changed.pop(old) is True:
             changed[new] = {"device": "cpu"}
     return {**raw, _ZERO: changed}
@@ -160,7 +158,7 @@ def _check_zero(values: Values) -> None:
     if values[f"{_ZERO}.overlap_comm"] is None:
         values[f"{_ZERO}.overlap_comm"] = values[f"{_ZERO}.stage"] == 3
     if values[f"{_ZERO}.offload_optimizer.ratio"] < 1.0 and values[f"{_ZERO}.stage"] != 3:
-        raise ContradictionError("Partial offloading only supported for ZeRO Stage 3.")
+        raise ConfigError("Partial offloading only supported for ZeRO Stage 3.")
     if not values[f"{_ZERO}.compute_grad_norm"] and values[f"{_ZERO}.stage"] not in (1, 2):
         raise ConfigError("compute_grad_norm=false is supported only with ZeRO Stage 1 or 2")
     if values["gradient_allreduce_op"] == "sum" and values[f"{_ZERO}.stage"] == 3:

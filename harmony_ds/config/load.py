@@ -23,7 +23,7 @@ from harmony_ds.config.hints import AUTO, refuse_text_numbers
 from harmony_ds.config.paths import with_values
 from harmony_ds.config.read import read_config
 from harmony_ds.config.settings import Config, LossScale, Section
-from harmony_ds.errors import ConfigError, ContradictionError
+from harmony_ds.errors import ConfigError
 
 _AS_GRAD_SCALER = LossScale(loss_scale_window=2000, hysteresis=1, min_loss_scale=sys.float_info.min)
 """The rules of torch.amp.GradScaler, which DeepSpeed takes under autocast to float16."""
@@ -146,11 +146,11 @@ def _checks_bf16(raw: Mapping[str, Any], values: Values, clipping: float) -> boo
 def _precision(raw: Mapping[str, Any], values: Values) -> tuple[torch.dtype, LossScale | None]:
     bf16_on, fp16_on = values[f"{_bf16_name(raw)}.enabled"], values["fp16.enabled"]
     if bf16_on and fp16_on:
-        raise ContradictionError("bfloat16 and fp16 modes cannot be simultaneously enabled")
+        raise ConfigError("bfloat16 and fp16 modes cannot be simultaneously enabled")
     compute = torch.bfloat16 if bf16_on else torch.float16 if fp16_on else torch.float32
     asked = values["data_types.param_dtype"]
     if asked is not None and _DTYPES[DTYPES[asked]] != compute:
-        raise ContradictionError(
+        raise ConfigError(
             f"data_types.param_dtype='{asked}' conflicts with the enabled precision mode (model dtype {compute}). Set "
             "the matching fp16/bf16 'enabled' flag or omit data_types.param_dtype."
         )
@@ -174,7 +174,7 @@ def _autocast_dtype(values: Values, compute: torch.dtype) -> torch.dtype | None:
             f'"torch_autocast.dtype" is {json.dumps(name)}: write "bfloat16", or "float16" (which scales losses).'
         )
     if compute not in (torch.float32, dtype) or compute == torch.float16:
-        raise ContradictionError(
+        raise ConfigError(
             f'"torch_autocast" to {name} is for fp32 weights, and these are {compute}: leave it, or "bf16" and "fp16", out.'
         )
     return dtype
@@ -198,13 +198,13 @@ def _batch_triple(values: Values, world_size: int) -> tuple[int, int, int]:
     batch = _count(values, "train_batch_size")
     automatic = values[_MICRO_BATCH] == "auto"
     if automatic and batch is None:
-        raise ContradictionError(
+        raise ConfigError(
             f'"{_MICRO_BATCH}" is "auto", which leaves it to the engine: give "train_batch_size", the rows of a step.'
         )
     micro = None if automatic else _count(values, _MICRO_BATCH)
     steps = _count(values, "gradient_accumulation_steps")
     if batch is None and micro is None:
-        raise ContradictionError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
+        raise ConfigError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
     if micro is None:
         assert batch is not None
         steps = steps or 1
@@ -214,7 +214,7 @@ def _batch_triple(values: Values, world_size: int) -> tuple[int, int, int]:
     if batch is None:
         batch = micro * steps * world_size
     if batch != micro * steps * world_size:
-        raise ContradictionError(
+        raise ConfigError(
             "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step "
             f"* world_size {batch} != {micro} * {steps} * {world_size}. Correct one of the three, or leave one out."
         )
@@ -234,5 +234,5 @@ def _count(values: Values, key: str) -> int | None:
     if value is None:
         return None
     if value <= 0:
-        raise ContradictionError(f"{_SPOKEN[key]}: {value} has to be greater than 0")
+        raise ConfigError(f"{_SPOKEN[key]}: {value} has to be greater than 0")
     return value

@@ -12,7 +12,7 @@ from harmony_ds.device.cpu import CpuDevice
 from harmony_ds.device.cuda import CudaDevice
 from harmony_ds.device.group import DeviceGroup
 from harmony_ds.device.host_streams import HostStreamDevice
-from harmony_ds.errors import ConfigError, ContradictionError
+from harmony_ds.errors import ConfigError
 
 __all__ = [
     "CpuDevice",
@@ -39,18 +39,18 @@ def devices_of_process(name: str, devices: Devices, local_rank: int, processes: 
     Process `r` of a server drives devices `r * N` to `r * N + N - 1`.
 
     Raises:
-        ContradictionError: all `processes` were given the same ones.
+        ConfigError: all `processes` were given the same ones.
         ConfigError: there are not so many.
     """
     if name == "cpu" or not torch.cuda.is_available():
         return ()
     if name not in ("auto", "cuda"):
-        raise ContradictionError(
+        raise ConfigError(
             f'harmony.device is "{name}" for all {processes} processes: leave it to the launcher, which gives each a '
             'device of its own ("auto").'
         )
     if isinstance(devices, tuple):
-        raise ContradictionError(
+        raise ConfigError(
             f"harmony.devices names {', '.join(devices)} for all {processes} processes: say how many each drives."
         )
     there = torch.cuda.device_count()

@@ -150,7 +150,7 @@ class Device(ABC):
         Must be called, and the buffer freed, on the stream that first writes it.
 
         Raises:
-            DeviceOutOfMemoryError: the budget would be exceeded.
+            torch.OutOfMemoryError: the budget would be exceeded.
         """
         return torch.empty(numel, dtype=dtype, device=self.torch_device)
 
@@ -179,7 +179,7 @@ class Device(ABC):
         """Tells of `nbytes` that torch holds on the device for us. Does nothing where an allocator counts them.
 
         Raises:
-            DeviceOutOfMemoryError: the budget would be exceeded; nothing is charged then.
+            torch.OutOfMemoryError: the budget would be exceeded; nothing is charged then.
         """
         return
 

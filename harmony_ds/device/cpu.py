@@ -15,7 +15,6 @@ from torch import Tensor
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.device.host_streams import HostStreamDevice
 from harmony_ds.device.live_bytes import LiveBytes
-from harmony_ds.errors import DeviceOutOfMemoryError
 
 
 class CpuDevice(HostStreamDevice):
@@ -38,9 +37,10 @@ class CpuDevice(HostStreamDevice):
     def charge(self, nbytes: int, what: str) -> None:
         after = self._allocated + nbytes
         if self.budget_bytes is not None and after > self.budget_bytes:
-            raise DeviceOutOfMemoryError(
+            raise torch.OutOfMemoryError(
                 f"the device budget of {self.budget_bytes:,} bytes does not hold {nbytes:,} bytes more for {what}: "
-                f"{self._allocated:,} are in use. Raise harmony.device_memory_gib or lower harmony.pack_layers."
+                f"{self._allocated:,} are in use. Raise harmony.device_memory_gib or lower harmony.pack_layers. "
+                "The device is out of memory."
             )
         self._allocated = after
         self._peak = max(self._peak, after)

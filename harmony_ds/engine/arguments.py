@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import TYPE_CHECKING
 
-from harmony_ds.errors import ArgumentError, ContradictionError
+from harmony_ds.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,19 +25,19 @@ def the_model(model: object) -> nn.Module:
     """`model`, if it is one.
 
     Raises:
-        ContradictionError: there is none.
-        ArgumentError: it is a class, a name or something else.
+        ConfigError: there is none.
+        TypeError: it is a class, a name or something else.
     """
     from torch import nn
 
     if model is None:
-        raise ContradictionError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
+        raise ConfigError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, type):
-        raise ArgumentError(f"model is the class {model.__name__}, not a module of it: model={model.__name__}(...).")
+        raise TypeError(f"model is the class {model.__name__}, not a module of it: model={model.__name__}(...).")
     if isinstance(model, str):
-        raise ArgumentError(
+        raise TypeError(
             f'model is the name "{model}": load it first, as AutoModelForCausalLM.from_pretrained("{model}").'
         )
-    raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}: {model!r:.80}.")
+    raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: {model!r:.80}.")

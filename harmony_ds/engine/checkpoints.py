@@ -148,7 +148,7 @@ class Checkpoints:
                 len(self._open.group),
             )
         else:  # what was written into weights by hand is in what is saved of their masters, too
-            self._open.links.settle()
+            self._open.links.apply_user_writes()
         progress = checkpoint.Progress(
             global_steps=counts.global_steps,
             global_samples=counts.global_samples,

@@ -13,7 +13,7 @@ from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.optimizer_steps import OptimizerSteps
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.training import Training
-from harmony_ds.errors import BatchError, NotScalarError, UsageError
+from harmony_ds.errors import BatchError, UsageError
 from harmony_ds.stepping.direct import EngineBackward
 from harmony_ds.stepping.inputs import Arguments
 from harmony_ds.stepping.pending import PendingLoss
@@ -273,4 +273,4 @@ class Loop:
 
 def _need_scalar(loss: object, message: str) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise NotScalarError(message)
+        raise UsageError(message)

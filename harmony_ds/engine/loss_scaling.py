@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harmony_ds.config import LossScale
 from harmony_ds.config.settings import SCALER_NAMES
-from harmony_ds.errors import LossScaleError, UnscaledLossError
+from harmony_ds.errors import EngineFailedError, UsageError
 
 _FACTOR = 2.0
 
@@ -51,11 +51,11 @@ class LossScaler:
         self._announced += 1
 
     def check_scaled(self) -> None:
-        """Raises UnscaledLossError if somebody propagates back from a loss that was not scaled."""
+        """Raises UsageError if somebody propagates back from a loss that was not scaled."""
         if self._scales or self._settings is None:
             return
         if self._announced == 0:
-            raise UnscaledLossError(
+            raise UsageError(
                 "Loss scaling is required for this configuration, but backward() was called directly without scaling the "
                 "loss. Please use one of the following: 1. engine.backward(loss) 2. engine.scale(loss).backward()"
             )
@@ -89,7 +89,7 @@ class LossScaler:
         """After each step: whether its gradients held inf or NaN.
 
         Raises:
-            LossScaleError: an overflow at the smallest scale.
+            EngineFailedError: an overflow at the smallest scale.
         """
         settings = self._settings
         if settings is None or settings.static > 0:
@@ -111,5 +111,7 @@ class LossScaler:
             self._hysteresis -= 1
             return
         if self.scale == settings.min_loss_scale:
-            raise LossScaleError("Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.")
+            raise EngineFailedError(
+                "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
+            )
         self.scale = max(self.scale / _FACTOR, settings.min_loss_scale)

@@ -16,7 +16,7 @@ from harmony_ds.engine.first_times import DIVIDED_TWICE, EARLY_LOOK, FirstTimes
 from harmony_ds.engine.lifetime import while_alive
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.training import Training
-from harmony_ds.errors import CallChangedError, NoOptimizerError, UnsupportedError, UsageError
+from harmony_ds.errors import ModelError, UnsupportedError, UsageError
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parameters import ParameterLinks
 from harmony_ds.stepping.group import GroupParts, StepGroup
@@ -102,12 +102,12 @@ class OpenStep:
         """Before the model runs, or is updated: what the user has done to it by hand is taken over.
 
         Raises:
-            ModelError, CallChangedError: it cannot be.
+            ModelError, ModelError: it cannot be.
         """
         if not self.group.is_open:
-            self.links.settle()
-        if self._assembly.interception.follow() and self.group.is_open:
-            raise CallChangedError(
+            self.links.apply_user_writes()
+        if self._assembly.interception.adopt_replaced() and self.group.is_open:
+            raise ModelError(
                 "the forward of a layer was replaced while micro-batches wait that were called before: replace it before "
                 "the first micro-batch of a step."
             )
@@ -118,7 +118,7 @@ class OpenStep:
             ran = self._run()
         finally:
             self.renew()
-        self.links.show_kept()
+        self.links.refresh_aliases()
         return ran
 
     def _run(self) -> bool:
@@ -221,7 +221,7 @@ class OpenStep:
 
 
 def _refuse_backward() -> None:
-    raise NoOptimizerError(
+    raise UsageError(
         "must provide optimizer during init in order to use backward: name one in the ds_config or pass one. Gradients are "
         "gathered for its parameters alone."
     )

@@ -9,7 +9,7 @@ from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.engine.schedules import build_scheduler
 from harmony_ds.engine.settings import Settings
 from harmony_ds.engine.zero_optimizer import ZeroOptimizer, note_overflow
-from harmony_ds.errors import NoOptimizerError
+from harmony_ds.errors import UsageError
 
 
 class TrainedBy:
@@ -25,9 +25,9 @@ class TrainedBy:
         self.lr_scheduler = build_scheduler(settings.now.scheduler, lr_scheduler, stepping)
 
     def need(self, what: str) -> None:
-        """Raises NoOptimizerError if there is no optimizer for `what`."""
+        """Raises UsageError if there is no optimizer for `what`."""
         if self.optimizer is None:
-            raise NoOptimizerError(
+            raise UsageError(
                 f"must provide optimizer during init in order to use {what}: name one in the ds_config or pass one"
             )
 

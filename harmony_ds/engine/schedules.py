@@ -8,7 +8,7 @@ import torch
 
 from harmony_ds.config import Section
 from harmony_ds.config.hints import check_params, nearest
-from harmony_ds.errors import ConfigError, ContradictionError
+from harmony_ds.errors import ConfigError
 
 
 def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -30,7 +30,7 @@ def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim
     cls = known.get(section.type)
     if cls is None:
         near = nearest(section.type, known) or ", ".join(theirs)
-        raise ContradictionError(f"DeepSpeed does not recognize LR scheduler {section.type}. Did you mean {near}?")
+        raise ConfigError(f"DeepSpeed does not recognize LR scheduler {section.type}. Did you mean {near}?")
     check_params("scheduler.params", cls, section.params)
     try:
         return cls(optimizer, **section.params)

@@ -24,7 +24,7 @@ from harmony_ds.engine.assembly import assemble
 from harmony_ds.engine.core import Client, HarmonyEngine
 from harmony_ds.engine.partitioned import make_whole
 from harmony_ds.engine.zero_optimizer import the_one_that_steps
-from harmony_ds.errors import ContradictionError, UnsupportedError
+from harmony_ds.errors import ConfigError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
 from harmony_ds.parallel import Alone, join_world
 from harmony_ds.parallel.distributed import init_distributed, launched_size
@@ -66,7 +66,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
 
     Raises:
-        ConfigError, ModelError, UnsupportedError, CompilerMissingError: what is asked for, which each of them names.
+        ConfigError, ModelError, UnsupportedError, OptimizerError: what is asked for, which each of them names.
     """
     trained = _checked(model, mpu, mesh_param)
     given = _the_one_config(args, config if config is not None else config_params)
@@ -141,7 +141,7 @@ def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Co
 def _check_schedule(optimizer: ClientOptimizer | None, lr_scheduler: Any) -> None:
     made_later = optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer)
     if made_later and isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise ContradictionError(
+        raise ConfigError(
             f"Client Optimizer (type = {type(optimizer)} is not instantiated but Client LR Scheduler is instantiated"
         )
 
@@ -155,7 +155,7 @@ def _check_for_duplicates(model: nn.Module, optimizer: object, parameters: list[
             counts[id(parameter[1] if isinstance(parameter, tuple) else parameter)] += 1
     for name, parameter in model.named_parameters():
         if counts[id(parameter)] > 1:
-            raise ContradictionError(
+            raise ConfigError(
                 f"Parameter with name: {name} occurs multiple times in optimizer.param_groups. Make sure it only appears "
                 "once to prevent undefined behavior."
             )
@@ -167,18 +167,16 @@ def _the_one_config(args: Any, config: DsConfig | None) -> DsConfig:
     if deprecated is not None:
         _logger.warning("--deepscale_config is deprecated, please use --deepspeed_config")
         if named is not None:
-            raise ContradictionError(
-                "Not sure how to proceed, we were given both a deepscale_config and deepspeed_config"
-            )
+            raise ConfigError("Not sure how to proceed, we were given both a deepscale_config and deepspeed_config")
         named = deprecated
     if named is not None and config is not None:
-        raise ContradictionError(
+        raise ConfigError(
             "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and "
             "deepspeed.initialize() function call"
         )
     chosen = config if config is not None else named
     if chosen is None:
-        raise ContradictionError(
+        raise ConfigError(
             "DeepSpeed requires --deepspeed_config to specify configuration file, or config=... in initialize"
         )
     return chosen

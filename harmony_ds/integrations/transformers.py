@@ -31,7 +31,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.trainer import _is_peft_model
 
-from harmony_ds.calls.held import Item, held
+from harmony_ds.calls.patching import Item, patched
 from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.errors import UnsupportedError, UsageError
@@ -296,7 +296,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         instead: list[Item] = [(self.model.__dict__, "generate", generate)]
         if _prepares_inputs(type(self)):
             instead.append((self.__dict__, "_prepare_inputs", lambda batch: batch))
-        with held(instead):
+        with patched(instead):
             yield
 
     @contextmanager

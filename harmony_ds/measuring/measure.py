@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harmony_ds.calls.boundary import backward_of_engine
+from harmony_ds.calls.boundary import explaining_errors
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.keeping import Kept
-from harmony_ds.calls.recorded_call import RecordedCall, Writes
+from harmony_ds.calls.recorded_call import RecordedCall, WriteCheck
 from harmony_ds.calls.sameness import comparison
+from harmony_ds.calls.saved_inputs import SavedTensor
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
-from harmony_ds.errors import ModelError, RecomputeError
+from harmony_ds.errors import ModelError
 from harmony_ds.measuring.flow_watch import FlowWatch
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.measuring.passes import Passes
@@ -47,7 +47,7 @@ class Measurement(Passes):
         super().__init__(*model)
         self._stretch: _Stretch
         self._seen = Seen()
-        self._kept: list[Kept] = []
+        self._kept: list[SavedTensor] = []
         self._recorded: list[RecordedCall] = []  # until the forward pass is over, as in a step
         self._stashed: list[_Stashed] = []
         self._resident_leaves: Mapping[str, Tensor] = {}
@@ -56,7 +56,7 @@ class Measurement(Passes):
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
         self._just_taken: set[tuple[int, int]] = set()  # where those among them are that the call before took, too
         self._base = 0  # alive before the first call
-        self._given: list[tuple[int, Writes]] = []  # to the layers' calls
+        self._given: list[tuple[int, WriteCheck]] = []  # to the layers' calls
         self._surprises: list[str] = []
         self._flow: FlowWatch | None = None
 
@@ -65,11 +65,11 @@ class Measurement(Passes):
 
         Raises:
             UnseenError: the model does something that was not known of it, and is now: to be measured again.
-            RecomputeError: a layer gives something else when it is run again on what it was given.
+            ModelError: a layer gives something else when it is run again on what it was given.
             ModelError: a layer writes into its own parameters.
             BaseException: whatever the model or the objective raised; perhaps for what `Installation.touched` names.
         """
-        with self._opened() as copy, self._parts.layer_calls.gathering_surprises() as self._surprises:
+        with self._opened() as copy, self._parts.layer_calls.collecting_unseen() as self._surprises:
             _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
             self._resident_leaves = copy.leaves
             self._flow = FlowWatch(copy.leaves.values()) if self._parts.device.count > 1 else None
@@ -89,7 +89,7 @@ class Measurement(Passes):
         self._check_seen()
         seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
-            with backward_of_engine():
+            with explaining_errors():
                 loss.backward(retain_graph=not self._inter_layer.is_trivial and self._inter_layer.touches(loss))
         # The loss is scaled before it is propagated.
         seen.tail.note(forward_bytes=self._stretch.peak() + 2 * seen.scalar)
@@ -178,7 +178,7 @@ class Measurement(Passes):
         for layer in sorted({layer for layer, writes in self._given if writes.happened}):
             calls.copy_inputs(layer)
             self._surprises.append(f"inputs of layer {self._layers[layer].name} are changed in place behind its call.")
-        unseen = self._parts.installation.buffers.look_for_unseen() if self._parts.device.has_values else set()
+        unseen = self._parts.installation.buffers.find_unversioned_writes() if self._parts.device.has_values else set()
         for one in self._layers:
             if not unseen.isdisjoint(one.module.modules()) and calls.replay_buffers(one.index):
                 self._surprises.append(f"layer {one.name} changes a buffer by its .data.")
@@ -190,7 +190,7 @@ class Measurement(Passes):
         """Runs a call again: whether that gives what its forward pass gave, and leaves its parameters as they are."""
         calls, layer = self._parts.layer_calls, self._layers[recorded.request.layer]
         has_values = self._parts.device.has_values and not any(leaf.is_meta for leaf in copy.leaves.values())
-        if self._surprises or recorded.cut is not None or not has_values:
+        if self._surprises or recorded.slicing is not None or not has_values:
             return
         self._stretch.begin()
         again = calls.recompute(recorded, copy.leaves, self._parts.random.replay)
@@ -208,7 +208,7 @@ class Measurement(Passes):
         if calls.replay_buffers(layer.index):
             self._surprises.append(f"layer {layer.name} depends on buffers that it changes.")
             return
-        raise RecomputeError(
+        raise ModelError(
             f"layer {layer.name} was run twice on the same arguments, parameters, buffers and random numbers, "
             "and gave different outputs: it goes on from something else that it changes (an attribute, an iterator, a "
             "generator of its own), so its forward pass cannot be recomputed. Keep such state in a buffer of the layer's, "
@@ -218,7 +218,7 @@ class Measurement(Passes):
     def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
         # In a step these would be there until the call is propagated through.
         self._recorded.append(recorded)
-        self._kept += [kept for kept in recorded.tensors if isinstance(kept, Kept)]
+        self._kept += [kept for kept in recorded.tensors if isinstance(kept, SavedTensor)]
         earlier = {stashed.storage.cdata for stashed in self._stashed if not stashed.storage.expired()}
         first = again = again_at_cut = 0
         bases: dict[int, int] = {}
@@ -257,7 +257,7 @@ class Measurement(Passes):
         tensors = list(recorded.tensors)
         unevenly = routes and self._parts.device.has_values
         for inputs in extremes([_tensor_of(kept) for kept in tensors]) if unevenly else ():
-            recorded.tensors = [Kept(tensor, tensor._version, "measured") for tensor in inputs]
+            recorded.tensors = [SavedTensor(tensor, tensor._version, "measured") for tensor in inputs]
             try:
                 self._backward(call, recorded, copy)
             except (RuntimeError, ValueError, IndexError, ModelError) as error:
@@ -281,7 +281,7 @@ class Measurement(Passes):
 
         with self._made_up_gradients(recorded) as reached:
             self._stretch.begin()
-            if recorded.cut is None:
+            if recorded.slicing is None:
                 self._parts.layer_calls.recompute(recorded, copy.leaves, self._parts.random.replay)
                 call.note_most(kept_bytes=self._stretch.left())
             self._parts.layer_calls.backward(recorded, copy.leaves, self._parts.random.replay, gather)
@@ -306,7 +306,7 @@ class Measurement(Passes):
             for target, shape, dtype in due:
                 target.gradient = torch.ones(shape, dtype=dtype, device=self._parts.device.torch_device)
             self._stretch.begin()
-            self._inter_layer.settle(number)
+            self._inter_layer.propagate_due(number)
             place = self._seen.tail if number < 0 else calls[number]
             place.settle = self._stretch.peak()
             place.settled = self._take_gradients()
@@ -389,8 +389,8 @@ def _gather_from_zero(copy: DeviceCopy) -> None:
             leaf.grad = torch.zeros_like(leaf)
 
 
-def _tensor_of(kept: StashEntry | Kept) -> Tensor:
-    tensor = kept.tensor if isinstance(kept, Kept) else kept.device_tensor
+def _tensor_of(kept: StashEntry | SavedTensor) -> Tensor:
+    tensor = kept.tensor if isinstance(kept, SavedTensor) else kept.device_tensor
     assert tensor is not None
     return tensor
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.checkpointing import passed_through
+from harmony_ds.calls.checkpointing import checkpoints_bypassed
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.recorded_call import RecordedCall
@@ -62,19 +62,19 @@ class Passes(Observer):
         """
         installation, calls = self._parts.installation, self._parts.layer_calls
         installation.touched.clear()
-        proving, calls.proving = calls.proving, False
+        proving, calls.checks_recomputation = calls.checks_recomputation, False
         self._parts.random.open()
         self._streamer = Streamer(self._parts, self._layers, self)
         try:
             with (
-                self._parts.contract.undone(),
+                self._parts.contract.reverting(),
                 self._streamer.on_device(self._unlayered) as copy,
                 installation.installed(copy.leaves, keep_buffers=False),
             ):
                 yield copy
         finally:
             self._parts.random.close()
-            calls.proving = proving
+            calls.checks_recomputation = proving
             del self._streamer  # each would hold the other, and device memory, until the garbage collector comes
 
     def _forward(self, sample: Sample) -> Any:
@@ -86,7 +86,7 @@ class Passes(Observer):
         self._number = 0
         self._inter_layer = InterLayerGraph()
         self._parts.random.start(self, sample.seed)
-        with passed_through(), handled_by(self._streamer), torch.enable_grad():
+        with checkpoints_bypassed(), handled_by(self._streamer), torch.enable_grad():
             outputs = sample.call(sample.inputs)
         self._parts.random.check_drawn()
         return outputs
@@ -95,7 +95,7 @@ class Passes(Observer):
         """Runs a layer call, and forgets it."""
         outputs, call = self._record(request, copy)
         if call is not None:
-            self._parts.layer_calls.forget(call)
+            self._parts.layer_calls.discard(call)
         return outputs
 
     def _record(self, request: Request, copy: DeviceCopy) -> tuple[Any, RecordedCall | None]:

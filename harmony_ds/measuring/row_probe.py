@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from harmony_ds.calls.held import held
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.random_streams import differ
+from harmony_ds.calls.patching import patched
+from harmony_ds.calls.random_streams import states_differ
 from harmony_ds.calls.sameness import close
-from harmony_ds.calls.slices import Cut, Shapes, row_dims
+from harmony_ds.calls.slices import Shapes, Slicing, row_dims
 from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy, Leaves
@@ -57,11 +57,11 @@ class RowProbe(Passes):
         random, layer = self._parts.random, request.layer
         before = random.snapshot()
         trial = self._parts.layer_calls.trial(request, copy.leaves)
-        if differ(before, random.snapshot()):
+        if states_differ(before, random.snapshot()):
             self._drawing.add(layer)
         seen = layer, [t.shape for t in trial.inputs], [t.shape for t in trial.outputs]
         if self._comparing:
-            self._compare(request, trial.may_be_cut, trial.places, seen, copy.leaves)
+            self._compare(request, trial.may_be_sliced, trial.places, seen, copy.leaves)
         else:
             self._few.append(seen)
         del trial
@@ -70,7 +70,7 @@ class RowProbe(Passes):
     def _compare(
         self,
         request: Request,
-        may_be_cut: bool,
+        may_be_sliced: bool,
         places: tuple[int, ...],
         more: tuple[int, Shapes, Shapes],
         copies: Leaves,
@@ -85,7 +85,7 @@ class RowProbe(Passes):
         if few is not None and few[0] == layer:
             dims = row_dims(few[1:], more[1:], self._counts)
             dims = None if dims is None else replace(dims, places=places)
-        if not may_be_cut:
+        if not may_be_sliced:
             refused[layer] = "it changes an input, a buffer or an object that it is given"
         elif dims is None:
             refused[layer] = "where its tensors hold the rows cannot be told from their shapes"
@@ -100,7 +100,7 @@ class RowProbe(Passes):
         if not self._parts.device.has_values:
             return True
         calls, rows = self._parts.layer_calls, self._counts[1]
-        cut = Cut(dims, rows, rows - 1, rows - 1)
+        cut = Slicing(dims, rows, rows - 1, rows - 1)
         drawing = request.layer in self._drawing
         # What draws random numbers is compared as it is without them: slices draw others than the whole does.
         with _evaluating(self._layers[request.layer].module) if drawing else nullcontext():
@@ -111,4 +111,4 @@ class RowProbe(Passes):
 
 def _evaluating(module: nn.Module) -> AbstractContextManager[object]:
     """In evaluation mode, without telling a module that overrides `train`."""
-    return held((m.__dict__, "training", False) for m in module.modules() if m.training)
+    return patched((m.__dict__, "training", False) for m in module.modules() if m.training)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from harmony_ds.calls.boundary import backward_of_engine
+from harmony_ds.calls.boundary import explaining_errors
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
@@ -69,7 +69,7 @@ class Timing(Passes):
                 self._lap()
                 loss = sample.objective(self._forward(sample))
                 if loss is not None and loss.requires_grad:
-                    with backward_of_engine():
+                    with explaining_errors():
                         loss.backward()
                 self._take(_REST, "tail")
         return self._timed(costs)
@@ -100,12 +100,12 @@ class Timing(Passes):
         if call is None:
             return outputs
         if enough:
-            calls.forget(call)
+            calls.discard(call)
             return outputs
         with self._made_up_gradients(call):
             self._lap()
             begin = time.perf_counter()
-            if call.cut is None and keeps_graphs:
+            if call.slicing is None and keeps_graphs:
                 calls.recompute(call, copy.leaves, replay)
                 self._take(structure, "again")
             calls.backward(call, copy.leaves, replay, lambda: residency.accumulate(copy))

@@ -72,7 +72,7 @@ class DeviceStore(GradientSums):
         """Device copies of exactly these packs' parameters (in forward order), up to date; all others are let go.
 
         Raises:
-            DeviceOutOfMemoryError: they do not fit; none is held then.
+            torch.OutOfMemoryError: they do not fit; none is held then.
         """
         if self.holds(packs):
             self.refresh()

@@ -18,7 +18,7 @@ from torch.utils import cpp_extension
 
 from harmony_ds.config.hints import check_params
 from harmony_ds.config.optimizers import OPTIMIZERS, Native, OptimizerRow, of_class
-from harmony_ds.errors import CompilerMissingError
+from harmony_ds.errors import OptimizerError
 
 _logger = logging.getLogger(__name__)
 _KINDS = {"i": ctypes.c_int, "m": ctypes.c_size_t, "f": ctypes.c_float, "b": ctypes.c_bool}
@@ -35,7 +35,7 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     """An instance of DeepSpeed's class `name`, compiled if need be (one to three minutes, once per machine).
 
     Raises:
-        CompilerMissingError: it cannot be compiled here; says what to install, and what needs no compiler.
+        OptimizerError: it cannot be compiled here; says what to install, and what needs no compiler.
     """
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(native.module), name)
@@ -44,7 +44,7 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     try:
         optimizer: torch.optim.Optimizer = cls(parameter_groups, **options)
     except (RuntimeError, OSError, ImportError) as error:
-        raise CompilerMissingError(_remedy(name, f"{error.__cause__ or error}".splitlines())) from None
+        raise OptimizerError(_remedy(name, f"{error.__cause__ or error}".splitlines())) from None
     return optimizer
 
 

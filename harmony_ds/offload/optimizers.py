@@ -15,7 +15,7 @@ from torch import nn
 from harmony_ds.config import Section
 from harmony_ds.config.hints import check_params, nearest
 from harmony_ds.config.optimizers import named
-from harmony_ds.errors import ConfigError, ContradictionError, OptimizerError
+from harmony_ds.errors import ConfigError, OptimizerError
 from harmony_ds.offload.device_optimizer import stand_in_of
 from harmony_ds.offload.native import make_native
 
@@ -84,7 +84,7 @@ def build_optimizer(
 
     Raises:
         ConfigError: the ds_config names one that nobody knows, or options that it does not take.
-        CompilerMissingError: it has to be compiled and cannot be.
+        OptimizerError: it has to be compiled and cannot be.
     """
     if client is not None:
         optimizer = client if isinstance(client, torch.optim.Optimizer) else client(given)
@@ -119,7 +119,7 @@ def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Opti
     cls = torchs.get(section.type.lower())
     if cls is None:
         near = nearest(section.type, ["Adam", "AdamW", "Adagrad", "Lion", *(one.__name__ for one in torchs.values())])
-        raise ContradictionError(
+        raise ConfigError(
             f"{section.type} is not a supported DeepSpeed Optimizer{f', did you mean {near}?' if near else ':'} Name Adam, "
             "AdamW, Adagrad, Lion or one of torch.optim in the ds_config, or hand an optimizer object to initialize."
         )

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from harmony_ds.errors import PeerFailedError, ProcessesDifferError
+from harmony_ds.errors import PeerFailedError, UsageError
 
 _ROW_BYTES = 16384
 _HEAD = struct.Struct("<qII")  # stamp, bytes of the body, checksum
@@ -107,7 +107,7 @@ class Board:
         Raises:
             PeerFailedError: another process has failed, or has ended.
             PeerStrayed: another process has to run the step again.
-            ProcessesDifferError: another process does something else.
+            UsageError: another process does something else.
         """
         number = self._say(_OK, kind, payload)
         rows: dict[int, tuple[int, str, bytes]] = {self.rank: (_OK, kind, payload)}
@@ -128,7 +128,7 @@ class Board:
         if any(verdict == _STRAYED for verdict, _, _ in rows.values()):
             raise PeerStrayed
         if len({said_kind for _, said_kind, _ in rows.values()}) > 1:
-            raise ProcessesDifferError(
+            raise UsageError(
                 "the processes of this training do different things: "
                 + "; ".join(
                     f"rank {self.numbers[other]}: {said_kind}" for other, (_, said_kind, _) in sorted(rows.items())

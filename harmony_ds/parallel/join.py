@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from harmony_ds.errors import ProcessesDifferError, UnsupportedError
+from harmony_ds.errors import UnsupportedError, UsageError
 from harmony_ds.parallel.board import Board, board_bytes
 from harmony_ds.parallel.exchange import Exchange, Groups
 from harmony_ds.parallel.shared_memory import SharedMemory, make_file, open_file
@@ -48,7 +48,7 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
 
     Raises:
         UnsupportedError: servers have other numbers of processes, or processes of a server cannot share memory.
-        ProcessesDifferError: `digest` is not the same everywhere.
+        UsageError: `digest` is not the same everywhere.
     """
     rank = dist.get_rank()
     objects = _new_group(None, "gloo")
@@ -122,9 +122,7 @@ def _check_digests(cards: Sequence[_Card]) -> None:
         others = {rank: card.digest.get(what) for rank, card in enumerate(cards) if card.digest.get(what) != value}
         if others:
             told = "; ".join(f"rank {rank}: {_difference(value, other)}" for rank, other in others.items())
-            raise ProcessesDifferError(
-                f"{what} is not the same in all processes of this training. Against rank 0, {told}."
-            )
+            raise UsageError(f"{what} is not the same in all processes of this training. Against rank 0, {told}.")
 
 
 def _difference(ours: object, theirs: object) -> str:

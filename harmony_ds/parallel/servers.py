@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from harmony_ds.errors import PeerFailedError, ProcessesDifferError
+from harmony_ds.errors import PeerFailedError, UsageError
 from harmony_ds.parallel.board import Board, PeerStrayed
 
 _BACK = "what the servers say"
@@ -84,7 +84,7 @@ class Servers:
         except PeerStrayed:
             self._say(_Said(strayed=True))
             raise
-        except ProcessesDifferError as error:
+        except UsageError as error:
             self._say(_Said(differ=str(error)))
             raise
         told = pickle.dumps(self._gathered(_Said(kind, rows))) if self.leads else b""
@@ -134,9 +134,9 @@ class Servers:
             raise PeerStrayed
         differ = next((said.differ for said in told if said.differ), "")
         if differ:
-            raise ProcessesDifferError(differ)
+            raise UsageError(differ)
         if len({said.kind for said in told}) > 1:
-            raise ProcessesDifferError(
+            raise UsageError(
                 "the servers of this training do different things: "
                 + "; ".join(f"ranks {[*ranks]}: {said.kind}" for ranks, said in zip(self._ranks, told, strict=True))
                 + ". What an engine does with others (steps, evaluation by eval_batch, checkpoints) every process has to "

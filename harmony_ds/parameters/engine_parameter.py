@@ -127,7 +127,7 @@ class ParameterLinks:
             parameter.__dict__["_hp_mapping"] = link
             parameter.__class__ = EngineParameter
 
-    def settle(self) -> None:
+    def apply_user_writes(self) -> None:
         """Between steps: masters follow what was written into weights by hand.
 
         Raises:
@@ -136,16 +136,16 @@ class ParameterLinks:
         with ungated():
             for link in self._links:
                 link.check_memory()
-        ahead = [link for link in self._links if link.is_ahead]
+        ahead = [link for link in self._links if link.may_be_newer]
         if ahead:
             self._owner.finish()  # masters, too, may be newer on the device
         for link in ahead:
             link.update_master()
 
-    def show_kept(self) -> None:
+    def refresh_aliases(self) -> None:
         """After a step: what shares a parameter's memory shows the update, as in plain PyTorch."""
         for link in self._links:
-            if link.is_kept:
+            if link.has_aliases:
                 self._owner.materialize(link.name)
 
     def remove(self) -> None:

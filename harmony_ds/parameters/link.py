@@ -68,14 +68,14 @@ class ParameterLink:
             self._aliases[result] = None
 
     @property
-    def is_kept(self) -> bool:
+    def has_aliases(self) -> bool:
         """Whether somebody keeps a tensor that shares its memory."""
         return len(self._aliases) > 0
 
     @property
-    def is_ahead(self) -> bool:
+    def may_be_newer(self) -> bool:
         """Whether its master may have to follow it: no version tells of all writes into memory that somebody keeps."""
-        return self._apart is not None and (self._is_touched or self.is_kept)
+        return self._apart is not None and (self._is_touched or self.has_aliases)
 
     @torch.no_grad()
     def update_master(self) -> None:

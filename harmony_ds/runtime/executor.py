@@ -2,8 +2,8 @@
 
 SWAP_IN    residency.swap_in         FORWARD    lane -> layer_calls.forward, until the pack is behind it;
                                                 FORWARD_FOR_GRAPH as well, and BACKWARD_FROM_GRAPH as BACKWARD
-GATHER     world.gather              FUSED      lane -> layer_calls.attached, loss, backward
-EVICT      residency.evict           BACKWARD   inter_layer.settle, layer_calls.backward, in reverse
+GATHER     world.gather              FUSED      lane -> layer_calls.run_attached, loss, backward
+EVICT      residency.evict           BACKWARD   inter_layer.propagate_due, layer_calls.backward, in reverse
 STASH_*    stash.move_out, .bring_in
 
 What becomes of the gradients is `updates`'.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harmony_ds.calls.checkpointing import passed_through
+from harmony_ds.calls.checkpointing import checkpoints_bypassed
 from harmony_ds.calls.intercept import Autocast, Request
 from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import HOME, Stream
@@ -99,7 +99,7 @@ class Executor:
         """
         # Autograd's threads, one for each device, would add up gradients of one tensor in their order of arrival.
         in_one_thread = self._parts.device.count > 1 and torch.autograd.set_multithreading_enabled(False)
-        with self._collection(), passed_through(), in_one_thread or nullcontext():
+        with self._collection(), checkpoints_bypassed(), in_one_thread or nullcontext():
             self._run(plan, micro_batches, hyper, clipping)
 
     def _run(self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
@@ -193,7 +193,7 @@ class Executor:
         state, autocast = micro_batch.state, micro_batch.backward_autocast
         micro_batch.at_work = True
         try:
-            if contract.is_in_place(state) and (autocast is None or not autocast.matters):  # as it mostly is
+            if contract.is_current(state) and (autocast is None or not autocast.matters):  # as it mostly is
                 handler(task)
             else:
                 with contract.entered(state), Autocast.entered(autocast):
@@ -227,7 +227,7 @@ class Executor:
                 for layer in pack.layers:
                     devices[layer].append(pack.device)
             unlayered = [name for pack in plan.packing.always for name in pack.parameters]
-            self._buffers = self._parts.layer_calls.spread(devices, unlayered)
+            self._buffers = self._parts.layer_calls.place_buffers(devices, unlayered)
         self.updates.take(plan)
 
     @property
@@ -294,7 +294,7 @@ class Executor:
         if micro_batch.has_ended:
             micro_batch.finish()
             if task.kind is not TaskKind.FUSED:  # which propagates back at once
-                micro_batch.outputs = map_tensors(self._parts.crossings.home, micro_batch.outputs)
+                micro_batch.outputs = map_tensors(self._parts.crossings.to_home, micro_batch.outputs)
 
     def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
         """What the model gets of a layer call that is cut from its graph."""
@@ -314,7 +314,7 @@ class Executor:
     def _answer_attached(self, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
         """What the model gets of a layer call that is part of its graph."""
         micro_batch.pass_position(micro_batch.place(request.layer, self._plan.calls))
-        return self._parts.layer_calls.attached(request, leaves)
+        return self._parts.layer_calls.run_attached(request, leaves)
 
     def _fused(self, task: Task) -> None:
         plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]
@@ -343,7 +343,7 @@ class Executor:
         leaves = self._leaves(task.pack)
         self.propagated = True
         for call in micro_batch.take_calls(self._plan.packs[task.pack]):
-            micro_batch.inter_layer.settle(call.number)
+            micro_batch.inter_layer.propagate_due(call.number)
             self._parts.layer_calls.backward(
                 call, leaves, self._parts.random.replay, lambda: self._accumulate(task.pack)
             )
@@ -368,13 +368,13 @@ class Executor:
     def _move(self, task: Task) -> None:
         """What the micro-batch hands to the next pack goes to that pack's device while others compute."""
         if (lane := self._micro_batches[task.micro_batch].lane) is not None:
-            self._parts.crossings.here(lane.waiting_tensors())
+            self._parts.crossings.to_current(lane.waiting_tensors())
 
     def _move_back(self, task: Task) -> None:
         """Gradients of what the pack has given go back to its device."""
         micro_batch = self._micro_batches[task.micro_batch]
         if calls := micro_batch.calls_in(self._plan.packs[task.pack]):
-            micro_batch.inter_layer.settle(calls[-1].number)
+            micro_batch.inter_layer.propagate_due(calls[-1].number)
 
     # ---- stash
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.joined import Joined, Joins
-from harmony_ds.device.base import Device
 from harmony_ds.calls.trees import tensors_in
+from harmony_ds.device.base import Device
 from harmony_ds.runtime.lane import Answer, IsLater, Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 

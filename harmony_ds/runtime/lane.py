@@ -22,7 +22,6 @@ from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.runtime.thread_state import OnTop, ThreadState
 
-
 Answer = Callable[[Request], Any]
 """Make the outputs of a layer call."""
 IsLater = Callable[[Request], bool]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import backward_of_engine, cut, outlet
+from harmony_ds.calls.boundary import cut, explaining_errors, link_to_inputs
 from harmony_ds.calls.contract import CallState
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Autocast
@@ -141,7 +141,7 @@ class MicroBatch:
 
     def lead_outside(self, inputs: list[Tensor]) -> None:
         """Whoever propagates back from its outputs gets to `inputs`, which require gradients."""
-        self.outputs = map_tensors(lambda tensor: outlet(tensor, inputs), self.outputs)
+        self.outputs = map_tensors(lambda tensor: link_to_inputs(tensor, inputs), self.outputs)
 
     # ---- its backward pass
 
@@ -151,7 +151,7 @@ class MicroBatch:
         loss = self.objective(self.outputs)
         self.outputs = None
         if loss is not None and loss.requires_grad:
-            with backward_of_engine():
+            with explaining_errors():
                 loss.backward(retain_graph=not self.inter_layer.is_trivial and self.inter_layer.touches(loss))
 
     def check_unwritten(self) -> None:
@@ -162,7 +162,7 @@ class MicroBatch:
     def settle(self) -> None:
         """Once every layer is behind: what is left leads to unlayered parameters and to the user's own leaves."""
         if not self.calls:
-            self.inter_layer.settle(-1)
+            self.inter_layer.propagate_due(-1)
             self.inter_layer = InterLayerGraph()
 
     # ---- what becomes of it

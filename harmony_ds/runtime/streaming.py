@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.checkpointing import passed_through
+from harmony_ds.calls.checkpointing import checkpoints_bypassed
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.offload.residency import DeviceCopy
@@ -36,7 +36,7 @@ class Observer:
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Runs a layer call on its parameters; returns the outputs for the model."""
-        return self._parts.layer_calls.attached(request, copy.leaves)
+        return self._parts.layer_calls.run_attached(request, copy.leaves)
 
     def evicted(self) -> None:
         """The call is over, and its layer has left the device."""
@@ -70,7 +70,7 @@ class Streamer:
         with (
             self.on_device(unlayered, order) as copy,
             self._installation.installed(copy.leaves),
-            passed_through(),
+            checkpoints_bypassed(),
             handled_by(self),
             torch.no_grad(),
         ):

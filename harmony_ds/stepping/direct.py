@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from harmony_ds.calls.boundary import graph_behind
+from harmony_ds.calls.boundary import reachable_nodes
 
 
 class EngineBackward:
@@ -43,5 +43,5 @@ def divided(tensor: Tensor, divisor: int) -> Tensor:
 
 def behind_others(outputs: Sequence[Tensor]) -> set[int]:
     """The ids of those `outputs` that others were computed from."""
-    edges = {edge for node in graph_behind(output.grad_fn for output in outputs) for edge in node.next_functions}
+    edges = {edge for node in reachable_nodes(output.grad_fn for output in outputs) for edge in node.next_functions}
     return {id(output) for output in outputs if (output.grad_fn, output.output_nr) in edges}

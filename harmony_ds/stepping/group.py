@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.checkpointing import refuse_around_engine
+from harmony_ds.calls.checkpointing import refuse_outer_checkpoint
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.random_streams import micro_batch_seed
@@ -110,7 +110,7 @@ class StepGroup(Queue):
             call: what is called with `arguments` instead of the model; it calls the model itself.
             aside: makes the context that measuring runs in.
         """
-        refuse_around_engine()
+        refuse_outer_checkpoint()
         known = call is not None or not self._parts.put_forward.is_new
         call = call or self._parts.put_forward.call()
         micro_batch = self._micro_batch(len(self._queue), arguments, call)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from harmony_ds.calls.boundary import graph_behind, nodes_behind
+from harmony_ds.calls.boundary import next_nodes, reachable_nodes
 from harmony_ds.errors import UnsupportedError
 
 _LAZY = frozenset(
@@ -153,8 +153,8 @@ def _later(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str,
 
 def _leads_elsewhere(tensor: Tensor) -> bool:
     """Whether its gradients go to anything but parameters of an engine, which keep them for the step."""
-    behind = graph_behind([tensor.grad_fn])
-    ends = all(node in behind for one in behind for node in nodes_behind(one))  # in no layer's output
+    behind = reachable_nodes([tensor.grad_fn])
+    ends = all(node in behind for one in behind for node in next_nodes(one))  # in no layer's output
     own = all(hasattr(node.variable, "_hp_mapping") for node in behind if hasattr(node, "variable"))
     return not (behind and ends and own)
 

@@ -351,7 +351,7 @@ class Planner:
         return [JointMicroBatch.of(index, members, joins) for index, members in enumerate(found)]
 
     def _are_alike(self, one: MicroBatch, other: MicroBatch) -> bool:
-        in_place = self._parts.contract.is_in_place
+        in_place = self._parts.contract.is_current
         called = one.autocast, one.backward_autocast, shapes_of(one.inputs)
         alike = called == (other.autocast, other.backward_autocast, shapes_of(other.inputs))
         return alike and in_place(one.state) and in_place(other.state)

@@ -187,7 +187,9 @@ class Runner:
             with self._parts.timeline.step(plan):
                 self.executor.run(plan, sets, hyper, clipping)
                 self.executor.updates.promise_norm()
-            self._parts.layer_calls.proving &= len(micro_batches) < 2  # others had run before recomputations
+            self._parts.layer_calls.checks_recomputation &= (
+                len(micro_batches) < 2
+            )  # others had run before recomputations
             # Workspaces are made when a thread first needs one, in some step.
             set_aside = device.reserve_bytes() + self.planner.exchange_bytes(plan)
             self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
@@ -202,7 +204,9 @@ class Runner:
         part, end = self.planner.part_of_step(micro_batches, self.executor.begun, first=self._end is None)
         with self._recovering(micro_batches, part=True):
             self.executor.run(part, micro_batches, hyper, clipping)
-            self._parts.layer_calls.proving &= len(micro_batches) < 2  # others had run before recomputations
+            self._parts.layer_calls.checks_recomputation &= (
+                len(micro_batches) < 2
+            )  # others had run before recomputations
             self._end = end
 
     @property

@@ -6,7 +6,7 @@ import hashlib
 
 from torch import Tensor
 
-from harmony_ds.errors import ProcessesDifferError
+from harmony_ds.errors import UsageError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.parallel import Alone
 
@@ -15,7 +15,7 @@ _SHOWN_BYTES = 2048
 
 
 def check_same_step(world: Alone, micro_batches: int, hyper: Hyper) -> None:
-    """Raise ProcessesDifferError if another process takes a step of other micro-batches or hyper-parameters.
+    """Raise UsageError if another process takes a step of other micro-batches or hyper-parameters.
 
     A digest is compared, since an agreement holds few bytes; the text is for the error alone, and may be cut.
     """
@@ -27,7 +27,7 @@ def check_same_step(world: Alone, micro_batches: int, hyper: Hyper) -> None:
     first, *others = (said[_DIGEST_BYTES:].decode(errors="replace") for said in told)
     for rank, other in enumerate(others, start=1):
         if told[rank][:_DIGEST_BYTES] != told[0][:_DIGEST_BYTES]:
-            raise ProcessesDifferError(
+            raise UsageError(
                 f"the optimizer's hyper-parameters of rank {rank} are {other}, and those of rank 0 {first}: schedules and "
                 "changes by hand must be the same everywhere."
             )

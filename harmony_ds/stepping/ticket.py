@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from harmony_ds.calls.boundary import backward_of_engine
+from harmony_ds.calls.boundary import explaining_errors
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.errors import BatchError, UsageError
@@ -230,7 +230,7 @@ class QueuedMicroBatch:
         assert self._attached is not None
         terms = [objective(self._attached) for objective in self._objectives]
         self._objectives.clear()
-        with EngineBackward.entered(), backward_of_engine():
+        with EngineBackward.entered(), explaining_errors():
             sum(terms[1:], terms[0]).backward()
         self._received = True
 

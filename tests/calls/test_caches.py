@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from harmony_ds.calls.caches import held_by, restore, take_caches
+from harmony_ds.calls.caches import extract_caches, restore_caches, snapshot_caches
 from harmony_ds.calls.intercept import Request
 
 
@@ -34,7 +34,7 @@ def request(*args: Any, **kwargs: Any) -> Request:
 def test_a_cache_of_another_kind_is_left_out_by_whatever_name_it_comes() -> None:
     cache, hidden = OfAnotherKindCache(), torch.ones(2)
     for call in (request(hidden, cache), request(hidden, past_key_values=cache), request(hidden, buckets=cache)):
-        values, empty = take_caches(call)
+        values, empty = extract_caches(call)
         assert values[0] is hidden
         assert values[1:] == [None]
         assert empty == {}
@@ -45,18 +45,18 @@ def test_a_cache_of_another_kind_is_left_out_by_whatever_name_it_comes() -> None
 )
 def test_what_the_program_made_itself_is_an_argument_like_any_other(given: Any) -> None:
     for call in (request(torch.ones(2), given), request(torch.ones(2), past_key_values=given)):
-        values, empty = take_caches(call)
+        values, empty = extract_caches(call)
         assert values[1] is given
         assert empty == {}
 
 
 def test_a_cache_with_slots_stays_and_is_empty_again_behind_the_call() -> None:
     cache = DynamicCache()
-    values, empty = take_caches(request(torch.ones(2), past_key_values=cache, use_cache=True))
+    values, empty = extract_caches(request(torch.ones(2), past_key_values=cache, use_cache=True))
     assert values[1:] == [cache, False]
     assert empty == {1: cache}
-    held = held_by(empty.values())
+    held = snapshot_caches(empty.values())
     cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
     assert cache.get_seq_length() == 2
-    restore(held)
+    restore_caches(held)
     assert cache.get_seq_length() == 0

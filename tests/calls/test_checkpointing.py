@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from harmony_ds import UnsupportedError
-from harmony_ds.calls.checkpointing import passed_through
+from harmony_ds.calls.checkpointing import checkpoints_bypassed
 from harmony_ds.utils import safe_get_full_grad, safe_get_local_grad
 from tests.cover import pairs
 from tests.engine.test_paths import ACCUMULATION, GROUPS, WIDTH, Net, assert_equals_plain, built, training
@@ -132,12 +132,12 @@ def test_torchs_checkpoints_are_torchs_own_until_an_engine_runs() -> None:
 def test_torchs_checkpoints_pass_through_while_the_engine_runs_and_for_its_thread_alone(way: str) -> None:
     def beside() -> tuple[int, int]:
         without = runs_of(way)
-        with passed_through():
+        with checkpoints_bypassed():
             return without, runs_of(way)
 
-    with ThreadPoolExecutor(1) as other, passed_through():
+    with ThreadPoolExecutor(1) as other, checkpoints_bypassed():
         assert other.submit(beside).result() == (2, 1)
-        with passed_through():
+        with checkpoints_bypassed():
             assert runs_of(way) == 1
         assert runs_of(way) == 1
     assert runs_of(way) == 2

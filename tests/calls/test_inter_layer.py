@@ -36,11 +36,11 @@ def test_the_inter_layer_graph_passes_a_gradient_on_when_it_is_due() -> None:
     assert (inter_layer.is_trivial, target.deadline, target.nbytes) == (False, 0, 8)
 
     target.add(torch.ones(2))
-    inter_layer.settle(1)
+    inter_layer.propagate_due(1)
     assert output_gradient.gradient is None
-    inter_layer.settle(0)
+    inter_layer.propagate_due(0)
     assert output_gradient.take().tolist() == [3.0, 3.0]
-    inter_layer.settle(0)
+    inter_layer.propagate_due(0)
     assert output_gradient.take() is None
 
 
@@ -63,7 +63,7 @@ def test_a_tensor_that_feeds_several_layers_has_one_target() -> None:
 
     target.add(torch.ones(2))
     target.add(torch.ones(2))
-    inter_layer.settle(-1)
+    inter_layer.propagate_due(-1)
     assert output_gradient.take().tolist() == [6.0, 6.0]
 
 
@@ -72,9 +72,9 @@ def test_inputs_that_share_a_graph_are_settled_one_after_another() -> None:
     common = y.exp()
     left, right = inter_layer.target(common * 2), inter_layer.target(common * 3)
     left.add(torch.ones(2))
-    inter_layer.settle(0)
+    inter_layer.propagate_due(0)
     right.add(torch.ones(2))
-    inter_layer.settle(0)
+    inter_layer.propagate_due(0)
 
     torch.testing.assert_close(output_gradient.take(), torch.full((2,), 5 * math.exp(0.5)))
 
@@ -83,7 +83,7 @@ def test_gradients_reach_leaves_of_the_inter_layer_graph() -> None:
     scale = torch.tensor(2.0, requires_grad=True)
     y, output_gradient, inter_layer = one_output(torch.full((3,), 4.0))
     inter_layer.target(y * scale).add(torch.ones(3))
-    inter_layer.settle(-1)
+    inter_layer.propagate_due(-1)
 
     assert scale.grad.item() == 12.0
     assert output_gradient.take().tolist() == [2.0] * 3

@@ -1,6 +1,6 @@
-"""Asks both engines every row, and writes docs/compatibility.md from the answers:
+"""Asks both engines every row, and writes their answers:
 
-python -m tests.compatibility.run             both engines, each in a process of its own; writes the document
+python -m tests.compatibility.run PAGE.md      both engines, each in a process of its own; a page for readers
 python -m tests.compatibility.run ENGINE FILE  one engine; its outcomes as JSON
 """
 
@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "compatibility.md"
 ENGINES = ("deepspeed", "harmony_ds")
 
 
 def ask(engine: str) -> dict[str, Any]:
-    """Every row's outcome under `engine`, in this process."""
+    """Return every row's outcome under `engine`, in this process."""
     import torch
 
     from tests.compatibility import scenes_checkpoint, scenes_config, scenes_engine, scenes_more, scenes_names
@@ -61,7 +60,7 @@ def ask(engine: str) -> dict[str, Any]:
 
 
 def ask_both(folder: Path) -> dict[str, dict[str, Any]]:
-    """Both engines' outcomes, each from a process of its own."""
+    """Return both engines' outcomes, each from a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     running = {
         engine: subprocess.Popen(
@@ -91,7 +90,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         outcomes = ask_both(Path(folder))
-    DOCUMENT.write_text(document(outcomes["deepspeed"], outcomes["harmony_ds"]), encoding="utf-8")
+    page = Path(sys.argv[1])
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(document(outcomes["deepspeed"], outcomes["harmony_ds"]), encoding="utf-8")
 
 
 if __name__ == "__main__":

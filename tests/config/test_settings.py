@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harmony_ds import ConfigError, ContradictionError
+from harmony_ds import ConfigError
 from harmony_ds.config import HarmonySettings, LossScale, Section, load_config
 
 MICRO = {"train_micro_batch_size_per_gpu": 2}
@@ -237,7 +237,7 @@ def test_batch_sizes_that_contradict_each_other_are_an_error_with_all_numbers(
     batch: int, micro: int | None, steps: int | None, world_size: int, numbers: str
 ) -> None:
     source = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
-    with pytest.raises(ContradictionError, match=f"Check batch related parameters.*{numbers}"):
+    with pytest.raises(ConfigError, match=f"Check batch related parameters.*{numbers}"):
         load_config(source, world_size)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harmony_ds.device import CpuDevice, CudaDevice, DeviceGroup, devices_of_process, make_devices
-from harmony_ds.errors import ConfigError, ContradictionError
+from harmony_ds.errors import ConfigError
 
 TOTAL = 1_000
 
@@ -115,5 +115,5 @@ def test_processes_drive_devices_side_by_side(shares: dict[int, float], monkeypa
     ):
         devices_of_process("auto", 3, 1, 2)
     for name, devices in (("cuda:0", 1), ("auto", ("cuda:0",))):
-        with pytest.raises(ContradictionError, match="for all 2 processes"):
+        with pytest.raises(ConfigError, match="for all 2 processes"):
             devices_of_process(name, devices, 0, 2)

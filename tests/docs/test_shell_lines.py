@@ -74,7 +74,7 @@ def check_python(rest: list[str]) -> None:
     assert script.is_file()
     beside = [script, *script.parent.glob("*.py")]
     sources = "".join(path.read_text(encoding="utf-8") for path in beside)
-    missing = [option for option in options_in(rest) if f'"{option}"' not in sources]
+    missing = [option for option in options_in(rest) if f'"{option.replace("--no-", "--")}"' not in sources]
     assert not missing, f"{rest[0]} has no {missing}"
     files = [word for word in rest[1:] if word.startswith(("ds_configs/", "benchmarks/"))]
     assert all((ROOT / file).is_file() for file in files)

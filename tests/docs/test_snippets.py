@@ -1,9 +1,12 @@
-"""Every piece of Python on a page runs, with what the page takes for granted around it."""
+"""Every piece of Python on a page runs, with what the page takes for granted around it; the README's program as it is."""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import harmony_ds
-from tests.docs.pages import DOCUMENTS, ROOT, Snippet, fenced, indented
+from tests.docs.pages import DOCUMENTS, Snippet, fenced, indented
 from tests.families import FAMILIES, Batch
 from tests.integrations.as_deepspeed import deepspeed_as_it_was
 
 Names = dict[str, Any]
-SNIPPETS = [snippet for page in DOCUMENTS for snippet in fenced(page, "python")]
+README, *PAGES = DOCUMENTS
+SNIPPETS = [*fenced(README, "diff"), *(snippet for page in PAGES for snippet in fenced(page, "python"))]
 GPT2 = next(family for family in FAMILIES if family.name == "gpt2")
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -42,16 +46,13 @@ class Net(nn.Module):
         return made
 
 
-# ---- what each snippet takes for granted, and what must be true behind it
+# ---- what each snippet takes for granted, and what must be true afterwards
 
 
-def readme() -> Names:
-    """Its own settings, but for a GPU."""
-    (settings,) = fenced(ROOT / "README.md", "json")
-    config = json.loads(settings.text)
-    config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's takes minutes to compile
-    Path("ds_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return {"model": GPT2.build(0.0), "steps": 2, "batches": batches_of(2 * config["gradient_accumulation_steps"])}
+def a_deepspeed_script() -> Names:
+    """Return a model, and the batches of two steps."""
+    Path("ds_config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    return {"model": GPT2.build(0.0), "batches": [GPT2.batch(index) for index in range(4)]}
 
 
 def in_training() -> Names:
@@ -164,14 +165,9 @@ def drawn(names: Names) -> None:
     assert json.loads(Path("trace.json").read_text(encoding="utf-8"))["traceEvents"]
 
 
-def from_plain_pytorch() -> Names:
-    names = plain_loop()
-    return {**names, "loss_fn": names["criterion"], "data": names["batches"]}
-
-
 AROUND: list[tuple[str, Callable[[], Names], Callable[[Names], None]]] = [
-    ("README.md", readme, trained(2)),
-    ("README.md", from_plain_pytorch, trained(4)),
+    ("README.md", a_deepspeed_script, trained(2)),
+    ("README.md", a_trainer, trains),
     ("docs/checkpoints.md", in_training, saved),
     ("docs/huggingface.md", a_trainer_of_deepspeed, trains),
     ("docs/huggingface.md", a_trainer, trains),
@@ -191,22 +187,40 @@ def test_every_snippet_has_its_surroundings() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)), ids=[str(snippet) for snippet in SNIPPETS])
-def test_it_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snippet_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     snippet: Snippet = SNIPPETS[number]
     _, prelude, check = AROUND[number]
     with deepspeed_as_it_was():
         names = prelude()
         try:
-            exec(compile(snippet.text, str(snippet), "exec"), names)
+            exec(compile(new_side(snippet.text), str(snippet), "exec"), names)
             check(names)
         finally:
             if "engine" in names:
                 names["engine"].destroy()
 
 
+def new_side(text: str) -> str:
+    """Return a diff's lines after the change; a text that is no diff is returned as it is."""
+    if not re.search("^[-+]", text, re.MULTILINE):
+        return text
+    return "\n".join(line[1:] for line in text.splitlines() if not line.startswith("-"))
+
+
+def test_the_program_of_the_readme_runs_as_it_is(tmp_path: Path) -> None:
+    (program,) = fenced(README, "python")
+    (tmp_path / "program.py").write_text(program.text, encoding="utf-8")
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()[:20]]
+    assert losses[-1] < losses[0] / 2
+    assert "1.0000 x the lower bound" in done.stdout
+
+
 def test_no_python_hides_outside_of_a_fence() -> None:
-    """What is only indented is printed by somebody, or drawn."""
+    """Indented blocks are for what programs print, for drawings and for shell commands."""
     for page in DOCUMENTS:
         for line in indented(page):
             assert not is_python(line.text), f"{line} is Python: put ```python around it"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.device import Stream
-from harmony_ds.errors import DeviceOutOfMemoryError
 from harmony_ds.scheduler.plan import Task, TaskKind
 from tests.engine.drive import Groups, adamw, config_of, engine_for, lanes, train_groups, weights_of
 from tests.engine.test_failures import BackwardTrap, Mishap, Trap, Trapped
@@ -49,7 +48,7 @@ class Fault:
 
     def __init__(self, kind: TaskKind, where: str) -> None:
         self.kind, self.where = kind, where
-        self.error = DeviceOutOfMemoryError("none left") if where == "memory" else Mishap(where)
+        self.error = torch.OutOfMemoryError("none left") if where == "memory" else Mishap(where)
         self.inside, self.sprung = False, False
         self.traps = {way: Trap(0, self.error) for way in ("forward", "backward")}
         way = "forward" if where == "memory" else where

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.slices import cut_of
+from harmony_ds.calls.slices import slicing_of
 from harmony_ds.measuring.row_probe import RowProbe
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.rows import RowDims, Rows
@@ -131,10 +131,10 @@ def test_slices_are_of_the_sizes_asked_for_and_of_the_layers_found() -> None:
     found, _ = probed(Net(Noisy()))
     rows = replace(found, forward=3, backward=2)
     x = torch.ones(5, 4)
-    cut = cut_of(rows, 0, [x])
+    cut = slicing_of(rows, 0, [x])
     assert cut is not None
     assert (cut.rows, cut.forward, cut.backward) == (5, 2, 2)  # what draws has the same slices both ways
-    assert cut_of(rows, 1, [x]) is None
+    assert slicing_of(rows, 1, [x]) is None
 
 
 class Twice(nn.Module):

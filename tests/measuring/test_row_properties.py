@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harmony_ds.calls.slices import Assembled, Cut, RowSlice, cut_of, row_dims
+from harmony_ds.calls.slices import RowSlice, SliceAssembler, Slicing, row_dims, slicing_of
 from harmony_ds.profiler.rows import RowDims, Rows
 
 
@@ -80,7 +80,7 @@ def test_one_tensor_that_grows_otherwise_is_enough_to_tell_nothing(few: tuple[in
 
 @given(kinds(), ROWS, SIZES)
 def test_slices_cover_every_row_once_and_in_order(kind: Kind, rows: int, size: int) -> None:
-    cut = Cut(RowDims((kind.dim,), (), 0), rows, size, size)
+    cut = Slicing(RowDims((kind.dim,), (), 0), rows, size, size)
     slices = list(cut.slices(size))
     assert [row for part in slices for row in range(part.first, part.last)] == list(range(rows))
     assert all(part.last - part.first == size for part in slices[:-1])
@@ -94,9 +94,9 @@ def test_slices_cover_every_row_once_and_in_order(kind: Kind, rows: int, size: i
 
 @given(st.lists(kinds(), min_size=1, max_size=3), ROWS, SIZES)
 def test_what_slices_give_is_put_together_as_the_whole(outputs: list[Kind], rows: int, size: int) -> None:
-    cut = Cut(RowDims((), tuple(kind.dim for kind in outputs), 0), rows, size, size)
+    cut = Slicing(RowDims((), tuple(kind.dim for kind in outputs), 0), rows, size, size)
     whole = [kind.tensor(rows) for kind in outputs]
-    together = Assembled(cut, [])
+    together = SliceAssembler(cut, [])
     for part in cut.slices(size):
         together.add(part, [], [*_part(cut, part, whole), "said"])
     assert together.leaves[-1] == "said"
@@ -104,7 +104,7 @@ def test_what_slices_give_is_put_together_as_the_whole(outputs: list[Kind], rows
         assert torch.equal(found, expected)
 
 
-def _part(cut: Cut, part: RowSlice, tensors: list[Tensor]) -> list[Tensor]:
+def _part(cut: Slicing, part: RowSlice, tensors: list[Tensor]) -> list[Tensor]:
     return [part.narrow(t, dim).clone() for t, dim in zip(tensors, cut.dims.outputs, strict=True)]
 
 
@@ -127,7 +127,7 @@ class Sum:
 def test_gradients_of_slices_are_the_gradient_of_the_whole(inputs: list[Kind], rows: int, size: int) -> None:
     """Of x * x: what all rows share gets its gradient from the first slice alone, as it is handed on."""
     dims = tuple(kind.dim for kind in inputs)
-    cut = Cut(RowDims(dims, dims, 0), rows, size, size)
+    cut = Slicing(RowDims(dims, dims, 0), rows, size, size)
     tensors = [kind.tensor(rows) for kind in inputs]
     gradients = [torch.ones_like(t) for t in tensors]
     targets = [Sum() for _ in inputs]
@@ -147,12 +147,12 @@ def test_a_call_is_cut_as_asked_for_and_only_if_that_changes_anything(
 ) -> None:
     inputs = [counting, *others]
     asked = Rows(forward, backward, {3: dims_of(inputs, [])}, {3} if draws else set())
-    cut = cut_of(asked, 3, [kind.tensor(rows) for kind in inputs])
-    assert cut == cut_of(Rows(forward, backward, asked.dims), 3, [kind.tensor(rows) for kind in inputs], draws)
+    cut = slicing_of(asked, 3, [kind.tensor(rows) for kind in inputs])
+    assert cut == slicing_of(Rows(forward, backward, asked.dims), 3, [kind.tensor(rows) for kind in inputs], draws)
     sizes = ((backward if draws else forward) or rows, backward or rows)
     if min(sizes) >= rows:
         assert cut is None
     else:
         assert cut is not None
         assert (cut.rows, cut.forward, cut.backward) == (rows, *sizes)
-    assert cut_of(asked, 2, [kind.tensor(rows) for kind in inputs]) is None
+    assert slicing_of(asked, 2, [kind.tensor(rows) for kind in inputs]) is None

@@ -239,5 +239,5 @@ def _other_calls(places: str) -> tuple[str, str]:
 
 def test_servers_that_do_different_things_are_told() -> None:
     for name, message in run(4, _other_calls, "aabb"):
-        assert name == "ProcessesDifferError"
+        assert name == "UsageError"
         assert "ranks [0, 1]" in message and "ranks [2, 3]" in message

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from harmony_ds.errors import ProcessesDifferError
+from harmony_ds.errors import UsageError
 from harmony_ds.parallel import Alone
 from harmony_ds.stepping.same_step import check_same_step
 
@@ -39,7 +39,7 @@ def check(first: Any, second: Any) -> list[bytes]:
     ("first", "second"), [(0.1, 0.2), (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1 + 1e-9).double())]
 )
 def test_a_difference_is_seen_wherever_it_is(first: Any, second: Any) -> None:
-    with pytest.raises(ProcessesDifferError, match="rank 1 are"):
+    with pytest.raises(UsageError, match="rank 1 are"):
         check(first, second)
 
 

@@ -13,7 +13,7 @@ from harmony_ds.offload.stash import Stash, StashEntry
 
 
 @dataclass(slots=True, eq=False)  # not frozen, as what else is made for each layer call
-class Kept:
+class SavedTensor:
     """A tensor argument of `layer` that stays where it is, and its version when the layer was called.
 
     Attributes:
@@ -33,7 +33,7 @@ class Kept:
             )
 
 
-class Keeping:
+class SavedInputs:
     """Keeps what gradients flow through in the stash, and the rest where it is.
 
     What a layer made is large and its micro-batch's alone; what inter-layer operations made (masks, position ids, rotary
@@ -43,7 +43,7 @@ class Keeping:
     def __init__(self, stash: Stash) -> None:
         self._stash = stash
 
-    def keep(self, tensor: Tensor, layer: str) -> StashEntry | Kept:
+    def keep(self, tensor: Tensor, layer: str) -> StashEntry | SavedTensor:
         """`tensor`, which `layer` is called with.
 
         Raises:
@@ -55,9 +55,13 @@ class Keeping:
                 "layer's backward pass. Give it a dense one, or the parts of a sparse one (indices and values), and put "
                 "them together in the layer's forward."
             )
-        return self._stash.put(tensor, layer) if tensor.requires_grad else Kept(tensor.detach(), tensor._version, layer)
+        return (
+            self._stash.put(tensor, layer)
+            if tensor.requires_grad
+            else SavedTensor(tensor.detach(), tensor._version, layer)
+        )
 
-    def tensors(self, kept: Iterable[StashEntry | Kept], apart: bool) -> list[Tensor]:
+    def tensors(self, kept: Iterable[StashEntry | SavedTensor], apart: bool) -> list[Tensor]:
         """What the layer is run again over; `apart`: in memory of its own, as the layer writes into it.
 
         Raises:
@@ -66,7 +70,7 @@ class Keeping:
         tensors = [self._tensor(one) for one in kept]
         return [t.detach().clone() for t in tensors] if apart else tensors
 
-    def _tensor(self, kept: StashEntry | Kept) -> Tensor:
+    def _tensor(self, kept: StashEntry | SavedTensor) -> Tensor:
         if isinstance(kept, StashEntry):
             return self._stash.tensor(kept).detach()
         if kept.tensor._version != kept.version:

@@ -10,7 +10,7 @@ Item = tuple[MutableMapping[Any, Any], Any, Any]
 _ABSENT = object()
 
 
-class held:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
+class patched:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
     """While open, the dictionaries hold these values under these keys; afterwards what they held before."""
 
     __slots__ = ("_before", "_items")

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.keeping import Kept
+from harmony_ds.calls.saved_inputs import SavedTensor
 from harmony_ds.errors import ModelError
 from tests.engine.test_paths import WIDTH, Net, assert_equals_plain
 
 
 def test_a_layer_is_not_run_again_over_a_tensor_that_was_changed() -> None:
     mask = torch.ones(2)
-    kept = Kept(mask, mask._version, "blocks.1")
+    kept = SavedTensor(mask, mask._version, "blocks.1")
     kept.check()
     mask.add_(1)
     with pytest.raises(ModelError, match=r"argument of layer blocks\.1 was changed in place"):

@@ -14,20 +14,20 @@ class _Apart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return apart(tensor)
+        return copy_strided(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
-def taken_apart(tensor: Tensor) -> Tensor:
+def copy_with_gradient(tensor: Tensor) -> Tensor:
     """A copy of `tensor` that its gradients go through."""
     copy: Tensor = _Apart.apply(tensor)  # type: ignore[no-untyped-call]
     return copy
 
 
-def apart(tensor: Tensor) -> Tensor:
+def copy_strided(tensor: Tensor) -> Tensor:
     """A copy of `tensor`, with the same strides."""
     places = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((n - 1) * stride for n, stride in places) if tensor.numel() else 0
@@ -35,13 +35,13 @@ def apart(tensor: Tensor) -> Tensor:
     return torch.empty_like(flat).set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
 
 
-def memory(tensor: Tensor) -> int | None:
+def storage_of(tensor: Tensor) -> int | None:
     """Which memory a tensor lies in; None for what has none of its own (a phantom, a sparse tensor)."""
     has_any = tensor.layout is torch.strided and torch._C._has_storage(tensor)
     own: int | None = tensor.untyped_storage()._cdata if has_any else None
     return own
 
 
-def memory_of(tensors: Iterable[Tensor]) -> set[int]:
+def storages_of(tensors: Iterable[Tensor]) -> set[int]:
     """Which memory they lie in, those that have any."""
     return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided and torch._C._has_storage(t)}
