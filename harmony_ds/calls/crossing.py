@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from harmony_ds.calls.arguments import change_contents
-from harmony_ds.calls.row_parts import moved_part
+from harmony_ds.calls.row_parts import parts_moved
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import HOME, Device, Event, Stream
 from harmony_ds.device.group import DeviceGroup
@@ -138,12 +138,12 @@ class Crossings:
         copies: _Copies = tensor.__dict__.setdefault(_COPIES, {})
         if target not in copies or copies[target][0] != tensor._version:
             with torch.enable_grad():
-                made = moved_part(tensor, lambda whole: self.move(whole, target))  # once for all parts
-                if made is None:
-                    made = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
-            if not self._is_apart:
-                setattr(made, _PLACE, target)
-            copies[target] = tensor._version, made
+                pairs = parts_moved(tensor, lambda whole: self.move(whole, target))  # once for all micro-batches
+                pairs = pairs or [(tensor, _Crossing.apply(tensor, self, source, target))]  # type: ignore[no-untyped-call]
+            for own, made in pairs:
+                if not self._is_apart:
+                    setattr(made, _PLACE, target)
+                own.__dict__.setdefault(_COPIES, {})[target] = own._version, made
             if tensor.is_leaf and tensor.requires_grad:
                 self._of_leaves.append(copies)
         copy = copies[target][1]

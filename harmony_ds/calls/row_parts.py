@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ class _Part:
 
     Attributes:
         version: of the tensor when it was made: it has been changed in place if it has another one.
+        all: all parts of `whole`, which do not live for it.
     """
 
     whole: Tensor
@@ -24,13 +26,15 @@ class _Part:
     count: int
     dim: int
     version: int
+    all: Sequence[ref[Tensor]]
 
 
 def parts_of(whole: Tensor, dim: int, count: int) -> list[Tensor]:
     """Split `whole` into `count` equal parts along `dim`."""
     parts = list(whole.split(whole.shape[dim] // count, dim))
+    refs = [ref(part) for part in parts]
     for number, part in enumerate(parts):
-        setattr(part, _PART, _Part(whole, number, count, dim, part._version))
+        setattr(part, _PART, _Part(whole, number, count, dim, part._version, refs))
     return parts
 
 
@@ -44,10 +48,15 @@ def whole_of(parts: Sequence[Tensor], dim: int) -> Tensor:
     return first.whole if in_order else torch.cat(list(parts), dim)
 
 
-def moved_part(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """Return the part that `tensor` is, of the copy that `move` makes of its whole; None: it is no part of anything."""
+def parts_moved(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return the whole's parts that are alive, if `tensor` is one, each with its counterpart in what `move` makes of the
+    whole; nothing if it is no part.
+    """
     part = _part(tensor)
-    return None if part is None else parts_of(move(part.whole), part.dim, part.count)[part.number]
+    if part is None:
+        return []
+    made = parts_of(move(part.whole), part.dim, part.count)
+    return [(own, other) for one, other in zip(part.all, made, strict=True) if (own := one()) is not None]
 
 
 def _part(tensor: Tensor) -> _Part | None:

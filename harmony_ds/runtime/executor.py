@@ -323,7 +323,7 @@ class Executor:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
             self._forward(task)
         elif not micro_batch.forwarded:
-            self._enter(micro_batch).run_on(partial(self._answer_attached, micro_batch, leaves), lambda _: False)
+            self._enter(micro_batch).run_on(partial(self._answer_attached, micro_batch, leaves))
             micro_batch.finish()
         self.propagated = True
         with (self._parts.crossings.between_layers or nullcontext)():

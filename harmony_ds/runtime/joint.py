@@ -19,7 +19,7 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.joined import Joined, Joins
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
-from harmony_ds.runtime.lane import Answer, IsLater, Lane
+from harmony_ds.runtime.lane import Answer, IsLater, Lane, never
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 
 
@@ -49,7 +49,7 @@ class JointLane:
         self._join(requests)
         return tensors_in([(call.request.args, call.request.kwargs) for call in self._calls])
 
-    def run_on(self, answer: Answer, is_later: IsLater) -> None:
+    def run_on(self, answer: Answer, is_later: IsLater = never) -> None:
         """Do what `Lane.run_on` does, with one call for all where they can be joined.
 
         Raises:

@@ -28,6 +28,11 @@ IsLater = Callable[[Request], bool]
 """Tell whether a layer call is to wait for a later task."""
 
 
+def never(_: Request) -> bool:
+    """Let no layer call wait."""
+    return False
+
+
 class LaneAborted(BaseException):
     """Unwinds a suspended forward pass whose step has failed elsewhere."""
 
@@ -73,7 +78,7 @@ class Lane:
         """Return the tensors among the arguments of the layer call that it waits at."""
         return [] if self.request is None else tensors_in((self.request.args, self.request.kwargs))
 
-    def run_on(self, answer: Answer, is_later: IsLater) -> None:
+    def run_on(self, answer: Answer, is_later: IsLater = never) -> None:
         """Run on to the first layer call that is to wait, or to the end; `answer` answers the calls before it.
 
         What a layer has raised, the model's code gets; what else comes up in an answer is raised here.
