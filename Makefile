@@ -5,7 +5,7 @@
 # make docs   all pages with their full tables, and the reference of all public names, in outputs/site
 # make test-gpu PYTHON_GPU=python3   the tests that need a CUDA device, with a Python that already has torch and deepspeed
 # make gpu-kit    all that a machine with a GPU and no network needs, in one folder
-# make bench-overhead   what a layer call costs, and of what
+# make bench-overhead   the cost of a layer call, beside plain PyTorch
 # make bench-prediction   predicted against measured step times (a quiet machine, ten minutes)
 # make bench-memory   what spare device memory buys, with a plot
 # make paper    the paper's experiments, redone: docs/paper.md (20 minutes)

@@ -68,7 +68,7 @@ RULES: dict[str, Rule] = {
     "tests/checkpoint/test_resume.py": one,
     "tests/checkpoint/test_tree.py": every,
     "tests/compatibility": none,
-    "tests/docs/test_reference.py": none,
+    "tests/docs/test_site.py": none,
     "tests/engine": one,
     "tests/engine/test_exactness.py::test_three_steps_equal_plain_gradient_accumulation": each("one"),
     "tests/engine/test_host_memory.py": none,
@@ -118,18 +118,18 @@ SLOW = """
     checkpoint/test_resume.py::test_another_plan_goes_on_bit_for_bit
     checkpoint/test_resume.py::test_saving_changes_nothing_and_moves_resident_packs_back_for_nobody
     checkpoint/test_resume.py::test_the_familiar_loop_goes_on_at_its_boundary
-    cli/test_commands.py::test_a_batch_that_devices_do_not_divide_is_said
-    cli/test_commands.py::test_a_model_that_does_not_fit_the_device_exits_with_3_and_says_what_would
-    cli/test_commands.py::test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the_same
+    cli/test_commands.py::test_a_batch_that_processes_do_not_divide_is_an_error
+    cli/test_commands.py::test_a_model_too_large_for_the_device_exits_with_3_and_names_ways_out
+    cli/test_commands.py::test_a_model_too_large_for_the_host_exits_with_3_and_is_forecast_all_the_same
     cli/test_commands.py::test_estimate_as_json
     cli/test_commands.py::test_estimate_of_several_devices
-    cli/test_commands.py::test_the_ds_config_is_what_the_engine_would_read
+    cli/test_commands.py::test_the_ds_config_is_read_as_the_engine_reads_it
     cli/test_commands.py::test_the_sequence_is_the_models_longest
     cli/test_commands.py::test_trace_draws_the_predicted_step
-    cli/test_commands.py::test_trace_says_when_nothing_fits_and_exits_with_3
+    cli/test_commands.py::test_trace_of_a_model_that_does_not_fit_exits_with_3
     cli/test_commands.py::test_trace_takes_the_saved_plan_of_the_ds_config
-    cli/test_commands.py::test_where_the_host_lacks_memory_a_stash_that_fits_the_device_is_a_way_out
-    cli/test_commands.py::test_who_has_read_enough_ends_the_command_quietly
+    cli/test_commands.py::test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory
+    cli/test_commands.py::test_a_closed_pipe_ends_the_command_quietly
     engine/test_exactness.py::test_plans_differ_by_rounding_only_where_additions_are_regrouped
     engine/test_ledger.py::test_swaps_do_not_grow_with_the_number_of_micro_batches
     engine/test_lifetime.py::test_a_live_engine_keeps_its_model

@@ -1,4 +1,4 @@
-"""Regenerates the table in docs/estimate.md: Llama configurations on three machines.
+"""Regenerate the table in docs/estimate.md: Llama configurations on two machines.
 
     python benchmarks/estimate/run.py [--write]
 
@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harmony_ds.cli.answer import Answer, Case, answer
-from harmony_ds.cli.estimate import estimated
-from harmony_ds.cli.options import Planned
-from harmony_ds.estimate.forecast import STREAM_NAMES
-from harmony_ds.estimate.subject import BatchShape, load_subject
-from harmony_ds.estimate.survey import Survey, estimate
-from harmony_ds.profiler.hardware import Hardware, hardware_of
+from harmony_ds.cli.estimate import survey_on
+from harmony_ds.cli.options import DEFAULT
+from harmony_ds.config import load_config
+from harmony_ds.estimate.subject import BatchShape
+from harmony_ds.profiler.hardware import hardware_of
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "estimate.md"
 BEGIN, END = "<!-- table: python benchmarks/estimate/run.py --write -->", "<!-- end of table -->"
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b")
-MACHINES = ("rtx3090", "rtx4090", "h100")
+MACHINES = ("rtx4090", "h100")
 SEQUENCE = 2048
 GIB = 2**30
 
@@ -36,7 +35,7 @@ class Setting:
     steps: int
 
 
-SETTINGS = {"rtx3090": Setting(1, 32), "rtx4090": Setting(1, 32), "h100": Setting(4, 8)}
+SETTINGS = {"rtx4090": Setting(1, 32), "h100": Setting(4, 8)}
 
 
 def main() -> None:
@@ -57,40 +56,34 @@ def main() -> None:
 
 
 HEAD = (
-    "| model | machine | rows x micro-batches | device GiB: needs / may use | host GiB: needs / may use | fits "
-    "| s per step | tokens/s | busiest | packs |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| model | machine | device GiB: needs / may use | host GiB: needs / may use | fits | s per step | tokens/s |"
+    "\n|---|---|---|---|---|---|---|"
 )
 
 
 def row(model: str, machine: str) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     hardware, setting = hardware_of(machine), SETTINGS[machine]
     spec = str(HERE / "models" / f"{model}.json")
-    wanted = Planned(spec, micro_batch=setting.rows, sequence=SEQUENCE, accumulation=setting.steps)
-    case = estimated(wanted, hardware, None)
-    found = answer(case, lambda rows: smaller(spec, rows, case, hardware), advise=False)
-    return f"| {model} | {hardware.name} | {setting.rows} x {setting.steps} | {' | '.join(cells(found))} |"
-
-
-def smaller(spec: str, rows: int, case: Case, hardware: Hardware) -> Survey:
-    subject = load_subject(spec, BatchShape(rows, SEQUENCE), "meta")
-    return estimate(subject.model, subject.inputs, case.config, hardware)
+    batch = {"train_micro_batch_size_per_gpu": setting.rows, "gradient_accumulation_steps": setting.steps}
+    config = load_config({**DEFAULT, **batch})
+    subject, survey = survey_on(hardware, spec, BatchShape(setting.rows, SEQUENCE), config)
+    case = Case(subject, config, survey, hardware.host_budget_bytes)
+    found = answer(case, lambda rows: survey_on(hardware, spec, BatchShape(rows, SEQUENCE), config)[1], advise=False)
+    return f"| {model} | {hardware.name} | {' | '.join(cells(found))} |"
 
 
 def cells(found: Answer) -> list[str]:
     now, lack = found.forecast, found.lack
     if now is None:
         assert lack is not None
-        return [f"{lack.needed_bytes / GIB:.1f} / {lack.budget_bytes / GIB:.1f}", "", "no (device)", "", "", "", ""]
-    busiest = f"{STREAM_NAMES[now.bottleneck]}, {now.busy_share[now.bottleneck]:.0%}"
+        return [f"{lack.needed_bytes / GIB:.1f} / {lack.budget_bytes / GIB:.1f}", "", "no (device)", "", ""]
     return [
         f"{now.plan.peak_bytes / GIB:.1f} / {(now.device_budget_bytes or 0) / GIB:.1f}",
         f"{now.host_total_bytes / GIB:.0f} / {(now.host_budget_bytes or 0) / GIB:.0f}",
         "yes" if found.fits else "no (host)",
         f"{now.prediction.step_ms / 1e3:.1f}",
         f"{now.items_per_s:,.0f}",
-        busiest,
-        str(len(now.plan.packing.backward)),
     ]
 
 

@@ -36,7 +36,7 @@ _LEAST = 1e-3
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one variant, by one way of training; `error`: why it was not."""
+    """Measurement of one variant, by one way of training; `error`: why there is none."""
 
     name: str
     kind: str
@@ -52,7 +52,7 @@ def groups_of(variant: Variant) -> list[list[Batch]]:
 
 
 def train_plainly(variant: Variant) -> dict[str, torch.Tensor]:
-    """The weights after plain gradient accumulation."""
+    """Return the weights after plain gradient accumulation."""
     model = variant.build()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
@@ -112,7 +112,7 @@ def largest_difference(expected: dict[str, torch.Tensor], actual: dict[str, nn.P
 def rows_of(variant: Variant, devices: int) -> list[Row]:
     try:
         expected = train_plainly(variant)
-    except Exception as error:  # noqa: BLE001 - what does not train in plain PyTorch is no row
+    except Exception as error:  # noqa: BLE001 - a model that does not train in plain PyTorch is no row
         return [Row(variant.name, variant.kind, "plain", error=f"{type(error).__name__}: {error}"[:300])]
     rows = []
     for way in ("loop", "train_batch"):

@@ -1,4 +1,4 @@
-"""Runs one of the kit's three calls: what matters most first, none longer than ten minutes, and on where the last ended.
+"""Run one of the kit's three calls: the most important step first, at most ten minutes, going on where the last ended.
 
     bash gpu-kit/run.sh 1        is it right
     bash gpu-kit/run.sh 2        is it fast
@@ -63,6 +63,7 @@ def _one_step(model: str, options: str, limit_s: float) -> Step:
 
 _SAME = "--cap-gib 24 --tokens 32768 --no-clip --rounds 1"
 _TWO = "harmony,deepspeed-zero3-offload"
+_PEERS = "benchmarks.gpu.engines"
 CALLS: dict[int, tuple[Step, ...]] = {
     1: (
         Step(_COMPILE, "benchmarks/gpu/compile_adam.py", 240),
@@ -96,7 +97,7 @@ CALLS: dict[int, tuple[Step, ...]] = {
         _race(
             "others",
             f"--model llama-3b {_SAME} --micro-batch 1 --steps 1 --engines "
-            "harmony,roundpipe,deepspeed-super-offload,fsdp2-offload --uncapped=",
+            f"harmony,{_PEERS}:roundpipe,{_PEERS}:deepspeed-super-offload,{_PEERS}:fsdp2-offload --uncapped=",
             420,
         ),
         _one_step("llama-8b", "", 300),
@@ -114,7 +115,7 @@ class Ended:
 
 
 def main() -> int:
-    """The exit status: 0 if every step has succeeded, in this try or an earlier one."""
+    """Return the exit status: 0 if every step has succeeded, in this try or an earlier one."""
     options = _options()
     began = time.monotonic()
     kit: Path = options.kit.resolve()
@@ -134,7 +135,7 @@ class _Call:
         self._steps = CALLS[number]
 
     def go_on(self) -> None:
-        """Takes over what an earlier try has left."""
+        """Take over the results of an earlier try."""
         self._logs.mkdir(parents=True, exist_ok=True)
         for folder in (self._kit / "before", self._out):
             for archive, into in ((f"call{self._number}.tar.gz", self._work), (_EXTENSIONS, self._kit)):
@@ -235,7 +236,7 @@ class _Call:
                     archive.add(part, part.name)
 
     def _summary(self) -> str:
-        """How every step ended, and the end of what each printed; room is shared evenly."""
+        """Describe how every step ended, with the end of what each printed; room is shared evenly."""
         lines = [
             f"{name:<24} {ended.outcome:<12} {ended.seconds:7.1f} s"
             + (f"  status {ended.status}" if ended.status else "")
@@ -251,7 +252,7 @@ class _Call:
 
 
 def _install_missing(wheels: Path, site: Path) -> None:
-    """What the machine has stays as it is: its torch and transformers are made for each other."""
+    """Install wheels that the machine lacks: its torch and transformers are made for each other."""
     files = [file for file in sorted(wheels.glob("*.whl")) if _is_missing(file.name.split("-")[0])]
     if not files or (site / "deepspeed").is_dir():
         return

@@ -17,6 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -75,7 +76,7 @@ def draw(comparisons: dict[str, dict[str, Bar]], path: Path) -> None:
     _panel(left, "seconds per optimizer step", {name: _of(row, "seconds") for name, row in comparisons.items()})
     _panel(right, "GiB over the link per step", {name: _of(row, "gib") for name, row in comparisons.items()})
     right.set_yticklabels([])
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for _, colour in ENGINES.values()]
+    handles = [Patch(color=colour) for _, colour in ENGINES.values()]
     figure.legend(handles, [label for label, _ in ENGINES.values()], loc="lower center", ncols=2, frameon=False)
     figure.suptitle("Llama of 3.1 billion parameters, bf16, rows of 1,024 tokens, AdamW, no clipping", fontsize=11)
     figure.tight_layout(rect=(0, 0.12, 1, 1))

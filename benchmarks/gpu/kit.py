@@ -1,4 +1,4 @@
-"""Gathers in one folder what a machine without a network needs to run the GPU suite: `make gpu-kit`.
+"""Gather in one folder all that a machine without a network needs to run the GPU suite: `make gpu-kit`.
 
     python benchmarks/gpu/kit.py [--folder gpu-kit] [--python-version 3.12]
 
@@ -41,7 +41,7 @@ _PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_
 
 
 def main() -> int:
-    """The exit status: 1 if the folder is too large."""
+    """Return the exit status: 1 if the folder is too large."""
     options = _options()
     folder: Path = options.folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _copy_sources(folder: Path) -> None:
-    """What git knows: nothing that a run or an editor left behind."""
+    """Copy the files that git knows, and none that a run or an editor has left."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_SOURCES],
         cwd=ROOT,

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _kernels_ms(step: Callable[[], object]) -> float:
-    """How long the kernels of `step` run, one after another; copies are not in it."""
+    """Return how long the kernels of `step` run, one after another, without copies."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -92,7 +92,7 @@ def _rate(nbytes: float, ms: float) -> float:
 
 
 def _triad_bytes_per_s() -> float:
-    """A = b + s * c in fp32 on all cores: two reads and a write for each element."""
+    """Measure a = b + s * c in fp32 on all cores: two reads and a write for each element."""
     a, b, c = (torch.ones(_TRIAD_ELEMENTS) for _ in range(3))
     seconds = []
     for _ in range(5):

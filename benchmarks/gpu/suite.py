@@ -1,4 +1,4 @@
-"""What the suite's commands share: where results go, and which device there is."""
+"""Parts that the suite's commands share: the point that is measured, the device, and the folder of results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Point:
     clip: bool
 
     def ds_config(self) -> dict[str, object]:
-        """What all engines read alike."""
+        """Return the ds_config, which all engines read alike."""
         return {
             "train_micro_batch_size_per_gpu": self.rows,
             "gradient_accumulation_steps": self.accumulation,
@@ -53,7 +53,7 @@ class Point:
 
 
 def add_point_options(parser: argparse.ArgumentParser) -> None:
-    """What `point` reads."""
+    """Add the options that `point` reads."""
     parser.add_argument("--model", choices=MODELS, default="llama-6b")
     parser.add_argument("--cap-gib", type=float, default=24)
     parser.add_argument("--tokens", type=int, default=32768, help="of one optimizer step")
@@ -62,7 +62,7 @@ def add_point_options(parser: argparse.ArgumentParser) -> None:
 
 
 def point(args: argparse.Namespace) -> Point:
-    """The point of the grid, whose model `harmony-ds` can import from now on."""
+    """Return the point of the grid, whose model `harmony-ds` can import from now on."""
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     function, sequence, tokens, cap = MODELS[args.model], _SEQUENCE, args.tokens, args.cap_gib
@@ -74,19 +74,19 @@ def point(args: argparse.Namespace) -> Point:
 
 
 def device() -> str:
-    """Without CUDA every command runs on the CPU device, at a small size."""
+    """Return "cuda", or "cpu", where every command runs at a small size."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def results_folder() -> Path:
-    """`benchmarks/results/gpu`, or `.../gpu-dry-run` without a GPU; $OUT instead of `benchmarks/results` if it is set."""
+    """Return `benchmarks/results/gpu`, or `.../gpu-dry-run` without a GPU; below $OUT if it is set."""
     folder = Path(os.environ.get("OUT") or RESULTS) / ("gpu" if device() == "cuda" else "gpu-dry-run")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def write(name: str, content: dict[str, Any]) -> Path:
-    """JSON with the environment it was measured in."""
+    """Write JSON with the environment it was measured in."""
     path = results_folder() / f"{name}.json"
     script = " ".join(["python", *sys.argv])
     found = {**environment(device()), "command": script}

@@ -21,7 +21,7 @@ UPDATES = 5
 
 
 def longest_wait_ms(optimizer: torch.optim.Optimizer) -> float:
-    """The longest time between two turns of a thread, while another thread updates."""
+    """Return the longest time between two turns of a thread, while another thread updates."""
     done = threading.Event()
 
     def update() -> None:
@@ -42,7 +42,7 @@ def longest_wait_ms(optimizer: torch.optim.Optimizer) -> float:
 
 
 def main() -> None:
-    """Prints the median of three runs of each kind, interleaved."""
+    """Print the median of three runs of each kind, interleaved."""
     parameter = torch.nn.Parameter(torch.randn(PARAMETERS))
     parameter.grad = torch.randn(PARAMETERS)
     optimizer = make_native("DeepSpeedCPUAdam", [parameter], {"lr": 1e-3})

@@ -1,11 +1,19 @@
-"""What harmony_ds costs per layer call, and what that is made of: a model of layers that take microseconds.
+"""Cost of a layer call: time and function calls of the engine itself, of one checkout of harmony_ds or two side by side.
 
-    python benchmarks/overhead/run.py
-    python benchmarks/overhead/run.py --one-core
+    python benchmarks/overhead/run.py                          this checkout
+    python benchmarks/overhead/run.py ../before . --plan fused --output fused.json
+    python benchmarks/overhead/run.py --accumulation 4 --layers 8 --width 256 --tokens 64
 
-A layer call is one layer run for one micro-batch: its forward, its recomputation and its backward. The cost per layer
-call is the difference of step times to plain PyTorch, divided by the layer calls of a step. How fast the engine is where
-layers take milliseconds, `harmony-ds bench` says.
+A layer call is one layer run for one micro-batch, forward and back. The plan is given, so that all checkouts run the same:
+
+    recomputed  packs of four layer calls, all of them swapped; but for the last pack, whose two decoder layers are fused,
+                each layer is run again before its backward pass
+    fused       one pack: each layer is run once
+
+Beside them the same layers run in plain PyTorch, whose time is taken off: forward twice (in the last pack once) and
+backward once, layer by layer, or (fused) forward and backward once. Every side has a process of its own, and all take
+turns. Medians over rounds, of wall and of processor time, and the number of functions of Python and C called (the same in
+every run), are printed per layer call.
 """
 
 from __future__ import annotations
@@ -13,97 +21,194 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
-import tempfile
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from child import ProfiledServer
+PLAIN = "plain PyTorch"
+PACK = 4
+PLANS = {"recomputed": {"pack_layers": PACK, "residency": "off"}, "fused": {}}
 
-from harmony_ds.bench.processes import Child
-from harmony_ds.bench.results import Contestant, Results, environment
-from harmony_ds.bench.run import Rounds, run
-from harmony_ds.bench.workload import Workload
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "benchmarks" / "models" / "llama-tiny-32.json"
-DS_CONFIG = {
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
-}
-ENGINES = ("torch-checkpoint", "torch", "harmony")
-LAYERS, ACCUMULATION, PROFILED_STEPS, WARM_UP = 32, 8, 4, 4
-CALLS = LAYERS * ACCUMULATION
+class Side:
+    """One process: of a checkout, or (no checkout) of plain PyTorch."""
+
+    def __init__(self, checkout: Path | None, options: argparse.Namespace) -> None:
+        self.name = PLAIN if checkout is None else str(checkout)
+        names = ("plan", "layers", "accumulation", "width", "tokens")
+        words = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
+        path = Path() if checkout is None else checkout.resolve()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--child", "plain" if checkout is None else "engine", *words],
+            env={**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, request: str) -> dict[str, float]:
+        """Run one step, and return what it took."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{request}\n")
+        self._process.stdin.flush()
+        while not (line := self._process.stdout.readline()).startswith("{"):
+            if not line:
+                raise SystemExit(f"{self.name}: the process ended.")
+        answer: dict[str, float] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def model_of(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """Return a Llama of layers that take microseconds, and a micro-batch."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    shape: dict[str, Any] = {"hidden_size": options.width, "intermediate_size": 2 * options.width, "vocab_size": 64}
+    shape |= {"num_attention_heads": options.width // 16, "num_key_value_heads": options.width // 16}
+    words = torch.arange(options.tokens)[None] % 64
+    batch = {"input_ids": words, "labels": words}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=options.layers, use_cache=False, **shape)), batch
+
+
+def engine_step(options: argparse.Namespace) -> Callable[[], None]:
+    """Return a step of harmony_ds."""
+    import harmony_ds
+
+    model, batch = model_of(options)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": options.accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "harmony": {"device": "cpu", **PLANS[options.plan]},
+    }
+    engine, *_ = harmony_ds.initialize(model=model, config=config)
+
+    def step() -> None:
+        for _ in range(options.accumulation):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+
+    return step
+
+
+def plain_step(options: argparse.Namespace) -> Callable[[], None]:
+    """Return the layers of a step in plain PyTorch, as the plan runs them, and nothing else."""
+    import torch
+
+    model, batch = model_of(options)
+    seen: list[Any] = []
+    layers = list(model.model.layers)
+    hook = layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    model(**batch)
+    hook.remove()
+    (hidden, *_), arguments = seen[0]
+    hidden, gradient = hidden.detach(), torch.ones_like(hidden)
+
+    def recomputed() -> None:
+        for layer in layers[: 2 - PACK]:  # norm and head end the last pack
+            for _ in range(options.accumulation):
+                layer(hidden.detach().requires_grad_(), **arguments)
+        for layer in reversed(layers):
+            for _ in range(options.accumulation):
+                layer(hidden.detach().requires_grad_(), **arguments).backward(gradient)
+
+    def fused() -> None:
+        for _ in range(options.accumulation):
+            output = hidden.detach().requires_grad_()
+            for layer in layers:
+                output = layer(output, **arguments)
+            output.backward(gradient)
+
+    return {"recomputed": recomputed, "fused": fused}[options.plan]
+
+
+def count_calls(step: Callable[[], None]) -> dict[str, float]:
+    """Count the functions that a step calls, on all threads."""
+    calls = {"call": 0, "c_call": 0}
+
+    def profile(_frame: Any, event: str, _argument: Any) -> None:
+        if event in calls:
+            calls[event] += 1
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    step()
+    sys.setprofile(None)
+    threading.setprofile(None)
+    return {"calls": float(sum(calls.values()))}
+
+
+def child(options: argparse.Namespace) -> None:
+    """Take one step for every line on standard input."""
+    step = {"plain": plain_step, "engine": engine_step}[options.child](options)
+    for line in sys.stdin:
+        if line.strip() == "count":
+            answer = count_calls(step)
+        else:
+            wall, cpu = time.perf_counter(), time.process_time()
+            step()
+            answer = {
+                "wall, us": (time.perf_counter() - wall) * 1e6,
+                "processor, us": (time.process_time() - cpu) * 1e6,
+            }
+        print(json.dumps(answer), flush=True)
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Return by side the answers of all rounds, the counted one last."""
+    sides = [Side(checkout, options) for checkout in (None, *options.checkouts)]
+    for side in sides:
+        for _ in range(options.warm_up):
+            side.ask("step")
+    answers: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
+    for number in range(options.rounds):
+        first = number % len(sides)
+        for side in (*sides[first:], *sides[:first]):
+            answers[side.name].append(side.ask("step"))
+    for side in sides:
+        answers[side.name].append(side.ask("count"))
+        side.close()
+    return answers
 
 
 def main() -> None:
-    """Prints microseconds per layer call, and the parts of harmony's and of plain PyTorch's."""
+    """Print by side and quantity the cost of a layer call, and the engine's own part of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--one-core", action="store_true", help="pin every process to one core")
-    args = parser.parse_args()
-    core = min(os.sched_getaffinity(0)) if args.one_core else None
-    task = Workload(str(MODEL), DS_CONFIG, 1, 1, ACCUMULATION)
-    weights_gib = sum(p.numel() * 4 for p in task.subject.model.parameters()) / 2**30
-    task = Workload(str(MODEL), DS_CONFIG, 1, 1, ACCUMULATION, memory_gib=0.78 * weights_gib)
-    with tempfile.TemporaryDirectory() as folder:
-        timing = Rounds(args.rounds, WARM_UP, 2, core=core)
-        contestants = [Contestant(name, name, task) for name in ENGINES]
-        results = run(contestants, timing, Path(folder) / "r.json", False, print)
-    per_call = _per_call(results)
-    profiles = {name: _profile(name, task, core) for name in ("harmony", "torch-checkpoint")}
-    _show(per_call, profiles)
-    content = {
-        "environment": {**environment("cpu"), "command": " ".join(["python", *sys.argv])},
-        "task": {**task.as_json(), "model": MODEL.name},
-        "layer_calls_per_step": CALLS,
-        "microseconds_per_layer_call": per_call,
-        "profile": profiles,
-        "rounds": {label: row.rounds for label, row in results.rows.items()},
-    }
-    path = ROOT / "benchmarks" / "results" / f"overhead{'-one-core' if args.one_core else ''}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _per_call(results: Results) -> dict[str, float]:
-    """Whole step over layer calls, per engine; and harmony's excess over each, paired by round."""
-    found: dict[str, float] = {}
-    for kind, name in (("drained_ms", ""), ("cpu_ms", ", CPU time")):
-        harmony = results.rows["harmony"].milliseconds(kind)
-        for label, row in results.rows.items():
-            times = row.milliseconds(kind)
-            found[label + name] = median(times) * 1e3 / CALLS
-            if label != "harmony":
-                excess = median([a - b for a, b in zip(harmony, times, strict=True)])
-                found[f"harmony - {label}{name}"] = excess * 1e3 / CALLS
-    return found
-
-
-def _profile(name: str, task: Workload, core: int | None) -> dict[str, Any]:
-    with Child(name, task, core, ProfiledServer) as child:
-        child.start()
-        child.ask("run", 0, WARM_UP)
-        answer = child.ask("profile", WARM_UP, PROFILED_STEPS)
-    scale = 1e6 / (PROFILED_STEPS * CALLS)
-    return {
-        "parts_us": {part: s * scale for part, s in sorted(answer["parts"].items(), key=lambda item: -item[1])},
-        "functions": [
-            {"name": name, "part": part, "calls_per_layer_call": count / (PROFILED_STEPS * CALLS), "us": s * scale}
-            for name, part, count, s in answer["functions"]
-        ],
-    }
-
-
-def _show(per_call: dict[str, float], profiles: dict[str, dict[str, Any]]) -> None:
-    print(f"microseconds per layer call ({CALLS} layer calls per step)")
-    for label, value in per_call.items():
-        print(f"  {label:<52}{value:>9.1f}")
-    ours, plain = profiles["harmony"]["parts_us"], profiles["torch-checkpoint"]["parts_us"]
-    print(f"own time on the main thread, under cProfile{'harmony':>20}{'plain':>9}")
-    for part, value in ours.items():
-        print(f"  {part:<52}{value:>9.1f}" + (f"{plain[part]:>9.1f}" if part in plain else ""))
-    print(f"  {'sum':<52}{sum(ours.values()):>9.1f}{sum(plain.values()):>9.1f}")
+    parser.add_argument("checkouts", nargs="*", type=Path, default=[Path()], help="folders (default: this one)")
+    parser.add_argument("--plan", choices=PLANS, default="recomputed")
+    for name, default in (("rounds", 40), ("warm-up", 6), ("layers", 32), ("accumulation", 8), ("width", 32)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tokens", type=int, default=8, help="in a micro-batch")
+    parser.add_argument("--output", type=Path, help="a JSON file for all that is printed")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options)
+        return
+    answers, per_step = measure(options), options.layers * options.accumulation
+    rows = []
+    for what in ("wall, us", "processor, us", "calls"):
+        plain = [answer[what] for answer in answers[PLAIN] if what in answer]
+        for name, all_of in answers.items():
+            values = [answer[what] for answer in all_of if what in answer]
+            own = median(one - other for one, other in zip(values, plain, strict=True)) / per_step
+            rows.append({"side": name, "what": what, "all": median(values) / per_step, "own": own})
+            print(f"{name:<24}{what:<16}{rows[-1]['all']:>9.1f}{'' if name == PLAIN else f'{own:>9.1f} its own'}")
+    if options.output:
+        content = {"options": {key: str(value) for key, value in vars(options).items()}, "rows": rows}
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
 from benchmarks.vldb22.planner.profile import LayerProfile, PackCosts
 from benchmarks.vldb22.planner.simulate import simulate
 from harmony_ds.estimate.forecast import Situation, forecast
+from harmony_ds.profiler.hardware import UpdateCost
 from harmony_ds.scheduler.partition import uniform_bounds
 
 LAYERS = (4, 8, 16, 32, 64)
@@ -103,7 +104,9 @@ def _host_bytes(billions: int) -> Content:
 def _one_device(billions: int) -> Content:
     """This engine's own plan for one of those cards: estimated costs, its own search and simulator."""
     model = gpt2(BLOCKS * billions, 4096, 32, 1024, 50257, f"GPT2-{billions}B")
-    found = forecast(Situation(survey(model, 1, SAMPLES), states=2, host_budget_bytes=SERVER_BYTES, items=1))
+    found = forecast(
+        Situation(survey(model, 1, SAMPLES), update=UpdateCost(2, 4, 2), host_budget_bytes=SERVER_BYTES, items=1)
+    )
     return {
         "billions": billions,
         "s": found.prediction.step_ms / 1000,

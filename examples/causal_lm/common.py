@@ -1,4 +1,4 @@
-"""What the three scripts share: a text as bytes, a small model, the command line. Nothing here knows the engine."""
+"""Parts of the three scripts: a text as bytes, a small model, the command line. Nothing here knows the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse_options(description: str) -> argparse.Namespace:
 
 
 def ds_config(steps: int) -> dict[str, object]:
-    """Deliberately plain: it runs under DeepSpeed too."""
+    """Return a ds_config that DeepSpeed reads, too."""
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -38,7 +38,7 @@ def ds_config(steps: int) -> dict[str, object]:
 
 
 def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
-    """A new model over bytes."""
+    """Return a new model over bytes."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -54,7 +54,7 @@ def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def samples(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    """As many samples as the steps need, from the text's beginning, over again if it is short."""
+    """Return as many samples as the steps need, from the text's beginning, repeated if it is short."""
     text = torch.frombuffer(bytearray(_path(options.text).read_bytes()), dtype=torch.uint8).long()
     rows = text[: len(text) // options.tokens * options.tokens].view(-1, options.tokens)
     wanted = options.steps * MICRO_BATCH * ACCUMULATION

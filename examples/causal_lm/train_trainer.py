@@ -12,13 +12,13 @@ from harmony_ds.integrations.transformers import HarmonyTrainer
 
 
 class InOrder(HarmonyTrainer):
-    """Takes the text in its order, as the other two scripts do; and prints as they do."""
+    """A Trainer that takes the text in its order and prints losses, as the other two scripts do."""
 
     def _get_train_sampler(self, train_dataset=None):  # type: ignore[no-untyped-def]
         return SequentialSampler(train_dataset or self.train_dataset)
 
     def log(self, logs: dict[str, float], *_: object) -> None:
-        """One line a step."""
+        """Print one line for each step."""
         if "loss" in logs:
             print(f"step {self.state.global_step} loss {logs['loss']:.6f}")
 

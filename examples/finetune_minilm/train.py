@@ -20,7 +20,7 @@ from harmony_ds.integrations.transformers import HarmonyTrainer
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[dict[str, float], dict[str, float]]:
-    """Train; return what evaluation said before and after."""
+    """Train; return the results of evaluation before and after."""
     options = parse_options(arguments)
     encoder, tokenizer = load_encoder()
     training, held_out = load_pairs()
@@ -68,7 +68,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    """The share of pairs whose logit has the sign of its label."""
+    """Return the share of pairs whose logit has the sign of its label."""
     return {"accuracy": float(((prediction.predictions > 0) == prediction.label_ids).mean())}
 
 

@@ -19,7 +19,7 @@ LOSS_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far apart two runs are: the largest absolute difference of losses and of weights."""
+    """The largest absolute differences between two runs, of losses and of weights."""
 
     plain_losses: list[float]
     loss_difference: float
@@ -28,7 +28,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the losses stayed within rounding of each other."""
+        """Return whether the losses stayed within rounding of each other."""
         return self.loss_difference <= LOSS_TOLERANCE
 
     def __str__(self) -> str:

@@ -114,7 +114,7 @@ def _remove_nested(pattern: str, text: str) -> str:
 
 
 def wikipedia_dump() -> Path:
-    """The shortened English Wikipedia in the gensim package, as XML.
+    """Return the shortened English Wikipedia in the gensim package, as XML.
 
     Raises:
         DataError: gensim is not installed, or comes without it.

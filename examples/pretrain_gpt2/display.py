@@ -1,4 +1,4 @@
-"""How a run looks while it runs: a progress bar on a terminal, a line now and then in a log file."""
+"""The display of a run: a progress bar on a terminal, a line now and then in a log file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOGGED_LINES = 20
 
 
 class Display:
-    """Shows steps, and the position inside a step. To be entered before the first step, and left after the last."""
+    """A context manager around all steps that shows steps, and the position inside a step."""
 
     def __init__(self, steps: int, tokens_per_step: int) -> None:
         self._steps = steps

@@ -52,7 +52,7 @@ ON_CUDA = Size(layers=43, hidden=1024, budget_gib=1.0)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run measured: training losses by step, and the held-out loss before and after."""
+    """Training losses by step, and the held-out loss before and after."""
 
     losses: list[float]
     held_out_before: float

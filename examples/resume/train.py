@@ -25,7 +25,7 @@ WORDS = 97
 
 
 class Model(nn.Module):
-    """Predicts the next number of a sequence."""
+    """A transformer that predicts the next number of a sequence."""
 
     def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Model(nn.Module):
         self.head = nn.Linear(hidden, WORDS)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """The mean loss over `numbers` (batch, length)."""
+        """Return the mean loss over `numbers` (batch, length)."""
         mask = nn.Transformer.generate_square_subsequent_mask(numbers.shape[1] - 1, device=numbers.device)
         states = self.embedding(numbers[:, :-1])
         for layer in self.layers:
@@ -92,7 +92,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def samples() -> list[Tensor]:
-    """Sequences in which each number is the sum of the two before."""
+    """Return sequences in which each number is the sum of the two before."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(0, WORDS, (256, 2), generator=generator)
     while numbers.shape[1] < 24:

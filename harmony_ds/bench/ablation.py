@@ -1,4 +1,4 @@
-"""What every mechanism is worth: harmony as it is, and with each one switched off."""
+"""Worth of every mechanism: harmony as it is, and with each one switched off."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ AS_IT_IS = "harmony"
 
 
 def ablated(task: Workload) -> list[Contestant]:
-    """Harmony as it is first, then with every switch of `ABLATIONS` that can make a difference here."""
-    contestants = [Contestant(AS_IT_IS, "harmony", task)]
-    for ablation in ABLATIONS:
-        if ablation.applies_to(task.ds_config, task.device):
-            switched = replace(task, ds_config=ablation.applied(task.ds_config))
-            contestants.append(Contestant(_label(ablation), "harmony", switched))
-    return contestants
+    """Return harmony as it is, then with every switch of `ABLATIONS` that can make a difference here."""
+    switched = [
+        Contestant(_label(ablation), "harmony", replace(task, ds_config=ablation.applied(task.ds_config)))
+        for ablation in ABLATIONS
+        if ablation.applies_to(task.ds_config, task.device)
+    ]
+    return [Contestant(AS_IT_IS, "harmony", task), *switched]
 
 
 def _label(ablation: Ablation) -> str:
@@ -26,10 +26,9 @@ def _label(ablation: Ablation) -> str:
 
 
 def equal_results(results: Results) -> dict[str, bool]:
-    """By contestant, whether its losses are harmony's, bit for bit; of those whose switch may not change any."""
-    device = results.rows[AS_IT_IS].task["device"]
+    """Return by contestant whether its losses are harmony's, bit for bit; without those that may round differently."""
+    device, expected = results.rows[AS_IT_IS].task["device"], results.rows[AS_IT_IS].losses
     rounded = {_label(ablation) for ablation in ABLATIONS if not ablation.exact_on(device)}
-    expected = results.rows[AS_IT_IS].losses
     return {
         label: row.error is None and row.losses == expected[: len(row.losses)]
         for label, row in results.rows.items()

@@ -1,4 +1,4 @@
-"""What runs in the process of one engine, and answers what it is asked."""
+"""Process of one engine: a server that is asked for steps, counts and reports."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from harmony_ds.bench.engines import Engine, adapter
 from harmony_ds.bench.workload import Workload
 from harmony_ds.errors import DoesNotFitError, UnsupportedError
 
-_GIB = 2**30
-
 
 class Server:
-    """The engine, and what can be asked of it: its public methods."""
+    """An engine; the public methods answer requests."""
 
     def __init__(self, name: str, task: Workload) -> None:
         torch.set_num_threads(task.threads)
@@ -36,14 +34,14 @@ class Server:
             torch.cuda.set_device(self._rank)
         if self._on_cuda and task.memory_gib is not None:
             total = torch.cuda.get_device_properties(self._rank).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, task.memory_gib * _GIB / total))
+            torch.cuda.set_per_process_memory_fraction(min(1.0, task.memory_gib * 2**30 / total))
         reason = adapter(name).refusal(task)
         if reason is not None:
             raise UnsupportedError(reason)
         self.engine: Engine = adapter(name).build(task)
 
     def run(self, first: int, count: int) -> dict[str, Any]:
-        """Steps back to back. The clock stops at the last loss, and once more when nothing is under way any longer.
+        """Take steps back to back. The clock stops at the last loss ("ms"), and when nothing is under way ("drained_ms").
 
         CPU time is that of all threads, to the same end.
         """
@@ -52,23 +50,18 @@ class Server:
         losses = [float(self.engine.step(group)) for group in groups]
         computed = time.perf_counter()
         self.engine.drain()
-        drained = time.perf_counter()
-        return {
-            "losses": losses,
-            "ms": (computed - start) * 1e3,
-            "drained_ms": (drained - start) * 1e3,
-            "cpu_ms": (time.process_time() - cpu) * 1e3,
-        }
+        times = {"ms": computed - start, "drained_ms": time.perf_counter() - start, "cpu_ms": time.process_time() - cpu}
+        return {"losses": losses, **{kind: seconds * 1e3 for kind, seconds in times.items()}}
 
     def count(self, step: int) -> dict[str, Any]:
-        """In one step: bytes copied between host and device, as CUDA's profiler saw them, and sent to other processes."""
+        """Count the bytes of one step: copied, as CUDA's profiler saw them, and sent to other processes."""
         from torch.profiler import ProfilerActivity, profile
 
         several = self.task.devices > 1
         if not self._on_cuda and not several:
             return {}
         batches = self.task.batches(step, self._rank)
-        # Ours counts itself, and takes no modes of torch.
+        # harmony_ds counts itself, and takes no modes of torch.
         sent = SentBytes(self.task.devices) if several and "sent_bytes" not in self.engine.report() else None
         with (
             profile(activities=[ProfilerActivity.CUDA]) if self._on_cuda else nullcontext() as profiler,
@@ -81,12 +74,11 @@ class Server:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "trace.json"
                 profiler.export_chrome_trace(str(path))
-                events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-            counted["copied_bytes"] = copied_bytes(events)
+                counted["copied_bytes"] = copied_bytes(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
         return counted
 
     def report(self) -> dict[str, Any]:
-        """The engine's own, and peaks of memory; of several processes what each has now, shared memory by its share."""
+        """Return the engine's report and peaks of memory; of several processes each its share of shared memory."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if self.task.devices == 1 else _own_bytes()
         report = {"host_peak_bytes": peak, "affinity": len(os.sched_getaffinity(0))}
         if self._on_cuda:
@@ -96,14 +88,9 @@ class Server:
 
 
 def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What several processes answer, as one: losses are means, times those of the last, memory and CPU time are sums, and
-    what is left is the first one's, or the largest number.
-    """
-    first, *others = answers
-    if not others:
-        return first
-    found = dict(first)
-    for key, value in first.items():
+    """Merge the answers of several processes: losses are means, memory and CPU time sums, other numbers the largest."""
+    found = dict(answers[0])
+    for key, value in found.items():
         if key == "losses":
             found[key] = [sum(of_step) / len(answers) for of_step in zip(*(one[key] for one in answers), strict=True)]
         elif key in ("cpu_ms", "host_peak_bytes"):
@@ -114,13 +101,13 @@ def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _own_bytes() -> int:
-    """The proportional set size of this process."""
+    """Return the proportional set size of this process."""
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
-def serve(pipe: Connection, log: str, kind: type[Server], name: str, task: dict[str, Any]) -> None:
-    """Answers (method, arguments) with ("answer", ...) until the pipe is closed; an error, ("error", ...), is the end.
+def serve(pipe: Connection, log: str, name: str, task: dict[str, Any]) -> None:
+    """Answer (method, arguments) with ("answer", ...) until the pipe is closed; an error, ("error", ...), is the end.
 
     Args:
         log: the file for all that is printed.
@@ -129,7 +116,7 @@ def serve(pipe: Connection, log: str, kind: type[Server], name: str, task: dict[
     for stream in (1, 2):
         os.dup2(into, stream)
     try:
-        server = kind(name, Workload(**task))
+        server = Server(name, Workload(**task))
         pipe.send(("answer", {}))
         while True:
             method, arguments = pipe.recv()
@@ -144,7 +131,7 @@ def serve(pipe: Connection, log: str, kind: type[Server], name: str, task: dict[
 
 
 def copied_bytes(events: list[dict[str, Any]]) -> dict[str, int]:
-    """Sums over the copies in a Chrome trace of torch's profiler."""
+    """Sum up the copies in a Chrome trace of torch's profiler."""
     sums = {"host_to_device": 0, "device_to_host": 0}
     for event in events:
         for direction, mark in (("host_to_device", "HtoD"), ("device_to_host", "DtoH")):

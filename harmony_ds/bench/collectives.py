@@ -1,4 +1,4 @@
-"""What processes send each other, counted where torch hands a collective to its library."""
+"""Bytes that processes send each other, counted where torch hands a collective to its library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SentBytes(TorchDispatchMode):
-    """Sums, while it is entered on the thread that calls collectives, what this process must send at least.
+    """Counter of the bytes that this process must send at least; entered on the thread that calls collectives.
 
     Attributes:
         nbytes: of a ring's share: of `size` processes each sends (size - 1) / size of what is gathered, or of what is
@@ -32,15 +32,13 @@ class SentBytes(TorchDispatchMode):
 
 
 def _whole_bytes(name: str, args: tuple[Any, ...]) -> int:
-    """Of the tensors of all processes together, or of one that all have; control messages of no tensor are nothing."""
-    if name.startswith(("allgather", "_allgather_base")):  # what is gathered is the first argument
+    """Return the bytes of all processes' tensors together, or of one that all have."""
+    if name.startswith(("allgather", "_allgather_base")):  # the gathered tensor is the first argument
         return _nbytes(args[0])
     if name.startswith(("reduce_scatter", "_reduce_scatter_base", "alltoall", "gather")):
         return _nbytes(args[1])
-    if name.startswith("allreduce"):
-        return 2 * _nbytes(args[0])
-    if name.startswith(("broadcast", "reduce", "scatter")):
-        return _nbytes(args[0])
+    if name.startswith(("allreduce", "broadcast", "reduce", "scatter")):
+        return _nbytes(args[0]) * (2 if name.startswith("allreduce") else 1)
     return 0
 
 

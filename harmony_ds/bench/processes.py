@@ -1,4 +1,4 @@
-"""The driver's side: starts an engine's process, asks it, and hears how it ended."""
+"""Processes of an engine, seen by the driver: they are started, asked, and tell how they ended."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
-from harmony_ds.bench.child import Server, merged, serve
+from harmony_ds.bench.child import merged, serve
 from harmony_ds.bench.workload import Workload
 from harmony_ds.calls.patching import patched
 
 
 class ChildFailedError(Exception):
-    """The engine's process raised or ended; the message is what it said."""
+    """The engine's process raised or ended; the message is its last line."""
 
     def __init__(self, message: str, out_of_memory: bool = False) -> None:
         super().__init__(message)
@@ -25,14 +25,13 @@ class ChildFailedError(Exception):
 
 
 class Child:
-    """One engine in a process of its own, or in one for each device, which answer as `kind` does. A context manager."""
+    """One engine in a process of its own, or in one for each device. A context manager."""
 
-    def __init__(self, engine: str, task: Workload, core: int | None = None, kind: type[Server] = Server) -> None:
-        ranks = _ranks(task.devices)
-        self._processes = [_Process(engine, task, core, kind, rank) for rank in ranks]
+    def __init__(self, engine: str, task: Workload, core: int | None = None) -> None:
+        self._processes = [_Process(engine, task, core, rank) for rank in _ranks(task.devices)]
 
     def start(self) -> None:
-        """Returns when the engine is built.
+        """Wait until the engine is built.
 
         Raises:
             ChildFailedError: it cannot be.
@@ -40,10 +39,10 @@ class Child:
         self._answer()
 
     def ask(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """What a method of the process's server returns.
+        """Call a method of the server in every process, and return the merged answers.
 
         Raises:
-            ChildFailedError: nothing.
+            ChildFailedError: a process raised, or ended.
         """
         for process in self._processes:
             process.send(method, arguments)
@@ -53,9 +52,9 @@ class Child:
         answers: dict[_Process, dict[str, Any]] = {}
         while len(answers) < len(self._processes):
             waiting = {process.pipe: process for process in self._processes if process not in answers}
-            for pipe in wait(list(waiting)):
-                assert isinstance(pipe, Connection)
-                answers[waiting[pipe]] = waiting[pipe].answer()
+            for pipe, process in waiting.items():
+                if pipe in wait(list(waiting)):  # the first to fail is heard, whichever rank it has
+                    answers[process] = process.answer()
         return merged([answers[process] for process in self._processes])
 
     def __enter__(self) -> Child:
@@ -70,14 +69,11 @@ class Child:
 
 
 class _Process:
-    def __init__(
-        self, engine: str, task: Workload, core: int | None, kind: type[Server], rank: Mapping[str, str]
-    ) -> None:
+    def __init__(self, engine: str, task: Workload, core: int | None, rank: Mapping[str, str]) -> None:
         self._log = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - lives as long as the process
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        arguments = (theirs, self._log.name, kind, engine, task.as_json())
-        self._process = context.Process(target=serve, args=arguments)
+        self._process = context.Process(target=serve, args=(theirs, self._log.name, engine, task.as_json()))
         with _environment(task, rank):
             self._process.start()
         theirs.close()
@@ -89,28 +85,28 @@ class _Process:
         try:
             self.pipe.send((method, arguments))
         except BrokenPipeError:
-            raise self._last_words() from None
+            raise self._exit_error() from None
 
     def answer(self) -> dict[str, Any]:
         try:
             kind, answer = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise self._last_words() from None
+            raise self._exit_error() from None
         if kind == "error":
             raise ChildFailedError(*answer)
         found: dict[str, Any] = answer
         return found
 
-    def _last_words(self) -> ChildFailedError:
+    def _exit_error(self) -> ChildFailedError:
         self._process.join()
         code = self._process.exitcode
         lines = [line.strip() for line in self._log if line.strip()]
-        killed = code == -9  # what the kernel does to the largest process when memory is short
-        said = lines[-1] if lines else "it said nothing"
-        return ChildFailedError(f"the process ended with status {code}: {said}", out_of_memory=killed)
+        said = lines[-1] if lines else "it printed nothing"
+        # The kernel kills the largest process when memory is short.
+        return ChildFailedError(f"the process ended with status {code}: {said}", out_of_memory=code == -9)
 
     def end(self, seconds: float) -> None:
-        """Leaves it so long to end by itself."""
+        """Kill the process unless it ends within so many seconds."""
         self._process.join(timeout=seconds)
         if self._process.is_alive():
             self._process.kill()
@@ -119,7 +115,7 @@ class _Process:
 
 
 def _ranks(devices: int) -> list[dict[str, str]]:
-    """What a launcher tells each of several processes of one training."""
+    """Return the environment that a launcher gives each of several processes of one training."""
     if devices == 1:
         return [{}]
     with socket.socket() as free:
@@ -130,12 +126,11 @@ def _ranks(devices: int) -> list[dict[str, str]]:
 
 
 def _environment(task: Workload, rank: Mapping[str, str]) -> AbstractContextManager[object]:
-    """As a process finds it that is started meanwhile: as many threads for everyone, and none that spins while it waits."""
-    threads = str(task.threads)
+    """Set the environment of a process that is started meanwhile: equal threads, of which none spins while it waits."""
     changed = {
         **rank,
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": str(task.threads),
+        "MKL_NUM_THREADS": str(task.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
         "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,4 @@
-"""What was measured, as JSON: saved after every unit of work, so that an interrupted comparison can be resumed."""
+"""Measurements, as JSON: saved after every turn, so that an interrupted comparison can be resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from harmony_ds.bench.workload import Workload
 from harmony_ds.errors import ConfigError
 
-_PACKAGES = ("harmony_ds", "torch", "deepspeed", "transformers", "roundpipe")
+_PACKAGES = ("harmony_ds", "torch", "deepspeed", "transformers")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Contestant:
 
 @dataclass
 class Row:
-    """What one contestant did.
+    """Measurements of one contestant.
 
     Attributes:
         rounds: milliseconds per step, by the number of the round: until the last loss is known ("ms"), until no update
@@ -49,7 +49,7 @@ class Row:
     error: str | None = None
     out_of_memory: bool = False
 
-    def milliseconds(self, kind: str = "ms") -> list[float]:
+    def milliseconds(self, kind: str = "drained_ms") -> list[float]:
         return [measured[kind] for _, measured in sorted(self.rounds.items(), key=lambda item: int(item[0]))]
 
 
@@ -58,10 +58,9 @@ class Results:
     """One comparison.
 
     Attributes:
+        wanted: contestants and timing, which must be the same for a comparison to be resumed.
         items_per_step: tokens or samples (`unit`) of one optimizer step, by contestant.
-        flops_per_step: of the model, by contestant.
-        peak_tflops: what the device can do at most, and where that number is from.
-        sweeps: milliseconds per step by engine and micro-batch, or the error there.
+        sweeps: milliseconds per step by contestant and micro-batch, or the error there.
     """
 
     wanted: dict[str, Any]
@@ -70,13 +69,11 @@ class Results:
     items_per_step: dict[str, int] = field(default_factory=dict)
     unit: str = "tokens"
     parameters: int = 0
-    flops_per_step: dict[str, int] = field(default_factory=dict)
-    peak_tflops: tuple[float, str] | None = None
     sweeps: dict[str, dict[str, Any]] = field(default_factory=dict)
     finished: bool = False
 
     def save(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Write the file whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(path.name + ".part")
         beside.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -84,21 +81,19 @@ class Results:
 
     @staticmethod
     def load(path: Path) -> Results:
-        """What `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             ConfigError: the file holds something else.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            rows = {label: Row(**row) for label, row in data.pop("rows").items()}
-            peak = data.pop("peak_tflops")
-            return Results(**data, rows=rows, peak_tflops=None if peak is None else (peak[0], peak[1]))
+            return Results(**{**data, "rows": {label: Row(**row) for label, row in data["rows"].items()}})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path} holds no results of harmony-ds bench: {error}") from error
 
-    def resumable(self, wanted: dict[str, Any]) -> None:
-        """Refuses to go on with what was begun with other settings.
+    def check_same(self, wanted: dict[str, Any]) -> None:
+        """Refuse to go on with a comparison of other settings.
 
         Raises:
             ConfigError: naming the settings that differ.
@@ -110,7 +105,7 @@ class Results:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What the numbers depend on, without the machine's name."""
+    """Return what the numbers depend on: command, date, versions, CPU, memory, load, and the GPU."""
     found = {
         "command": _command(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -122,18 +117,18 @@ def environment(device: str) -> dict[str, Any]:
         "load_average": os.getloadavg(),
     }
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
+        properties, driver = torch.cuda.get_device_properties(0), Path("/proc/driver/nvidia/version")
         found |= {
             "gpu": properties.name,
             "gpu_memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
-            "driver": _driver(),
+            "driver": driver.read_text(encoding="utf-8").splitlines()[0] if driver.is_file() else None,
         }
     return found
 
 
 def _command() -> str:
-    """What `harmony-ds` was given, or the script that calls it."""
+    """Return the command line of `harmony-ds`, or of the script that calls it."""
     script = Path(sys.argv[0])
     if script.suffix == ".py" and script.stem != "__main__":
         return " ".join(["python", script.name, *sys.argv[1:]])
@@ -148,16 +143,9 @@ def _version(package: str) -> str | None:
         return getattr(sys.modules.get(package), "__version__", None)
 
 
-def _driver() -> str | None:
-    path = Path("/proc/driver/nvidia/version")
-    return path.read_text(encoding="utf-8").splitlines()[0] if path.is_file() else None
-
-
 def cpu_model() -> str:
-    """As /proc/cpuinfo names it."""
+    """Return the name of the CPU in /proc/cpuinfo."""
     information = Path("/proc/cpuinfo")
-    if information.is_file():
-        for line in information.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
+    lines = information.read_text(encoding="utf-8").splitlines() if information.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,7 +1,7 @@
-"""Runs a comparison: every engine in a process of its own, repeats interleaved, warm-up apart.
+"""Comparison of engines: each in a process of its own, repeats interleaved, warm-up apart.
 
-On the CPU all processes live at once and take their steps by turns, so that what slows the machine for a while slows
-neighbours alike. On CUDA, where each needs the host memory and the device for itself, a process lives for one turn.
+On the CPU all processes live at once and take their steps by turns, so that a slow phase of the machine slows neighbours
+alike. On CUDA, where each needs the host memory and the device for itself, a process lives for one turn.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harmony_ds.bench.peak import peak_tflops
 from harmony_ds.bench.processes import Child, ChildFailedError
 from harmony_ds.bench.results import Contestant, Results, Row, environment
-from harmony_ds.bench.workload import Workload, model_flops
 
 Tell = Callable[[str], None]
+_CLEARLY_SLOWER = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How much is measured.
+    """Timing of a comparison.
 
     Attributes:
         together: whether all processes live at once.
@@ -40,38 +39,43 @@ class Rounds:
 
 
 def run(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool, tell: Tell) -> Results:
-    """Measures what `path` does not hold yet, saving after every turn.
+    """Measure everything that `path` does not hold yet, saving after every turn.
 
     Raises:
         ConfigError: `resume` with results of another comparison.
     """
     results = begin(contestants, timing, path, resume)
-    turns = _Turns(results, timing, path, tell)
-    rounds = [
+    turns = [
         (number, contestant)
         for number in range(timing.rounds)
-        for contestant in _turned(contestants, number)
+        # Each round starts with another engine, so that none always follows the same neighbour.
+        for contestant in (*contestants[number % len(contestants) :], *contestants[: number % len(contestants)])
         if str(number) not in results.rows[contestant.label].rounds
     ]
-    turns.left = len(rounds)
+    race, began = _Race(results, timing, path, tell), time.monotonic()
     with ExitStack() as alive:
         if timing.together:
             for contestant in contestants:
-                if any(other is contestant for _, other in rounds):
-                    turns.start(contestant, alive)
-        for number, contestant in rounds:
-            if turns.late():
-                tell(f"stopped after {timing.limit_s:.0f} s, {turns.left} turns left: --resume goes on")
+                if any(other is contestant for _, other in turns):
+                    race.start(contestant, alive)
+        first_turn = time.monotonic()
+        for taken, (number, contestant) in enumerate(turns):
+            left, now = len(turns) - taken, time.monotonic()
+            if timing.limit_s is not None and now - began > timing.limit_s:
+                tell(f"stopped after {timing.limit_s:.0f} s, {left} turns left: --resume goes on")
                 break
-            turns.take(number, contestant)
-        turns.close_reports()
-    results.finished = turns.left <= 0
+            minutes = f", about {(now - first_turn) / taken * left / 60:.0f} min" if taken else ""
+            tell(f"{contestant.label}: round {number + 1} of {timing.rounds}, {left} turns left{minutes}")
+            race.take(number, contestant)
+        else:
+            results.finished = True
+        race.report()
     results.save(path)
     return results
 
 
 def begin(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool) -> Results:
-    """The results so far, or empty ones."""
+    """Return the results so far, or empty ones."""
     first = contestants[0].task
     wanted: dict[str, Any] = {
         "contestants": {c.label: {"engine": c.engine, "task": c.task.as_json()} for c in contestants},
@@ -80,150 +84,109 @@ def begin(contestants: list[Contestant], timing: Rounds, path: Path, resume: boo
     }
     if resume and path.is_file():
         results = Results.load(path)
-        results.resumable(wanted)
+        results.check_same(wanted)
         for row in results.rows.values():
             if row.error is not None and not row.out_of_memory:
-                row.error = None  # whatever it was, it is tried once more
+                row.error = None  # any other failure is tried once more
         return results
-    results = Results(wanted, environment(first.device), peak_tflops=peak_tflops(first))
-    results.unit = first.subject.unit
+    results = Results(wanted, environment(first.device), unit=first.subject.unit)
     results.parameters = sum(parameter.numel() for parameter in first.subject.model.parameters())
-    flops: dict[int, int] = {}
     for contestant in contestants:
-        samples = contestant.task.samples
-        if samples not in flops:
-            flops[samples] = model_flops(contestant.task)
         results.rows[contestant.label] = Row(contestant.engine, contestant.task.as_json())
-        results.items_per_step[contestant.label] = first.items * samples // first.samples
-        results.flops_per_step[contestant.label] = flops[samples]
+        results.items_per_step[contestant.label] = first.items * contestant.task.samples // first.samples
     return results
 
 
-def best_micro_batch(contestant: Contestant, timing: Rounds, tell: Tell) -> tuple[Contestant | None, dict[str, Any]]:
-    """The contestant at the micro-batch, doubled from its own, that makes its step shortest; and every time measured.
+def best_micro_batch(contestant: Contestant, core: int | None, tell: Tell) -> tuple[Contestant, dict[str, Any]]:
+    """Return the contestant at its fastest micro-batch, and all times measured.
 
-    None if it is its own micro-batch, or runs with none.
+    The micro-batch is doubled until the step's samples are one, memory ends, or the step takes a tenth longer than before.
     """
     found: dict[str, Any] = {}
-    best: tuple[float, Workload] | None = None
-    task = contestant.task
-    for micro_batch in _doubled(task):
-        cut = task.cut(micro_batch)
-        tell(f"{contestant.engine}: looking for its best micro-batch, {micro_batch} rows")
+    best, best_ms, task = contestant, float("inf"), contestant.task
+    rows = task.micro_batch
+    while task.samples // task.devices % rows == 0:
+        cut = task.cut(rows)
+        tell(f"{contestant.label}: looking for its best micro-batch, {rows} rows")
         try:
-            with Child(contestant.engine, cut, timing.core) as child:
+            with Child(contestant.engine, cut, core) as child:
                 child.start()
                 child.ask("run", 0, 1)
                 step_ms = child.ask("run", 1, 1)["drained_ms"]
         except ChildFailedError as error:
-            found[str(micro_batch)] = {"error": str(error), "out_of_memory": error.out_of_memory}
+            found[str(rows)] = {"error": str(error), "out_of_memory": error.out_of_memory}
             break  # a larger one needs more still
-        found[str(micro_batch)] = {"step_ms": step_ms}
-        if best is None or step_ms < best[0]:
-            best = (step_ms, cut)
-    if best is None or best[1].micro_batch == task.micro_batch:
-        return None, found
-    name, bar, size = contestant.label.partition(" | ")
-    label = f"{name}, its best micro-batch{bar}{size}"
-    return replace(contestant, label=label, task=best[1]), found
-
-
-def _doubled(task: Workload) -> Iterator[int]:
-    rows = task.micro_batch
-    while task.samples // task.devices % rows == 0:
-        yield rows
+        found[str(rows)] = {"step_ms": step_ms}
+        if step_ms > _CLEARLY_SLOWER * best_ms:
+            break
+        if step_ms < best_ms:
+            best, best_ms = replace(contestant, task=cut), step_ms
         rows *= 2
+    return best, found
 
 
-def _turned(contestants: list[Contestant], number: int) -> list[Contestant]:
-    """Each round starts with another one, so that nobody always follows the same neighbour."""
-    turn = number % len(contestants)
-    return contestants[turn:] + contestants[:turn]
+class _Race:
+    """Processes that are alive, and the results they add to."""
 
-
-class _Turns:
     def __init__(self, results: Results, timing: Rounds, path: Path, tell: Tell) -> None:
         self._results, self._timing, self._path, self._tell = results, timing, path, tell
-        self._running: dict[str, tuple[Contestant, Child]] = {}
-        self._began = self._first_turn = time.monotonic()
+        self._alive: dict[str, Child] = {}
         self._next_step: dict[str, int] = {}
-        self._taken = 0
-        self.left = 0
-
-    def late(self) -> bool:
-        limit = self._timing.limit_s
-        return limit is not None and time.monotonic() - self._began > limit
 
     def start(self, contestant: Contestant, alive: ExitStack) -> None:
-        """Builds the engine and takes its warm-up steps; an error becomes part of its row."""
-        row = self._results.rows[contestant.label]
-        if row.error is not None:
+        """Build the engine and take its warm-up steps; an error becomes part of its row."""
+        label = contestant.label
+        if self._results.rows[label].error is not None:
             return
-        self._tell(f"{contestant.label}: warming up{self._outlook()}")
+        self._tell(f"{label}: warming up")
         child = alive.enter_context(Child(contestant.engine, contestant.task, self._timing.core))
-        with self._told(contestant):
+        with self._noting_errors(label):
             child.start()
-            _note_losses(row, 0, child.ask("run", 0, self._timing.warmup_steps)["losses"])
-            self._running[contestant.label] = contestant, child
-            self._next_step[contestant.label] = self._timing.warmup_steps
+            self._alive[label], self._next_step[label] = child, 0
+            self._steps(label, self._timing.warmup_steps)
 
     def take(self, number: int, contestant: Contestant) -> None:
-        """One engine's turn of one round."""
-        if not self._taken:
-            self._first_turn = time.monotonic()
+        """Take one engine's turn of one round."""
         if self._timing.together:
-            self._run(number, contestant)
+            self._turn(number, contestant.label)
         else:
             with ExitStack() as alive:
                 self.start(contestant, alive)
-                self._run(number, contestant)
-                self.close_reports()
-        self._taken += 1
-        self.left -= 1
+                self._turn(number, contestant.label)
+                self.report()
         self._results.save(self._path)
 
-    def _run(self, number: int, contestant: Contestant) -> None:
-        """Steps, if it is still running."""
-        label, steps = contestant.label, self._timing.steps
-        if label not in self._running:
-            return
-        _, child = self._running[label]
-        row, first = self._results.rows[label], self._next_step[label]
-        self._tell(f"{label}: round {number + 1} of {self._timing.rounds}{self._outlook()}")
-        with self._told(contestant):
-            answer = child.ask("run", first, steps)
-            self._next_step[label] = first + steps
-            _note_losses(row, first, answer["losses"])
-            row.rounds[str(number)] = {kind: answer[kind] / steps for kind in ("ms", "drained_ms", "cpu_ms")}
-
-    def close_reports(self) -> None:
-        """The reports of all that are running, and their copies counted in a step of their own."""
-        for contestant, child in list(self._running.values()):
-            with self._told(contestant):
+    def report(self) -> None:
+        """Collect the reports of all that are alive, with their copies counted in a step of their own."""
+        for label, child in list(self._alive.items()):
+            with self._noting_errors(label):
                 report = child.ask("report")  # peaks of the steps that were timed
-                counted = child.ask("count", self._next_step[contestant.label])
-                self._results.rows[contestant.label].report = {**report, **counted}
-        self._running.clear()
+                counted = child.ask("count", self._next_step[label])
+                self._results.rows[label].report = {**report, **counted}
+        self._alive.clear()
+
+    def _turn(self, number: int, label: str) -> None:
+        if label in self._alive:
+            with self._noting_errors(label):
+                answer, steps = self._steps(label, self._timing.steps), self._timing.steps
+                times = {kind: answer[kind] / steps for kind in ("ms", "drained_ms", "cpu_ms")}
+                self._results.rows[label].rounds[str(number)] = times
+
+    def _steps(self, label: str, count: int) -> dict[str, Any]:
+        first, losses = self._next_step[label], self._results.rows[label].losses
+        answer = self._alive[label].ask("run", first, count)
+        # A process that was started anew takes its first steps again: they replace themselves.
+        losses[first : first + count] = answer["losses"]
+        self._next_step[label] = first + count
+        return answer
 
     @contextmanager
-    def _told(self, contestant: Contestant) -> Iterator[None]:
-        """An error of its process is its row's, and ends its part in the comparison."""
+    def _noting_errors(self, label: str) -> Iterator[None]:
+        """Make an error of the process its row's, which ends its part in the comparison."""
         try:
             yield
         except ChildFailedError as error:
-            row = self._results.rows[contestant.label]
+            row = self._results.rows[label]
             row.error, row.out_of_memory = str(error), error.out_of_memory
-            self._running.pop(contestant.label, None)
-            self._tell(f"{contestant.label}: {'out of memory' if error.out_of_memory else 'failed'}: {error}")
-            self._results.save(self._path)
-
-    def _outlook(self) -> str:
-        if not self._taken:
-            return ""
-        left_s = (time.monotonic() - self._first_turn) / self._taken * self.left
-        return f", {self.left} turns left, about {left_s / 60:.0f} min" if left_s > 90 else f", {self.left} turns left"
-
-
-def _note_losses(row: Row, first: int, losses: list[float]) -> None:
-    """A process that was started anew takes its first steps again: they replace themselves."""
-    row.losses[first : first + len(losses)] = losses
+            self._alive.pop(label, None)
+            self._tell(f"{label}: {'out of memory' if error.out_of_memory else 'failed'}: {error}")

@@ -1,11 +1,10 @@
-"""From rounds to what is said of an engine: medians, spreads, ratios of rounds, agreement of losses."""
+"""Summary of an engine's rounds: medians, spreads, ratios of rounds, agreement of losses."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from harmony_ds.bench.engines import adapter
@@ -33,10 +32,11 @@ class Summary:
     """One line of the report.
 
     Attributes:
+        is_best: whether the micro-batch is the fastest of those that were tried.
         status: "ok", or why there are no numbers.
-        items_per_s: tokens (or samples) per second, of the median step, to the end of all updates.
-        utilization: model FLOPs over what the device could do in that time; None where its peak is not known.
-        ratio: harmony's drained step time over this engine's, round by round.
+        step_ms: to the end of all updates.
+        items_per_s: tokens (or samples) per second, of the median step.
+        ratio: harmony's step time over this engine's, round by round.
         host_to_device, device_to_host: bytes of one step, of each device; `traffic` says how they are known.
         sent: bytes that a device sends to others in one step, as counted in the collectives; None where there are none.
         loss_difference: the largest relative distance from the reference's losses; None for the reference.
@@ -47,13 +47,11 @@ class Summary:
     engine: str
     micro_batch: int
     accumulation: int
+    is_best: bool
     items: int
-    status: str
+    status: str = "ok"
     step_ms: Spread | None = None
-    drained_ms: Spread | None = None
-    cpu_ms: Spread | None = None
     items_per_s: float | None = None
-    utilization: float | None = None
     ratio: Spread | None = None
     device_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
@@ -66,133 +64,54 @@ class Summary:
 
 
 def summarize(results: Results) -> list[Summary]:
-    """In the order of the contestants."""
+    """Return a summary of every contestant, in their order."""
     return [_summary(results, label, row) for label, row in results.rows.items()]
 
 
 def losses_agree(summaries: list[Summary]) -> bool:
-    """Whether nobody computed something else."""
+    """Return whether no engine computed something else."""
     return not any(summary.losses_agree is False for summary in summaries)
 
 
 def tolerance(results: Results) -> float:
-    """Relative, of a loss."""
+    """Return how much a loss may differ, relative."""
     task = next(iter(results.rows.values())).task
-    config = task["ds_config"]
-    half = any(bool(config.get(key, {}).get("enabled")) for key in ("bf16", "fp16"))
+    half = any(bool(task["ds_config"].get(key, {}).get("enabled")) for key in ("bf16", "fp16"))
     return _TOLERANCES["half" if half else "fp32", task["device"]]
 
 
-def setting(results: Results) -> str:
-    """What was compared, in one paragraph: model, step, dtypes, machine, memory cap."""
-    tasks = [row.task for row in results.rows.values()]
-    task, machine = tasks[0], results.environment
-    config = task["ds_config"]
-    dtype = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")), "fp32")
-    summed = config.get("data_types", {}).get("grad_accum_dtype") or "fp32"
-    steps = sorted(
-        {(one["accumulation"], one["micro_batch"]) for one in tasks if one["memory_gib"] == task["memory_gib"]}
-    )
-    items = sorted({*results.items_per_step.values()})
-    where = machine.get("gpu") or f"{machine['cpu']} as the device, {_counted(task['threads'], 'thread')} a process"
-    devices = task.get("devices", 1)
-    each = "" if devices == 1 else f" on each of {devices} devices"
-    cap = "no cap on device memory"
-    if task["memory_gib"] is not None:
-        whom = "for every engine" if task["device"] == "cuda" else "kept by harmony alone: a CPU enforces none"
-        cap = f"device memory capped at {task['memory_gib']:g} GiB, {whom}"
-    cuts = ", ".join(f"{_counted(count, 'micro-batch')} of {_counted(rows, 'row')}" for count, rows in steps)
-    return (
-        f"{Path(task['model']).name}: {results.parameters:,} parameters; {cuts}{each}, "
-        f"{', '.join(f'{count:,}' for count in items)} {results.unit} a step; computed in {dtype}, gradients summed in "
-        f"{summed}; {where}; {cap}."
-    )
-
-
-def verdict(summaries: list[Summary], unit: str) -> list[str]:
-    """Who won by what: a line for each size of a step, with harmony's time against the others'."""
-    timed = [summary for summary in summaries if summary.drained_ms is not None]
-    sizes = sorted({summary.items for summary in timed})
-    return [_verdict([one for one in timed if one.items == size], unit) for size in sizes]
-
-
-def _verdict(timed: list[Summary], unit: str) -> str:
-    by_time = sorted(timed, key=lambda one: one.drained_ms.median if one.drained_ms else 0.0)
-    best, *others = by_time
-    assert best.drained_ms is not None
-    fastest = f"{best.items:,} {unit} a step: {_name(best)} is fastest, {best.drained_ms.median:,.1f} ms"
-    ratios = [
-        f"{one.ratio.median:.2f} of {_name(one)}'s time ({one.ratio.low:.2f} to {one.ratio.high:.2f}{_even(one.ratio)})"
-        for one in (best, *others)
-        if one.ratio is not None and one.engine != "harmony"
-    ]
-    return f"{fastest}." + (f" harmony takes {', '.join(ratios)}." if ratios else "")
-
-
-def _name(summary: Summary) -> str:
-    """Without the size of a step, which a label has where there are several."""
-    return summary.label.partition(" | ")[0]
-
-
-def _even(ratio: Spread) -> str:
-    return ": no clear winner" if ratio.low < 1 < ratio.high else ""
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
-
-
 def _summary(results: Results, label: str, row: Row) -> Summary:
-    task = row.task
-    items = results.items_per_step[label]
-    status = "ok"
+    status = "ok" if row.rounds else "no round was timed"
     if row.error is not None:
         status = ("out of memory: " if row.out_of_memory else "") + row.error
-    elif not row.rounds:
-        status = "no round was timed"
+    items, task = results.items_per_step[label], row.task
+    sizes = (label, row.engine, task["micro_batch"], task["accumulation"], label in results.sweeps, items, status)
     if not row.rounds:
-        return Summary(label, row.engine, task["micro_batch"], task["accumulation"], items, status)
-    drained = Spread.of(row.milliseconds("drained_ms"))
-    coming, going, how = _traffic(row.report)
+        return Summary(*sizes)
+    step_ms, report = Spread.of(row.milliseconds()), row.report
+    to_device, to_host, how = _traffic(report)
     difference, agree = _losses(results, label, row)
     return Summary(
-        label=label,
-        engine=row.engine,
-        micro_batch=task["micro_batch"],
-        accumulation=task["accumulation"],
-        items=items,
-        status=status,
-        step_ms=Spread.of(row.milliseconds()),
-        drained_ms=drained,
-        cpu_ms=Spread.of(row.milliseconds("cpu_ms")),
-        items_per_s=items / drained.median * 1e3,
-        utilization=_utilization(results, label, drained.median),
+        *sizes,
+        step_ms=step_ms,
+        items_per_s=items / step_ms.median * 1e3,
         ratio=_ratio(results, row),
-        device_peak_bytes=row.report.get("device_peak_bytes"),
-        host_peak_bytes=row.report.get("host_peak_bytes"),
-        host_to_device=coming,
-        device_to_host=going,
-        sent=row.report.get("sent_bytes"),
+        device_peak_bytes=report.get("device_peak_bytes"),
+        host_peak_bytes=report.get("host_peak_bytes"),
+        host_to_device=to_device,
+        device_to_host=to_host,
+        sent=report.get("sent_bytes"),
         traffic=how,
         loss_difference=difference,
         losses_agree=agree,
     )
 
 
-def _utilization(results: Results, label: str, ms: float) -> float | None:
-    if results.peak_tflops is None:
-        return None
-    devices: int = results.rows[label].task.get("devices", 1)
-    return results.flops_per_step[label] / devices / (ms * 1e-3) / (results.peak_tflops[0] * 1e12)
-
-
 def _ratio(results: Results, row: Row) -> Spread | None:
-    """Round by round: what slows the machine down slows both of a pair down."""
-    harmony = next((r for r in _same_step(results, row) if r.engine == "harmony" and r.rounds), None)
-    if harmony is None:
-        return None
-    both = sorted({*harmony.rounds} & {*row.rounds})
-    return Spread.of([harmony.rounds[n]["drained_ms"] / row.rounds[n]["drained_ms"] for n in both]) if both else None
+    """Return harmony's time over this row's, round by round: a slow phase of the machine slows both of a pair."""
+    harmony = next((r.rounds for r in _same_step(results, row) if r.engine == "harmony"), {})
+    ratios = [harmony[n]["drained_ms"] / row.rounds[n]["drained_ms"] for n in harmony.keys() & row.rounds.keys()]
+    return Spread.of(ratios) if ratios else None
 
 
 def _same_step(results: Results, row: Row) -> list[Row]:
@@ -203,18 +122,15 @@ def _same_step(results: Results, row: Row) -> list[Row]:
 def _losses(results: Results, label: str, row: Row) -> tuple[float | None, bool | None]:
     same = _same_step(results, row)
     reference = next((r for name in _REFERENCES for r in same if r.engine == name and r.losses), None)
-    if reference is None or reference is results.rows[label]:
+    if reference is None or reference is results.rows[label] or not row.losses:
         return None, None
-    pairs = list(zip(row.losses, reference.losses, strict=False))
-    if not pairs:
-        return None, None
+    pairs = zip(row.losses, reference.losses, strict=False)
     difference = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
     return difference, difference <= tolerance(results) if adapter(row.engine).is_exact else None
 
 
 def _traffic(report: Mapping[str, Any]) -> tuple[int | None, int | None, str]:
-    counted = report.get("copied_bytes")
-    own = report.get("traffic")
+    counted, own = report.get("copied_bytes"), report.get("traffic")
     if own is not None and (counted is None or own["how"].startswith("counted")):
         return sum(own["host_to_device"].values()), sum(own["device_to_host"].values()), own["how"]
     if counted is not None:

@@ -1,4 +1,4 @@
-"""What every engine is given: the same model, the same samples in the same order, the same ds_config."""
+"""Workload that every engine gets: the same model, the same samples in the same order, the same ds_config."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from harmony_ds.config import Config, load_config
 from harmony_ds.errors import BatchError, ConfigError
 from harmony_ds.estimate.subject import BatchShape, Subject, load_subject
-from harmony_ds.profiler.hardware import hardware_of
-from harmony_ds.profiler.roofline import on_meta
 
 Batch = dict[str, Any]
 
-_MODEL_FLOPS_PER_FORWARD = 3  # a backward pass costs two forward passes; recomputation is no work of the model's
 _DROPOUT = ("attention_dropout", "dropout", "dropout_p", "attn_pdrop")
 
 
@@ -29,7 +26,7 @@ class Workload:
 
     Attributes:
         model: as `harmony_ds.estimate.subject.load_subject` takes it.
-        ds_config: what all engines read alike; adapters add what makes them offload.
+        ds_config: read alike by all engines; adapters add what makes them offload.
         rows: of the ds_config's micro-batch, by which samples are drawn whatever `micro_batch` is.
         micro_batch, accumulation: how an engine cuts a step's samples.
         sequence: tokens in a row; None as the model says.
@@ -54,11 +51,11 @@ class Workload:
 
     @property
     def samples(self) -> int:
-        """Of one optimizer step, on all devices."""
+        """Number of samples of one optimizer step, on all devices."""
         return self.micro_batch * self.accumulation * self.devices
 
     def cut(self, micro_batch: int) -> Workload:
-        """The same samples in micro-batches of another size.
+        """Return the same samples in micro-batches of another size.
 
         Raises:
             BatchError: the step's samples are no multiple of it.
@@ -72,14 +69,11 @@ class Workload:
         return asdict(self)
 
     def config(self) -> dict[str, Any]:
-        """The ds_config for this cut."""
-        config = copy.deepcopy(self.ds_config)
+        """Return the ds_config for this cut."""
+        batch = {"train_micro_batch_size_per_gpu": self.micro_batch, "gradient_accumulation_steps": self.accumulation}
+        config = copy.deepcopy({**self.ds_config, **batch})
         config.pop("train_batch_size", None)
-        return {
-            **config,
-            "train_micro_batch_size_per_gpu": self.micro_batch,
-            "gradient_accumulation_steps": self.accumulation,
-        }
+        return config
 
     @cached_property
     def settings(self) -> Config:
@@ -91,41 +85,36 @@ class Workload:
         """The model in host memory, in the compute dtype, without dropout; the same weights in every process."""
         torch.manual_seed(self.seed)
         subject = load_subject(self.model, BatchShape(self.rows, self.sequence), "cpu")
-        without_dropout(subject.model)
+        switch_dropout_off(subject.model)
         subject.model.to(self.settings.compute_dtype)
         return subject
 
     @property
     def items(self) -> int:
-        """Tokens (or samples, as `subject.unit` says) of one optimizer step."""
+        """Number of tokens (or samples, as `subject.unit` says) of one optimizer step."""
         return self.subject.items * self.samples // self._rows(self.subject.inputs)
 
     def batches(self, step: int, rank: int = 0) -> list[Batch]:
-        """The micro-batches of optimizer step `step`: every tensor of the sample inputs drawn anew, in its range.
+        """Return the micro-batches of optimizer step `step`: the sample inputs' tensors drawn anew, in their range.
 
         Devices take them in turn; these are those of device `rank`.
         """
         generator = torch.Generator().manual_seed(self.seed + 1 + step)
-        rows = self._rows(self.subject.inputs)
-        drawn: dict[int, Tensor] = {}
-        whole: Batch = {}
-        for name, value in self.subject.inputs.items():
-            if isinstance(value, Tensor) and value.ndim and len(value) == rows:
-                if id(value) not in drawn:
-                    drawn[id(value)] = _like(value, self.samples, generator)
-                whole[name] = drawn[id(value)]
-            else:
-                whole[name] = value
-        return [self._part(whole, index) for index in range(rank, self.accumulation * self.devices, self.devices)]
-
-    def _part(self, whole: Batch, index: int) -> Batch:
-        first = index * self.micro_batch
-        return {
-            name: value[first : first + self.micro_batch]
-            if isinstance(value, Tensor) and value.ndim and len(value) == self.samples
-            else value
-            for name, value in whole.items()
+        inputs, rows = self.subject.inputs, self._rows(self.subject.inputs)
+        of_samples = {
+            name: value
+            for name, value in inputs.items()
+            if isinstance(value, Tensor) and value.ndim and len(value) == rows
         }
+        drawn: dict[int, Tensor] = {}
+        for value in of_samples.values():
+            if id(value) not in drawn:
+                drawn[id(value)] = _like(value, self.samples, generator)
+        size = self.micro_batch
+        return [
+            {n: drawn[id(v)][i * size : (i + 1) * size] if n in of_samples else v for n, v in inputs.items()}
+            for i in range(rank, self.accumulation * self.devices, self.devices)
+        ]
 
     @staticmethod
     def _rows(inputs: Mapping[str, Any]) -> int:
@@ -135,26 +124,14 @@ class Workload:
         raise ConfigError("the model's sample inputs hold no tensor: no data can be made like them.")
 
 
-def without_dropout(model: nn.Module) -> None:
-    """Engines draw random numbers each in their own order: losses can be compared without dropout only."""
+def switch_dropout_off(model: nn.Module) -> None:
+    """Make losses comparable: engines draw random numbers each in their own order."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name in _DROPOUT:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-
-
-def model_flops(task: Workload) -> int:
-    """Floating-point operations of one optimizer step, without recomputation; counted on the meta device.
-
-    Matrix products and attention, of which a causal one counts half.
-    """
-    subject = load_subject(task.model, BatchShape(task.rows, task.sequence), "meta")
-    any_rates = hardware_of("h200").kernels()
-    with on_meta(any_rates) as clock, torch.no_grad():
-        subject.model(**subject.inputs)
-    return _MODEL_FLOPS_PER_FORWARD * clock.flops * task.samples // Workload._rows(subject.inputs)
 
 
 def _like(sample: Tensor, rows: int, generator: torch.Generator) -> Tensor:

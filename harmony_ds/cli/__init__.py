@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     from harmony_ds.cli.app import run
 
     sys.exit(run(sys.argv[1:]))

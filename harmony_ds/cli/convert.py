@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 from harmony_ds.checkpoint import Layout, convert
+from harmony_ds.cli.options import add_json, at_least
+from harmony_ds.cli.progress import progress
+
+ABOUT = "Write the checkpoint SRC into DST in another layout. Pickles of DeepSpeed are read without executing them."
 
 
-def command(  # noqa: PLR0913, PLR0917 - an option each
-    source: Path,
-    target: Path,
-    to: Layout,
-    tag: str | None = None,
-    sub_group_size: int = 10**9,
-    processes: int = 1,
-    as_json: bool = False,
-) -> None:
-    """Writes the checkpoint SRC into DST in another layout. Pickles of DeepSpeed are read without executing them."""
-    written = convert(source, target, to, tag, sub_group_size, processes)
-    if as_json:
-        print(json.dumps({"written": str(written), "layout": to.value}))
+def register(parser: argparse.ArgumentParser) -> None:
+    add, layouts = parser.add_argument, [layout.value for layout in Layout]
+    add("source", type=Path, metavar="SRC", help="A checkpoint, or a folder of several (then the latest, or --tag).")
+    add("target", type=Path, metavar="DST", help="The folder to write into; made if it is not there.")
+    add("--to", choices=layouts, required=True, metavar="LAYOUT", help=f"One of {', '.join(layouts)}.")
+    add("--tag", help="Which checkpoint in SRC.")
+    text = "deepspeed-zero2 and -zero3: with so many processes DeepSpeed will go on."
+    add("--processes", type=at_least(1), default=1, metavar="N", help=text)
+    text = "deepspeed-zero3: that of the ds_config it will go on with."
+    add("--sub-group-size", type=at_least(1), default=10**9, metavar="N", help=text)
+    add_json(parser)
+
+
+def command(args: argparse.Namespace) -> int:
+    with progress(f"converting {args.source}"):
+        written = convert(args.source, args.target, Layout(args.to), args.tag, args.sub_group_size, args.processes)
+    if args.json:
+        print(json.dumps({"written": str(written), "layout": args.to}))
     else:
-        print(f"{written} is a checkpoint of the layout {to.value}.")
+        print(f"{written} is a checkpoint of the layout {args.to}.")
+    return 0

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 
 from harmony_ds.cli import options
-from harmony_ds.cli.answer import Case, answered
+from harmony_ds.cli.answer import answer_of
 from harmony_ds.cli.show import reply
 from harmony_ds.config import Config
 from harmony_ds.estimate.subject import BatchShape, Subject, load_subject
 from harmony_ds.estimate.survey import Survey, estimate
 from harmony_ds.profiler.hardware import Hardware, hardware_of
 
+ABOUT = "Say whether MODEL fits a machine, how fast it will train there, and what limits it. Allocates nothing."
 _ASSUMED = "rtx4090"
 
 
-def command(asked: options.Asked, machine: str | None = None) -> int:
-    """Says whether MODEL fits a machine, how fast it will train there, and what limits it. Allocates nothing."""
-    hardware = hardware_of(machine or _ASSUMED)
-    found = answered(asked, partial(_surveyed, hardware=hardware), hardware.host_budget_bytes)
-    note = "" if machine else "assumed: name yours with --machine; `harmony-ds machines` lists them"
-    return reply(found, asked.as_json, note)
+def register(parser: argparse.ArgumentParser) -> None:
+    options.add_answer(parser)
+    text = 'GPU, and if not the usual ones its link and host: "rtx4090/pcie4/desktop-ddr5" (without: rtx4090).'
+    parser.add_argument("--machine", metavar="NAME", help=text)
 
 
-def estimated(wanted: options.Wanted, hardware: Hardware, host_budget_bytes: int | None) -> Case:
-    """The case of a model on a machine that is only described."""
-    config = wanted.config()
-    subject, survey = _surveyed(wanted.model, wanted.shape(config), config, hardware)
-    return Case(subject, config, survey, host_budget_bytes or hardware.host_budget_bytes)
+def command(args: argparse.Namespace) -> int:
+    hardware = hardware_of(args.machine or _ASSUMED)
+    found = answer_of(args, partial(survey_on, hardware), hardware.host_budget_bytes)
+    note = "" if args.machine else "assumed: name yours with --machine; `harmony-ds machines` lists them"
+    return reply(found, args.json, note)
 
 
-def _surveyed(model: str, shape: BatchShape, config: Config, hardware: Hardware) -> tuple[Subject, Survey]:
+def survey_on(hardware: Hardware, model: str, shape: BatchShape, config: Config) -> tuple[Subject, Survey]:
+    """Load a model on the meta device and survey it on a machine that is only described."""
     subject = load_subject(model, shape, "meta")
     return subject, estimate(subject.model, subject.inputs, config, hardware)

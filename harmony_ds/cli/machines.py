@@ -1,15 +1,18 @@
-"""`harmony-ds machines`: the names that `estimate --machine` knows, and where their numbers come from."""
+"""`harmony-ds machines`: names for `estimate --machine`, with the sources of their numbers."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from harmony_ds.cli.options import add_json
 from harmony_ds.estimate.text import columns, wrapped
 from harmony_ds.profiler.hardware import known_hardware
 
+ABOUT = "List GPUs, links and hosts. A machine is GPU, GPU/LINK, GPU/HOST or GPU/LINK/HOST."
 _COLUMNS = {
     "gpus": {
         "GPU": "name", "GiB": "memory_gib", "fp32 TFLOP/s": "fp32_tflops", "bf16 TFLOP/s": "half_tflops",
@@ -21,16 +24,19 @@ _COLUMNS = {
 }  # fmt: skip
 
 
-def command(as_json: bool = False) -> None:
-    """Lists GPUs, links and hosts. A machine is GPU, GPU/LINK, GPU/HOST or GPU/LINK/HOST."""
+register = add_json
+
+
+def command(args: argparse.Namespace) -> int:
     known = known_hardware()
-    if as_json:
+    if args.json:
         print(json.dumps(asdict(known), indent=1))
-        return
+        return 0
     for kind, titles in _COLUMNS.items():
         rows: Mapping[str, Any] = getattr(known, kind)
         print(columns(list(titles), [[_cell(getattr(one, name)) for name in titles.values()] for one in rows.values()]))
         print(*("", *(wrapped(f"  {one.name}: {one.source}", "    ") for one in rows.values()), ""), sep="\n")
+    return 0
 
 
 def _cell(value: float | str) -> str:

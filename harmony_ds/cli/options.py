@@ -1,16 +1,12 @@
-"""What stands on the command line: one table of all arguments and options, and what they make of a ds_config."""
+"""Arguments that several commands take, and the ds_config with their values in it."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from harmony_ds.config import Config, load_config
-from harmony_ds.config.keys import KEYS
 from harmony_ds.errors import ConfigError
 from harmony_ds.estimate.subject import BatchShape
 
@@ -20,152 +16,77 @@ DEFAULT = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 16,
 }
-_GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One row: what is said of a parameter of a command beside its type and default.
-
-    Attributes:
-        least: of a number.
-        flag: where it is not the parameter's name.
-        off: the option that says the opposite, where it is not "--no-...".
-    """
-
-    help: str
-    metavar: str | None = None
-    least: float | None = None
-    flag: str = ""
-    off: str = ""
-    off_help: str = ""
-    is_argument: bool = False
-
-    def read(self, kind: Callable[[str], Any]) -> Callable[[str], Any]:
-        """`kind`, which refuses what is too small, and says what there is."""
-
-        def read(text: str) -> Any:
-            try:
-                value = kind(text)
-            except ValueError:
-                if not (isinstance(kind, type) and issubclass(kind, Enum)):
-                    raise
-                known = ", ".join(one.value for one in kind)
-                raise argparse.ArgumentTypeError(f'there is no "{text}": {known}') from None
-            if self.least is not None and value < self.least:
-                raise argparse.ArgumentTypeError(f"{text} is less than {self.least:g}")
-            return value
-
-        read.__name__ = kind.__name__  # for argparse's errors
-        return read
-
-
-_OF_KEYS = {key.option.name[2:].replace("-", "_"): key for key in KEYS if key.option is not None}
-_ENGINES = "A,B,..."
-OPTIONS: dict[str, Option] = {
-    "model": Option(
-        "A Hugging Face config.json or its folder, or module:function that returns a module or (module, inputs).",
-        "MODEL",
-        is_argument=True,
-    ),
-    "ds_config": Option("The ds_config. Without one: bf16, AdamW, clipping at 1.0.", "FILE"),
-    "sequence": Option("Tokens in a row (the model's longest, at most 2048).", "N", 1),
-    **{
-        name: Option(key.option.help, "GIB" if name.endswith("gib") else "N", key.option.least)
-        for name, key in _OF_KEYS.items()
-        if key.option is not None
-    },
-    "processes": Option("Replicas on one server, each a process with micro-batches and devices of its own.", "N", 1),
-    "host_memory_gib": Option("Host memory that may be used, in GiB.", "GIB", 0.001),
-    "machine": Option(
-        'GPU, and if not the usual ones its link and host: "rtx4090/pcie4/desktop-ddr5" (without: rtx4090).', "NAME"
-    ),
-    "advice": Option("Also say what would help most (plans a few times more; default: yes)."),
-    "as_json": Option("One JSON object on standard output, for scripts.", flag="--json"),
-    "profile": Option("A profile that `harmony-ds profile` saved. Without one: measure now.", "FILE"),
-    "profile.output": Option("Where the profile is written, as JSON.", "FILE"),
-    "trace.output": Option("Where the trace is written, for https://ui.perfetto.dev.", "FILE"),
-    "run": Option("Also execute steps on the ds_config's device, with synthetic data."),
-    "trace.steps": Option("Steps that --run records, after two more; the one of median time is shown.", "N", 1),
-    # bench
-    "engines": Option("Engines, harmony among them (default: all that can run here).", _ENGINES),
-    "bench.accumulation": Option("Micro-batches in a step; several give a curve.", "N,M,..."),
-    "device": Option('"cpu" or "cuda" (default: CUDA if there is one).', "NAME"),
-    "threads": Option("Per process (CPU: 1; CUDA: all cores).", "N", 1),
-    "uncapped": Option("Engines that run without the memory cap, beside the others.", _ENGINES),
-    "ablate": Option("harmony alone, each of its mechanisms switched off."),
-    "rounds": Option("Timed turns of every engine.", "N", 1),
-    "bench.steps": Option("Optimizer steps in a turn.", "N", 1),
-    "warmup_steps": Option("Steps before the first turn.", "N", 1),
-    "one_core": Option("Pin every process to one core."),
-    "limit_s": Option("Begin no turn after so many seconds.", "S", 1),
-    "sweep": Option(
-        "Also run the others at their own best micro-batch (default: where the memory cap holds for all, on CUDA)."
-    ),
-    "together": Option(
-        "All processes live at once (default on the CPU).", off="--apart", off_help="One at a time (default on CUDA)."
-    ),
-    "bench.output": Option("The results, as JSON; the page is written beside it.", "FILE"),
-    "resume": Option("Go on with what --output already holds."),
-    # convert
-    "source": Option("A checkpoint, or a folder of several (then the latest, or --tag).", "SRC", is_argument=True),
-    "target": Option("The folder to write into; made if it is not there.", "DST", is_argument=True),
-    "to": Option("harmony, deepspeed-zero2, deepspeed-zero3, universal or hf.", "LAYOUT"),
-    "tag": Option("Which checkpoint in SRC."),
-    "convert.processes": Option("deepspeed-zero2 and -zero3: with so many processes DeepSpeed will go on.", "N", 1),
-    "sub_group_size": Option("deepspeed-zero3: that of the ds_config it will go on with.", "N", 1),
+_KEYS = {
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+    "devices": "harmony.devices",
+    "device_memory_gib": "harmony.device_memory_gib",
 }
-"""By the parameter's name; before it, by the command's and its."""
 
 
-def option_of(command: str, name: str) -> Option:
-    """The row of the parameter `name` of `command`."""
-    return OPTIONS.get(f"{command}.{name}") or OPTIONS[name]
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """Return an argparse type that refuses numbers less than `least`."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least:g}")
+        return value
+
+    return number
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A model, and the ds_config that it is to be trained with; of what is None, the ds_config says it."""
-
-    model: str
-    ds_config: Path | None = None
-    micro_batch: int | None = None
-    sequence: int | None = None
-    devices: int | None = None
-
-    def config(self, world_size: int = 1) -> Config:
-        """The ds_config with the options' values in it, for so many processes.
-
-        Raises:
-            ConfigError: it cannot be meant.
-        """
-        if self.ds_config is not None and not self.ds_config.is_file():
-            raise ConfigError(f"there is no ds_config {self.ds_config}.")
-        given = {key.path: getattr(self, name, None) for name, key in _OF_KEYS.items()}
-        instead = {path: value for path, value in given.items() if isinstance(value, (int, float))}
-        return load_config(DEFAULT if self.ds_config is None else self.ds_config, world_size, instead)
-
-    def shape(self, config: Config) -> BatchShape:
-        return BatchShape(config.micro_batch, self.sequence)
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the model and its ds_config, as every command that reads a model takes them."""
+    add, count = parser.add_argument, at_least(1)
+    add("model", metavar="MODEL", help="A Hugging Face config.json or its folder, or module:function that returns a "
+        "module or (module, inputs).")  # fmt: skip
+    add("--ds-config", type=Path, metavar="FILE", help="The ds_config. Without one: bf16, AdamW, clipping at 1.0.")
+    add("--micro-batch", type=count, metavar="N", help="Rows of a micro-batch, instead of the ds_config's (or 1).")
+    add("--sequence", type=count, metavar="N", help="Tokens in a row (the model's longest, at most 2048).")
+    add("--devices", type=count, metavar="N", help="Devices that one process drives as a pipeline, instead of the "
+        "ds_config's (or 1).")  # fmt: skip
+    gib = at_least(0.001, float)
+    add("--device-memory-gib", type=gib, metavar="GIB", help="Device memory that may be used, in GiB.")
 
 
-@dataclass(frozen=True)
-class Planned(Wanted):
-    """And how many micro-batches a step has, and what it may take."""
-
-    accumulation: int | None = None
-    device_memory_gib: float | None = None
+def add_accumulation(parser: argparse.ArgumentParser) -> None:
+    """Add the number of micro-batches in a step."""
+    text = "Micro-batches in a step, instead of the ds_config's (or 16)."
+    parser.add_argument("--accumulation", type=at_least(1), metavar="N", help=text)
 
 
-@dataclass(frozen=True)
-class Asked(Planned):
-    """And in how many processes, what of the host's memory, and how much of an answer is wanted."""
+def add_answer(parser: argparse.ArgumentParser) -> None:
+    """Add everything that `estimate` and `plan` take alike."""
+    add_model(parser)
+    add_accumulation(parser)
+    add, gib = parser.add_argument, at_least(0.001, float)
+    add("--processes", type=at_least(1), default=1, metavar="N",
+        help="Replicas on one server, each a process with micro-batches and devices of its own.")  # fmt: skip
+    add("--host-memory-gib", type=gib, metavar="GIB", help="Host memory that may be used, in GiB.")
+    add("--advice", action=argparse.BooleanOptionalAction, default=True,
+        help="Also say what would help most (plans a few times more; default: yes).")  # fmt: skip
+    add_json(parser)
 
-    processes: int = 1
-    host_memory_gib: float | None = None
-    advice: bool = True
-    as_json: bool = False
 
-    @property
-    def host_bytes(self) -> int | None:
-        return None if self.host_memory_gib is None else int(self.host_memory_gib * _GIB)
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help="One JSON object on standard output, for scripts.")
+
+
+def config_of(args: argparse.Namespace, world_size: int = 1) -> Config:
+    """Read the ds_config for so many processes, with the options' values in it.
+
+    Raises:
+        ConfigError: the ds_config is wrong, or not there.
+    """
+    if args.ds_config is not None and not args.ds_config.is_file():
+        raise ConfigError(f"there is no ds_config {args.ds_config}.")
+    given = {path: getattr(args, name, None) for name, path in _KEYS.items()}
+    instead = {path: value for path, value in given.items() if value is not None}
+    return load_config(DEFAULT if args.ds_config is None else args.ds_config, world_size, instead)
+
+
+def shape_of(args: argparse.Namespace, config: Config) -> BatchShape:
+    """Return the shape of one micro-batch."""
+    return BatchShape(config.micro_batch, args.sequence)

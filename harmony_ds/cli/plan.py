@@ -1,12 +1,13 @@
-"""`harmony-ds plan`: what `estimate` says, for this machine as measured now, or as it was measured before."""
+"""`harmony-ds plan`: the answers of `estimate` for this machine as measured now, or as a profile of it says."""
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 from pathlib import Path
 
-from harmony_ds.cli.answer import answered
-from harmony_ds.cli.options import Asked
+from harmony_ds.cli import options
+from harmony_ds.cli.answer import answer_of
 from harmony_ds.cli.show import reply
 from harmony_ds.config import Config
 from harmony_ds.errors import ConfigError, ProfileError
@@ -15,16 +16,28 @@ from harmony_ds.estimate.survey import Survey, measure, with_profile
 from harmony_ds.offload.host_limits import free_host_bytes
 from harmony_ds.profiler.profile import Profile
 
-
-def command(asked: Asked, profile: Path | None = None) -> int:
-    """Says how MODEL will be trained on this machine: the plan, its time and memory, and what limits it."""
-    known = None if profile is None else read_profile(profile)
-    found = answered(asked, partial(surveyed, known=known), free_host_bytes())
-    return reply(found, asked.as_json, "" if profile is None else f"as {profile} says")
+ABOUT = "Say how MODEL will be trained on this machine: the plan, its time and memory, and what limits it."
 
 
-def surveyed(model: str, shape: BatchShape, config: Config, known: Profile | None) -> tuple[Subject, Survey]:
-    """The model, measured now unless a profile of it is `known`."""
+def register(parser: argparse.ArgumentParser) -> None:
+    options.add_answer(parser)
+    add_profile(parser)
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """Add `--profile`."""
+    text = "A profile that `harmony-ds profile` saved. Without one: measure now."
+    parser.add_argument("--profile", type=Path, metavar="FILE", help=text)
+
+
+def command(args: argparse.Namespace) -> int:
+    known = None if args.profile is None else read_profile(args.profile)
+    found = answer_of(args, partial(survey_here, known), free_host_bytes())
+    return reply(found, args.json, "" if args.profile is None else f"as {args.profile} says")
+
+
+def survey_here(known: Profile | None, model: str, shape: BatchShape, config: Config) -> tuple[Subject, Survey]:
+    """Load a model and survey it: measured now unless a profile of it is `known`."""
     if known is None:
         subject = load_subject(model, shape, "cpu")
         return subject, measure(subject.model, subject.inputs, config)
@@ -33,7 +46,7 @@ def surveyed(model: str, shape: BatchShape, config: Config, known: Profile | Non
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile that `harmony-ds profile` saved."""
+    """Read a profile that `harmony-ds profile` saved."""
     if not path.is_file():
         raise ConfigError(f"there is no profile {path}: make one with `harmony-ds profile`.")
     try:

@@ -1,19 +1,30 @@
-"""`harmony-ds profile`: measures a model on this machine's device and saves what was found."""
+"""`harmony-ds profile`: measures a model on this machine's device and saves the result."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
-from harmony_ds.cli.options import Wanted
+from harmony_ds.cli import options
+from harmony_ds.cli.progress import progress
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import measure
 
+ABOUT = "Run one micro-batch of MODEL, with random weights, layer by layer on the ds_config's device."
 
-def command(wanted: Wanted, output: Path) -> None:
-    """Runs one micro-batch of MODEL, with random weights, layer by layer on the ds_config's device."""
-    config = wanted.config()
-    subject = load_subject(wanted.model, wanted.shape(config), "cpu")
-    profile = measure(subject.model, subject.inputs, config).profile
-    output.write_text(profile.to_json(), encoding="utf-8")
+
+def register(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    text = "Where the profile is written, as JSON."
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=text)
+
+
+def command(args: argparse.Namespace) -> int:
+    config = options.config_of(args)
+    with progress(f"measuring {args.model}"):
+        subject = load_subject(args.model, options.shape_of(args, config), "cpu")
+        profile = measure(subject.model, subject.inputs, config).profile
+    args.output.write_text(profile.to_json(), encoding="utf-8")
     calls, rows = len(profile.calls), config.micro_batch
-    print(f"{subject.name}: {calls} layer calls with {rows} rows, on {profile.machine.name}: {output}")
+    print(f"{subject.name}: {calls} layer calls with {rows} rows, on {profile.machine.name}: {args.output}")
+    return 0

@@ -1,4 +1,4 @@
-"""Tells whoever waits what for."""
+"""Progress line of work that takes long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONG_S = 2.0
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Prints `what` on stderr if what is done in this context takes longer than two seconds."""
+    """Print `what` on stderr if the context takes longer than two seconds."""
     timer = threading.Timer(_LONG_S, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from harmony_ds.cli.answer import Answer, Lack
+from harmony_ds.cli.answer import Answer
 from harmony_ds.estimate.forecast import Forecast, name_of
 from harmony_ds.estimate.text import labelled, wrapped
 from harmony_ds.scheduler.grid import amount
@@ -14,7 +14,7 @@ DOES_NOT_FIT = 3
 
 
 def reply(answer: Answer, as_json: bool, note: str = "") -> int:
-    """Prints the answer, with a note on the machine; the command's exit code: 0 where it fits, 3 where it does not."""
+    """Print the answer, with a note on the machine, and return the exit code: 0 if it fits, 3 if it does not."""
     if as_json:
         print(json.dumps(answer.to_json(), indent=1))
     else:
@@ -24,32 +24,31 @@ def reply(answer: Answer, as_json: bool, note: str = "") -> int:
 
 def _show(answer: Answer, note: str) -> None:
     survey, config, subject = answer.case.survey, answer.case.config, answer.case.subject
+    policy, now, unit = survey.request.policy, answer.forecast, answer.case.subject.unit
     parameters = sum(spec.numel for spec in survey.graph.parameters)
-    steps = config.gradient_accumulation_steps
     print(f"{subject.name}, {_count(parameters)} parameters in {len(survey.graph.layers)} layers")
     print(wrapped(f"on {survey.profile.machine.name}{note}"))
-    rows = "1 row" if config.micro_batch == 1 else f"{config.micro_batch} rows"
-    policy = survey.request.policy
-    processes, devices = policy.devices, policy.devices * policy.pipeline
-    each = "" if processes == 1 else f" in each of {processes} processes"
+    rows, steps = config.micro_batch, config.gradient_accumulation_steps
+    each = "" if policy.devices == 1 else f" in each of {policy.devices} processes"
     driven = "" if policy.pipeline == 1 else f", through a pipeline of {policy.pipeline} devices"
-    print(
-        f"{steps} micro-batches of {rows} in a step{each}{driven}: {subject.items * steps * processes:,} {subject.unit}\n"
-    )
-    if answer.forecast is not None:
-        _show_forecast(answer.forecast, subject.unit)
-    if answer.forecast is not None and answer.alone is not None:
-        gain = answer.forecast.items_per_s / answer.alone.items_per_s
-        print(
-            labelled("alone", f"one device: {answer.alone.items_per_s:,.0f} {subject.unit}/s; {devices}: {gain:.2f} x")
-        )
-    if answer.changes and answer.forecast is not None:
+    items = subject.items * steps * policy.devices
+    print(f"{steps} micro-batches of {rows} row{'s' * (rows > 1)} in a step{each}{driven}: {items:,} {unit}\n")
+    if now is not None:
+        _show_forecast(now, unit)
+    if now is not None and answer.alone is not None:
+        alone, devices = answer.alone.items_per_s, policy.devices * policy.pipeline
+        print(labelled("alone", f"one device: {alone:,.0f} {unit}/s; {devices}: {now.items_per_s / alone:.2f} x"))
+    if now is not None and answer.changes:
         print("\nwhat would help most:")
         for change in answer.changes:
-            gain = change.items_per_s / answer.forecast.items_per_s - 1
-            print(f"  {change.what:<40} {change.items_per_s:>12,.0f} {subject.unit}/s  {gain:>+7.1%}")
+            gain = change.items_per_s / now.items_per_s - 1
+            print(f"  {change.what:<40} {change.items_per_s:>12,.0f} {unit}/s  {gain:>+7.1%}")
+    if answer.joining is not None:
+        print("\n" + wrapped(str(answer.joining)))
     if answer.lack is not None:
-        _show_lack(answer.lack)
+        print("\n" + wrapped(str(answer.lack)))
+        for number, way in enumerate(answer.lack.ways_out, 1):
+            print(wrapped(f"  ({number}) {way}", "      "))
 
 
 def _show_forecast(now: Forecast, unit: str) -> None:
@@ -75,12 +74,6 @@ def _show_forecast(now: Forecast, unit: str) -> None:
     }
     for label, text in lines.items():
         print(labelled(label, text))
-
-
-def _show_lack(lack: Lack) -> None:
-    print("\n" + wrapped(str(lack)))
-    for number, way in enumerate(lack.ways_out, 1):
-        print(wrapped(f"  ({number}) {way}", "      "))
 
 
 def _budget(nbytes: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from harmony_ds.cli import options
-from harmony_ds.cli.plan import read_profile, surveyed
+from harmony_ds.cli.plan import add_profile, read_profile, survey_here
+from harmony_ds.cli.progress import progress
 from harmony_ds.cli.show import DOES_NOT_FIT
 from harmony_ds.config import Config
 from harmony_ds.engine import HarmonyEngine
@@ -28,12 +30,14 @@ from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.spans import busy_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 
+ABOUT = "Write a Chrome trace of one step of MODEL on this machine, and print how long each stream works."
 _WARM_UP = 2  # the first step of a plan touches memory for the first time, the second one takes over its updates
+_STEP = "the whole step"
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
-    """A trace, and what is printed of it."""
+class _Traced:
+    """A trace, and the numbers that are printed of it."""
 
     name: str
     choice: Choice
@@ -41,36 +45,43 @@ class _Drawn:
     executed: ExecutedStep | None
 
 
-def command(
-    wanted: options.Planned,
-    output: Path,
-    run: bool = False,
-    steps: int = 3,
-    profile: Path | None = None,
-    as_json: bool = False,
-) -> int:
-    """Writes a Chrome trace of one step of MODEL on this machine, and prints how long each stream works."""
-    if run and profile is not None:
+def register(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    options.add_accumulation(parser)
+    add_profile(parser)
+    add = parser.add_argument
+    text = "Where the trace is written, for https://ui.perfetto.dev."
+    add("--output", type=Path, required=True, metavar="FILE", help=text)
+    add("--run", action="store_true", help="Also execute steps on the ds_config's device, with synthetic data.")
+    text = "Steps that --run records, after two more; the one of median time is shown."
+    add("--steps", type=options.at_least(1), default=3, metavar="N", help=text)
+    options.add_json(parser)
+
+
+def command(args: argparse.Namespace) -> int:
+    if args.run and args.profile is not None:
         raise ConfigError("--run measures the model itself: leave --profile away.")
-    config = wanted.config()
+    config = options.config_of(args)
+    shape = options.shape_of(args, config)
+    known = None if args.profile is None else read_profile(args.profile)
     try:
-        if run:
-            drawn = _executed(load_subject(wanted.model, wanted.shape(config), "cpu"), config, steps)
-        else:
-            known = None if profile is None else read_profile(profile)
-            drawn = _simulated(*surveyed(wanted.model, wanted.shape(config), config, known), config, known)
+        with progress(f"{'training' if args.run else 'planning'} {args.model}"):
+            if args.run:
+                traced = _executed(load_subject(args.model, shape, "cpu"), config, args.steps)
+            else:
+                traced = _simulated(*survey_here(known, args.model, shape, config), config, known)
     except DoesNotFitError as error:
         print(f"does not fit: {error}", file=sys.stderr)
         return DOES_NOT_FIT
-    output.write_text(json.dumps(drawn.trace), encoding="utf-8")
-    if as_json:
-        print(json.dumps(_as_json(drawn, output), indent=1))
+    args.output.write_text(json.dumps(traced.trace), encoding="utf-8")
+    if args.json:
+        print(json.dumps(_as_json(traced, args.output), indent=1))
     else:
-        _show(drawn, output)
+        _show(traced, args.output)
     return 0
 
 
-def _simulated(subject: Subject, survey: Survey, config: Config, known: Profile | None) -> _Drawn:
+def _simulated(subject: Subject, survey: Survey, config: Config, known: Profile | None) -> _Traced:
     rates, costs = survey.profile.machine, survey.costs
     saved = saved_plan(config.harmony.plan)
     if saved is None:
@@ -80,11 +91,10 @@ def _simulated(subject: Subject, survey: Survey, config: Config, known: Profile 
     else:
         choice = adopt(saved, survey.graph, costs, rates, survey.element, survey.request)
     names = tuple(layer.name for layer in survey.graph.layers)
-    trace = trace_of(choice.plan, choice.prediction, costs, layer_names=names)
-    return _Drawn(subject.name, choice, trace, None)
+    return _Traced(subject.name, choice, trace_of(choice.plan, choice.prediction, costs, layer_names=names), None)
 
 
-def _executed(subject: Subject, config: Config, steps: int) -> _Drawn:
+def _executed(subject: Subject, config: Config, steps: int) -> _Traced:
     assembly = assemble(subject.model, config, None, None, None)
     engine = HarmonyEngine(subject.model, config, assembly)
     try:
@@ -95,37 +105,33 @@ def _executed(subject: Subject, config: Config, steps: int) -> _Drawn:
                 engine.train_batch(repeat(subject.inputs))
         middle = statistics.median_low(step.step_ms for step in recorded)
         shown = next(step for step in recorded if step.step_ms == middle)
-        return _Drawn(subject.name, engine.plan_report().choices[0], engine.trace(shown), shown)
+        return _Traced(subject.name, engine.plan_report().choices[0], engine.trace(shown), shown)
     finally:
         engine.destroy()
 
 
-def _as_json(drawn: _Drawn, output: Path) -> dict[str, Any]:
-    prediction, executed = drawn.choice.prediction, drawn.executed
+def _as_json(traced: _Traced, output: Path) -> dict[str, Any]:
+    prediction, executed = traced.choice.prediction, traced.executed
     return {
-        "model": drawn.name,
-        "plan": drawn.choice.reason,
+        "model": traced.name,
+        "plan": traced.choice.reason,
         "trace": str(output),
         "simulated": {"step_ms": prediction.step_ms, "busy_ms": busy_of(prediction.spans)},
         "executed": None if executed is None else {"step_ms": executed.step_ms, "busy_ms": dict(executed.busy_ms)},
     }
 
 
-def _show(drawn: _Drawn, output: Path) -> None:
-    prediction, executed = drawn.choice.prediction, drawn.executed
-    both: dict[str, tuple[float, float | None]] = {
-        name_of(name): (ms, None if executed is None else executed.busy_ms.get(name, 0.0))
-        for name, ms in busy_of(prediction.spans).items()
-    }
-    both["the whole step"] = prediction.step_ms, None if executed is None else executed.step_ms
-    head = ("busy, ms of one step", "simulated", *(("executed", "error") if executed else ()))
-    print(wrapped(f"{drawn.name}, {drawn.choice.reason}"), end="\n\n")
-    print(columns(head, [(what, *_cells(*ms)) for what, ms in both.items() if any(ms)]))
+def _show(traced: _Traced, output: Path) -> None:
+    simulated, executed = traced.choice.prediction, traced.executed
+    done = {} if executed is None else {**executed.busy_ms, _STEP: executed.step_ms}
+    rows = []
+    for name, ms in {**busy_of(simulated.spans), _STEP: simulated.step_ms}.items():
+        cells = [f"{ms:,.1f}"]
+        if executed is not None:
+            took = done.get(name, 0.0)
+            cells += [f"{took:,.1f}", f"{ms / took - 1:+.0%}" if took else ""]
+        if ms or done.get(name):
+            rows.append([name if name == _STEP else name_of(name), *cells])
+    print(wrapped(f"{traced.name}, {traced.choice.reason}"), end="\n\n")
+    print(columns(("busy, ms of one step", "simulated", *(("executed", "error") if executed else ())), rows))
     print(f"\n{output}: open it in https://ui.perfetto.dev")
-
-
-def _cells(simulated_ms: float, executed_ms: float | None) -> tuple[str, ...]:
-    if executed_ms is None:
-        return (f"{simulated_ms:,.1f}",)
-    error = f"{simulated_ms / executed_ms - 1:+.0%}" if executed_ms else ""
-    return f"{simulated_ms:,.1f}", f"{executed_ms:,.1f}", error

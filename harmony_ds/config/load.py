@@ -45,6 +45,7 @@ def load_config(
     optimizer, scheduler = _section(raw, "optimizer"), _section(raw, "scheduler")
     values, without_meaning = read_values(raw)
     compute, loss_scale = _precision(raw, values)
+    master, state = _optimizer_dtypes(raw, values)
     autocast = _autocast_dtype(values, compute)
     if autocast == torch.float16:
         loss_scale = _AS_GRAD_SCALER
@@ -58,7 +59,9 @@ def load_config(
         optimizer=optimizer,
         scheduler=scheduler,
         compute_dtype=compute,
-        accumulation_dtype=_accumulation_dtype(values, compute),
+        accumulation_dtype=_accumulation_dtype(values, compute, master),
+        master_dtype=master,
+        state_dtype=state,
         autocast_dtype=autocast,
         loss_scale=loss_scale,
         skip_overflow=loss_scale is not None or _checks_bf16(raw, values, clipping),
@@ -180,10 +183,24 @@ def _autocast_dtype(values: Values, compute: torch.dtype) -> torch.dtype | None:
     return dtype
 
 
-def _accumulation_dtype(values: Values, compute: torch.dtype) -> torch.dtype:
+def _optimizer_dtypes(raw: Mapping[str, Any], values: Values) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of masters and of the optimizer's state, by DeepSpeed's rules."""
+    block = _bf16_name(raw)
+    masters, states = (values[f"{block}.{key}"] for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"))
+    if states and not masters:
+        raise ConfigError("bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled.")
+    if masters and not (values[f"{block}.enabled"] and values["zero_optimization.stage"]):
+        raise ConfigError(
+            f'{block}.bf16_master_weights_and_grads needs "{block}": {{"enabled": true}} and "zero_optimization": '
+            '{"stage": 1, 2 or 3}, as in DeepSpeed.'
+        )
+    return torch.bfloat16 if masters else torch.float32, torch.bfloat16 if states else torch.float32
+
+
+def _accumulation_dtype(values: Values, compute: torch.dtype, master: torch.dtype) -> torch.dtype:
     name = values["data_types.grad_accum_dtype"]
     if name is None:
-        return torch.float32
+        return master
     dtype = _DTYPES[DTYPES[name]]
     if dtype not in (torch.float32, compute):
         raise ConfigError(

@@ -46,6 +46,8 @@ class Config:
     """Everything the engine wants to know.
 
     Attributes:
+        master_dtype: of the parameters that the optimizer steps.
+        state_dtype: of what it keeps for each of their numbers.
         autocast_dtype: of torch.autocast around every call of the model; None: of the caller's alone.
         skip_overflow: whether a step whose gradients hold inf or NaN is skipped.
         raw: the JSON as it was given.
@@ -61,6 +63,8 @@ class Config:
     scheduler: Section | None
     compute_dtype: torch.dtype
     accumulation_dtype: torch.dtype
+    master_dtype: torch.dtype
+    state_dtype: torch.dtype
     autocast_dtype: torch.dtype | None
     loss_scale: LossScale | None
     skip_overflow: bool

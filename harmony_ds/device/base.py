@@ -99,6 +99,10 @@ class Device(ABC):
         self.record(Stream.COMPUTE).synchronize()
         return time.perf_counter() * 1e3
 
+    def issued_ms(self) -> float:
+        """Return milliseconds of the clock that issuing operations takes time on: the host's."""
+        return time.perf_counter() * 1e3
+
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """A context in which torch operations of this thread are issued on `stream`."""

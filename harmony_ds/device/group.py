@@ -103,6 +103,9 @@ class DeviceGroup(Device):
     def now_ms(self) -> float:
         return max(member.now_ms() for member in self.members)
 
+    def issued_ms(self) -> float:
+        return max(member.issued_ms() for member in self.members)
+
     def moment(self, stream: Stream) -> Moment:
         number = self.number if self._copying is None else self._copying
         return number, self.members[number].moment(stream)

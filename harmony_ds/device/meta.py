@@ -23,12 +23,25 @@ class MetaDevice(HostStreamDevice):
     host_type = "meta"
     has_values = False
 
-    def __init__(self, clock_ms: Callable[[], float], budget_bytes: int | None = None, steps_as: str = "cuda") -> None:
-        """`steps_as`: torch's kind of the device that is meant. `budget_bytes`: its memory; measuring takes none of it."""
+    def __init__(
+        self,
+        clock_ms: Callable[[], float],
+        issued_ms: Callable[[], float],
+        budget_bytes: int | None = None,
+        steps_as: str = "cuda",
+    ) -> None:
+        """Make a device that is timed by clocks.
+
+        Args:
+            clock_ms, issued_ms: what computing has taken, and what issuing has.
+            budget_bytes: its memory; measuring takes none of it.
+            steps_as: torch's kind of the device that is meant.
+        """
         self.name = "meta"
         self.torch_device = torch.device("meta")
         self.budget_bytes = budget_bytes
         self._clock_ms = clock_ms
+        self._issued_ms = issued_ms
         self._steps_as = torch.device(steps_as)
 
     @property
@@ -37,6 +50,9 @@ class MetaDevice(HostStreamDevice):
 
     def now_ms(self) -> float:
         return self._clock_ms()
+
+    def issued_ms(self) -> float:
+        return self._issued_ms()
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.empty(numel, dtype)

@@ -32,7 +32,15 @@ from harmony_ds.offload.host_limits import HostNeed, check_host_memory
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
-from harmony_ds.offload.optimizers import ClientOptimizer, Masters, ParameterGroups, build_optimizer, members
+from harmony_ds.offload.optimizers import (
+    ClientOptimizer,
+    Masters,
+    ParameterGroups,
+    build_optimizer,
+    check_dtypes,
+    members,
+    with_state_dtype,
+)
 from harmony_ds.offload.own_gradients import OwnGradients
 from harmony_ds.offload.piece_optimizer import PieceOptimizer
 from harmony_ds.offload.process_memory import MappedFiles
@@ -139,7 +147,10 @@ def assemble(
         _check_room(host_need(decomposition, model, config, (client_optimizer, given), device), world)
         fill_meta(model)
     store = _to_slabs(model, decomposition, config, device, world)
-    optimizer = build_optimizer(config.optimizer, client_optimizer, given, Masters(store.parameters, store.masters))
+    masters = Masters(store.parameters, store.masters)
+    optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)
+    if optimizer is not None:
+        check_dtypes(optimizer, config.master_dtype, config.state_dtype)
     host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.steps_as)
     config = replace(config, harmony=replace(settings, residency=_residency(config, device, device_optimizer, world)))
@@ -194,7 +205,7 @@ def _check_pipeline(config: Config, device: Device, saved: Plan | None) -> None:
 def _to_slabs(
     model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: Alone
 ) -> HostStore:
-    store = HostStore(model, decomposition, config.compute_dtype, device, world)
+    store = HostStore(model, decomposition, config.compute_dtype, device, world, config.master_dtype)
     world.agree("weights are there")
     world.spread(store.memory())
     _share_buffers(model, world)
@@ -235,6 +246,7 @@ def _parts(
     if host_optimizer is not None:
         limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
         gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
+        gradients.master_dtype = config.master_dtype
         threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
         host_optimizer.watch(partial(_finish_updates, updater, device_store))
@@ -340,7 +352,7 @@ def host_need(
     there = (p for p in parameters.values() if not p.is_meta and not mapped.holds(p))
     by_kind = {
         "weights": weights,
-        "masters": 0 if dtype == torch.float32 else 4 * sum(trainable.values()),
+        "masters": 0 if dtype == config.master_dtype else 4 * sum(trainable.values()),
         "optimizer": _state_bytes(config, *optimizer),
         "gradients": gradients,
     }
@@ -359,4 +371,5 @@ def _state_bytes(config: Config, client: ClientOptimizer | None, given: list[Any
         numbers = 0 if client.state else state_numbers(type(client).__name__, client.defaults)
     elif client is None and config.optimizer is not None:
         numbers = state_numbers(config.optimizer.type, config.optimizer.params)
-    return 4 * (numbers or 0) * sum({id(p): p.numel() for p in members(groups) if p.requires_grad}.values())
+    elements = sum({id(p): p.numel() for p in members(groups) if p.requires_grad}.values())
+    return config.state_dtype.itemsize * (numbers or 0) * elements

@@ -11,7 +11,6 @@ from typing import Any
 
 from harmony_ds import checkpoint
 from harmony_ds.engine.open_step import OpenStep
-from harmony_ds.engine.optimizer_steps import OptimizerSteps
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import CheckpointError, ConfigError
 
@@ -21,12 +20,9 @@ _logger = logging.getLogger(__name__)
 class Checkpoints:
     """Captures a training, and goes on from one that was captured."""
 
-    def __init__(self, training: Training, open_step: OpenStep, steps: OptimizerSteps) -> None:
-        self._training = training
-        self._runner = training.assembly.runner
-        self._world = training.assembly.world
-        self._open = open_step
-        self._steps = steps
+    def __init__(self, training: Training, open_step: OpenStep) -> None:
+        self._training, self._open = training, open_step
+        self._runner, self._world = training.assembly.runner, training.assembly.world
 
     def save_checkpoint(
         self,
@@ -49,7 +45,7 @@ class Checkpoints:
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        folder = f"global_step{self._training.counts.global_steps}" if tag is None else str(tag)
+        folder = f"global_step{self._training.global_steps}" if tag is None else str(tag)
 
         def write() -> None:
             snapshot = self._captured(client_state, exclude_frozen_parameters)
@@ -138,7 +134,7 @@ class Checkpoints:
         return True
 
     def _captured(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
-        training, counts = self._training, self._training.counts
+        training = self._training
         self._runner.check_usable()
         training.assembly.wait_for_updates()
         if self._open.group:
@@ -150,10 +146,10 @@ class Checkpoints:
         else:  # what was written into weights by hand is in what is saved of their masters, too
             self._open.links.apply_user_writes()
         progress = checkpoint.Progress(
-            global_steps=counts.global_steps,
-            global_samples=counts.global_samples,
-            skipped_steps=counts.skipped_steps,
-            micro_steps=counts.group_began,
+            global_steps=training.global_steps,
+            global_samples=training.global_samples,
+            skipped_steps=training.skipped_steps,
+            micro_steps=training.group_began,
             accumulation=training.settings.gradient_accumulation_steps(),
             seed=self._open.seed,
             loss_scaler=training.scaler.state_dict(),
@@ -170,24 +166,16 @@ class Checkpoints:
             assembly.device,
             assembly.parts.device_store,
             assembly.host_optimizer,
-            self._training.trained_by.lr_scheduler,
+            self._training.lr_scheduler,
             loader if isinstance(loader, checkpoint.ResumableLoader) else None,
             len(self._open.group),
             self._open.group.buffers_before,
         )
 
     def _go_on_from(self, progress: checkpoint.Progress, module_only: bool) -> None:
-        training, counts = self._training, self._training.counts
         self._open.group.abandon()
-        self._steps.forget()
-        counts.backwards = 0
-        if module_only:
-            counts.rewind()
-            self._open.renew()
-            return
-        counts.go_on_from(progress, training.settings.gradient_accumulation_steps())
-        training.scaler.load_state_dict(progress.loss_scaler)
-        self._open.renew(progress.seed)
+        self._training.resume(None if module_only else progress)
+        self._open.renew(None if module_only else progress.seed)
 
     # ---- weights alone
 

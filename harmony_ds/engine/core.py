@@ -1,4 +1,4 @@
-"""The engine in DeepSpeed's words: every name of its, and the part that answers to it."""
+"""The engine under DeepSpeed's names: each one, and the part of the engine that answers it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from harmony_ds.config import Config
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.checkpoints import Checkpoints
 from harmony_ds.engine.compilation import Compilation
-from harmony_ds.engine.lifetime import let_go
+from harmony_ds.engine.delegation import PartAttribute, delegated, delegated_alive
+from harmony_ds.engine.lifetime import release
 from harmony_ds.engine.loop import Loop
-from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.engine.open_step import OpenStep
-from harmony_ds.engine.optimizer import TrainedBy
-from harmony_ds.engine.optimizer_steps import OptimizerSteps
-from harmony_ds.engine.part import Held, of_living, of_part
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.settings import FIXED_ATTRIBUTES, Settings, table_getters
 from harmony_ds.engine.step_record import StepRecord
-from harmony_ds.engine.training import Counts, Training
+from harmony_ds.engine.training import Training
 from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.scheduler.plan import Plan
@@ -55,20 +52,16 @@ class HarmonyEngine(nn.Module):
         self.local_rank, self.global_rank = world.local_rank, world.rank
         self.world_size = self.dp_world_size = self.seq_dp_world_size = world.size
         self._settings = settings = Settings(config, world)
-        self._counts = Counts()
-        self._scaler = LossScaler(config.loss_scale)
-        self._trained_by = TrainedBy(assembly, settings, self._scaler, client.lr_scheduler)
         self._data = TrainingData(settings, client.training_data, client.collate_fn, world)
-        training = Training(model, assembly, settings, self._counts, self._scaler, self._trained_by, self._data)
+        self._training = training = Training(model, assembly, settings, self._data, client.lr_scheduler)
         self._reports = StepReports(training)
         self._record = self._reports.record
         # From here on, the model and the optimizer are the engine's.
-        self._open = OpenStep(training)
-        self._steps = OptimizerSteps(training, self._open, self._reports)
+        self._open = OpenStep(training, self._reports)
         # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
-        self._let_go = weakref.finalize(self, let_go, self._open.links, self._steps.by_hand, assembly)
-        self._loop = Loop(training, self._open, self._steps, self._reports)
-        self._checkpoints = Checkpoints(training, self._open, self._steps)
+        self._release = weakref.finalize(self, release, self._open.links, self._open.override, assembly)
+        self._loop = Loop(training, self._open, self._reports)
+        self._checkpoints = Checkpoints(training, self._open)
         self._compilation = Compilation(assembly.interception)
 
     def __getattr__(self, name: str) -> Any:
@@ -79,25 +72,25 @@ class HarmonyEngine(nn.Module):
 
     # ---- what a training loop calls
 
-    forward = of_living("_loop", Loop.forward)
-    backward = of_living("_loop", Loop.backward)
-    scale = of_living("_loop", Loop.scale)
-    step = of_living("_loop", Loop.step)
-    train_batch = of_living("_loop", Loop.train_batch)
-    train_group = of_living("_loop", Loop.train_group)
-    end_group = of_living("_loop", Loop.end_group)
-    eval_batch = of_living("_loop", Loop.eval_batch)
-    generate = of_living("_loop", Loop.generate)
-    streaming = of_living("_loop", Loop.streaming)
-    is_gradient_accumulation_boundary = of_part("_loop", Loop.is_gradient_accumulation_boundary)
-    set_gradient_accumulation_boundary = of_living("_loop", Loop.set_gradient_accumulation_boundary)
-    no_sync = of_living("_loop", Loop.no_sync)
-    was_step_applied = of_part("_steps", OptimizerSteps.was_step_applied)
-    get_global_grad_norm = of_part("_steps", OptimizerSteps.get_global_grad_norm)
-    global_steps = Held[int]("_counts")
-    global_samples = Held[int]("_counts")
-    micro_steps = Held[int]("_counts")
-    skipped_steps = Held[int]("_counts")
+    forward = delegated_alive("_loop", Loop.forward)
+    backward = delegated_alive("_loop", Loop.backward)
+    scale = delegated_alive("_loop", Loop.scale)
+    step = delegated_alive("_loop", Loop.step)
+    train_batch = delegated_alive("_loop", Loop.train_batch)
+    train_group = delegated_alive("_loop", Loop.train_group)
+    end_group = delegated_alive("_loop", Loop.end_group)
+    eval_batch = delegated_alive("_loop", Loop.eval_batch)
+    generate = delegated_alive("_loop", Loop.generate)
+    streaming = delegated_alive("_loop", Loop.streaming)
+    is_gradient_accumulation_boundary = delegated("_loop", Loop.is_gradient_accumulation_boundary)
+    set_gradient_accumulation_boundary = delegated_alive("_loop", Loop.set_gradient_accumulation_boundary)
+    no_sync = delegated_alive("_loop", Loop.no_sync)
+    was_step_applied = delegated("_training", Training.was_step_applied)
+    get_global_grad_norm = delegated("_training", Training.get_global_grad_norm)
+    global_steps = PartAttribute[int]("_training")
+    global_samples = PartAttribute[int]("_training")
+    micro_steps = PartAttribute[int]("_training")
+    skipped_steps = PartAttribute[int]("_training")
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
@@ -126,34 +119,34 @@ class HarmonyEngine(nn.Module):
 
     # ---- optimizer, learning rates, loss scale
 
-    optimizer = Held[Any]("_trained_by")
-    lr_scheduler = Held[Any]("_trained_by")
-    get_lr = of_part("_trained_by", TrainedBy.get_lr)
-    get_mom = of_part("_trained_by", TrainedBy.get_mom)
-    get_type = of_part("_trained_by", TrainedBy.get_type)
+    optimizer = PartAttribute[Any]("_training")
+    lr_scheduler = PartAttribute[Any]("_training")
+    get_lr = delegated("_training", Training.get_lr)
+    get_mom = delegated("_training", Training.get_mom)
+    get_type = delegated("_training", Training.get_type)
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer that steps, without DeepSpeed's names: `engine.optimizer.optimizer`."""
-        return self._trained_by.stepping
+        return self._assembly.optimizer
 
     @property
     def cur_scale(self) -> float:
         """What losses are multiplied with now (1.0 without fp16)."""
-        return self._scaler.scale
+        return self._training.scaler.scale
 
     # ---- settings; those that answer from the table of keys are put here below
 
-    gradient_accumulation_steps = of_part("_settings", Settings.gradient_accumulation_steps)
-    train_micro_batch_size_per_gpu = of_part("_settings", Settings.train_micro_batch_size_per_gpu)
-    train_batch_size = of_part("_settings", Settings.train_batch_size)
-    get_batch_info = of_part("_settings", Settings.get_batch_info)
-    set_train_batch_size = of_living("_settings", Settings.set_train_batch_size)
-    set_train_micro_batch_size = of_living("_settings", Settings.set_train_micro_batch_size)
-    get_data_parallel_rank = of_part("_settings", Settings.get_data_parallel_rank)
-    optimizer_name = of_part("_settings", Settings.optimizer_name)
-    bfloat16_enabled = of_part("_settings", Settings.bfloat16_enabled)
-    get_data_types = of_part("_settings", Settings.get_data_types)
+    gradient_accumulation_steps = delegated("_settings", Settings.gradient_accumulation_steps)
+    train_micro_batch_size_per_gpu = delegated("_settings", Settings.train_micro_batch_size_per_gpu)
+    train_batch_size = delegated("_settings", Settings.train_batch_size)
+    get_batch_info = delegated("_settings", Settings.get_batch_info)
+    set_train_batch_size = delegated_alive("_settings", Settings.set_train_batch_size)
+    set_train_micro_batch_size = delegated_alive("_settings", Settings.set_train_micro_batch_size)
+    get_data_parallel_rank = delegated("_settings", Settings.get_data_parallel_rank)
+    optimizer_name = delegated("_settings", Settings.optimizer_name)
+    bfloat16_enabled = delegated("_settings", Settings.bfloat16_enabled)
+    get_data_types = delegated("_settings", Settings.get_data_types)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -177,34 +170,34 @@ class HarmonyEngine(nn.Module):
 
     # ---- data
 
-    training_data = Held[Any]("_data")
-    training_dataloader = Held[Any]("_data")
-    collate_fn = Held["Callable[[Any], Any] | None"]("_data")
-    deepspeed_io = of_part("_data", TrainingData.deepspeed_io)
-    set_dataloader = of_part("_data", TrainingData.set_dataloader)
-    set_dataiterator = of_part("_data", TrainingData.set_dataiterator)
-    set_data_post_process_func = of_part("_data", TrainingData.set_data_post_process_func)
+    training_data = PartAttribute[Any]("_data")
+    training_dataloader = PartAttribute[Any]("_data")
+    collate_fn = PartAttribute["Callable[[Any], Any] | None"]("_data")
+    deepspeed_io = delegated("_data", TrainingData.deepspeed_io)
+    set_dataloader = delegated("_data", TrainingData.set_dataloader)
+    set_dataiterator = delegated("_data", TrainingData.set_dataiterator)
+    set_data_post_process_func = delegated("_data", TrainingData.set_data_post_process_func)
 
     # ---- checkpoints and weights
 
-    save_checkpoint = of_living("_checkpoints", Checkpoints.save_checkpoint)
-    load_checkpoint = of_living("_checkpoints", Checkpoints.load_checkpoint)
-    save_16bit_model = of_living("_checkpoints", Checkpoints.save_16bit_model)
+    save_checkpoint = delegated_alive("_checkpoints", Checkpoints.save_checkpoint)
+    load_checkpoint = delegated_alive("_checkpoints", Checkpoints.load_checkpoint)
+    save_16bit_model = delegated_alive("_checkpoints", Checkpoints.save_16bit_model)
     save_fp16_model = save_16bit_model
-    module_state_dict = of_part("_checkpoints", Checkpoints.module_state_dict)
-    load_module_state_dict = of_living("_checkpoints", Checkpoints.load_module_state_dict)
-    _consolidated_16bit_state_dict = of_part("_checkpoints", Checkpoints.consolidated_16bit_state_dict)
-    _zero3_consolidated_16bit_state_dict = of_part("_checkpoints", Checkpoints.zero3_consolidated_16bit_state_dict)
+    module_state_dict = delegated("_checkpoints", Checkpoints.module_state_dict)
+    load_module_state_dict = delegated_alive("_checkpoints", Checkpoints.load_module_state_dict)
+    _consolidated_16bit_state_dict = delegated("_checkpoints", Checkpoints.consolidated_16bit_state_dict)
+    _zero3_consolidated_16bit_state_dict = delegated("_checkpoints", Checkpoints.zero3_consolidated_16bit_state_dict)
 
     # ---- reports
 
-    swap_report = of_part("_record", StepRecord.swap_report)
-    plan_report = of_part("_record", StepRecord.plan_report)
-    memory_report = of_part("_record", StepRecord.memory_report)
-    record_steps = of_living("_record", StepRecord.record_steps)
-    trace = of_part("_record", StepRecord.trace)
-    on_progress = of_living("_reports", StepReports.on_progress)
-    get_wall_clock_timers = of_part("_reports", StepReports.get_wall_clock_timers)
+    swap_report = delegated("_record", StepRecord.swap_report)
+    plan_report = delegated("_record", StepRecord.plan_report)
+    memory_report = delegated("_record", StepRecord.memory_report)
+    record_steps = delegated_alive("_record", StepRecord.record_steps)
+    trace = delegated("_record", StepRecord.trace)
+    on_progress = delegated_alive("_reports", StepReports.on_progress)
+    get_wall_clock_timers = delegated("_reports", StepReports.get_wall_clock_timers)
 
     @property
     def plan(self) -> Plan | None:
@@ -231,7 +224,7 @@ class HarmonyEngine(nn.Module):
     @property
     def usable(self) -> bool:
         """False after a failure that left some layers updated and others not, and after `destroy`."""
-        return self._let_go.alive and self._assembly.runner.failed is None
+        return self._release.alive and self._assembly.runner.failed is None
 
     def finish_updates(self) -> None:
         """Waits for updates that are still under way, and brings what lives on the device to the host. Reading weights
@@ -261,8 +254,8 @@ class HarmonyEngine(nn.Module):
         Raises:
             BaseException: an update's failure that nobody has seen yet, after all of that.
         """
-        self._open.end()
-        self._let_go()
+        self._open.discard()
+        self._release()
 
     def check_alive(self) -> None:
         """Raises UsageError after `destroy`."""
@@ -281,14 +274,14 @@ class HarmonyEngine(nn.Module):
 
     # ---- layers that are compiled, and what there is nothing to do for
 
-    compile = of_living("_compilation", Compilation.compile)
-    is_compiled = Held[bool]("_compilation")
+    compile = delegated_alive("_compilation", Compilation.compile)
+    is_compiled = PartAttribute[bool]("_compilation")
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """One process has nobody to reduce with."""
 
 
 for _name, _getter in table_getters():
-    setattr(HarmonyEngine, _name, of_part("_settings", _getter))
+    setattr(HarmonyEngine, _name, delegated("_settings", _getter))
 for _name, _value in FIXED_ATTRIBUTES.items():
     setattr(HarmonyEngine, _name, _value)

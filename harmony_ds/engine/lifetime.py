@@ -1,4 +1,4 @@
-"""How an engine ends: with its last reference, or with `destroy`."""
+"""The end of an engine: by `destroy`, or with its last reference."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 from harmony_ds.engine.assembly import Assembly
-from harmony_ds.engine.by_hand import OptimizerByHand
+from harmony_ds.engine.optimizer_override import OptimizerOverride
 from harmony_ds.parameters import ParameterLinks
 
 
-def let_go(links: ParameterLinks, by_hand: OptimizerByHand | None, assembly: Assembly) -> None:
-    """What ends an engine, without it."""
+def release(links: ParameterLinks, override: OptimizerOverride | None, assembly: Assembly) -> None:
+    """Finalize an engine, without a reference to it: give model and optimizer back, and end its threads."""
     links.remove()
-    if by_hand is not None:
-        by_hand.remove()
+    if override is not None:
+        override.remove()
     updater = assembly.parts.updater
     if updater is not None and updater.entered:  # garbage was collected there
         threading.Thread(target=assembly.destroy, name="harmony-destroy").start()
@@ -25,7 +25,7 @@ def let_go(links: ParameterLinks, by_hand: OptimizerByHand | None, assembly: Ass
 
 
 def while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls `method` while its object lives, and does not keep it alive: a loss may outlive its engine."""
+    """Return a function that calls `method` while its object lives, and does not keep it alive: a loss may outlive it."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:

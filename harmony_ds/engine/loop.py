@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from harmony_ds.engine.open_step import OpenStep
-from harmony_ds.engine.optimizer_steps import OptimizerSteps
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import BatchError, UsageError
@@ -23,17 +22,11 @@ from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 class Loop:
     """Hands micro-batches to the open step, one by one or a group at once, and finds its boundary."""
 
-    def __init__(self, training: Training, open_step: OpenStep, steps: OptimizerSteps, reports: StepReports) -> None:
-        self._training = training
-        self._model = training.model
-        self._runner = training.assembly.runner
-        self._world = training.assembly.world
-        self._counts = training.counts
-        self._scaler = training.scaler
-        self._open = open_step
-        self._steps = steps
-        self._reports = reports
-        self._boundary: bool | None = None  # as somebody has said, in the place of counting
+    def __init__(self, training: Training, open_step: OpenStep, reports: StepReports) -> None:
+        self._training, self._open, self._reports = training, open_step, reports
+        self._model, self._scaler = training.model, training.scaler
+        self._runner, self._world = training.assembly.runner, training.assembly.world
+        self._boundary: bool | None = None  # as the caller has set it, in the place of counting
         self.inside_no_sync = False
 
     # ---- one micro-batch at a time
@@ -49,7 +42,7 @@ class Loop:
             with self.streaming():
                 return self._open.calls.run(self._model, Arguments(args, kwargs))
         with self._world.together():
-            self._open.settle()
+            self._open.apply_user_edits()
             return self._open.group.add(args, kwargs)
 
     # ---- propagating back: by the engine, or by the caller from a loss that the engine has scaled.
@@ -61,13 +54,13 @@ class Loop:
         Returns:
             The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
         """
-        self._training.trained_by.need("backward")
+        self._training.require_optimizer("backward")
         _need_scalar(
             loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
         )
         if isinstance(loss, PendingLoss):
             loss.check_not_propagated()
-        self._counts.backwards += 1
+        self._training.count_backwards()
         if scale_wrt_gas:
             loss = loss / self._training.settings.gradient_accumulation_steps()
         scaled = self._scaler.scaled(loss)
@@ -80,7 +73,7 @@ class Loop:
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a `backward()` of the caller's own (instead of `engine.backward(loss)`)."""
-        self._training.trained_by.need("scale")
+        self._training.require_optimizer("scale")
         _need_scalar(
             loss, "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
         )
@@ -93,19 +86,15 @@ class Loop:
         """At an accumulation boundary: runs the queued group, updates the weights, steps the scheduler."""
         if self.inside_no_sync:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
-        self._training.trained_by.need("step")
-        self._steps.not_applied()
-        counts = self._counts
+        self._training.require_optimizer("step")
+        training = self._training
+        training.begin_call()
         if self._manages_accumulation() and not self.is_gradient_accumulation_boundary():
-            counts.micro_steps += 1
+            training.count_call()
             return
-        try:
-            with self._world.together():
-                self._steps.step(lr_kwargs or {})
-        except BaseException:
-            counts.rewind()
-            raise
-        counts.begin_group(counts.micro_steps + 1)
+        with self._world.together():
+            self._open.step(lr_kwargs or {})
+        training.begin_group(training.micro_steps + 1)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights."""
@@ -113,7 +102,7 @@ class Loop:
             return self._boundary
         if not self._manages_accumulation():
             return False
-        return (self._counts.micro_steps + 1) % self._training.settings.gradient_accumulation_steps() == 0
+        return (self._training.micro_steps + 1) % self._training.settings.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Overrides what is counted; a group ends at the next `step()` at a boundary, whatever its size."""
@@ -156,7 +145,7 @@ class Loop:
         Raises:
             StopIteration: `data_iter` is at its end.
         """
-        self._training.trained_by.need("train_batch")
+        self._training.require_optimizer("train_batch")
         queued = len(self._open.group)
         if queued:
             raise BatchError(
@@ -192,7 +181,7 @@ class Loop:
         Returns:
             The losses, detached, 0-dim, on the device.
         """
-        self._training.trained_by.need("train_group")
+        self._training.require_optimizer("train_group")
         queued = len(self._open.group) if self._open.group.is_open else 0
         if queued or not batches:
             raise BatchError(
@@ -211,30 +200,30 @@ class Loop:
 
     def end_group(self) -> None:
         """The optimizer step over the gradients that `train_group(..., boundary=False)` has left."""
-        counts = self._counts
         with self._world.together():
-            self._steps.step({})
-        counts.begin_group(counts.micro_steps)
+            self._open.step({})
+        self._training.begin_group(self._training.micro_steps)
 
     def _step_over(
         self, divisor: int, queue: Callable[[], list[QueuedMicroBatch]], boundary: bool = True
     ) -> list[Tensor]:
         """One optimizer step, or a part of one, over what `queue` queues, each loss divided by `divisor`; the losses."""
-        counts = self._counts
-        self._open.settle()
+        training = self._training
+        self._open.apply_user_edits()
         try:
             queued = queue()
             for micro_batch in queued:
                 micro_batch.backward_from_loss(divisor, self._scaler.scale)
-            counts.backwards = self._open.group.propagated_from
+            training.count_backwards(len(queued))
             if boundary:
-                self._steps.step({})
+                self._open.step({})
             else:
                 self._open.propagate()
         except BaseException:
             self._open.renew()
+            training.rewind()
             raise
-        counts.begin_group(counts.micro_steps + len(queued))
+        training.begin_group(training.micro_steps + len(queued))
         return [ticket.loss(attached=False) for ticket in queued]
 
     # ---- without gradients

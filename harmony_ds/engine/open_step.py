@@ -1,4 +1,4 @@
-"""The optimizer step that is open: micro-batches that wait, and the gradients that have gathered so far."""
+"""The optimizer step that is open: micro-batches that wait, the gradients that have gathered so far, and their update."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast
-from harmony_ds.engine.first_times import DIVIDED_TWICE, EARLY_LOOK, FirstTimes
 from harmony_ds.engine.lifetime import while_alive
+from harmony_ds.engine.optimizer_override import OptimizerOverride
+from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.training import Training
+from harmony_ds.engine.warn_once import DIVIDED_TWICE, EARLY_READ, WarnOnce
 from harmony_ds.errors import ModelError, UnsupportedError, UsageError
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parameters import ParameterLinks
+from harmony_ds.runtime.updates import Outcome
 from harmony_ds.stepping.group import GroupParts, StepGroup
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
@@ -28,50 +33,56 @@ _logger = logging.getLogger("harmony_ds")
 
 
 class OpenStep:
-    """Its group runs as a whole, or in parts when gradients are wanted before; the model's parameters ask it."""
+    """The group of a step, run as a whole, or in parts when gradients are wanted before. Parameters ask it for them.
 
-    def __init__(self, training: Training) -> None:
+    Attributes:
+        links: of the model's parameters to their masters and gradients.
+        override: of the user's optimizer; None without one.
+    """
+
+    def __init__(self, training: Training, reports: StepReports) -> None:
+        self._training = training
+        self._reports = reports
         self._assembly = assembly = training.assembly
-        self._runner = assembly.runner
-        self._world = assembly.world
-        self._config = config = training.settings.now
-        self._counts = training.counts
-        self._scaler = scaler = training.scaler
-        self._first_times = FirstTimes()
+        self._runner, self._world, self._optimizer = assembly.runner, assembly.world, assembly.host_optimizer
         self._running = False  # the step, or a part of it
-        self.gradients = StepGradients(assembly, scaler)
+        self._warnings = WarnOnce()
+        self.gradients = StepGradients(assembly, training.scaler)
         self.links = ParameterLinks(assembly.store, assembly.host_optimizer, weakref.proxy(self))
-        self._parts = GroupParts(
-            module=training.model,
-            calls=ModelCalls(
-                assembly.device,
-                assembly.ledger,
-                Autocast.of(assembly.device.torch_device.type, config.autocast_dtype),
-                casts=config.values["fp16.enabled"] and config.values["fp16.auto_cast"],
-            ),
-            runner=assembly.runner,
-            kinds=OutputKinds(),
-            put_forward=PutForward(training.model),
-            seed=self._world.first("seed", torch.initial_seed) if config.harmony.seed is None else config.harmony.seed,
-            looked=while_alive(self._looked),
-            propagating=_refuse_backward if assembly.host_optimizer is None else scaler.check_scaled,
-            accumulation=training.settings.gradient_accumulation_steps,
-            divided_by_hand=while_alive(self._divided_by_hand),
-            propagate=while_alive(self.propagate),
-        )
+        self.override: OptimizerOverride | None = None
+        if assembly.optimizer is not None:
+            calls = while_alive(self.step_by_hand), self.gradients.zero_by_hand, while_alive(self.finish)
+            self.override = OptimizerOverride(assembly.optimizer, *calls)
+        self._parts = self._group_parts()
         self.renew()
 
-    def _looked(self) -> None:
-        self._first_times.warn(EARLY_LOOK)
-
-    def _divided_by_hand(self) -> None:
-        self._first_times.warn(DIVIDED_TWICE)
+    def _group_parts(self) -> GroupParts:
+        training, assembly, config = self._training, self._assembly, self._training.settings.now
+        device, seed, warn = assembly.device, config.harmony.seed, while_alive(self._warnings.warn)
+        return GroupParts(
+            module=training.model,
+            calls=ModelCalls(
+                device,
+                assembly.ledger,
+                Autocast.of(device.torch_device.type, config.autocast_dtype),
+                casts=config.values["fp16.enabled"] and config.values["fp16.auto_cast"],
+            ),
+            runner=self._runner,
+            kinds=OutputKinds(),
+            put_forward=PutForward(training.model),
+            seed=self._world.first("seed", torch.initial_seed) if seed is None else seed,
+            looked=partial(warn, EARLY_READ),
+            propagating=_refuse_backward if self._optimizer is None else training.scaler.check_scaled,
+            accumulation=training.settings.gradient_accumulation_steps,
+            divided_by_hand=partial(warn, DIVIDED_TWICE),
+            propagate=while_alive(self.propagate),
+        )
 
     # ---- its micro-batches
 
     @property
     def seed(self) -> int:
-        """What the random numbers of its micro-batches are derived from, with the number of the step."""
+        """The seed that random numbers of its micro-batches are derived from, with the number of the step."""
         return self._parts.seed
 
     @property
@@ -80,14 +91,14 @@ class OpenStep:
         return self._parts.calls
 
     def renew(self, seed: int | None = None) -> None:
-        """Begins a step that nothing is queued for; from now on with `seed`, unless the ds_config names one."""
-        if seed is not None and self._config.harmony.seed is None:
+        """Begin a step that nothing is queued for; from now on with `seed`, unless the ds_config names one."""
+        if seed is not None and self._training.settings.now.harmony.seed is None:
             self._parts = replace(self._parts, seed=seed)
-        self._parts.runner.end_step()
-        self.group = StepGroup(self._parts, self._counts.global_steps)
+        self._runner.end_step()
+        self.group = StepGroup(self._parts, self._training.global_steps)
 
-    def end(self) -> None:
-        """Forgets its micro-batches, with the engine."""
+    def discard(self) -> None:
+        """Discard its micro-batches when the engine is destroyed."""
         dropped = self.group.propagated_from
         if dropped:
             _logger.warning(
@@ -98,11 +109,11 @@ class OpenStep:
             )
         self.group.abandon(destroyed=True)
 
-    def settle(self) -> None:
-        """Before the model runs, or is updated: what the user has done to it by hand is taken over.
+    def apply_user_edits(self) -> None:
+        """Let masters and layers follow the user's edits of weights and modules, before the model runs or is updated.
 
         Raises:
-            ModelError, ModelError: it cannot be.
+            ModelError: they cannot.
         """
         if not self.group.is_open:
             self.links.apply_user_writes()
@@ -112,22 +123,48 @@ class OpenStep:
                 "the first micro-batch of a step."
             )
 
-    def run(self) -> bool:
-        """Runs the rest of the step; False if there is no gradient at all. The next one is open behind it."""
+    # ---- the optimizer step
+
+    def step(self, schedule: dict[str, Any] | None) -> None:
+        """Take the optimizer step over all that is queued and has gathered, and begin the next one.
+
+        Args:
+            schedule: arguments of the scheduler's step; None: the caller steps it, and has called this step by hand.
+        """
+        training, group = self._training, self.group
+        full = len(group) == training.settings.gradient_accumulation_steps() and not group.propagated
         try:
-            ran = self._run()
+            with self._reports.step(len(group), full):
+                ran = self._run()
+            training.finish_step(self._runner.executor.updates.outcome if ran else Outcome(), schedule)
+        except BaseException:
+            training.rewind()
+            raise
         finally:
             self.renew()
-        self.links.refresh_aliases()
-        return ran
+        self.gradients.finish_step()
+        self._reports.boundary()
+
+    def step_by_hand(self) -> None:
+        """Update from what has gathered, for `optimizer.step()`. Gradients of parameters that are not the optimizer's
+        stay, for another one to step.
+        """
+        training, queued = self._training, len(self.group)
+        if not queued and not self.gradients.are_on_parameters():
+            self.gradients.used.check()
+            return
+        unmanaged = self.gradients.pop_unmanaged()
+        self.step(None)
+        training.begin_group(training.group_began + queued)
+        self.gradients.note_used(unmanaged)
 
     def _run(self) -> bool:
-        """The queued group, and what the user's own backward passes left."""
-        optimizer = self._assembly.host_optimizer
-        assert optimizer is not None
-        hyper, clipping = optimizer.hyper(), self._clipping()
-        self.settle()
-        if (self._world.size > 1 or self._scaler.scale != 1.0) and self._assembly.parts.own.are_there():
+        """Run the queued group, and update from it and from the user's own backward passes; False without a gradient."""
+        assert self._optimizer is not None and self.override is not None
+        self.override.check()
+        hyper, clipping = self._optimizer.hyper(), self._clipping()
+        self.apply_user_edits()
+        if (self._world.size > 1 or self._training.scaler.scale != 1.0) and self._assembly.parts.own.are_there():
             self._world.refuse(
                 "gradients that are put on parameters by hand, or by a backward pass of the program's own"
             )
@@ -136,31 +173,32 @@ class OpenStep:
                 "scaled (fp16): they cannot be told from scaled ones. Add what they are of to the loss, or train in bf16."
             )
         with self._busy():
-            return self.group.run(hyper, clipping) or self._runner.update_only(hyper, clipping)
+            ran = self.group.run(hyper, clipping) or self._runner.update_only(hyper, clipping)
+        self.links.refresh_aliases()
+        return ran
 
     def propagate(self) -> bool:
-        """Runs what is queued and propagated from, so that gradients are there; False if there are none.
+        """Run what is queued and propagated from, so that its gradients are there; False if there are none.
 
-        A part of a step: later micro-batches add to them, and `run` uses them.
+        They are a part of the step: later micro-batches add to them, and `step` uses them.
         """
-        optimizer = self._assembly.host_optimizer
-        if self._running or optimizer is None or not self.group:
+        if self._running or self._optimizer is None or not self.group:
             return False
         if not self.group.wanted:
             return self.group.propagated
         self._world.refuse("looking at gradients, or dropping them, before the step that they are for")
         try:
             with self._busy():
-                return self.group.propagate(optimizer.hyper(), self._clipping() or Clipping())
+                return self.group.propagate(self._optimizer.hyper(), self._clipping() or Clipping())
         except BaseException:
             self.group.abandon()
             self.renew()
-            self._counts.rewind()
+            self._training.rewind()
             raise
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        """A step, or a part of one, wherever it is asked for: gradients may be read under `torch.no_grad()`."""
+        """Run a step, or a part of one, with gradients on: the caller may read them under `torch.no_grad()`."""
         self.gradients.used.check()
         self._running = True
         try:
@@ -171,13 +209,13 @@ class OpenStep:
             self._running = False
 
     def _clipping(self) -> Clipping | None:
-        config = self._config
+        config = self._training.settings.now
         if not config.deferred_update:
             return None
-        return Clipping(config.gradient_clipping, self._scaler.scale, config.skip_overflow)
+        return Clipping(config.gradient_clipping, self._training.scaler.scale, config.skip_overflow)
 
     def zero_grad(self) -> None:
-        """Drops the gradients that have gathered since the last step, as plain PyTorch does."""
+        """Drop the gradients that have gathered since the last step."""
         self.gradients.used.clear()
         self.gradients.drop(self.propagate())
 
@@ -190,7 +228,7 @@ class OpenStep:
         self._assembly.finish_updates()
 
     def before_write(self, name: str) -> None:
-        """As `propagate`, since the values of `name` are about to be changed.
+        """Propagate what was called with the values of `name`, which are about to be changed.
 
         Raises:
             UnsupportedError: several processes share them.
@@ -203,20 +241,20 @@ class OpenStep:
         if self.group.waits:
             raise UsageError(
                 f"{name} is about to be changed, while a micro-batch that was handed over with the values before is still "
-                "to be propagated back from: call engine.backward(loss) first, or change parameters behind engine.step()."
+                "to be propagated back from: call engine.backward(loss) first, or change parameters after engine.step()."
             )
 
     def gradient(self, name: str) -> Tensor | None:
-        """The gradient of `name`, itself, not scaled: what has gathered since the last step, or was used by it."""
+        """Return the gradient of `name` itself, not scaled, as it has gathered since the last step."""
         return self.gradients.read(name, self.propagate())
 
     def put_gradient(self, name: str, value: Tensor | None) -> None:
-        """Uses `value` in the place of what has gathered for `name`."""
+        """Use `value` in the place of the gradient that has gathered for `name`."""
         self.gradients.used.drop(name)
         if self.propagate():
             self._runner.executor.gathered.drop((name,))
         if value is not None:
-            self.materialize(name)  # behind a pending update, which takes away what is there
+            self.finish()  # a pending update would take it
         self._assembly.parts.own.put(name, value)
 
 

@@ -158,7 +158,7 @@ class StepReports:
         micro_batches, world = self.record.micro_batches, self._training.assembly.world
         samples = micro_batches * self._training.settings.train_micro_batch_size_per_gpu() * world.size
         self.throughput.step(samples, micro_batches)
-        if self._every and self._training.counts.global_steps % self._every == 0:
+        if self._every and self._training.global_steps % self._every == 0:
             self._progress()
         if self.monitor.enabled:
             self.monitor.write_events(self._events())
@@ -170,16 +170,16 @@ class StepReports:
     def mean_loss(self, name: str, loss: Tensor) -> None:
         """Of a `train_batch` ("train_loss") or an `eval_batch`, to the monitors, as DeepSpeed's pipeline engine does."""
         if self.monitor.enabled:
-            self.monitor.write_events([(f"Train/Samples/{name}", loss.item(), self._training.counts.global_samples)])
+            self.monitor.write_events([(f"Train/Samples/{name}", loss.item(), self._training.global_samples)])
 
     def _progress(self) -> None:
-        counts, timer = self._training.counts, self.throughput
+        counts, timer = self._training, self.throughput
         _logger.info(
             "step=%d, skipped=%d, lr=%s, mom=%s",
             counts.global_steps,
             counts.skipped_steps,
-            self._training.trained_by.get_lr(),
-            self._training.trained_by.get_mom(),
+            self._training.get_lr(),
+            self._training.get_mom(),
         )
         if timer.enabled and timer.global_step_count > _FIRST_TIMED:
             _logger.info(
@@ -192,8 +192,8 @@ class StepReports:
             )
 
     def _events(self) -> list[Event]:
-        training, samples = self._training, self._training.counts.global_samples
-        events: list[Event] = [("Train/Samples/lr", self._training.trained_by.get_lr()[0], samples)]
+        training, samples = self._training, self._training.global_samples
+        events: list[Event] = [("Train/Samples/lr", self._training.get_lr()[0], samples)]
         if training.settings.now.values["fp16.enabled"]:
             events.append(("Train/Samples/loss_scale", training.scaler.scale, samples))
         if self._breakdown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
+from harmony_ds.scheduler.joining import Advice
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.swaps import Swaps
 
@@ -113,6 +114,7 @@ class PlanReport:
         sent_bytes: what this process's device sent to others' in the last step.
         planned: the bytes that this process's device moves in a step, by the plan.
         moved_bytes: what went between the devices that this process drives in the last step.
+        advice: joined layer calls that are predicted to be much faster.
     """
 
     choices: tuple[Choice, ...]
@@ -122,6 +124,7 @@ class PlanReport:
     sent_bytes: int
     planned: Swaps
     moved_bytes: int = 0
+    advice: Advice | None = None
 
     @property
     def predicted_step_ms(self) -> float:
@@ -167,4 +170,6 @@ class PlanReport:
             f"  {rank}. instead   {choice.prediction.step_ms:,.1f} ms, peak {choice.plan.peak_bytes:,}: {choice.reason}"
             for rank, choice in enumerate(self.choices[1:], start=2)
         ]
+        if self.advice is not None:
+            lines.append(f"  advice        {self.advice}")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Gradients between two steps, as the program may look at and change them."""
+"""Gradients between two steps, as the program may read and change them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from harmony_ds.offload.host_store import ungated
 
 
 class StepGradients:
-    """Shows what has gathered, not scaled, and notes what the program does about it."""
+    """The gradients that have gathered, shown unscaled, with the program's changes to them.
+
+    Attributes:
+        used: gradients that `optimizer.step()` by hand has used.
+    """
 
     def __init__(self, assembly: Assembly, scaler: LossScaler) -> None:
-        self._store = assembly.store
-        self._optimizer = assembly.host_optimizer
+        self._store, self._optimizer = assembly.store, assembly.host_optimizer
         self._gathered = assembly.runner.executor.gathered
         self._own = assembly.parts.own
         self._sums = [sums for sums in (assembly.parts.gradients, assembly.parts.device_store) if sums is not None]
         self._scaler = scaler
-        self._shown: set[str] = set()  # whoever saw them may have changed them
+        self._shown: set[str] = set()  # unscaled now, and perhaps changed
         self._stepped: set[str] = set()  # by the last step
         self.used = UsedGradients()
-        """Those that `optimizer.step()` by hand has used."""
 
     @torch.no_grad()
     def read(self, name: str, gathered: bool) -> Tensor | None:
-        """What is on the `.grad` of `name`: it is used as it is changed.
-
-        Args:
-            gathered: some gradients wait for their update.
-        """
+        """Return the `.grad` of `name`, which is used as the program changes it; `gathered`: some wait for their update."""
         total = self._show(name) if gathered else self.used.show(name, self._store.parameters[name])
         own = self._own.find(name)
         if total is None or own is None:
@@ -44,7 +42,6 @@ class StepGradients:
         return total
 
     def _show(self, name: str) -> Tensor | None:
-        """The gradient of `name` that waits for its update, to be looked at and changed; not scaled meanwhile."""
         gradient = self._gathered.find(name)
         if gradient is not None and name not in self._shown:
             self._shown.add(name)
@@ -54,7 +51,7 @@ class StepGradients:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Before others come to those that were shown, or they are used."""
+        """Scale those that were shown again, before others are added to them or they are used."""
         for name in self._shown if self._scaler.scale != 1.0 else ():
             gradient = self._gathered.find(name)
             if gradient is not None:
@@ -64,36 +61,43 @@ class StepGradients:
             self._shown.clear()
 
     def drop(self, gathered: bool) -> None:
-        """Drops all; `gathered`: some wait for their update."""
+        """Drop all; `gathered`: some wait for their update."""
         if gathered:
             self._gathered.drop(self._store.parameters)
         self._own.take(self._store.parameters)
 
-    def step_passed(self) -> None:
-        """An optimizer step is over."""
+    def finish_step(self) -> None:
+        """Note the gradients that the step which is over has used."""
         self._stepped = set().union(*(sums.take_came() for sums in self._sums))
 
-    def take_others(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """What has gathered for parameters that the optimizer does not have, and takes it from there."""
+    # ---- optimizer.step() and optimizer.zero_grad() by hand
+
+    def are_on_parameters(self) -> bool:
+        """Return whether the user's own backward passes have left some on the optimizer's parameters."""
         assert self._optimizer is not None
-        taken = []
+        return self._own.are_there(self._optimizer.trained)
+
+    def pop_unmanaged(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Remove and return the gradients of parameters that the optimizer does not have."""
+        assert self._optimizer is not None
+        popped = []
         for parameter in (p for name, p in self._store.parameters.items() if not self._optimizer.trains(name)):
             gradient = parameter.grad if parameter.requires_grad else None
             if gradient is not None:
-                taken.append((parameter, gradient.to("cpu", parameter.dtype, copy=True)))
+                popped.append((parameter, gradient.to("cpu", parameter.dtype, copy=True)))
                 parameter.grad = None
-        return taken
+        return popped
 
-    def note_used(self, others: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """The last step, by hand, has used those of the optimizer's parameters; `others` stay, for another one to step."""
+    def note_used(self, unmanaged: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Note that the last step, by hand, has used the optimizer's, and put `unmanaged` back for another optimizer."""
         assert self._optimizer is not None
         with ungated():
             self.used.add(name for name in self._optimizer.trained if name in self._stepped)
-        for parameter, gradient in others:
+        for parameter, gradient in unmanaged:
             parameter.grad = gradient
 
     def zero_by_hand(self, set_to_none: bool) -> None:
-        """`optimizer.zero_grad()`, where the optimizer has masters in the place of the parameters."""
+        """Zero the gradients of parameters whose master the optimizer has in their place."""
         assert self._optimizer is not None
         for name in self._optimizer.trained:
             parameter = self._store.parameters[name]

@@ -121,6 +121,7 @@ class StepRecord:
             self._sent_bytes,
             self._planner.swaps,
             sum(self.traffic.between_devices.values()),
+            self._planner.advice,
         )
 
     def memory_report(self) -> MemoryReport:

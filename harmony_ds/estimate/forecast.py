@@ -11,9 +11,11 @@ from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.estimate.survey import Survey
 from harmony_ds.profiler.costs import CostTable
+from harmony_ds.profiler.hardware import UpdateCost
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.host_room import waiting_of
+from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan
@@ -22,8 +24,6 @@ from harmony_ds.scheduler.simulate import Prediction, simulate
 from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
 
-_MASTER_BYTES = 4
-_STATE_BYTES = 4
 STREAM_NAMES = {
     COMPUTE: "compute",
     SWAP_IN: "swapping in",
@@ -45,13 +45,13 @@ class Situation:
     """A survey, and what a step is judged by.
 
     Attributes:
-        states: fp32 numbers per trainable parameter that the optimizer keeps.
+        update: what the optimizer keeps and moves for each trainable parameter.
         host_budget_bytes: host memory (None: not known).
         items: what a micro-batch holds, tokens or samples.
     """
 
     survey: Survey
-    states: int
+    update: UpdateCost
     host_budget_bytes: int | None
     items: int
 
@@ -165,11 +165,12 @@ def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
 def _state_bytes(situation: Situation) -> dict[str, int]:
     """What is there whatever the plan is."""
     weight, parameters = situation.survey.element.weight, situation.survey.graph.parameters
+    update = situation.update
     elements = sum(spec.numel for spec in parameters if spec.trainable)
     return {
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
-        "masters": 0 if weight == _MASTER_BYTES else _MASTER_BYTES * elements,
-        "optimizer": _STATE_BYTES * situation.states * elements,
+        "masters": update.master_bytes * elements if update.copy_bytes else 0,
+        "optimizer": update.state_bytes * update.states * elements,
     }
 
 
@@ -184,6 +185,14 @@ def smallest_peak_bytes(survey: Survey) -> int:
     packing = packer.packing(uniform_bounds(len(survey.graph.calls), request.settings.pack_layers or 1))
     policy = replace(request.policy, prefetch=early, stash_on_host=away)
     return make_plan(packing, survey.costs, request, policy).peak_bytes
+
+
+def joining(survey: Survey, now: Choice) -> Advice | None:
+    """Return joined layer calls that would be much faster than `now`, where the ds_config keeps single ones."""
+    if survey.request.settings.micro_batch != "config" or not survey.may_join:
+        return None
+    joined = JoinedCosts(survey.graph, survey.costs, survey.profile.machine, survey.element)
+    return advise(now, survey.profile.tables[-1][0], survey.request, joined)
 
 
 def changes(situation: Situation, now: Forecast) -> tuple[Change, ...]:
@@ -217,7 +226,7 @@ def _other_requests(situation: Situation, now: Forecast) -> Iterator[Change]:
         quick = forecast(replace(situation, survey=more))
         yield Change("twice the device memory", max(now.items_per_s, quick.items_per_s))
     twice = replace(request, micro_batches=2 * request.micro_batches)
-    what = f"twice the micro-batches ({twice.micro_batches})"
+    what = f"twice the micro-batches ({twice.micro_batches * twice.policy.together})"
     plan = make_plan(now.plan.packing, survey.costs, twice, now.plan.policy)
     if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:
         prediction = simulate(plan, survey.costs, survey.profile.machine)

@@ -8,11 +8,10 @@ values (how many tokens an expert gets) cannot be estimated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from harmony_ds.calls.intercept import Autocast
@@ -30,7 +29,7 @@ from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiler.profile import Machine, Profile
-from harmony_ds.profiler.roofline import on_meta
+from harmony_ds.profiler.roofline import RooflineClock, on_meta
 from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import ElementBytes
@@ -54,6 +53,7 @@ class Survey:
         costs: of the configured micro-batch, in the slices that its layer calls are cut into.
         element: bytes per element on the link.
         request: what the ds_config asks of a plan.
+        may_join: whether layer calls may take the rows of several micro-batches.
     """
 
     graph: LayerGraph
@@ -61,6 +61,7 @@ class Survey:
     costs: CostTable
     element: ElementBytes
     request: PlanRequest
+    may_join: bool = False
 
     def among(self, devices: int) -> Survey:
         """What each of so many such devices sees that train the model on one host, each with the same micro-batches."""
@@ -74,7 +75,7 @@ class Survey:
             exchange_bytes=buffer_bytes(request.budget_bytes),
         )
         profile = replace(self.profile, machine=self.profile.machine.among(devices))
-        return replace(self, profile=profile, request=request)
+        return replace(self, profile=profile, request=request, may_join=False)
 
 
 def estimate(model: nn.Module, inputs: Mapping[str, Any], config: Config, hardware: Hardware) -> Survey:
@@ -95,7 +96,7 @@ def estimate(model: nn.Module, inputs: Mapping[str, Any], config: Config, hardwa
         )
     machine = hardware.machine(update_cost(config))
     budget = config.harmony.budget_bytes or hardware.device_budget_bytes
-    return _sized(_on_meta(model, inputs, config, hardware.kernels(), (machine, budget)), config)
+    return _on_meta(model, inputs, config, hardware.kernels(), (machine, budget))
 
 
 def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Survey:
@@ -110,7 +111,7 @@ def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Surv
     device = assembly.parts.device
     try:
         moved = map_tensors(device.upload, dict(inputs))
-        return _sized(_see(assembly, model, moved, config, None), config)
+        return _see(assembly, model, moved, config, None)
     finally:
         assembly.destroy()
 
@@ -126,7 +127,7 @@ def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, pr
         ModelError: the model cannot be decomposed, or not run without data.
     """
     budget = config.harmony.budget_bytes or profile.machine.device_bytes
-    found = _on_meta(model, inputs, config, _NO_RATES, (profile.machine, budget))
+    found = _on_meta(model, inputs, config, None, (profile.machine, budget))
     Profile(profile.machine, profile.tables, _of_model(profile)).check(_of_model(found.profile))
     if profile.calls != found.graph.calls:
         raise ProfileError("the profile's layers are called in another order than this model's: profile again.")
@@ -138,7 +139,7 @@ def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, pr
     if not _of_several_sizes(profile):
         costs = profile.at(config.micro_batch)
         return replace(found, profile=replace(profile, tables=((config.micro_batch, costs),)), costs=costs)
-    return _sized(replace(found, profile=profile), config)
+    return _sized(replace(found, profile=profile), config.micro_batch)
 
 
 def _of_model(profile: Profile) -> dict[str, str]:
@@ -151,20 +152,30 @@ def update_cost(config: Config) -> UpdateCost:
     section = config.optimizer
     states = 2 if section is None else state_numbers(section.type, section.params)
     states = 2 if states is None else states  # taken for Adam-like
-    mixed = config.compute_dtype != torch.float32
-    return UpdateCost(states, config.accumulation_dtype.itemsize, config.compute_dtype.itemsize if mixed else 0)
+    master, copied = config.master_dtype.itemsize, config.compute_dtype != config.master_dtype
+    copy = config.compute_dtype.itemsize if copied else 0
+    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, config.state_dtype.itemsize)
 
 
 def _on_meta(
-    model: nn.Module, inputs: Mapping[str, Any], config: Config, rates: KernelRates, target: tuple[Machine, int | None]
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    config: Config,
+    rates: KernelRates | None,
+    target: tuple[Machine, int | None],
 ) -> Survey:
-    """`target`: the machine, and what may be used of its device's memory."""
+    """Survey a model on the meta device.
+
+    Args:
+        rates: that times are computed with (None: times are known from elsewhere).
+        target: the machine, and what may be used of its device's memory.
+    """
     machine, budget = target
-    with on_meta(rates) as clock:
-        device = _meta_devices(config, lambda: clock.ms, budget, "cuda" if machine.copies_overlap else "cpu")
+    with on_meta(rates or _NO_RATES) as clock:
+        device = _meta_devices(config, clock, budget, "cuda" if machine.copies_overlap else "cpu")
         assembly = assemble(model, _bare(config), None, None, device)
         try:
-            return _see(assembly, model, inputs, config, machine)
+            return _see(assembly, model, inputs, config, machine, ranks_sizes=rates is not None)
         except DoesNotFitError:
             raise
         except (NotImplementedError, RuntimeError) as error:
@@ -173,13 +184,13 @@ def _on_meta(
             assembly.destroy()
 
 
-def _meta_devices(config: Config, clock_ms: Callable[[], float], budget: int | None, steps_as: str) -> Device:
-    """As many as are wanted."""
+def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, steps_as: str) -> Device:
+    """Return as many as are wanted."""
     wanted = config.harmony.devices
     if wanted == "all":
         raise ConfigError('harmony.devices is "all", and the machine is only described: say how many (--devices).')
     count = len(wanted) if isinstance(wanted, tuple) else int(wanted)
-    made = [MetaDevice(clock_ms, budget, steps_as) for _ in range(count)]
+    made = [MetaDevice(lambda: clock.ms, lambda: clock.issued_ms, budget, steps_as) for _ in range(count)]
     return made[0] if count == 1 else DeviceGroup(made)
 
 
@@ -194,9 +205,19 @@ def _bare(config: Config) -> Config:
 
 
 def _see(
-    assembly: Assembly, model: nn.Module, inputs: Mapping[str, Any], config: Config, machine: Machine | None
+    assembly: Assembly,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    config: Config,
+    machine: Machine | None,
+    ranks_sizes: bool = True,
 ) -> Survey:
-    """What one micro-batch shows. `machine`: its rates, if they need not be measured."""
+    """Survey a model with one micro-batch.
+
+    Args:
+        machine: its rates, if they need not be measured.
+        ranks_sizes: whether sizes of layer calls are chosen where the ds_config leaves them open.
+    """
     planner = assembly.runner.planner
     measuring, wanted = planner.measuring, planner.wanted_sizes
     measuring.machine = machine
@@ -209,21 +230,31 @@ def _see(
 
     sample = Sample(dict(inputs), call, loss_of, seed=0)
     sizes, profile = planner.joined(sample) or (wanted or WHOLE, measuring.profile(sample, wanted))
+    costs = profile.tables[-1][1]
+    if ranks_sizes and wanted is None:
+        try:
+            sizes, costs = next(planner.ranked(sample, profile))
+        except DoesNotFitError:
+            sizes, costs = _smallest(profile, sample.rows)
     graph = planner.graph_with(profile.calls)
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
     request = planner.request(graph, config.gradient_accumulation_steps, sizes)
-    return Survey(graph, profile, profile.tables[-1][1], element, request)
+    return Survey(graph, profile, costs, element, request, planner.may_join)
 
 
 def _of_several_sizes(profile: Profile) -> bool:
     return profile.key.get("pieces") == SEVERAL
 
 
-def _sized(survey: Survey, config: Config) -> Survey:
-    """Where the search may choose: with the sizes of slices of the fastest plan; of the smallest if nothing fits."""
-    profile, rows = survey.profile, config.micro_batch
-    if not _of_several_sizes(profile):
-        return survey
+def _smallest(profile: Profile, rows: int) -> tuple[Sizes, CostTable]:
+    """Return the smallest slices, and their costs."""
+    sizes = Sizes(profile.tables[0][0], profile.tables[0][0])
+    return sizes, combined(profile, sizes, rows)
+
+
+def _sized(survey: Survey, rows: int) -> Survey:
+    """Return the survey with the slices of the fastest plan; with the smallest if nothing fits."""
+    profile = survey.profile
 
     def with_sizes(sizes: Sizes) -> Survey:
         policy = replace(survey.request.policy, forward_rows=sizes.forward, backward_rows=sizes.backward)
@@ -237,5 +268,4 @@ def _sized(survey: Survey, config: Config) -> Survey:
     try:
         return with_sizes(rank_sizes(profile, rows, choose)[0])
     except DoesNotFitError:
-        smallest = profile.tables[0][0]
-        return with_sizes(Sizes(smallest, smallest))
+        return with_sizes(_smallest(profile, rows)[0])

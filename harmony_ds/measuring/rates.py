@@ -119,8 +119,9 @@ def _device_bytes_per_ms(device: Device) -> tuple[float, float, float]:
 def _update_of(optimizer: HostOptimizer | None, weight_dtype: torch.dtype, elements: int) -> Callable[[], None]:
     """What the update thread does for one parameter, on memory of its own."""
     shape = _SCRATCH_ROWS, elements // _SCRATCH_ROWS  # a matrix: some, as Muon, take nothing else
-    master, gradient = nn.Parameter(torch.zeros(shape)), torch.full(shape, 1e-3)
-    weight = None if weight_dtype == torch.float32 else torch.zeros(shape, dtype=weight_dtype)
+    dtype = torch.float32 if optimizer is None else optimizer.master_dtype
+    master, gradient = nn.Parameter(torch.zeros(shape, dtype=dtype)), torch.full(shape, 1e-3, dtype=dtype)
+    weight = None if weight_dtype == dtype else torch.zeros(shape, dtype=weight_dtype)
     scratch = None if optimizer is None else optimizer.for_scratch(master)
 
     @torch.no_grad()

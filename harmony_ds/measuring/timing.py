@@ -7,7 +7,6 @@ structure share what was measured of them; only the first few are propagated bac
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -93,7 +92,7 @@ class Timing(Passes):
         self._structures.append(structure)
         enough = self._structures.count(structure) > _BACKWARD_SAMPLES
         self._lap()
-        begin = time.perf_counter()
+        begin = self._device.issued_ms()
         outputs, call = self._record(request, copy)
         self._issued(structure, "issue", begin)
         self._take(structure, "forward")
@@ -104,7 +103,7 @@ class Timing(Passes):
             return outputs
         with self._made_up_gradients(call):
             self._lap()
-            begin = time.perf_counter()
+            begin = self._device.issued_ms()
             if call.slicing is None and keeps_graphs:
                 calls.recompute(call, copy.leaves, replay)
                 self._take(structure, "again")
@@ -127,7 +126,7 @@ class Timing(Passes):
     def _issued(self, structure: Structure, what: str, begin: float) -> None:
         """What the host took until now, if the device may still compute."""
         if self._device.copies_overlap:
-            self._samples[structure, what].append((time.perf_counter() - begin) * 1e3)
+            self._samples[structure, what].append(self._device.issued_ms() - begin)
 
     def _take(self, structure: Structure, what: str) -> None:
         self._samples[structure, what].append(self._lap())

@@ -52,6 +52,8 @@ class DeviceOptimizer:
         """Why this optimizer cannot step anything on the device, if so."""
         if self._host.steps_whole:
             return f"the step of {type(self._host.optimizer).__name__} has to be called as a whole"
+        if self._host.master_dtype != torch.float32:
+            return f"masters are {self._host.master_dtype} (bf16.bf16_master_weights_and_grads)"
         if not self._kind:
             return (
                 f"what {type(self._host.optimizer).__name__} takes is not known (of Adam, AdamW, SGD and Adagrad it is)"

@@ -16,6 +16,9 @@ _ALONE = Alone()
 class GradientSums(ABC):
     """By parameter, what packs have gathered for it. Knows who holds the parts, and no thread."""
 
+    master_dtype = torch.float32
+    """Of the parameters that an optimizer steps, and of the gradients that it takes."""
+
     def __init__(self, trains: Callable[[str], bool], world: Alone = _ALONE) -> None:
         """`trains`: whether the optimizer has a parameter; `world`: whose gradients they are."""
         self._trains = trains
@@ -50,7 +53,7 @@ class GradientSums(ABC):
         return self.world.measured(total)
 
     def for_update(self, names: Iterable[str], coefficient: Tensor | None, measured: bool) -> dict[str, Tensor]:
-        """The gradients of `names` as an optimizer takes them, in fp32.
+        """The gradients of `names` as an optimizer takes them, in the masters' dtype.
 
         Args:
             coefficient: what they are multiplied with (on the host, 0-dim).
@@ -58,7 +61,7 @@ class GradientSums(ABC):
         """
         gradients: dict[str, Tensor] = {}
         for name, total in self._trained(names):
-            gradient = total.to(torch.float32)
+            gradient = total.to(self.master_dtype)
             if not measured:
                 self.norms[name] = self._norm_of(name, gradient)
             gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient.item())

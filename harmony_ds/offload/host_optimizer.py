@@ -25,7 +25,6 @@ from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.native import gil_free_op, native_of
 from harmony_ds.offload.watched_state import WatchedState, plain
 
-_NUMBER_BYTES = 4
 _KNOWN = ("torch", "deepspeed", "harmony_ds")
 Hyper = tuple[dict[str, Any], ...]
 """The hyper-parameters of every parameter group at one moment, without their parameters."""
@@ -55,9 +54,6 @@ class HostOptimizer:
         self._stepped = {name: nn.Parameter(masters[name].detach()) for name in apart}
         self._group_of = _groups(optimizer, names)
         self._members = _members(optimizer)
-        self.own_step: Callable[[], Any] | None = None
-        """A `step` that the user has put on the optimizer object: it is the update, as a whole."""
-        self.is_stepping_whole = False
         self.native = native_of(optimizer) is not None
         self._lock = threading.Lock()  # DeepSpeed's compiled object keeps the hyper-parameters of a call in itself
         self.part = part_of(optimizer)
@@ -70,7 +66,7 @@ class HostOptimizer:
     def steps_whole(self) -> bool:
         """Whether the optimizer's own `step` has to be called, once and with all gradients there."""
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
-        return self.own_step is not None or not _is_elementwise(self.optimizer) or any(hooks)
+        return not _is_elementwise(self.optimizer) or any(hooks)
 
     def step_whole(self, gradients: Mapping[str, Tensor], follow: Callable[[], None]) -> None:
         """Calls the optimizer's own `step`, hooks included, with `gradients` on its parameters.
@@ -92,14 +88,9 @@ class HostOptimizer:
         with ungated():
             for name, gradient in gradients.items():
                 self._masters[name].grad = gradient.to(self._masters[name].dtype)
-        self.is_stepping_whole = True
         try:
-            if self.own_step is not None:
-                self.own_step()
-            else:
-                type(self.optimizer).step(self.optimizer)
+            type(self.optimizer).step(self.optimizer)
         finally:
-            self.is_stepping_whole = False
             hook.remove()
             follow_once()
             with ungated():
@@ -189,7 +180,7 @@ class HostOptimizer:
             )
 
     def step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
-        """Steps the masters of `gradients` (fp32, host) once."""
+        """Step the masters of `gradients` (of the masters' dtype, host) once."""
         with ungated():
             self._step(gradients, hyper)
 
@@ -245,6 +236,11 @@ class HostOptimizer:
         scratch.param_groups = [{**self.hyper()[0], "params": [master]}]
         return scratch
 
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of the parameters that it steps, and of the gradients that it takes."""
+        return next((master.dtype for master in self._masters.values()), torch.float32)
+
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state tensors."""
         states = list(plain(self.optimizer.state).values())
@@ -254,7 +250,9 @@ class HostOptimizer:
     def coming_bytes(self) -> int:
         """Bytes of state that it is still to make, at the first updates; 0 where nothing is known of it."""
         numbers = state_numbers(type(self.optimizer).__name__, self.optimizer.defaults) or 0
-        return max(0, _NUMBER_BYTES * numbers * self.trained_elements - self.state_bytes())
+        wide = getattr(self.optimizer, "fp32_optimizer_states", False)
+        dtype = torch.float32 if wide else self.master_dtype
+        return max(0, dtype.itemsize * numbers * self.trained_elements - self.state_bytes())
 
 
 def part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -2,10 +2,11 @@
 
 What enters is a decomposed model, whose parameters become views into the slabs (they stay full-shape host tensors that
 anyone can read). In mixed precision the slabs hold the compute dtype, and every trainable parameter has a master in
-fp32 beside it; in fp32 the parameter is its own master.
+fp32 beside it; where masters have the compute dtype, the parameter is its own master.
 
-    fp32         parameter = slab view = master                          4 bytes per parameter
-    bf16, fp16   parameter = slab view (2), master (4)                   6 bytes per trainable parameter
+    fp32              parameter = slab view = master                     4 bytes per parameter
+    bf16, fp16        parameter = slab view (2), master (4)              6 bytes per trainable parameter
+    16-bit masters    parameter = slab view = master                     2 bytes per parameter
 
 A model whose weights are a mapped file is read once, layer by layer; its pages go when the system wants memory.
 """
@@ -45,13 +46,19 @@ class HostStore:
     """Owns the slabs and the masters of a model's parameters."""
 
     def __init__(
-        self, model: nn.Module, decomposition: Decomposition, dtype: torch.dtype, device: Device, world: Alone = _ALONE
+        self,
+        model: nn.Module,
+        decomposition: Decomposition,
+        dtype: torch.dtype,
+        device: Device,
+        world: Alone = _ALONE,
+        master_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Moves `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
+        """Move `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
 
-        Where several processes share the slabs, their values are those of the first.
+        Where several processes share the slabs, their values are those of the first. `master_dtype` is fp32 or `dtype`.
         """
-        self.dtype = dtype
+        self.dtype, self.master_dtype = dtype, master_dtype
         self._world = world
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
@@ -93,16 +100,16 @@ class HostStore:
         return freed_bytes
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        if self.dtype == torch.float32:
+        if self.dtype == self.master_dtype:
             return parameter
-        master = self._world.empty(parameter, torch.float32)
+        master = self._world.empty(parameter, self.master_dtype)
         if self._world.leads:
             master.copy_(parameter.detach())
         return nn.Parameter(master, requires_grad=True)
 
     def memory(self) -> list[Tensor]:
         """Of all weights and masters, each once."""
-        own = [] if self.dtype == torch.float32 else [master.detach() for master in self.masters.values()]
+        own = [] if self.dtype == self.master_dtype else [master.detach() for master in self.masters.values()]
         return [*self._slabs, *own]
 
     def weight(self, name: str) -> Tensor:

@@ -88,8 +88,12 @@ class GilFreeOp:
 
     def _update(self, *given: Any) -> None:
         numbers, tensors = given[: self._numbers], given[self._numbers :]
-        # It takes another dtype for its own and skips what is not contiguous; what it raises ends the process.
-        assert all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors)
+        # It takes gradients of another dtype for its own and skips what is not contiguous; what it raises ends the process.
+        weight, gradient, *states = tensors
+        assert weight.dtype is gradient.dtype and all(tensor.is_contiguous() for tensor in tensors)
+        assert {state.dtype for state in states} <= {torch.float32} or {state.dtype for state in states} == {
+            weight.dtype
+        }
         if self._counts_powers:
             # DeepSpeed's Adam multiplies the powers of its betas up from step to step, and computes them anew after a jump
             # to another step, which rounds differently: what a step does would depend on when the process began. So it is

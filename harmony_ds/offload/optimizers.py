@@ -5,19 +5,21 @@ Parameters of the model go in, their masters come to lie in the optimizer's para
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from harmony_ds.config import Section
+from harmony_ds.config import Config, Section
 from harmony_ds.config.hints import check_params, nearest
 from harmony_ds.config.optimizers import named
 from harmony_ds.errors import ConfigError, OptimizerError
 from harmony_ds.offload.device_optimizer import stand_in_of
-from harmony_ds.offload.native import make_native
+from harmony_ds.offload.native import make_native, native_of
 
 ParameterGroups = Iterable[Any]
 _HOOKS = tuple(
@@ -101,6 +103,33 @@ def build_optimizer(
         return _by_name(section, groups)
     except TypeError as error:
         raise ConfigError(f'optimizer "{section.type}" does not take these params: {error}') from None
+
+
+def with_state_dtype(config: Config) -> Section | None:
+    """Return the block of the optimizer, which keeps its state as `config` says: "bf16_optimizer_states" goes first."""
+    section = config.optimizer
+    row = None if section is None else named(section.type)
+    if section is None or row is None or row.native is None or config.state_dtype == torch.float32:
+        return section
+    return replace(section, params={**section.params, "fp32_optimizer_states": False})
+
+
+def check_dtypes(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    """Raise OptimizerError if `optimizer` does not step masters of `master_dtype` with state of `state_dtype`."""
+    if master_dtype == torch.float32 or all(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+        return
+    name, key = type(optimizer).__name__, "bf16.bf16_master_weights_and_grads"
+    if native_of(optimizer) is None:
+        raise OptimizerError(
+            f"{key} needs an optimizer of DeepSpeed's for the host (Adam, AdamW, Adagrad or Lion in the ds_config, without "
+            f'"torch_adam"), as in DeepSpeed; this is {name}.'
+        )
+    wide = bool(getattr(optimizer, "fp32_optimizer_states", False))
+    if wide != (state_dtype == torch.float32):
+        raise OptimizerError(
+            f"bf16.bf16_optimizer_states is {json.dumps(state_dtype != torch.float32)}, and {name} was made with "
+            f"fp32_optimizer_states={wide}: let both say the same."
+        )
 
 
 def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

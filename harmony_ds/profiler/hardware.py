@@ -111,19 +111,23 @@ class UpdateCost:
     """What updating one parameter costs in memory traffic.
 
     Attributes:
-        states: fp32 numbers that the optimizer keeps per parameter (2 for Adam).
+        states: numbers that the optimizer keeps per parameter (2 for Adam).
         gradient_bytes: of one element of the gradient, as it arrives.
-        copy_bytes: of one element of the compute-dtype copy that is written beside the fp32 master; 0 without one.
+        copy_bytes: of one element of the compute-dtype copy that is written beside the master; 0 without one.
+        master_bytes, state_bytes: of one element of the master, and of one of those numbers.
     """
 
     states: int
     gradient_bytes: int
     copy_bytes: int
+    master_bytes: int = 4
+    state_bytes: int = 4
 
     @property
     def bytes_per_element(self) -> float:
         """Gradient read; master and states read and written; copy written. Adam in mixed precision: 4 + 24 + 2 = 30."""
-        return self.gradient_bytes + 8.0 * (1 + self.states) + self.copy_bytes
+        kept = self.master_bytes + self.states * self.state_bytes
+        return self.gradient_bytes + 2.0 * kept + self.copy_bytes
 
 
 @dataclass(frozen=True, slots=True)

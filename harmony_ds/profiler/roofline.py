@@ -66,13 +66,14 @@ class RooflineClock(Watching):
     """Counts what every operation issued inside the context would take.
 
     Attributes:
-        ms, flops: so far.
+        ms, issued_ms, flops: so far.
     """
 
     def __init__(self, rates: KernelRates) -> None:
         super().__init__()
         self._rates = rates
         self.ms = 0.0
+        self.issued_ms = 0.0
         self.flops = 0
 
     def __torch_dispatch__(
@@ -110,6 +111,7 @@ class RooflineClock(Watching):
             peak = rates.half_flops_per_ms if half else rates.fp32_flops_per_ms
             time = max(time, flops / (peak * share))
         self.ms += time
+        self.issued_ms += rates.kernel_ms
 
 
 @contextmanager

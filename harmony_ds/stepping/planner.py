@@ -27,6 +27,7 @@ from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
+from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
@@ -86,6 +87,8 @@ class Planner:
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
         self.choices: tuple[Choice, ...] = ()
         """The plan and the next best ones, with what was predicted of them."""
+        self.advice: Advice | None = None
+        """Joined layer calls that are predicted to be faster, where the ds_config keeps single ones."""
         path = None if config.harmony.profile is None else Path(config.harmony.profile)
         dtypes = f"{parts.residency.dtype}, gradients of {self._element.gradient} bytes"
         if config.autocast_dtype is not None:
@@ -142,6 +145,17 @@ class Planner:
         if wanted is not None:
             yield wanted, profile.tables[0][1]
             return
+        yield from self.ranked(sample, profile)
+
+    def ranked(self, sample: Sample, profile: Profile) -> Iterator[tuple[Sizes, CostTable]]:
+        """Yield sizes of layer calls below and above the micro-batch with their costs, those of the fastest plan first.
+
+        Args:
+            profile: of `sample` in slices of several sizes.
+
+        Raises:
+            DoesNotFitError: none fits.
+        """
         graph = self.graph_with(profile.calls)
 
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
@@ -153,7 +167,7 @@ class Planner:
             in_slices = rank_sizes(profile, sample.rows, choose)
         except DoesNotFitError as error:
             failure = error
-        if in_slices and self._may_join:
+        if in_slices and self.may_join:
             self._see_alone(sample)
             one_by_one = choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
             for table in self._faster_sets(sample, one_by_one, choose):
@@ -167,7 +181,7 @@ class Planner:
     def joined(self, sample: Sample) -> tuple[Sizes, Profile] | None:
         """Slices, and costs, of as many micro-batches as make the larger of the sizes that are configured; None: of one."""
         wanted = self.wanted_sizes
-        if wanted is None or not self._may_join or max(wanted.forward, wanted.backward) <= sample.rows:
+        if wanted is None or not self.may_join or max(wanted.forward, wanted.backward) <= sample.rows:
             return None
         together = min(-(-max(wanted.forward, wanted.backward) // sample.rows), self._group_size)
         asked = (wanted.forward, wanted.backward)
@@ -176,7 +190,7 @@ class Planner:
         return sizes, self._of_set(sample, together, sizes)
 
     @property
-    def _may_join(self) -> bool:
+    def may_join(self) -> bool:
         """Whether layer calls may take the rows of several micro-batches at once."""
         alone = self._parts.world.size == 1
         return alone and self._settings.grouping and self._group_size > 1 and not self._parts.joins.are_off
@@ -230,12 +244,29 @@ class Planner:
             except DoesNotFitError as error:
                 failure = error
                 continue
+            if self._costs is None:
+                self.advice = self._advise(graph, table, sample.rows)
             moved = positions_of(self.graph.calls, table.calls)
             self._costs, self.graph, self.rows = table, graph, self.measuring.rows(sizes)
             self._plans.clear()
             return moved
         assert failure is not None
         raise failure
+
+    def _advise(self, graph: LayerGraph, costs: CostTable, rows: int) -> Advice | None:
+        """Return joined calls that would be much faster than the plan, and log them, once for all processes."""
+        if self.wanted_sizes != WHOLE or self._saved is not None or not self.may_join:
+            return None
+        joined = JoinedCosts(graph, costs, self._machine(), self._element)
+        request = self.request(graph, self._group_size)
+
+        def found() -> Advice | None:
+            advice = advise(self.choices[0], rows, request, joined)
+            if advice is not None:
+                _logger.warning("%s", advice)
+            return advice
+
+        return self._parts.world.first("advice", found)
 
     def graph_with(self, calls: tuple[int, ...]) -> LayerGraph:
         """What is known of the model, now that it has been seen to make these calls."""

@@ -1,9 +1,11 @@
-"""The bench: what is compared is the same task; nothing measured is lost; who computes something else is seen."""
+"""The bench: all engines get the same task, nothing measured is lost, and different losses are noticed."""
 
 from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,17 @@ import torch
 from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import AS_IT_IS, ablated, equal_results
 from harmony_ds.bench.child import Server, copied_bytes, merged
-from harmony_ds.bench.engines.deepspeed import ZEROS
-from harmony_ds.bench.page import write_page
-from harmony_ds.bench.peak import gpu_named
+from harmony_ds.bench.figure import draw
+from harmony_ds.bench.processes import ChildFailedError
+from harmony_ds.bench.report import report
 from harmony_ds.bench.results import Contestant, Results, Row
 from harmony_ds.bench.run import Rounds, begin, best_micro_batch, run
 from harmony_ds.bench.summary import losses_agree, summarize
-from harmony_ds.bench.table import report
-from harmony_ds.bench.workload import Workload, model_flops
+from harmony_ds.bench.workload import Workload
 from harmony_ds.errors import BatchError, ConfigError
-from harmony_ds.profiler.hardware import known_hardware
 from tests.cli.shell import run as shell
 
+ROOT = Path(__file__).parents[2]
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,
@@ -83,20 +84,7 @@ def test_dropout_is_off(task: Workload) -> None:
     )
 
 
-def test_model_flops_are_three_forward_passes(task: Workload) -> None:
-    rows, hidden, inner, vocabulary, length = 8, 16, 24, 61, 16
-    products = 3 * (4 * hidden**2 + 3 * hidden * inner) + hidden * vocabulary
-    attention = 3 * length * hidden  # scores and values of each token with, on average, half of all
-    forward = 2 * rows * length * (products + attention)
-    assert model_flops(task) == 3 * forward
-
-
 # ---- engines
-
-
-@pytest.mark.parametrize("name", ["fsdp2-offload", "roundpipe", "deepspeed-super-offload", "deepspeed-zenflow"])
-def test_what_needs_cuda_says_so(task: Workload, name: str) -> None:
-    assert engines.adapter(name).unavailable(task) == "it needs a CUDA device"
 
 
 def test_an_optimizer_that_an_engine_does_not_know_is_its_reason(model: str) -> None:
@@ -105,13 +93,19 @@ def test_an_optimizer_that_an_engine_does_not_know_is_its_reason(model: str) -> 
     assert "Adam or AdamW, and the ds_config's is Lion" in str(engines.adapter("torch").unavailable(lion))
 
 
-@pytest.mark.parametrize("name", ["deepspeed-zero2-offload", "deepspeed-zero3-offload"])
-def test_zero_traffic_formulas_for_one_micro_batch(task: Workload, name: str) -> None:
-    count = sum(p.numel() for p in task.subject.model.parameters())
-    moved = ZEROS[name].traffic(task.cut(8))
-    weights = 1 if "zero2" in name else 2
-    assert moved["host_to_device"]["weights"] == weights * 4 * count
-    assert moved["device_to_host"]["gradients"] == (4 if "zero2" in name else 8) * count
+def test_an_engine_of_another_module_is_found_by_its_path() -> None:
+    assert engines.adapter("harmony_ds.bench.engines.torch:torch") is engines.adapter("torch")
+    with pytest.raises(ConfigError, match='"no_module:engine" cannot be imported'):
+        engines.adapter("no_module:engine")
+    with pytest.raises(ConfigError, match="did you mean torch"):
+        engines.adapter("harmony_ds.bench.engines.torch:torhc")
+
+
+def test_deepspeeds_copies_are_those_of_the_formulas() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "zero3_traffic" / "run.py"), "--check", "--accumulation", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.count("counted") == 4  # two stages in two dtypes
 
 
 def test_copies_are_summed_by_direction() -> None:
@@ -125,29 +119,14 @@ def test_copies_are_summed_by_direction() -> None:
     assert copied_bytes(events) == {"host_to_device": 15, "device_to_host": 3}
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L40S", "l40s"), ("NVIDIA L4", "l4"), ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("Tesla K80", None),
-    ],
-)  # fmt: skip
-def test_a_gpu_is_known_by_the_name_that_cuda_gives_it(name: str, known: str | None) -> None:
-    found = gpu_named(name, known_hardware().gpus.values())
-    assert (None if found is None else found.name) == known
-
-
 # ---- results
 
 
 def results_of(task: Workload, **rows: Row) -> Results:
     results = Results({"steps": 1, "warmup_steps": 1, "contestants": {}}, {"cpu": "one", "gpu": None})
-    results.peak_tflops = (1e-3, "a guess")
     for label, row in rows.items():
         results.rows[label] = row
         results.items_per_step[label] = 128
-        results.flops_per_step[label] = 10**8
     return results
 
 
@@ -169,53 +148,57 @@ def test_ratios_are_taken_round_by_round_and_losses_against_plain_torch(task: Wo
     assert other.losses_agree is False and other.loss_difference == pytest.approx(0.1)
     assert not losses_agree([harmony, torch_, other])
     assert other.items_per_s == pytest.approx(640)
-    assert other.utilization == pytest.approx(0.5)
 
 
-def test_out_of_memory_is_a_result(task: Workload, tmp_path: Path) -> None:
+def test_out_of_memory_is_a_result(task: Workload) -> None:
     failed = Row("torch", task.as_json(), error="OutOfMemoryError: CUDA out of memory.", out_of_memory=True)
     results = results_of(task, harmony=row(task, "harmony", [1.0], [1.0]), torch=failed)
     assert summarize(results)[1].status == "out of memory: OutOfMemoryError: CUDA out of memory."
-    write_page(results, tmp_path / "page.html")
-    assert "OutOfMemoryError" in (tmp_path / "page.html").read_text()
+    assert "torch: out of memory: OutOfMemoryError: CUDA out of memory." in report(results)
 
 
-def test_the_report_says_who_won_by_what_and_fits_a_terminal(task: Workload) -> None:
+def test_the_report_is_markdown_with_a_verdict(task: Workload) -> None:
+    zero3 = "deepspeed-zero3-offload"
     results = results_of(
         task,
         harmony=row(task, "harmony", [100.0, 90.0, 80.0], [2.0, 1.0]),
         torch=row(task, "torch", [95.0, 90.0, 85.0], [2.0, 1.0]),
-        **{
-            "deepspeed-zero3-offload, uncapped | 128 tokens": row(
-                task, "deepspeed-zero3-offload", [200.0] * 3, [2.0, 1.0]
-            )
-        },
+        **{f"{zero3} | 128 tokens": row(task.cut(8), zero3, [200.0] * 3, [2.0, 1.0])},
     )
     results.rows["torch-checkpoint"] = Row("torch-checkpoint", task.as_json(), error="E: " + "x " * 90)
     results.items_per_step["torch-checkpoint"] = 128
-    text = report(results, summarize(results))
+    results.sweeps[f"{zero3} | 128 tokens"] = {"4": {"step_ms": 210.0}, "8": {"step_ms": 200.0}}
+    text = report(results, Path("b/figure.png"))
     plain = " ".join(text.split())
+    tables = [line for line in text.splitlines() if line.startswith("|")]
 
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(len(line) for line in text.splitlines() if not line.startswith(("|", "!"))) <= 80
     assert "4 micro-batches of 2 rows, 128 tokens a step; computed in fp32, gradients summed in fp32" in plain
     assert "device memory capped at 0.001 GiB, kept by harmony alone" in plain
     assert "128 tokens a step: harmony is fastest, 90.0 ms." in plain
     assert "1.00 of torch's time (0.94 to 1.05: no clear winner)" in plain
-    assert "0.45 of deepspeed-zero3-offload, uncapped's time (0.40 to 0.50)" in plain
+    assert "0.45 of deepspeed-zero3-offload's time (0.40 to 0.50)" in plain
+    assert len(tables) == 2 * (2 + 3) and len({line.count("|") for line in tables[:5]}) == 1
+    assert [cell.strip() for cell in tables[4].split("|")[1:4]] == [f"{zero3} / 128 tokens", "1 x 8 (best)", "200.0"]
+    assert "micro-batches tried: 4 rows: 210 ms, 8 rows: 200 ms." in plain
+    assert text.endswith("![throughput, memory and bytes of a step](figure.png)")
 
 
-def test_a_curve_has_a_line_for_each_engine_and_its_best_micro_batch(task: Workload, tmp_path: Path) -> None:
-    rows = {}
-    for tokens in (64, 128):
-        for name in ("harmony", "torch", "torch, its best micro-batch"):
-            rows[f"{name} | {tokens} tokens"] = row(task, name.split(",")[0], [1.0], [1.0])
-    results = results_of(task, **rows)
-    results.items_per_step = {label: int(label.split()[-2]) for label in rows}
-    write_page(results, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    throughput = page[page.index("<svg") : page.index("</svg>")]
-    assert throughput.count('id="legend') == 1
-    assert throughput.count("<!-- torch, its best micro-batch -->") == 1
+def test_a_figure_is_drawn_of_engines_a_curve_and_an_ablation(task: Workload, tmp_path: Path) -> None:
+    from PIL import Image
+
+    one = {name: row(task, name, [1.0], [1.0]) for name in ("harmony", "torch")}
+    curve = {f"{name} | {n} tokens": row(task, name, [1.0], [1.0]) for n in (64, 128) for name in ("harmony", "torch")}
+    ablation = {name: row(task, "harmony", [1.0], [1.0]) for name in ("harmony", "without prefetch")}
+    for number, rows in enumerate((one, curve, ablation)):
+        results = results_of(task, **rows)
+        if rows is curve:
+            results.items_per_step = {label: int(label.split()[-2]) for label in rows}
+        file = tmp_path / f"{number}.png"
+        assert draw(results, file)
+        with Image.open(file) as image:
+            assert len(image.convert("RGB").getcolors(2**24)) > 10
+    assert not draw(results_of(task, torch=Row("torch", task.as_json(), error="E")), tmp_path / "none.png")
 
 
 def test_results_are_saved_whole_and_read_back(task: Workload, tmp_path: Path) -> None:
@@ -246,11 +229,10 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     config.write_text(json.dumps(DS_CONFIG))
     output = tmp_path / "r.json"
     command = ["bench", model, "--ds-config", str(config), "--device", "cpu", "--device-memory-gib", "0.001",
-               "--engines", "harmony,torch,fsdp2-offload", "--rounds", "2", "--steps", "1", "--warmup-steps", "1",
+               "--engines", "harmony,torch", "--no-sweep", "--rounds", "2", "--steps", "1", "--warmup-steps", "1",
                "--output", str(output)]  # fmt: skip
     done = shell(*command, "--apart", "--limit-s", "1")
     assert done.exit_code == 0, done.output
-    assert "fsdp2-offload is left out: it needs a CUDA device" in done.output
     begun = Results.load(output)
     assert not begun.finished
     first = {label: dict(row.rounds) for label, row in begun.rows.items()}
@@ -264,9 +246,7 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     harmony, plain = summarize(finished)
     assert harmony.loss_difference is not None and harmony.loss_difference < 1e-6
     assert harmony.host_to_device and harmony.device_peak_bytes
-    page = output.with_suffix(".html").read_text()
-    assert page.count("<svg") >= 3
-    assert "http" not in page.replace("http://www.w3.org", "")  # but for the names of SVG's namespaces
+    assert "![" in output.with_suffix(".md").read_text() and output.with_suffix(".png").is_file()
     assert plain.engine == "torch"
 
 
@@ -274,9 +254,8 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     ("options", "message"),
     [
         (["--engines", "harmny"], 'there is no engine "harmny"; did you mean harmony'),
-        (["--engines", "fsdp2-offload"], "none of these engines can run here"),
+        (["--engines", "torch", "--processes", "2"], "none of these engines can run here"),
         (["--accumulation", "4,x"], '--accumulation is "4,x": give whole numbers'),
-        (["--device", "tpu"], '--device is "cpu" or "cuda", not "tpu"'),
         pytest.param(
             ["--device", "cuda"],
             "sees no CUDA device here: use --device cpu",
@@ -302,10 +281,10 @@ class Here:
     """An engine in this process: importing torch in one of its own takes longer than the steps."""
 
     def __init__(self, engine: str, task: Workload, core: int | None) -> None:
-        self._serve = lambda: Server(engine, task)
+        self.engine, self.task = engine, task
 
     def start(self) -> None:
-        server = self._serve()
+        server = Server(self.engine, self.task)
         self.ask = lambda method, *arguments: getattr(server, method)(*arguments)
 
     def __enter__(self) -> Here:
@@ -315,11 +294,67 @@ class Here:
         return None
 
 
-def test_the_best_micro_batch_is_looked_for_by_doubling(task: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_micro_batch_is_searched_by_doubling(task: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harmony_ds.bench.run.Child", Here)
-    best, found = best_micro_batch(Contestant("torch | 128 tokens", "torch", task.cut(4)), Rounds(), silent)
-    assert set(found) == {"4", "8"} and all(one["step_ms"] > 0 for one in found.values())
-    assert best is None or (best.task.micro_batch, best.label) == (8, "torch, its best micro-batch | 128 tokens")
+    one = Contestant("torch | 128 tokens", "torch", task.cut(4))
+    best, found = best_micro_batch(one, None, silent)
+    assert set(found) == {"4", "8"} and all(tried["step_ms"] > 0 for tried in found.values())
+    fastest = min(found, key=lambda rows: found[rows]["step_ms"])
+    assert (best.label, best.engine, best.task.micro_batch) == (one.label, "torch", int(fastest))
+
+
+class Scripted(Here):
+    """Steps that take the milliseconds of the script, by micro-batch; without one they are out of memory."""
+
+    script: dict[int, float]
+
+    def start(self) -> None:
+        rows = self.task.micro_batch
+        if rows not in self.script:
+            raise ChildFailedError("too large", out_of_memory=True)
+        self.ask = lambda *_: {"drained_ms": self.script[rows]}
+
+
+@pytest.mark.parametrize(
+    ("script", "tried", "best"),
+    [
+        ({1: 9.0, 2: 5.0, 4: 5.2, 8: 3.0}, {"1", "2", "4", "8"}, 8),  # hardly slower is no end
+        ({1: 9.0, 2: 5.0, 4: 7.0, 8: 3.0}, {"1", "2", "4"}, 2),
+        ({1: 9.0, 2: 5.0}, {"1", "2", "4"}, 2),
+        ({}, {"1"}, 1),
+    ],
+)
+def test_the_search_ends_where_steps_are_slower_or_memory_ends(
+    task: Workload, monkeypatch: pytest.MonkeyPatch, script: dict[int, float], tried: set[str], best: int
+) -> None:
+    monkeypatch.setattr("harmony_ds.bench.run.Child", Scripted)
+    monkeypatch.setattr(Scripted, "script", script, raising=False)
+    found, times = best_micro_batch(Contestant("x", "deepspeed-zero3-offload", task.cut(1)), None, silent)
+    assert set(times) == tried and found.task.micro_batch == best
+
+
+def test_other_engines_run_at_their_best_micro_batch_and_resume_with_it(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def best(contestant: Contestant, *_: Any) -> tuple[Contestant, dict[str, Any]]:
+        asked.append(contestant.label)
+        return replace(contestant, task=contestant.task.cut(8)), {"8": {"step_ms": 1.0}}
+
+    monkeypatch.setattr("harmony_ds.cli.bench.best_micro_batch", best)
+    config, output = tmp_path / "ds.json", tmp_path / "r.json"
+    config.write_text(json.dumps(DS_CONFIG))
+    command = ["bench", model, "--ds-config", str(config), "--device", "cpu", "--engines", "harmony,torch", "--apart",
+               "--rounds", "1", "--steps", "1", "--warmup-steps", "1", "--output", str(output)]  # fmt: skip
+    for more in (["--limit-s", "1"], ["--resume"]):
+        done = shell(*command, *more)
+        assert done.exit_code == 0, done.output
+    assert asked == ["torch"]
+    ours, theirs = Results.load(output).rows.values()
+    assert (ours.task["micro_batch"], theirs.task["micro_batch"]) == (2, 8)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert "1 x 8 (best)" in output.with_suffix(".md").read_text()
 
 
 # ---- ablation
@@ -352,7 +387,7 @@ def test_devices_take_the_micro_batches_of_a_step_in_turn(task: Workload) -> Non
         two.cut(8)
 
 
-def test_what_runs_on_one_device_is_left_out(task: Workload) -> None:
+def test_engines_of_one_device_are_left_out_of_a_comparison_of_several(task: Workload) -> None:
     two = replace(task, devices=2)
     assert "2 are asked for" in str(engines.adapter("torch").refusal(two))
     assert engines.adapter("torch").refusal(task) is None
@@ -376,7 +411,9 @@ def test_two_processes_are_compared_as_one_engine(model: str, tmp_path: Path, pl
         "--output",
         str(output),
     )
-    found = shell(*arguments, "--engines", "harmony,deepspeed-zero3-offload", "--rounds", "1", "--steps", "1")
+    found = shell(
+        *arguments, "--engines", "harmony,deepspeed-zero3-offload", "--no-sweep", "--rounds", "1", "--steps", "1"
+    )
 
     assert found.exit_code == 0, found.stdout + found.stderr
     assert "4 micro-batches of 2 rows on each of 2 devices" in " ".join(found.stdout.split())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from harmony_ds.cli import progress
 from harmony_ds.cli.app import run as run_app
 
-progress._LONG_S = 1e6  # on a machine that is busy, too, a command says what it says
+progress._LONG_S = 1e6  # no progress lines, however busy the machine is
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Result:
 
 
 def run(*arguments: str) -> Result:
-    """`harmony-ds` with `arguments`."""
+    """Run `harmony-ds` with `arguments`."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

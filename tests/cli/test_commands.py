@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 import harmony_ds
 from harmony_ds.cli import progress
-from harmony_ds.cli.app import COMMANDS, parameters_of
-from harmony_ds.cli.options import OPTIONS
+from harmony_ds.cli.app import COMMANDS
 from harmony_ds.estimate.subject import BatchShape, load_subject
 from harmony_ds.profiler.profile import Profile
 from tests.cli.shell import run
@@ -85,7 +84,7 @@ def test_the_version_is_the_packages() -> None:
         (("estimate", "x", "--acumulation", "3"), "there is no --acumulation here: did you mean --accumulation?"),
         (("--verison",), "did you mean --version?"),
         (("machines", "x"), '"x" is one argument too many'),
-        (("convert", "a", "b", "--to", "zero9"), 'there is no "zero9": harmony, deepspeed-zero2'),
+        (("convert", "a", "b", "--to", "zero9"), "invalid choice: 'zero9'"),
         (("estimat", "x"), "invalid choice: 'estimat'"),
     ],
     ids=str,
@@ -98,7 +97,7 @@ def test_a_wrong_command_line_says_what_is_wrong(arguments: tuple[str, ...], sai
     assert not found.stdout
 
 
-def test_who_has_read_enough_ends_the_command_quietly() -> None:
+def test_a_closed_pipe_ends_the_command_quietly() -> None:
     command = f"{sys.executable} -m harmony_ds.cli machines | head -n 1"
     found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=True)
 
@@ -106,16 +105,10 @@ def test_who_has_read_enough_ends_the_command_quietly() -> None:
     assert not found.stderr
 
 
-def test_options_are_in_their_table_and_the_table_holds_no_other() -> None:
-    used = {(name, one.name) for name, command in COMMANDS.items() for one in parameters_of(command)}
-
-    assert set(OPTIONS) <= {row for name, one in used for row in (one, f"{name}.{one}")}
-
-
 # ---- estimate
 
 
-def test_estimate_says_what_a_person_wants_to_know(tiny: str) -> None:
+def test_estimate_prints_fit_speed_and_bottleneck(tiny: str) -> None:
     found = run("estimate", tiny, "--no-advice")
 
     assert found.exit_code == 0
@@ -180,7 +173,7 @@ def test_a_pipeline_is_estimated_planned_and_drawn(tiny: str, tmp_path: Path) ->
     } <= busy
 
 
-def test_a_batch_that_devices_do_not_divide_is_said(tiny: str, tmp_path: Path) -> None:
+def test_a_batch_that_processes_do_not_divide_is_an_error(tiny: str, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}')
     assert run_json("estimate", tiny, "--ds-config", str(file), "--processes", "2", "--no-advice")["devices"] == 2
@@ -193,7 +186,7 @@ def test_the_sequence_is_the_models_longest(tiny: str) -> None:
     assert run_json("estimate", tiny, "--no-advice")["tokens_per_step"] == 64 * 16
 
 
-def test_a_model_that_does_not_fit_the_device_exits_with_3_and_says_what_would(tiny: str) -> None:
+def test_a_model_too_large_for_the_device_exits_with_3_and_names_ways_out(tiny: str) -> None:
     # A budget that holds two rows of 64 tokens, and not sixteen.
     arguments = ("estimate", tiny, "--micro-batch", "16", "--device-memory-gib", "0.002")
     found = run(*arguments)
@@ -207,9 +200,7 @@ def test_a_model_that_does_not_fit_the_device_exits_with_3_and_says_what_would(t
     assert any("--micro-batch" in way for way in data["lack"]["ways_out"])
 
 
-def test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the_same(
-    tiny: str, tmp_path: Path
-) -> None:
+def test_a_model_too_large_for_the_host_exits_with_3_and_is_forecast_all_the_same(tiny: str, tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "harmony": {"pack_layers": 1}}
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(config), encoding="utf-8")
@@ -224,7 +215,7 @@ def test_a_model_that_does_not_fit_the_host_exits_with_3_and_is_forecast_all_the
     assert "grad_accum_dtype" in ways and "gradient_clipping" in ways and "Lion" in ways
 
 
-def test_where_the_host_lacks_memory_a_stash_that_fits_the_device_is_a_way_out(tiny: str, tmp_path: Path) -> None:
+def test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory(tiny: str, tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "harmony": {"stash": "host", "pack_layers": 1}}
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(config), encoding="utf-8")
@@ -263,7 +254,7 @@ def test_wrong_input_is_one_sentence_and_exits_with_1(tiny: str, arguments: tupl
     assert not found.stdout
 
 
-def test_a_config_that_transformers_does_not_know(tmp_path: Path) -> None:
+def test_a_config_unknown_to_transformers_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobody"}', encoding="utf-8")
     found = run("estimate", str(tmp_path))
 
@@ -301,7 +292,7 @@ def test_a_function_may_make_the_model_and_its_inputs() -> None:
     assert data["samples_per_step"] == 8 * 16
 
 
-def test_the_ds_config_is_what_the_engine_would_read(tiny: str, on_cpu: str) -> None:
+def test_the_ds_config_is_read_as_the_engine_reads_it(tiny: str, on_cpu: str) -> None:
     data = run_json("estimate", tiny, "--ds-config", on_cpu, "--no-advice")
 
     assert (data["micro_batch"], data["accumulation"]) == (2, 2)
@@ -332,7 +323,7 @@ def test_a_profile_that_cannot_be_written(tiny: str, on_cpu: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "there is no profile"), ("{}", "no profile of harmony_ds")])
-def test_a_file_that_is_no_profile(tiny: str, tmp_path: Path, text: str | None, message: str) -> None:
+def test_a_file_without_a_profile_is_an_error(tiny: str, tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "profile.json"
     if text is not None:
         file.write_text(text, encoding="utf-8")
@@ -380,7 +371,7 @@ def test_trace_draws_the_predicted_step(tiny: str, on_cpu: str, tmp_path: Path) 
     assert not events_of(file, "X", 2)
 
 
-def test_trace_puts_the_executed_step_beside_it(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+def test_trace_draws_the_executed_step_beside_the_predicted(tiny: str, on_cpu: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     data = run_json("trace", tiny, "--ds-config", on_cpu, "--run", "--steps", "2", "--output", str(file))
 
@@ -410,7 +401,7 @@ def test_trace_takes_the_saved_plan_of_the_ds_config(tiny: str, on_cpu: str, tmp
         assert {e["args"]["pack"] for e in events_of(file, "X", 1)} == {0, 1, 2, 3}
 
 
-def test_trace_says_when_nothing_fits_and_exits_with_3(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+def test_trace_of_a_model_that_does_not_fit_exits_with_3(tiny: str, on_cpu: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     for more in ((), ("--run",)):
         arguments = ("--ds-config", on_cpu, "--device-memory-gib", "0.001", "--micro-batch", "16", *more)
@@ -435,7 +426,9 @@ def test_trace_of_wrong_input(tiny: str, tmp_path: Path, arguments: tuple[str, .
     assert message in found.stderr
 
 
-def test_what_takes_long_is_told_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_work_prints_a_progress_line_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = threading.Event()
     monkeypatch.setattr(progress, "_LONG_S", 0.0)
     monkeypatch.setattr(progress, "print", lambda *what, **how: (print(*what, **how), told.set()), raising=False)

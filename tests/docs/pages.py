@@ -1,4 +1,4 @@
-"""What the pages show that can be run: Python in fences that say so, JSON too, and lines for a shell anywhere."""
+"""The runnable parts of pages: Python and JSON in fences, and shell commands anywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHELL = re.compile(rf"^ *((?:{_PROGRAMS}) [^`\n]+?)(?:  +#.*| *\| .*)?$|`((?:{_
 
 @dataclass(frozen=True)
 class Snippet:
-    """Something on a page, and where it begins."""
+    """A part of a page, and the line on which it begins."""
 
     page: Path
     line: int
@@ -27,7 +27,7 @@ class Snippet:
 
 
 def fenced(page: Path, language: str) -> list[Snippet]:
-    """The fences of that language on a page, in order."""
+    """Return the fences of a language on a page, in order."""
     text = page.read_text(encoding="utf-8")
     return [
         Snippet(page, text[: found.start()].count("\n") + 2, found[2])
@@ -37,7 +37,7 @@ def fenced(page: Path, language: str) -> list[Snippet]:
 
 
 def shell_lines(page: Path) -> list[Snippet]:
-    """Every command on a page, in a block or between backticks, without what stands behind it."""
+    """Return every command on a page, in a block or between backticks, without comments and pipes."""
     text = page.read_text(encoding="utf-8")
     return [
         Snippet(page, text[: found.start()].count("\n") + 1, " ".join((found[1] or found[2]).split()))
@@ -46,7 +46,7 @@ def shell_lines(page: Path) -> list[Snippet]:
 
 
 def indented(page: Path) -> list[Snippet]:
-    """Lines of blocks that no fence says the language of."""
+    """Return the lines of indented blocks."""
     text = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), page.read_text(encoding="utf-8"))
     return [
         Snippet(page, number, line.strip())

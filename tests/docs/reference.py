@@ -16,7 +16,11 @@ ROOMS = ("harmony_ds", "harmony_ds.integrations.transformers")
 
 
 def main(folder: Path) -> None:
-    """Raises AssertionError, naming what is missing. Changes the package: for a process of its own."""
+    """Write the reference; it changes the package, so it needs a process of its own.
+
+    Raises:
+        AssertionError: a public name is missing, or a link leads nowhere.
+    """
     import pdoc
 
     # pdoc reads what a module and a class hold themselves; ours are loaded when asked for, and made of parts.
@@ -28,6 +32,7 @@ def main(folder: Path) -> None:
 
 
 def give_inherited(kind: type) -> None:
+    """Copy the public members of our base classes to `kind`."""
     for base in kind.__mro__[1:]:
         if base.__module__.startswith("harmony_ds"):
             for name, member in vars(base).items():
@@ -36,6 +41,7 @@ def give_inherited(kind: type) -> None:
 
 
 def check(folder: Path) -> None:
+    """Check every public name and every link."""
     pages = {page.resolve(): _SCRIPT.sub("", page.read_text(encoding="utf-8")) for page in folder.rglob("*.html")}
     anchors = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()}
     there = anchors[(folder / "harmony_ds.html").resolve()]

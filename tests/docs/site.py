@@ -17,7 +17,8 @@ import markdown2
 from tests.docs import house
 from tests.docs.pages import DOCUMENTS, EXAMPLES, ROOT
 
-PAGES = [*DOCUMENTS, *EXAMPLES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "ds_configs/README.md"))]
+FURTHER = ("CONTRIBUTING.md", "CHANGELOG.md", "ds_configs/README.md", "tests/exactness/outcomes.md")
+PAGES = [*DOCUMENTS, *EXAMPLES, *ROOT.glob("benchmarks/*/README.md"), *(ROOT / name for name in FURTHER)]
 _STYLE = """body { font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 pre, code { font: 13px/1.4 ui-monospace, monospace; background: #f5f5f3 } pre { padding: .8rem; overflow-x: auto }
 table { border-collapse: collapse } td, th { border: 1px solid #ccc; padding: .25rem .6rem; text-align: left }

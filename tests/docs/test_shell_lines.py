@@ -20,7 +20,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def help_of(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Callable[[str], str]:
-    """What `harmony-ds COMMAND --help` prints, on a terminal that cuts nothing off."""
+    """Return a function that returns the text of `harmony-ds COMMAND --help`, uncut."""
 
     def ask(command: str) -> str:
         monkeypatch.setenv("COLUMNS", "300")

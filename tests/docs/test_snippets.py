@@ -86,7 +86,7 @@ def a_trainer() -> Names:
 
 
 def a_trainer_of_deepspeed() -> Names:
-    """What the page has before it is changed: DeepSpeed's own engine would want a launcher."""
+    """Return the page's names before the change, with DeepSpeed replaced: its own engine needs a launcher."""
     names = a_trainer()
     config = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -174,8 +174,8 @@ AROUND: list[tuple[str, Callable[[], Names], Callable[[Names], None]]] = [
     ("docs/huggingface.md", trl, mixed),
     ("docs/huggingface.md", dict, installed),
     ("docs/loops.md", in_training, trained(2)),
-    ("docs/loops.md", a_seed, seeded),
     ("docs/loops.md", plain_loop, trained(4)),
+    ("docs/loops.md", a_seed, seeded),
     ("docs/memory.md", saved_model, loaded),
     ("docs/memory.md", saved_weights, loaded),
     ("docs/planning.md", to_record, drawn),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.called_layer import CalledLayer
+from harmony_ds.measuring import measuring
+from tests.cheap import constant_rates
 from tests.engine.drive import (
     adamw,
     config_of,
@@ -205,3 +208,23 @@ def test_auto_joins_where_that_is_faster() -> None:
         train_groups(engine, groups)
         assert engine.plan is not None
         assert engine.plan.policy.together == GROUP
+
+
+def at_host_speed(bytes_per_ms: float) -> Any:
+    """Constant rates, with this one of host memory."""
+    return lambda *args: replace(constant_rates(*args), host_bytes_per_ms=bytes_per_ms)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "bytes_per_ms", "advised"),
+    [("config", 1e5, True), ("config", 1e9, False), ({"forward": 1, "backward": 1}, 1e5, False)],
+)
+def test_joining_is_advised_once_where_it_would_pay(
+    micro_batch: Any, bytes_per_ms: float, advised: bool, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(measuring, "measure_rates", at_host_speed(bytes_per_ms))
+    config = config_of(GROUP, 0.5, {"micro_batch": micro_batch})
+    with engine_for(family("mistral").build(0.0), sgd, config) as engine:
+        train_groups(engine, single_rows("mistral"))
+        assert ('"micro_batch": 8' in str(engine.plan_report())) == advised
+    assert caplog.text.count("are predicted (not measured)") == advised

@@ -13,6 +13,7 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.estimate.forecast import Forecast, Situation, changes, forecast, smallest_peak_bytes
 from harmony_ds.estimate.survey import Survey
 from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.hardware import UpdateCost
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import ElementBytes
@@ -67,7 +68,7 @@ def situation(
     )
     profile = Profile(replace(MACHINE, **machine), ((1, costs),))
     survey = Survey(graph, profile, profile.tables[-1][1], ElementBytes(2, 4), request)
-    return Situation(survey, states=2, host_budget_bytes=None, items=100)
+    return Situation(survey, update=UpdateCost(2, 4, 2), host_budget_bytes=None, items=100)
 
 
 def tight(micro_batches: int = 4, clipping: bool = True, **machine: Any) -> Situation:

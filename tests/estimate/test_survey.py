@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import resource
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from harmony_ds.config import Config, load_config
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.engine.assembly import Assembly, assemble
 from harmony_ds.errors import ModelError, ProfileError
-from harmony_ds.estimate.subject import BatchShape, load_subject
+from harmony_ds.estimate.forecast import joining
+from harmony_ds.estimate.subject import BatchShape, Subject, load_subject
 from harmony_ds.estimate.survey import Survey, estimate, measure, update_cost, with_profile
 from harmony_ds.measuring.measure import Measurement
 from harmony_ds.measuring.sample import Sample
@@ -26,6 +28,7 @@ from harmony_ds.profiler.hardware import hardware_of
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.profiler.roofline import on_meta
 from harmony_ds.runtime.micro_batch import loss_of
+from harmony_ds.scheduler.search import search
 from tests.cover import spread
 from tests.engine.drive import engine_for, sgd
 from tests.families import FAMILIES, Family
@@ -109,7 +112,7 @@ def table_on(device: type[MetaDevice]) -> CostTable:
     model = built_on_meta(one, 0.1)
     inputs = on_meta_device(one.batch(0))
     with on_meta(HARDWARE.kernels()) as clock:
-        made: Assembly = assemble(model, config_of(), None, None, device(lambda: clock.ms))
+        made: Assembly = assemble(model, config_of(), None, None, device(lambda: clock.ms, lambda: clock.issued_ms))
         measurement = Measurement(made.parts, made.layers)
         try:
             return measurement.measure(Sample(inputs, lambda named: model(**named), loss_of, 0))
@@ -294,3 +297,30 @@ def test_the_engine_takes_a_profile_that_a_survey_saved(tmp_path: Path) -> None:
         engine.train_batch(iter([one.batch(0)]))
 
     assert file.read_text(encoding="utf-8") == text
+
+
+def short_llama(folder: Path, sequence: int) -> Subject:
+    """Four layers of Llama-2-7B and a row of so many tokens."""
+    file = folder / "four_layers.json"
+    file.write_text(json.dumps(json.loads((MODELS / "llama-2-7b.json").read_text()) | {"num_hidden_layers": 4}))
+    return load_subject(str(file), BatchShape(1, sequence), "meta")
+
+
+JOINABLE = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "bf16": {"enabled": True}}
+
+
+def test_auto_joins_micro_batches_of_short_rows(tmp_path: Path) -> None:
+    subject, auto = short_llama(tmp_path, 64), config_of(**JOINABLE, harmony={"device": "cpu", "micro_batch": "auto"})
+    found = estimate(subject.model, subject.inputs, auto, hardware_of("h100")).request
+
+    assert found.policy.together > 1
+    assert found.policy.together * found.micro_batches == 8
+
+
+@pytest.mark.parametrize(("sequence", "machine", "advised"), [(64, "h100", True), (2048, "rtx4090", False)])
+def test_joining_is_advised_for_short_rows_alone(sequence: int, machine: str, advised: bool, tmp_path: Path) -> None:
+    subject = short_llama(tmp_path, sequence)
+    found = estimate(subject.model, subject.inputs, config_of(**JOINABLE), hardware_of(machine))
+    (now,) = search(found.graph, found.costs, found.profile.machine, found.element, found.request)
+
+    assert (joining(found, now) is not None) == advised

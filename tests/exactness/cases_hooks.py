@@ -172,7 +172,7 @@ def step_put_on_the_optimizer_before(side: Side) -> Found:
 
 @case(*ALL)
 def step_put_on_the_optimizer_in_bf16(side: Side) -> Found:
-    """The same with bf16 weights, after initialize."""
+    """The same after initialize, with bf16 weights."""
     model, counts = Scored(), []
     optimizer = sgd(model)
     engine = side.initialize(model, optimizer, bf16={"enabled": True})
@@ -181,43 +181,6 @@ def step_put_on_the_optimizer_in_bf16(side: Side) -> Found:
         engine.backward(engine(x.bfloat16(), y))
         engine.step()
     return {**weights(model), "counts": torch.tensor(len(counts))}
-
-
-@case(*ONE)
-def step_put_on_the_optimizer_and_called_by_hand(side: Side) -> Found:
-    """The same in a plain loop, with a scheduler around the first one."""
-    model, counts = Scored(), []
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    engine = side.initialize(model, optimizer, clipping=0.0)
-    clamping(optimizer, model, counts)
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        engine(x, y).backward()
-        optimizer.step()
-        scheduler.step()
-    return {**weights(model), "counts": torch.tensor(len(counts))}
-
-
-@case(*ONE)
-def step_replaced_by_another(side: Side) -> Found:
-    """`optimizer.step` is replaced by a function that never calls the old one, and updates weights itself."""
-    model = Scored()
-    optimizer = sgd(model)
-    engine = side.initialize(model, optimizer, clipping=0.0)
-
-    @torch.no_grad()
-    def step() -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.sub_(0.1 * p.grad.sign() * p.grad.abs().sqrt())
-
-    optimizer.step = step  # type: ignore[method-assign, assignment]
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        engine(x, y).backward()
-        optimizer.step()
-    return weights(model)
 
 
 class Lookahead(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""Runs an example in this process: importing transformers in one of its own would take longer than the example."""
+"""Run examples in this process: importing transformers in another takes longer than they do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def main_of(
     topic: str, monkeypatch: pytest.MonkeyPatch, script: str = "train.py", beside: Sequence[str] = ()
 ) -> Callable[[list[str]], Any]:
-    """`main` of examples/<topic>/<script>; `beside` names the modules that it imports from its folder."""
+    """Return `main` of examples/<topic>/<script>; `beside` names the modules that it imports from its folder."""
     file = EXAMPLES / topic / script
     monkeypatch.syspath_prepend(str(file.parent))
     for name in beside:
@@ -31,6 +31,6 @@ def main_of(
 
 
 def missing(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on `package` is not installed."""
+    """Hide `package` from the search for modules."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))

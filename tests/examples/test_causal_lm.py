@@ -28,7 +28,7 @@ def losses_in(said: str) -> list[float]:
 def test_the_three_ways_train_alike(
     size: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two of them here, since imports take longer than they do; what is installed as deepspeed in a process of its own."""
+    """Run two scripts in this process, and the one that replaces deepspeed in a process of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.delitem(sys.modules, "common", raising=False)

@@ -1,4 +1,4 @@
-"""The example pretrain_gpt2: what it takes for granted on which device, and its comparison with plain PyTorch."""
+"""The example pretrain_gpt2: its defaults on each device, and its comparison with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Everything that the script defines."""
+    """Return everything that the script defines."""
     return SimpleNamespace(**main_of("pretrain_gpt2", monkeypatch, beside=("check", "data", "display")).__globals__)
 
 
 def loaded(script: Any, *arguments: str) -> tuple[Any, float]:
-    """The options, and the budget in GiB."""
+    """Return the options, and the budget in GiB."""
     options = script.parse_options(arguments)
     return options, script.load_config(options)["harmony"]["device_memory_gib"]
 

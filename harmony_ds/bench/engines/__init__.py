@@ -1,32 +1,38 @@
-"""The engines that can be compared: adapters by their names, of the modules of this folder."""
+"""Engines that can be compared: adapters by their names, of the modules of this folder."""
 
 from __future__ import annotations
 
-from harmony_ds.bench.engines import deepspeed, fsdp2, harmony, roundpipe, torch
+from importlib import import_module
+
+from harmony_ds.bench.engines import deepspeed, harmony, torch
 from harmony_ds.bench.engines.adapter import Adapter, Engine
 from harmony_ds.config.hints import nearest
 from harmony_ds.errors import ConfigError
 
 __all__ = ["Adapter", "Engine", "adapter", "names"]
 
-_ENGINES: dict[str, Adapter] = {
-    name: one for room in (deepspeed, fsdp2, harmony, roundpipe, torch) for name, one in room.ENGINES.items()
-}
+_ENGINES: dict[str, Adapter] = {**harmony.ENGINES, **deepspeed.ENGINES, **torch.ENGINES}
 
 
 def names() -> tuple[str, ...]:
-    """Of all engines, as they are called on the command line."""
-    return tuple(sorted(_ENGINES))
+    """Return the names of this folder's engines, harmony first."""
+    return tuple(_ENGINES)
 
 
 def adapter(name: str) -> Adapter:
-    """The engine of this name.
+    """Return the engine of this name, or of `module:name` in the `ENGINES` of another module.
 
     Raises:
         ConfigError: there is none.
     """
-    if name not in _ENGINES:
-        near = nearest(name, _ENGINES)
+    module, _, own = name.rpartition(":")
+    try:
+        known = import_module(module).ENGINES if module else _ENGINES
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f'the engine "{name}" cannot be imported: {error}.') from error
+    if own not in known:
+        near = nearest(own, known)
         hint = f"; did you mean {near}" if near else ""
-        raise ConfigError(f'there is no engine "{name}"{hint}. There are {", ".join(names())}.')
-    return _ENGINES[name]
+        raise ConfigError(f'there is no engine "{name}"{hint}. There are {", ".join(known)}.')
+    found: Adapter = known[own]
+    return found

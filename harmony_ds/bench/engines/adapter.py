@@ -1,4 +1,4 @@
-"""What an engine that is compared has to have, and what several of them have alike."""
+"""Interface of an engine that is compared, and what several of them have alike."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Engine(Protocol):
     """One model under one engine."""
 
     def step(self, batches: list[Batch]) -> Tensor:
-        """One optimizer step; the mean loss over its micro-batches, 0-dim."""
+        """Take one optimizer step and return the mean loss over its micro-batches, 0-dim."""
         ...
 
     def drain(self) -> None:
-        """Returns when nothing is under way any longer."""
+        """Wait until no update or copy is under way."""
         ...
 
     def report(self) -> dict[str, Any]:
-        """What it was told and what it did: `settings`, and as far as it knows them `traffic`, `device_peak_bytes`."""
+        """Return `settings`, and as far as the engine knows them `traffic` and `device_peak_bytes`."""
         ...
 
 
@@ -37,7 +37,7 @@ class Adapter:
 
     Attributes:
         build: makes it for a workload.
-        unavailable: why it cannot run a workload here, or None.
+        unavailable: returns why it cannot run a workload here, or None.
         is_exact: whether its losses must be those of plain accumulation.
         several: whether it runs on several devices.
     """
@@ -48,14 +48,14 @@ class Adapter:
     several: bool = False
 
     def refusal(self, workload: Workload) -> str | None:
-        """Why it cannot run `workload` here, or None."""
+        """Return why it cannot run `workload` here, or None."""
         if workload.devices > 1 and not self.several:
             return f"it is compared on one device, and {workload.devices} are asked for"
         return self.unavailable(workload)
 
 
 class Loop(ABC):
-    """A step that calls `model` for each micro-batch in turn, on `device`."""
+    """Step that calls `model` for each micro-batch in turn, on `device`."""
 
     def __init__(self, workload: Workload) -> None:
         self.device = torch.device(workload.device)
@@ -64,21 +64,19 @@ class Loop(ABC):
     def step(self, batches: list[Batch]) -> Tensor:
         total = torch.zeros((), device=self.device)
         for batch in batches:
-            there = {
-                name: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for name, v in batch.items()
-            }
+            there = {n: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for n, v in batch.items()}
             loss = loss_of(self.model(**there))
-            self.back(loss, len(batches))
+            self.backward(loss, len(batches))
             total += loss.detach()
         self.update()
         return total / len(batches)
 
     @abstractmethod
-    def back(self, loss: Tensor, micro_batches: int) -> None:
-        """Propagates back from one micro-batch's loss."""
+    def backward(self, loss: Tensor, micro_batches: int) -> None:
+        """Propagate back from one micro-batch's loss."""
 
     def update(self) -> None:  # noqa: B027 - an engine may have stepped by itself
-        """Steps the optimizer, behind the last micro-batch."""
+        """Step the optimizer, after the last micro-batch."""
 
     def drain(self) -> None:
         if self.device.type == "cuda":
@@ -86,7 +84,7 @@ class Loop(ABC):
 
 
 def clip_and_step(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clipping: float) -> None:
-    """What ends a step by hand."""
+    """End a step by hand."""
     if clipping > 0:
         nn.utils.clip_grad_norm_(parameters, clipping)
     optimizer.step()
@@ -94,28 +92,23 @@ def clip_and_step(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Para
 
 
 def checkpoint(model: nn.Module) -> bool:
-    """Switches transformers' gradient checkpointing on, if the model has it."""
-    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
+    """Switch transformers' gradient checkpointing on, and return whether the model has it."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
         return False
+    enable: Any = model.gradient_checkpointing_enable
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return True
 
 
 def adam_section(workload: Workload) -> Section:
-    """The ds_config's, with DeepSpeed's default of no weight decay, and without the choice of an implementation."""
+    """Return the ds_config's Adam, with DeepSpeed's default of no weight decay and no choice of implementation."""
     section = workload.settings.optimizer or Section("Adam")
     params = {key: value for key, value in section.params.items() if key != "torch_adam"}
     return Section(section.type, {"weight_decay": 0.0, **params})
 
 
-def adam_options(workload: Workload) -> dict[str, Any]:
-    """What any Adam takes."""
-    return {key: value for key, value in adam_section(workload).params.items() if key != "adam_w_mode"}
-
-
-def only_adam(workload: Workload) -> str | None:
-    """Why not, for what knows Adam alone, and no loss scale."""
+def needs_adam(workload: Workload) -> str | None:
+    """Refuse workloads for an engine that knows Adam alone, and no loss scale."""
     section = workload.settings.optimizer
     if section is not None and section.type.lower() not in ("adam", "adamw"):
         return f"its optimizer is Adam or AdamW, and the ds_config's is {section.type}"
@@ -124,8 +117,3 @@ def only_adam(workload: Workload) -> str | None:
     if workload.settings.autocast_dtype is not None:
         return "it runs without autocast, and the ds_config says torch_autocast"
     return None
-
-
-def only_on_cuda(workload: Workload) -> str | None:
-    """Why not, for what needs CUDA."""
-    return None if workload.device == "cuda" else "it needs a CUDA device"

@@ -27,10 +27,9 @@ class Harmony:
         self._engine.finish_updates()
 
     def report(self) -> dict[str, Any]:
-        """With the plan, and the bytes it moved as the engine's ledger counted them."""
+        """Return the settings, the plan, and the bytes it moved as the engine's ledger counted them."""
         settings = {"ds_config": self._config}
-        plan = self._engine.plan
-        if plan is None:
+        if self._engine.plan is None:
             return {"settings": settings}
         memory, swaps, planned = self._engine.memory_report(), self._engine.swap_report(), self._engine.plan_report()
         return {

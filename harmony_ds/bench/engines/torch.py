@@ -1,4 +1,4 @@
-"""Plain gradient accumulation in PyTorch, everything on the device: what "no offload" means."""
+"""Plain gradient accumulation in PyTorch, everything on the device: training without offload."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.bench.engines.adapter import Adapter, Loop, adam_section, checkpoint, clip_and_step, only_adam
+from harmony_ds.bench.engines.adapter import Adapter, Loop, adam_section, checkpoint, clip_and_step, needs_adam
 from harmony_ds.bench.workload import Workload
 from harmony_ds.offload.optimizers import make_adam
 
 
 class Accumulation(Loop):
-    """In bf16 it does what mixed-precision training by hand does: fp32 masters, gradients summed in fp32."""
+    """Accumulation by hand; in bf16 with fp32 masters, and gradients summed in fp32."""
 
     def __init__(self, workload: Workload, checkpointing: bool) -> None:
         super().__init__(workload)
-        self._checkpointing = checkpointing
+        self._checkpointing = checkpointing and checkpoint(self.model)
         self._clipping = workload.settings.gradient_clipping
-        if checkpointing:
-            checkpoint(self.model)
         self.model.to(self.device)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self._parameters]
         # DeepSpeed's Adam on the host, torch's fused one on the device.
         self._optimizer = make_adam(adam_section(workload), self._masters, torchs=workload.device == "cuda")
 
-    def back(self, loss: Tensor, micro_batches: int) -> None:
+    def backward(self, loss: Tensor, micro_batches: int) -> None:
         (loss / micro_batches).backward()
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if parameter is master or parameter.grad is None:
@@ -47,12 +45,9 @@ class Accumulation(Loop):
                 parameter.copy_(master)
 
     def report(self) -> dict[str, Any]:
+        optimizer = type(self._optimizer).__name__
         return {
-            "settings": {
-                "optimizer": type(self._optimizer).__name__,
-                "gradient_checkpointing": self._checkpointing,
-                "gradients_summed_in": "fp32",
-            },
+            "settings": {"optimizer": optimizer, "gradient_checkpointing": self._checkpointing},
             "traffic": {"how": "nothing is swapped", "host_to_device": {}, "device_to_host": {}},
         }
 
@@ -61,10 +56,10 @@ def _cannot_checkpoint(workload: Workload) -> str | None:
     model = workload.subject.model
     if not getattr(model, "supports_gradient_checkpointing", False):
         return f"{type(model).__name__} has no gradient checkpointing of its own"
-    return only_adam(workload)
+    return needs_adam(workload)
 
 
 ENGINES = {
-    "torch": Adapter(partial(Accumulation, checkpointing=False), only_adam),
+    "torch": Adapter(partial(Accumulation, checkpointing=False), needs_adam),
     "torch-checkpoint": Adapter(partial(Accumulation, checkpointing=True), _cannot_checkpoint),
 }

@@ -1,4 +1,4 @@
-"""What is right, and hardly meant: warned of the first time."""
+"""Warnings of programs that are right and hardly meant so, each said once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-EARLY_LOOK = (
+EARLY_READ = (
     "a loss or an output was looked at before its accumulation boundary, so this micro-batch's forward pass swapped the "
     "whole model in for itself. The value is right. To keep micro-batches grouped, look at losses after engine.step(), "
     "keep sums out of place (total = total + loss.detach()), or use engine.train_batch()."
@@ -24,40 +24,38 @@ SKIPPED = (
 )
 NOT_FINITE = (
     "the gradients of optimizer step %d are not finite (norm %s), so its loss was not, or overflowed on its way back, and "
-    "the weights have taken that: go back to a checkpoint, and look at the data, the learning rate and gradient_clipping. "
+    "the weights have taken that: go back to a checkpoint, and check the data, the learning rate and gradient_clipping. "
     "Said once."
 )
 _logger = logging.getLogger("harmony_ds")
 
 
-class FirstTimes:
-    """Warns once of each."""
+class WarnOnce:
+    """The warnings that have been given; each is given once."""
 
     def __init__(self) -> None:
-        self._warned: set[str] = set()
+        self._given: set[str] = set()
 
     def warn(self, text: str) -> None:
-        """Of what the user's own line does."""
-        if self._is_first(text):
-            warnings.warn(text, RuntimeWarning, stacklevel=_users_frame())
+        """Warn of what the innermost line of the user's own code does."""
+        if self._is_new(text):
+            warnings.warn(text, RuntimeWarning, stacklevel=_level_of_user())
 
     def log(self, text: str, *values: object) -> None:
-        """Of what comes of training, whatever line it comes behind."""
-        if self._is_first(text):
+        """Log a warning of what has happened in training, whichever line is running."""
+        if self._is_new(text):
             _logger.warning(text, *values)
 
-    def _is_first(self, text: str) -> bool:
-        first = text not in self._warned
-        self._warned.add(text)
-        return first
+    def _is_new(self, text: str) -> bool:
+        new = text not in self._given
+        self._given.add(text)
+        return new
 
 
-def _users_frame() -> int:
-    """The stack level, as seen from the caller of `warnings.warn`, of the innermost line that is the user's own."""
+def _level_of_user() -> int:
+    """Return the stack level, seen from the caller of `warnings.warn`, of the innermost line of the user's own."""
     ours = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
-    level = 1
-    frame = inspect.currentframe()
+    level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(ours):
-        frame = frame.f_back
-        level += 1
-    return max(level - 1, 1)
+        level, frame = level + 1, frame.f_back
+    return max(level, 1)

@@ -1,4 +1,4 @@
-"""How the engine's names lead to the parts that it is made of."""
+"""Delegation of an engine's names to the parts that it is made of."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def of_part(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A method that is `method` of the object's `part`."""
+def delegated(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Return a method of an engine that is `method` of its `part`."""
 
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return method(getattr(self, part), *args, **kwargs)
@@ -22,9 +22,10 @@ def of_part(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Con
     return delegating
 
 
-def of_living(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """As `of_part`, of what uses or changes the training: refused after `destroy`, and run as it is where the program
-    around it is compiled (dynamo cannot follow what runs later, on another thread).
+def delegated_alive(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Return as `delegated` one that uses or changes the training: refused after `destroy`.
+
+    It runs uncompiled in a program that is compiled: dynamo cannot follow a forward pass that runs later.
     """
 
     @_disable_dynamo
@@ -36,8 +37,8 @@ def of_living(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[C
     return delegating
 
 
-class Held(Generic[T]):
-    """An attribute that is one of the object's `part`, of the same name; to be read and assigned."""
+class PartAttribute(Generic[T]):
+    """An attribute of an engine that is one of its `part`, of the same name; read and assigned there."""
 
     def __init__(self, part: str) -> None:
         self._part = part

@@ -1,0 +1,76 @@
+"""The user's optimizer while an engine steps it: `optimizer.step()` by hand updates as `engine.step()` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from harmony_ds.errors import OptimizerError, UnsupportedError
+
+_NAMES = ("step", "zero_grad")
+
+
+class OptimizerOverride:
+    """Replaces `step` and `zero_grad` of an optimizer by calls of its engine."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[[], None],
+        zero_grad: Callable[[bool], None],
+        finish: Callable[[], None],
+    ) -> None:
+        """Args:
+            step: the engine's update. None of these three keeps the engine alive.
+            zero_grad: drops the model's gradients; takes `set_to_none`.
+            finish: waits for pending updates, before state that is loaded takes the place of what they write into.
+
+        Raises:
+            OptimizerError: the program has put a `step` of its own on the optimizer.
+        """
+        self._optimizer = optimizer
+        self._before = {name: vars(optimizer)[name] for name in _NAMES if name in vars(optimizer)}
+        put = self._before.get("step")
+        # A learning-rate scheduler that was made before has put one there that calls the class's.
+        if put is not None and getattr(put, "__wrapped__", None) is not type(optimizer).step:
+            raise _replaced()
+        own_zero_grad = optimizer.zero_grad
+
+        def step_by_hand(closure: Callable[[], Any] | None = None) -> None:
+            if closure is not None:
+                raise UnsupportedError(
+                    "optimizer.step(closure) evaluates the loss again while it steps, which an engine that updates layer "
+                    "by layer cannot do: call engine.backward(loss), then step() without a closure."
+                )
+            step()
+
+        def zero_grad_by_hand(set_to_none: bool = True) -> None:
+            own_zero_grad(set_to_none)
+            zero_grad(set_to_none)
+
+        step_by_hand._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers leave it as it is
+        self._ours = {"step": step_by_hand, "zero_grad": zero_grad_by_hand}
+        vars(optimizer).update(self._ours)
+        self._hook = optimizer.register_load_state_dict_pre_hook(lambda *_: finish())
+
+    def check(self) -> None:
+        """Raise OptimizerError if the program has replaced `optimizer.step` since."""
+        if vars(self._optimizer).get("step") is not self._ours["step"]:
+            raise _replaced()
+
+    def remove(self) -> None:
+        """Give the optimizer its own methods back."""
+        self._hook.remove()
+        for name, ours in self._ours.items():
+            if vars(self._optimizer).get(name) is ours:
+                del vars(self._optimizer)[name]
+                vars(self._optimizer).update({key: own for key, own in self._before.items() if key == name})
+
+
+def _replaced() -> OptimizerError:
+    return OptimizerError(
+        "optimizer.step was replaced on the object, and the engine updates layer by layer without calling it: use "
+        "optimizer.register_step_post_hook, or override step() in a subclass of the optimizer."
+    )

@@ -1,0 +1,164 @@
+"""Predicts whether joining the layer calls of several micro-batches would pay, from costs of single ones.
+
+A call takes at least what is independent of its rows: issuing its kernels, and moving the layer's weights and gradients
+through device memory once. The rest of its time grows with the rows. Where calls are bound by issuing them, the work of
+the device is hidden; it is then taken to be that of the parameters, at the rate of the fastest call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec
+from harmony_ds.errors import DoesNotFitError
+from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.profile import Machine
+from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.packing import ElementBytes
+from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.scheduler.spans import HOST
+
+_WORTH = 0.9
+"""The most that a joined step may take, of the step that runs, for joining to be advised."""
+_FEWER = 4
+"""Each set that is tried has so many times fewer micro-batches than the one before."""
+_BOUND_BY_ISSUING = 0.9
+_FIXED = ("backward_bytes", "leaf_bytes", "gradient_bytes")
+"""Bytes of a call that do not grow with its rows, or not all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Joined calls that are predicted to beat the plan that runs.
+
+    Attributes:
+        rows: of one joined call.
+        step_ms, now_ms: predicted of a step with them, and of the plan that runs.
+    """
+
+    rows: int
+    step_ms: float
+    now_ms: float
+
+    def __str__(self) -> str:
+        return (
+            f"layer calls of {self.rows} rows, several micro-batches joined, are predicted (not measured) to take "
+            f"{self.step_ms:,.1f} ms a step instead of {self.now_ms:,.1f} ({self.step_ms / self.now_ms - 1:+.0%}). To try "
+            f'them, add to the ds_config: "harmony": {{"micro_batch": {self.rows}}}; "micro_batch": "auto" measures '
+            "first. Results are then equal to rounding, not to the bit."
+        )
+
+
+class JoinedCosts:
+    """Costs of several micro-batches as one, predicted from those of a single one."""
+
+    def __init__(self, graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes) -> None:
+        self.graph = graph
+        self.machine = machine
+        self.element = element
+        self._single = costs
+        rate = machine.host_bytes_per_ms
+        if machine.copies_overlap:
+            rate = machine.device_update_elements_per_ms * machine.update_bytes_per_element
+        specs = {spec.name: spec for spec in graph.parameters}
+        layers = [[specs[name] for name in graph.layers[layer].parameters] for layer in graph.calls]
+        self._weights_ms = [element.weight * sum(s.numel for s in own) / rate for own in layers]
+        # A gradient is written and read as it arrives, its sum is read and written.
+        both = 2 * (element.weight + element.gradient)
+        self._gradients_ms = [both * sum(s.numel for s in own if s.trainable) / rate for own in layers]
+        # One gradient at a time waits to be added to its sum.
+        self._waiting_bytes = [
+            max((element.weight * spec.numel for spec in own if spec.trainable), default=0) for own in layers
+        ]
+        self._work_ms = self._parameter_work_ms(layers)
+
+    def _parameter_work_ms(self, layers: list[list[ParameterSpec]]) -> list[float]:
+        """Return what multiplying by each call's parameters takes; infinite where issuing does not hide it."""
+        costs = self._single.costs
+        if self._single.issue_share < _BOUND_BY_ISSUING:
+            return [float("inf")] * len(costs)
+        work = [_products(cost, own, self.element) for cost, own in zip(costs, layers, strict=True)]
+        rate = max((n / cost.forward_ms for n, cost in zip(work, costs, strict=True) if cost.forward_ms), default=0.0)
+        return [n / rate if rate else float("inf") for n in work]
+
+    def of(self, together: int) -> CostTable:
+        """Return the costs of `together` micro-batches as one."""
+        single = self._single
+        calls = tuple(self._call(position, cost, together) for position, cost in enumerate(single.costs))
+        flow = replace(single.flow, nbytes=tuple(together * nbytes for nbytes in single.flow.nbytes))
+        return replace(
+            single,
+            costs=calls,
+            tail_bytes=together * single.tail_bytes,
+            held_bytes=together * single.held_bytes,
+            held_and_stashed_bytes=together * single.held_and_stashed_bytes,
+            head_ms=together * single.head_ms,
+            tail_ms=together * single.tail_ms,
+            issue_share=single.issue_share / together,
+            flow=flow,
+        )
+
+    def _call(self, position: int, cost: CallCost, together: int) -> CallCost:
+        weights, gradients = self._weights_ms[position], self._gradients_ms[position]
+        work, issue_share = self._work_ms[position], self._single.issue_share
+
+        def joined(ms: float, fixed_ms: float, passes: int) -> float:
+            grows = min(max(ms - fixed_ms, 0.0), passes * work)
+            return max(issue_share * ms, min(fixed_ms, ms) + together * grows)
+
+        back = 2 * weights + gradients
+        grow = [name for name in CallCost.__dataclass_fields__ if name.endswith("_bytes") and name not in _FIXED]
+        bytes_of = {name: together * getattr(cost, name) for name in grow}
+        waiting = min(self._waiting_bytes[position], cost.backward_bytes)
+        return replace(
+            cost,
+            **bytes_of,
+            backward_bytes=waiting + together * (cost.backward_bytes - waiting),
+            forward_ms=joined(cost.forward_ms, weights, 1),
+            backward_ms=joined(cost.backward_ms, back, 3),
+            fused_ms=joined(cost.fused_ms, back, 3),
+            propagate_ms=joined(cost.propagate_ms, weights + gradients, 2),
+        )
+
+
+def _products(cost: CallCost, parameters: list[ParameterSpec], element: ElementBytes) -> float:
+    """Return the products of a call: each parameter times the places of its input, as wide as its largest matrix."""
+    largest = max((spec for spec in parameters if len(spec.shape) > 1), key=lambda spec: spec.numel, default=None)
+    if largest is None:
+        return 0.0
+    places = cost.stash_bytes / (element.weight * min(largest.shape[:2]))
+    return places * sum(spec.numel for spec in parameters)
+
+
+def advise(now: Choice, rows: int, request: PlanRequest, joined: JoinedCosts) -> Advice | None:
+    """Return joined calls that would save a tenth of the step or more; None: there are none.
+
+    Args:
+        now: the plan that runs.
+        rows: of its micro-batches.
+        request: that it was made for.
+        joined: costs that are predicted of joined calls.
+    """
+    now_ms, group = now.prediction.step_ms, request.micro_batches
+    single_ms = group * _compute_ms(joined.of(1))
+    found: list[Advice] = []
+    together = group
+    while together > 1:
+        costs, sets = joined.of(together), -(-group // together)
+        # The swaps stay: no step is shorter by more than computing and issuing are.
+        saved_ms = single_ms - sets * _compute_ms(costs) + now.prediction.busy_ms.get(HOST, 0.0) * (1 - sets / group)
+        if now_ms - saved_ms <= _WORTH * now_ms:
+            policy = replace(request.policy, together=together)
+            asked = replace(request, micro_batches=sets, policy=policy, thorough=False)
+            try:
+                (best,) = search(joined.graph, costs, joined.machine, joined.element, asked)
+                found.append(Advice(together * rows, best.prediction.step_ms, now_ms))
+            except DoesNotFitError:
+                pass
+        together //= _FEWER
+    best_of = min(found, key=lambda one: one.step_ms, default=None)
+    return best_of if best_of is not None and best_of.step_ms <= _WORTH * now_ms else None
+
+
+def _compute_ms(costs: CostTable) -> float:
+    return sum(cost.forward_ms + cost.backward_ms for cost in costs.costs)
