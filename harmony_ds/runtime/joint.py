@@ -24,10 +24,10 @@ from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 
 
 class JointLane:
-    """Takes the lanes of several micro-batches from layer to layer."""
+    """Lanes of several micro-batches, which go from layer to layer together."""
 
     def __init__(self, lanes: list[Lane], joins: Joins, again: Callable[[bool], None]) -> None:
-        """`again`: told whether the call that is answered next is of the same place as the one before."""
+        """Take `again`, which is told whether the call that is answered next is of the same place as the one before."""
         self._lanes = lanes
         self._joins = joins
         self._again = again
@@ -35,11 +35,11 @@ class JointLane:
 
     @property
     def finished(self) -> bool:
-        """Whether all have come to their ends."""
+        """Whether all lanes have come to their ends."""
         return all(lane.finished for lane in self._lanes)
 
     def start(self) -> None:
-        """Runs all up to their first layer calls."""
+        """Run all lanes up to their first layer calls."""
         for lane in self._lanes:
             lane.resume()
 
@@ -91,11 +91,11 @@ class JointLane:
         return [replies[place] for place in range(len(requests))]
 
     def take_result(self) -> list[Any]:
-        """What each has returned."""
+        """Return what each lane's forward pass returned."""
         return [lane.take_result() for lane in self._lanes]
 
     def close(self) -> None:
-        """Ends all wherever they are."""
+        """End all lanes wherever they are."""
         self._calls = []
         for lane in self._lanes:
             lane.close()
@@ -110,11 +110,11 @@ class JointMicroBatch(MicroBatch):
     _is_again: bool = field(default=False)
 
     @staticmethod
-    def of(index: int, members: Sequence[MicroBatch], joins: Joins) -> JointMicroBatch:
-        """Of `members`, which were called in the same modes; its random numbers are the first one's."""
+    def of(members: Sequence[MicroBatch], joins: Joins) -> JointMicroBatch:
+        """Join `members`, which were called in the same modes; random numbers are those of the first one."""
         first = members[0]
         return JointMicroBatch(
-            index=index,
+            index=first.index,
             seed=first.seed,
             forward=first.forward,
             objective=lambda outputs: _sum_of(members, outputs),
@@ -126,6 +126,10 @@ class JointMicroBatch(MicroBatch):
             members=members,
             joins=joins,
         )
+
+    @property
+    def count(self) -> int:
+        return len(self.members)
 
     def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Any:
         assert self.joins is not None

@@ -34,11 +34,11 @@ def never(_: Request) -> bool:
 
 
 class LaneAborted(BaseException):
-    """Unwinds a suspended forward pass whose step has failed elsewhere."""
+    """Raised in a suspended forward pass to unwind it, when its step has failed elsewhere."""
 
 
 class Lane:
-    """Runs `function` up to its next layer call, again and again, on the thread that made the lane.
+    """Suspended run of `function`, from layer call to layer call, on the thread that made the lane.
 
     Attributes:
         request: the layer call that it waits at.
@@ -54,7 +54,7 @@ class Lane:
         context: contextvars.Context,
         between_layers: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
-        """A lane that has not begun, and will run in `context`; `between_layers` makes what its own code runs in."""
+        """Make a lane that will run in `context`; `between_layers` makes the context of the code between layer calls."""
         self.device_type = device.torch_device.type
         self.request: Request | None = None
         self.result: Any = None
@@ -64,7 +64,7 @@ class Lane:
         self._thread = ThreadState(device)
         self._between_layers = between_layers
         self._on_top: OnTop | None = None  # while it is suspended
-        self._reply: Any = None  # to the call that it waits at; nobody else holds it while the lane runs on
+        self._reply: Any = None  # to the call that it waits at; not held elsewhere while the lane runs
         self._aborted = False
         self._greenlet = greenlet(self._run)
         self._greenlet.gr_context = context
@@ -98,7 +98,7 @@ class Lane:
                 self._go_on(engines, self._greenlet.switch)
 
     def resume(self, reply: Any = None) -> None:
-        """Runs on, with `reply` as the outputs of the layer call it waits at, until the next one or the end.
+        """Run on, with `reply` as the outputs of the layer call it waits at, until the next one or the end.
 
         Raises:
             BaseException: what `function` raised.
@@ -108,12 +108,12 @@ class Lane:
         self._go_on(self._thread.read(), self._greenlet.switch)
 
     def take_result(self) -> Any:
-        """What `function` returned, which is kept no longer."""
+        """Return what `function` returned, and keep it no longer."""
         result, self.result = self.result, None
         return result
 
     def close(self) -> None:
-        """Ends it wherever it is: what is open in the model's code is unwound."""
+        """End it wherever it is, and unwind what is open in the model's code."""
         self._aborted = True
         if self._greenlet:
             self._go_on(self._thread.read(), self._greenlet.throw, LaneAborted)
@@ -141,7 +141,7 @@ class Lane:
     # ---- in the greenlet
 
     def call(self, request: Request) -> Any:
-        """Returns what the engine makes of a layer call, behind a suspension."""
+        """Suspend the lane at a layer call; return the outputs that the engine answers with."""
         if self._aborted:
             raise LaneAborted
         self.request = request

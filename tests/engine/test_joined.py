@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,14 +192,61 @@ def test_what_all_rows_share_has_to_be_equal(differs: bool, calls: list[str], ca
     assert all(torch.allclose(weight, joined[key], rtol=1e-5, atol=1e-7) for key, weight in alone.items())
 
 
-@pytest.mark.parametrize("name", ["InPlaceNet", "BatchNormNet", "llama"])
+@pytest.mark.parametrize("name", ["InPlaceNet", "BatchNormNet"])
 def test_what_cannot_be_joined_runs_one_by_one(name: str) -> None:
-    """It changes what layers gave in place; its rows look at each other; its micro-batches are of several lengths."""
-    groups = groups_of(family(name), STEPS, GROUP) if name == "llama" else single_rows(name)
+    """It changes what layers gave in place; its rows look at each other."""
+    groups = single_rows(name)
     alone, losses = trained(family(name).build(0.0), groups)
     joined, found = trained(family(name).build(0.0), groups, micro_batch=64)
     assert found == pytest.approx(losses, rel=1e-6)
     assert all(torch.allclose(weight, joined[key], rtol=1e-5, atol=1e-7) for key, weight in alone.items())
+
+
+def ragged(lengths: Sequence[int]) -> Groups:
+    """Rows without masks, cut to `lengths`, which may be as long as two."""
+    row = {key: tensor for key, tensor in single_rows("mistral")[0][0].items() if key != "attention_mask"}
+    rows = [{key: tensor.roll(place, 1).repeat(1, 2) for key, tensor in row.items()} for place in range(STEPS * GROUP)]
+    cut = [{k: t[:, : lengths[place % GROUP]] for k, t in one.items()} for place, one in enumerate(rows)]
+    return [cut[place : place + GROUP] for place in range(0, len(cut), GROUP)]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("lengths", "wanted", "sets"),
+    [((24, 24, 24, 9, 9, 7, 24, 24), 8, 4), ((24,) * 7 + (5,), 3, 4), ((9, 24) * 4, 8, 8), ((24,) * 8, 3, 3)],
+)
+def test_neighbours_of_equal_lengths_are_joined_and_others_are_not(
+    lengths: tuple[int, ...], wanted: int, sets: int, devices: int, calls: list[str]
+) -> None:
+    groups, build = ragged(lengths), family("mistral").build
+    plain, losses = plainly(family("mistral"), 0.0, groups, sgd, 0.5)
+    model, config = build(0.0), config_of(GROUP, 0.5, {"pack_layers": 1, "micro_batch": wanted, "devices": devices})
+    with engine_for(model, sgd, config) as engine:
+        found = train_groups(engine, groups[:2])
+        calls.clear()
+        found += train_groups(engine, groups[2:])
+        memory = engine.memory_report()
+        assert all(map(int.__le__, memory.device_peaks, engine.plan_report().choices[0].plan.device_peaks))
+        assert engine.swap_report().ratio == 1.0
+    assert calls.count("model.layers.0") == 2 * sets  # forward, and again
+    assert found == pytest.approx(means_of(losses), rel=1e-6)
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_a_budget_holds_whatever_lengths_there_are(calls: list[str]) -> None:
+    """Four sets of two lengths do not fit where two do of one: those that are not full run one by one."""
+    uniform, mixed = ragged((24,) * 8), ragged((24, 24, 24, 24, 9, 9, 9, 7))
+    harmony: dict[str, Any] = {"pack_layers": 1, "micro_batch": 4, "stash": "device"}
+    build = family("mistral").build
+    with engine_for(build(0.0), sgd, config_of(GROUP, 0.5, harmony)) as engine:
+        train_groups(engine, uniform)
+        budget = engine.memory_report().planned_peak_bytes
+    with engine_for(build(0.0), sgd, config_of(GROUP, 0.5, {**harmony, "device_memory_gib": budget / 2**30})) as engine:
+        train_groups(engine, [uniform[0], mixed[0]])
+        calls.clear()
+        train_groups(engine, mixed[1:])
+        assert engine.memory_report().device_peak_bytes <= budget
+    assert calls.count("model.layers.0") == 2 * 5
 
 
 def test_auto_joins_where_that_is_faster() -> None:
