@@ -1,8 +1,8 @@
-"""What scripts take from `deepspeed.utils`: looking at, and changing, masters and optimizer state.
+"""The names of `deepspeed.utils` that read and change masters, gradients and optimizer state.
 
-Weights and state are whole here. The "full" functions are DeepSpeed's own, which find what an engine trains; the "local"
-ones, which DeepSpeed has for ZeRO-3 alone, give and take the same, flat, as DeepSpeed's partitions are. Parameters that no
-engine trains give None and stay as they are.
+Weights and state are whole here. The "full" functions are DeepSpeed's own; the "local" ones, which DeepSpeed has for ZeRO-3
+alone, give and take the same, flat, as DeepSpeed's partitions are. Parameters that no engine trains give None and stay as
+they are.
 """
 
 from __future__ import annotations
@@ -26,38 +26,34 @@ def __getattr__(name: str) -> Any:
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> Tensor | None:
-    """A copy of the fp32 master of `param`."""
+    """Return a copy of the fp32 master of `param`."""
     return _flat(param.get_full_hp_param()) if isinstance(param, EngineParameter) else None
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: Tensor) -> None:
-    """Replaces the master of `param`, and `param` with it."""
+    """Replace the master of `param`, and `param` with it."""
     if isinstance(param, EngineParameter):
         param.set_full_hp_param(value.view(param.shape))
 
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A copy of the optimizer's state of `param` (such as "exp_avg").
-
-    Raises:
-        ValueError: there is none of that name, or no step has been taken yet.
-    """
+    """Return a copy of the optimizer's state of `param` (such as "exp_avg"); ValueError before the first step."""
     return _flat(param.get_full_hp_param(optim_state_key)) if isinstance(param, EngineParameter) else None
 
 
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replaces the optimizer's state of `param`."""
+    """Replace the optimizer's state of `param`."""
     if isinstance(param, EngineParameter):
         param.set_full_hp_param(value.view(param.shape), optim_state_key)
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> Tensor | None:
-    """A copy of the gradient of `param` in fp32, as it has gathered since the last step; None if there is none."""
+    """Return a copy of the gradient of `param` in fp32, as it has gathered since the last step; None without one."""
     return _flat(param.get_full_hp_grad()) if isinstance(param, EngineParameter) else None
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: Tensor) -> None:
-    """Replaces the gradient of `param`, before it is clipped and used."""
+    """Replace the gradient of `param`, before it is clipped and used."""
     if isinstance(param, EngineParameter):
         param.set_full_hp_grad(value.view(param.shape))
 

@@ -1,4 +1,4 @@
-"""`deepspeed.zero` for code that is written for ZeRO-3: parameters are whole here, at any time."""
+"""The names of `deepspeed.zero` for code that is written for ZeRO-3: parameters are whole here, at any time."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Init:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to partition."""
+        """Do nothing."""
 
 
 class GatheredParameters(nullcontext[None]):
     """A context in which `params` can be read and changed in place, as they can be everywhere.
 
-    What is changed becomes the weights that training goes on with: masters, and copies that live on the device, follow.
-    (DeepSpeed keeps changes only if `modifier_rank` is given.) The arguments have no effect.
+    Masters, and copies on the device, follow the changes. (DeepSpeed keeps changes only if `modifier_rank` is given.) The
+    arguments have no effect.
     """
 
     def __init__(
@@ -45,4 +45,4 @@ class GatheredParameters(nullcontext[None]):
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to register: a parameter that a layer uses beside its own is found when the model is measured."""
+    """Do nothing: a parameter that a layer uses beside its own is found when the model is measured."""

@@ -134,21 +134,21 @@ SLOW = """
     engine/test_ledger.py::test_swaps_do_not_grow_with_the_number_of_micro_batches
     engine/test_lifetime.py::test_a_live_engine_keeps_its_model
     engine/test_lifetime.py::test_a_process_leaves_in_peace_without_destroy
-    engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_what_was_saved
+    engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_a_saved_model
     engine/test_lifetime.py::test_an_engine_that_waits_for_garbage_collection_does_not_hold_its_model
     engine/test_loop.py::test_another_way_through_the_model_beside_a_look_is_refused_by_name_and_training_goes_on
-    engine/test_loop.py::test_what_a_look_costs_does_not_depend_on_when_it_is_taken
+    engine/test_loop.py::test_the_cost_of_an_early_read_does_not_depend_on_its_moment
     engine/test_planning.py::test_a_kept_profile_is_used_again_and_a_foreign_one_replaced
     engine/test_planning.py::test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any
     engine/test_planning.py::test_a_saved_plan_that_does_not_match_is_refused
-    engine/test_planning.py::test_whatever_is_found_within_a_budget_gives_the_same_bits_and_keeps_to_it
+    engine/test_planning.py::test_every_plan_within_a_budget_gives_the_same_bits_and_keeps_to_it
     engine/test_precision.py::test_muon_beside_adam
     engine/test_residency.py::test_deepspeeds_optimizers_step_the_cpu_devices_memory_too
     engine/test_residency.py::test_gradients_accumulated_in_bf16
     engine/test_residency.py::test_shared_weights_are_added_up_as_on_the_host
     engine/test_residency.py::test_the_first_packs_may_stay_as_well_as_the_last
     engine/test_residency.py::test_the_norm_is_that_of_all_gradients
-    engine/test_residency.py::test_the_plan_counts_what_lives_on_the_device
+    engine/test_residency.py::test_the_plan_counts_resident_packs
     engine/test_slices.py::test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices
     engine/test_slices.py::test_auto_takes_slices_where_whole_micro_batches_do_not_fit
     engine/test_slices.py::test_sizes_as_large_as_the_micro_batch_change_nothing

@@ -1,4 +1,4 @@
-"""What tests look at inside an engine that it does not say itself: the one place that knows the names of its parts."""
+"""The private parts of an engine that tests read: the one place that knows their names."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from harmony_ds.stepping.planner import Planner
 
 
 def assembly_of(engine: HarmonyEngine) -> Assembly:
-    """What it is made of."""
+    """Return its parts."""
     return engine._assembly
 
 
 def planner_of(engine: HarmonyEngine) -> Planner:
-    """What it has measured, and planned."""
+    """Return its planner, with measurements and plans."""
     return engine._assembly.runner.planner
 
 
 def updater_of(engine: HarmonyEngine) -> Updater:
-    """Its thread of updates."""
+    """Return its thread of updates."""
     updater = engine._assembly.parts.updater
     assert updater is not None
     return updater
 
 
 def scaler_of(engine: HarmonyEngine) -> LossScaler:
-    """How its loss scale has come about."""
+    """Return its loss scaler."""
     return engine._scaler

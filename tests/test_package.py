@@ -29,7 +29,7 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
 
 @pytest.fixture(scope="module")
 def imported() -> tuple[set[str], set[str]]:
-    """What a fresh process has imported after `import harmony_ds`, and after using all of it."""
+    """Return the modules that a fresh process has imported after `import harmony_ds`, and after using all of it."""
     look = "print(*sys.modules)"
     code = f"import sys, harmony_ds\n{look}\nfrom harmony_ds import *\n{look}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

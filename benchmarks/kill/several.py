@@ -39,7 +39,7 @@ from run import _warm_up, batch, digest, engine_from
 
 from harmony_ds.checkpoint import folders, read_any
 from harmony_ds.parallel import exchange as exchange_module
-from harmony_ds.parallel.slots import Slots
+from harmony_ds.parallel.slots import GradientSlots
 from harmony_ds.scheduler.plan import Task
 
 SIZE = 3
@@ -118,7 +118,7 @@ def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Calla
 
 def _announce_exchanges(here: Callable[[str], None]) -> None:
     """From now on `here` is called in front of each."""
-    for module, name in ((dist, "all_to_all_single"), (exchange_module, "_all_gather"), (Slots, "others")):
+    for module, name in ((dist, "all_to_all_single"), (exchange_module, "_all_gather"), (GradientSlots, "others")):
         setattr(module, name, _announced(getattr(module, name), here))
 
 

@@ -117,7 +117,7 @@ class VirtualDevice(CpuDevice):
         assert isinstance(event, VirtualEvent)
         self._free_ms[stream] = max(self._free_ms[stream], event.at_ms)
 
-    def moment(self, stream: Stream) -> object:
+    def timestamp(self, stream: Stream) -> object:
         return max(self._free_ms[stream], now_ms())
 
 

@@ -47,10 +47,10 @@ class SlowLinkDevice(CpuDevice):
         else:  # compute runs on the thread that issues it
             event.synchronize()
 
-    def moment(self, stream: Stream) -> object:
-        return self._ways[stream].record() if stream in self._ways else super().moment(stream)
+    def timestamp(self, stream: Stream) -> object:
+        return self._ways[stream].record() if stream in self._ways else super().timestamp(stream)
 
-    def read_moments(self, moments: Sequence[object]) -> list[float]:
+    def read_timestamps(self, moments: Sequence[object]) -> list[float]:
         return [moment.passed_ms() if isinstance(moment, _Passing) else float(moment) for moment in moments]  # type: ignore[arg-type]
 
 

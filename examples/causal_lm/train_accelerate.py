@@ -29,6 +29,6 @@ for batch in loader:
         optimizer.zero_grad()
     if accelerator.sync_gradients:
         step += 1
-        print(f"step {step} loss {torch.stack([value + 0 for value in losses]).mean():.6f}")
+        print(f"step {step} loss {torch.stack(losses).mean():.6f}")
         losses.clear()
 accelerator.end_training()

@@ -19,8 +19,8 @@ for batch in DataLoader(samples(options), batch_size=MICRO_BATCH):
     engine.backward(loss)
     losses.append(loss.detach())
     engine.step()
-    if engine.was_step_applied():  # looked at after the boundary only
-        print(f"step {engine.global_steps} loss {torch.stack([value + 0 for value in losses]).mean():.6f}")
+    if engine.was_step_applied():  # losses are read after the boundary only: no forward pass runs early
+        print(f"step {engine.global_steps} loss {torch.stack(losses).mean():.6f}")
         losses.clear()
 print(engine.swap_report())
 engine.destroy()

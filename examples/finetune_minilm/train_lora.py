@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         engine.backward(loss)
         group.append(loss.detach())
         engine.step()
-        if engine.was_step_applied():  # losses are looked at when the group has run
+        if engine.was_step_applied():  # losses are read when the group has run
             losses.append(sum(value.item() for value in group) / len(group))
             print(f"step {engine.global_steps} loss {losses[-1]:.4f}")
             group.clear()

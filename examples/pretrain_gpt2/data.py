@@ -70,7 +70,7 @@ def micro_batches(
     """Yield micro-batches {input_ids, labels} of shape (micro_batch_size, sequence_tokens) without end.
 
     The text is cut into sequences, which are shuffled anew each epoch. The shuffle has a generator of its own: the
-    order depends on `seed` only, and drawing from it disturbs nobody else's random numbers. Labels equal the inputs,
+    order depends on `seed` only, and drawing from it leaves other random numbers alone. Labels equal the inputs,
     the model shifts them.
     """
     count = len(token_ids) // sequence_tokens
@@ -133,7 +133,7 @@ def wikipedia_dump() -> Path:
 
 
 def _read_wikipedia(dump: Path) -> list[str]:
-    """Return the cleaned articles of a MediaWiki XML dump; redirects and pages beside the encyclopedia are left out."""
+    """Return the cleaned articles of a MediaWiki XML dump; redirects and pages that are no articles are left out."""
     articles = []
     with bz2.open(dump) as stream:
         for _, element in ElementTree.iterparse(stream):

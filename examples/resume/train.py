@@ -1,11 +1,11 @@
-"""A training that may be killed at any moment: started again, it goes on from its last checkpoint, bit for bit.
+"""A training that may be killed at any moment: started again, it resumes from its last checkpoint, bit for bit.
 
     python examples/resume/train.py --out outputs/whole                  # to the end at once
     python examples/resume/train.py --out outputs/killed --kill-at 25    # kill -9 in the middle of a step
-    python examples/resume/train.py --out outputs/killed                 # goes on
+    python examples/resume/train.py --out outputs/killed                 # resumes
     cmp outputs/whole/losses.txt outputs/killed/losses.txt               # the same
 
-The model is plain PyTorch with dropout; its data and its random numbers go on where they were, too.
+The model is plain PyTorch with dropout; its data and its random numbers resume where they were, too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
     if (options.out / "latest").exists():
         folder, kept = engine.load_checkpoint(options.out)
         losses = kept["losses"]
-        print(f"goes on from {folder}")
+        print(f"resumed from {folder}")
     while engine.global_steps < options.steps:
         if engine.global_steps + 1 == options.kill_at:
             engine.module.layers[-1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Train, save, and go on after a kill.")
+    parser = argparse.ArgumentParser(description="Train, save, and resume after a kill.")
     parser.add_argument("--out", type=Path, default=Path("outputs/resume"), help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--save-every", type=int, default=10, help="steps (default: %(default)s)")

@@ -1,1 +1,1 @@
-"""What one call of a layer is: cut out of its model, run on device copies, and recomputed."""
+"""Layer calls: intercepted in their model, run on device copies of parameters, and recomputed in backward."""

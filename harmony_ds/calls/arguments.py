@@ -1,8 +1,8 @@
-"""The arguments of layer calls, and what layers hand over beside their results.
+"""Arguments and results of layer calls.
 
-Tensors are taken out of a call's arguments, so that the call can be made again over others. Beside returning results,
-layers write into tensors, and into dictionaries and lists that they are given (Gemma 3n's keys and values, which later
-layers read), and transformers' layers hand tensors (router logits, attentions) to a collector.
+Tensors are taken out of a call's arguments, so that the call can be repeated with others. Besides returning results,
+layers write into tensors and containers that they are given (Gemma 3n's keys and values, which later layers read), and
+transformers' layers append tensors (router logits, attentions) to a collector.
 """
 
 from __future__ import annotations
@@ -27,54 +27,53 @@ from harmony_ds.calls.trees import Shape, flatten_all, unflatten_all
 PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, slice, torch.dtype, torch.device, torch.layout)
 
 Collector = dict[str, Any]
-"""Of transformers: lists by what is wanted, and settings."""
+"""Transformers' output collector: a list for each wanted output, and settings."""
 
 
 @dataclass(slots=True, eq=False)
 class Arguments:
-    """What a layer call takes, with its tensors taken out."""
+    """Arguments of a layer call without their tensors."""
 
     leaves: list[Any]
     shape: Shape  # of positional arguments, then of keyword arguments
     positional: int  # how many
     keywords: tuple[str, ...]
-    places: list[list[int]]  # per distinct tensor: the leaves that it stands in
+    places: list[list[int]]  # per distinct tensor: the leaves that it stands for
     caches: dict[int, Any]  # arguments that the layer may fill, and that are emptied again
     containers: list[int]  # arguments that the layer may write into for later layers
-    collects: bool  # whether the layer may hand anything to a collector
+    collects: bool  # whether the layer may append to a collector
 
     def rebuild(self, tensors: list[Tensor]) -> list[Any]:
-        """Positional arguments, then keyword arguments, over `tensors` in fresh containers."""
+        """Return positional, then keyword arguments, made of `tensors` in fresh containers."""
         leaves = list(self.leaves)
         for tensor, places in zip(tensors, self.places, strict=True):
             for place in places:
                 leaves[place] = tensor
         values = unflatten_all(leaves, self.shape)
-        if self.caches:
-            for place, cache in self.caches.items():
-                values[place] = cache
+        for place, cache in self.caches.items():
+            values[place] = cache
         return values
 
     @property
     def may_be_sliced(self) -> bool:
-        """Whether there is nothing among them that a layer could write into without its being seen."""
+        """Whether they hold no object that a layer could write into unnoticed."""
         return all(map(_is_plain, self.leaves))
 
 
 def _is_plain(leaf: object) -> bool:
-    """Whether `leaf`, which is no tensor, cannot be changed by who is given it."""
+    """Return whether `leaf`, which is no tensor, is immutable."""
     return leaf is None or isinstance(leaf, PLAIN) or callable(leaf)
 
 
 @dataclass(slots=True, eq=False)
 class CallOutputs:
-    """What a run of a layer left.
+    """Results of one run of a layer.
 
     Attributes:
-        inputs: the tensors that it ran over.
-        leaves: of its result, and of what it has left elsewhere.
-        written: the arguments, by place, that are containers and hold something else since.
-        altered: the places among `inputs` of those that the layer has changed in place, so that they lead back into it.
+        inputs: the tensors that it was run with.
+        leaves: of its result, of collected tensors and of containers that it has written into.
+        written: indices of arguments that are containers and have changed.
+        altered: indices of `inputs` that the layer has changed in place, so that their graph leads into it.
     """
 
     inputs: list[Tensor]
@@ -85,18 +84,17 @@ class CallOutputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The output leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
 @dataclass(slots=True, eq=False)
 class CallInputs:
-    """What one call was given by the model.
+    """Inputs of one call, as the model gave them.
 
     Attributes:
-        tensors: those among its arguments, each once.
+        tensors: those among the arguments, each once.
         values: positional arguments, then keyword arguments.
-        collector: of the caller; None or empty: nothing is collected.
+        collector: the caller's; None or empty: nothing is collected.
     """
 
     arguments: Arguments
@@ -106,7 +104,6 @@ class CallInputs:
 
     @staticmethod
     def of(request: Request) -> CallInputs:
-        """What `request` gives."""
         values, caches = extract_caches(request)
         opened = [None if place in caches else value for place, value in enumerate(values)] if caches else values
         leaves, shape = flatten_all(opened)
@@ -128,13 +125,13 @@ class CallInputs:
         return CallInputs(Arguments(*taken), tensors, values, collector)
 
     def deliver(self, outcome: CallOutputs, leaves: list[Any]) -> Any:
-        """The result, made of the output leaves; what the layer has left elsewhere goes where it put it."""
+        """Return the result, made of the output `leaves`; write collected tensors and containers where they belong."""
         result, *beside = unflatten_all(leaves, outcome.shape)
         if not beside:
             return result
         collected, contents, views = beside
         for place, view in zip(outcome.altered, views, strict=True):
-            # Its memory holds that already: now its graph does, too. For who has saved it, nothing has changed.
+            # Its memory holds the values already; now its graph does, too. For graphs that saved it nothing changes.
             with _unsafe_preserve_version_counter(self.tensors[place]):
                 self.tensors[place].copy_(view)
         for key, kept in collected.items():
@@ -160,13 +157,13 @@ def _held(container: Any) -> Any:
 
 
 def contents(container: Any) -> tuple[list[Any], list[Any]]:
-    """The keys (of a dictionary) and values that `container` holds now."""
+    """Return the keys (of a dictionary) and values that `container` holds now."""
     held = _held(container)
     return ([], list(held)) if isinstance(held, list) else (list(held), list(held.values()))
 
 
 def change_contents(container: Any, change: Callable[[Any], Any]) -> bool:
-    """Puts what `change` makes of each thing that `container` holds in its place. False: it is no container."""
+    """Replace each value of `container` by `change(value)`; return False if it is no container."""
     if not _is_container(container.__class__):
         return False
     held = _held(container)
@@ -176,23 +173,23 @@ def change_contents(container: Any, change: Callable[[Any], Any]) -> bool:
 
 
 def has_changed(container: Any, before: tuple[list[Any], list[Any]]) -> bool:
-    """Whether it held something else when `contents` gave `before`."""
+    """Return whether `container` has changed since `contents` returned `before`."""
     keys, values = contents(container)
     return keys != before[0] or len(values) != len(before[1]) or not all(map(is_, values, before[1]))
 
 
-# ---- transformers' output collector: layers hand tensors (router logits, attentions) past their return value
+# ---- transformers' output collector
 
 
 def _variable() -> Any:
-    # Never imported for its own sake: a model that uses it has imported it.
+    # Not imported here: a model that uses it has imported it.
     capturing = sys.modules.get("transformers.utils.output_capturing")
     variable = getattr(capturing, "_active_collector", None)
     return getattr(variable, "context_var", variable)
 
 
 def collector_here() -> Collector:
-    """The one that the current context's calls hand to; empty: none."""
+    """Return the collector of the current context; empty: there is none."""
     variable = _variable()
     return {} if variable is None else variable.get(None) or {}
 
@@ -203,7 +200,7 @@ def _collector(request: Request) -> Collector | None:
 
 
 def collect(request: Request) -> dict[str, list[Any]]:
-    """Lists into which a run of `request`, which collects, puts what it collects: the call's context is its own."""
+    """Return the lists that a run of `request` appends collected tensors to: its context gets a collector of its own."""
     collector = _collector(request) or {}
     collected: dict[str, list[Any]] = {key: [] for key, value in collector.items() if isinstance(value, list)}
     request.context.run(_variable().set, {**collector, **collected})

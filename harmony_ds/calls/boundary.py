@@ -1,12 +1,12 @@
-"""Where the autograd graph is cut, and how gradients cross the cut.
+"""Boundaries: autograd nodes that cut the graph at layer calls, and carry gradients across the cut.
 
     layer call k            |   inter-layer operations   |          layer call k+1
     ... -> output  ==cut==> Boundary ->  ... -> input  ==cut==> Boundary -> recomputed layer -> ...
 
 A `Boundary` is an autograd node whose outputs are fresh tensors over given memory. When a backward pass reaches it, it
-hands each output's gradient to a `GradientTarget` and stops. The same node stands on both sides of a layer call: in the
-micro-batch's own graph its targets collect the gradients of the layer's outputs; in front of a recomputed layer they pass
-the gradients of its inputs on to where those came from.
+hands each output's gradient to a `GradientTarget` and stops. Boundaries stand on both sides of a layer call: in the
+micro-batch's own graph their targets collect the gradients of the layer's outputs; at the inputs of a recomputed layer
+they pass the inputs' gradients on to where those came from.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _BoundaryNode(torch.autograd.Function):
         if is_between_layers():
             raise UnsupportedError(
                 "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept while "
-                "it runs. Take such gradients within one layer's forward, or of what comes behind the last one."
+                "it runs. Take such gradients within one layer's forward, or of what is computed after the last layer."
             )
         for target, gradient in zip(ctx.harmony_targets, gradients, strict=True):
             if gradient is not None:
@@ -50,11 +50,11 @@ class _BoundaryNode(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _BoundaryNode).apply  # past what is for torch.func, which is refused
 with torch.inference_mode(False), torch.enable_grad():
     _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
-"""Behind every Boundary, so that autograd takes its outputs to require gradients; none ever comes here."""
+"""An input of every Boundary, so that autograd takes its outputs to require gradients; it never gets one itself."""
 
 
 def cut(tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> tuple[Tensor, ...]:
-    """`tensors` (detached) as outputs of a Boundary: they require gradients, which go to `targets`."""
+    """Return `tensors` (detached) as outputs of a Boundary: they require gradients, which go to `targets`."""
     if not tensors:
         return ()
     if not torch.is_grad_enabled():
@@ -89,44 +89,38 @@ class _InputLink(torch.autograd.Function):
 
 
 def link_to_inputs(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """`output`, which layers computed from `inputs`, such that autograd knows that and does not find the way itself."""
-    # Copies of leaves alone: what else is behind an input would be propagated through, and lost, twice.
+    """Return `output` with a graph that leads to `inputs`, from which layers computed it, but carries no gradient there.
+
+    It lets `torch.autograd.grad` with respect to `inputs` be refused by name.
+    """
+    # Only copies of leaves: the graphs of other inputs would be propagated through, and freed, twice.
     leaves = [t for t in inputs if t.requires_grad and _copies_a_leaf(t)]
     guarded: Tensor = _InputLink.apply(output, *leaves) if leaves and output.requires_grad else output  # type: ignore[no-untyped-call]
     return guarded
 
 
 def _copies_a_leaf(tensor: Tensor) -> bool:
-    behind = () if tensor.grad_fn is None else tensor.grad_fn.next_functions
-    return len(behind) == 1 and behind[0][0] is not None and not behind[0][0].next_functions
+    following = next_nodes(tensor.grad_fn)
+    return len(following) == 1 and not following[0].next_functions
 
 
 def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:
-    """The targets of `node` if it is a Boundary."""
     return getattr(node, "harmony_targets", None)
 
 
 @contextmanager
 def explaining_errors() -> Iterator[None]:
-    """Around a backward pass that is the engine's.
-
-    Raises:
-        ModelError: something that was saved for it has been written to since, or its graph is gone.
-    """
+    """Turn torch's errors of a backward pass into ModelErrors that say what to change in the model."""
     try:
         yield
     except RuntimeError as error:
-        _explain(error)
+        for said, explanation in _EXPLANATIONS.items():
+            if said in str(error):
+                raise ModelError(f"{explanation} torch says: {error}") from error
         raise
 
 
-def _explain(error: RuntimeError) -> None:
-    for said, meant in _MEANT.items():
-        if said in str(error):
-            raise ModelError(f"{meant} torch says: {error}") from error
-
-
-_MEANT = {
+_EXPLANATIONS = {
     "modified by an inplace operation": "a tensor that a micro-batch's backward pass needs was changed in place after its "
     "forward pass had used it: by the model, or by the forward pass of a later micro-batch of the step, which comes before "
     "this backward pass (a buffer or an attribute that each forward pass fills anew). Make a new tensor each time: "
@@ -138,24 +132,20 @@ _MEANT = {
 
 
 def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], retain_graph: bool = False) -> None:
-    """A backward pass of the engine's from `edges`, which are of tensors of the shapes and dtypes of `gradients`."""
+    """Run a backward pass from `edges`, whose tensors have the shapes and dtypes of `gradients`."""
     # torch.autograd.backward without its checks of shapes, which take as long as a small layer does.
-    try:
+    with explaining_errors():
         torch.autograd.Variable._execution_engine.run_backward(
             tuple(edges), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
         )
-    except RuntimeError as error:
-        _explain(error)
-        raise
 
 
 def next_nodes(node: Node | None) -> list[Node]:
-    """The nodes that `node` hands its gradients to."""
     return [] if node is None else [following for following, _ in node.next_functions if following is not None]
 
 
 def reachable_nodes(roots: Iterable[Node | None]) -> set[Node]:
-    """Every node that `roots` lead to, up to the Boundaries."""
+    """Return every node that `roots` lead to, up to the Boundaries."""
     seen: set[Node] = set()
     todo = [node for node in roots if node is not None]
     while todo:

@@ -1,4 +1,4 @@
-"""Buffers of a model's modules: their copies on the device, what forward passes do to them, and whoever looks at them."""
+"""Buffers of a model's modules: their copies on the device, and the changes that forward passes make to them."""
 
 from __future__ import annotations
 
@@ -18,44 +18,42 @@ Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
 
 def updates_statistics(module: nn.Module) -> bool:
-    """Whether a forward pass updates buffers without raising their version, as torch's batch_norm does."""
+    """Return whether a forward pass updates buffers without raising their version, as torch's batch_norm does."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.training
 
 
 def reads_statistics(module: nn.Module) -> bool:
-    """Whether a forward pass computes with statistics that others have gathered."""
-    return (
-        isinstance(module, nn.modules.batchnorm._NormBase) and not module.training and module.running_mean is not None
-    )
+    """Return whether a forward pass normalizes by running statistics."""
+    is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+    return is_norm and not module.training and module.running_mean is not None
 
 
 def buffers_of(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Every buffer of `modules`."""
     return [b for module in modules for b in module._buffers.values() if b is not None]
 
 
 def versions(modules: Sequence[nn.Module]) -> list[tuple[Tensor, int]]:
-    """Buffers whose changes are seen by their versions. Normalization's own do not matter to what it gives."""
+    """Return each buffer whose changes its version shows, and that version; not those of training normalization."""
     return [(b, b._version) for b in buffers_of([m for m in modules if not updates_statistics(m)])]
 
 
 def clone_buffers(modules: Sequence[nn.Module]) -> Buffers:
-    """What the buffers of `modules` hold, for `substituted_buffers`."""
+    """Return copies of the buffers of `modules`, for `substituted_buffers`."""
     return [(m, {key: None if b is None else b.clone() for key, b in m._buffers.items()}) for m in modules]
 
 
 def substituted_buffers(own: Buffers) -> patched:
-    """While open, modules hold `own` buffers; what is done to them is done to nobody else's."""
+    """Make the modules of `own` hold these buffers while the context is open."""
     return patched([(module.__dict__, "_buffers", buffers) for module, buffers in own])
 
 
 _COMPARED_BYTES = 1 << 20
-"""What the program writes by `.data` between steps is seen in buffers of at most so many."""
+"""Buffers up to this size are compared by value, which shows what the program wrote through `.data` between steps."""
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A host buffer and its copy on device `number`, with the versions, and what a small one held, when both were alike."""
+    """A host buffer and its copy on device `number`; their versions, and a small one's values, when both were equal."""
 
     host: Tensor
     host_version: int
@@ -65,17 +63,16 @@ class _Copy:
     values: Tensor | None = None
 
     def note(self, host: Tensor) -> None:
-        """`host` and the copy are the same now."""
+        """Note that `host` and the copy are equal now."""
         self.host_version, self.device_version = host._version, self.device._version
         self.values = host.clone() if host.nbytes <= _COMPARED_BYTES and not host.is_meta else None
 
     def is_fresh(self, host: Tensor) -> bool:
-        """Whether nobody has written to `host` since."""
         return self.host_version == host._version and (self.values is None or torch.equal(self.values, host))
 
 
 class DeviceBuffers:
-    """The buffers of a model on the device: copied once, brought back where the forward pass changed them.
+    """A model's buffers on the device: copied once, and copied back if the forward pass changed them.
 
     Attributes:
         are_written: whether forward passes have been seen to change any.
@@ -86,24 +83,21 @@ class DeviceBuffers:
         self._device = device
         self._ledger = ledger
         self._copies: dict[int, _Copy] = {}  # by the id of the host's
-        self._unseen: set[nn.Module] = (
-            set()
-        )  # whose forward was seen to write to them without raising a version (`.data`)
+        self._unversioned: set[nn.Module] = set()  # modules whose forward writes to buffers through `.data`
         self._places: Mapping[nn.Module, int] = {}
         self.are_written = False
         self.nbytes = sum(b.nbytes for b in {id(b): b for b in buffers_of(self._owners)}.values())
 
     @property
     def copied_bytes(self) -> int:
-        """Of the copies that are there now."""
         return sum(copy.device.nbytes for copy in self._copies.values())
 
     @contextmanager
     def installed(self, keep: bool, places: Mapping[nn.Module, int]) -> Iterator[None]:
-        """While open, modules hold the copies. What is done to them is kept if `keep` and nothing was raised.
+        """Make modules hold the device copies; changes to them are kept if `keep` and nothing was raised.
 
         Args:
-            places: of several devices, the number of the one that a module's buffers are on, if not HOME.
+            places: numbers of the devices of modules whose buffers are not on HOME.
         """
         if places != self._places:
             self.drop()
@@ -120,14 +114,17 @@ class DeviceBuffers:
                 finished = True
             finally:
                 for module, host, copies in owned:
-                    if module in self._unseen or _changed(module, copies):
+                    if module in self._unversioned or _changed(module, copies):
                         if finished and keep:
-                            self._take_back(module, host, copies)
+                            self._copy_back(module, host, copies)
                         else:
                             self._forget(host.values())
 
     def find_unversioned_writes(self) -> set[nn.Module]:
-        """After a forward pass, while they are installed: modules that it has written to unseen, known from now on."""
+        """Return the modules whose buffers forward passes write to without raising versions, the last one's included.
+
+        To be called after a forward pass, while the copies are installed.
+        """
         copies = {id(copy.device): copy for copy in self._copies.values()}
         for module in self._owners:
             known = [
@@ -135,11 +132,11 @@ class DeviceBuffers:
             ]
             same = all(c.device.is_meta or equal(c.device.cpu(), c.host) for c in known)
             if not same and not updates_statistics(module):
-                self._unseen.add(module)
-        return self._unseen
+                self._unversioned.add(module)
+        return self._unversioned
 
     def _is_fresh(self, module: nn.Module) -> bool:
-        """Whether nobody has written to its host buffers since; normalization raises the version of one of its own."""
+        """Return whether the program has not written to the module's host buffers since they were copied."""
         known = [(self._copies.get(id(buffer)), buffer) for buffer in buffers_of([module])]
         return all(copy is not None and copy.is_fresh(buffer) for copy, buffer in known)
 
@@ -157,8 +154,8 @@ class DeviceBuffers:
             self._ledger.book_in(Kind.DATA, host.nbytes)
         return known
 
-    def _take_back(self, module: nn.Module, host: dict[str, Tensor | None], copies: dict[str, _Copy]) -> None:
-        """Copies what is on the device into the host buffers (or in their place, if it was replaced)."""
+    def _copy_back(self, module: nn.Module, host: dict[str, Tensor | None], copies: dict[str, _Copy]) -> None:
+        """Copy device buffers into the host's, or put them in their place where shape or dtype changed."""
         self.are_written = True
         for key, now in module._buffers.items():
             if now is None:
@@ -175,7 +172,6 @@ class DeviceBuffers:
                 copy.note(target)
 
     def drop(self) -> None:
-        """Drops every device copy."""
         self._forget([copy.host for copy in self._copies.values()])
 
     def _forget(self, hosts: Iterable[Tensor | None]) -> None:
@@ -188,7 +184,7 @@ class DeviceBuffers:
 
 
 def _changed(module: nn.Module, copies: dict[str, _Copy]) -> bool:
-    """Whether a forward pass has changed or replaced the buffers that `module` holds now, which were `copies`."""
+    """Return whether a forward pass has changed or replaced the buffers of `module`, which were `copies`."""
     return updates_statistics(module) or any(
         buffer is not None
         and (key not in copies or buffer is not copies[key].device or buffer._version != copies[key].device_version)

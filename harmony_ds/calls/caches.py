@@ -1,9 +1,9 @@
-"""Key and value caches that transformers' models hand to their layers while they train, though nobody reads them then.
+"""Key and value caches that transformers' models pass to their layers in training, where they are never read.
 
-A layer gets its cache, because what a cache does to keys and values (it copies them) chooses the kernels that run after it,
-and so the last bits. Afterwards the cache is as it was: a recomputation finds it empty too, and it keeps no tensor.
-One that is not empty (a trained prefix) is an argument like any other; those of other kinds are left out, as
-transformers' own gradient checkpointing does.
+A layer gets its cache, because the copies that a cache makes of keys and values decide which kernels run next, and so the
+last bits. Afterwards the cache is emptied again, for the recomputation, and keeps no tensor. One that is not empty (a
+trained prefix) is an argument like any other; caches of other kinds are left out, as transformers' own gradient
+checkpointing does.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from harmony_ds.calls.intercept import Request
 
 CacheSnapshot = list[tuple[Any, dict[str, Any]]]
-"""The objects that caches are made of, and what each of them held."""
+"""The objects that caches consist of, and the attributes of each."""
 
 
 def extract_caches(request: Request) -> tuple[list[Any], dict[int, Any]]:
-    """The values of a call's arguments, without caches of unknown kinds; and the empty caches among them, by place."""
+    """Return the values of a call's arguments, without caches of unknown kinds, and the empty caches, by index."""
     values = [*request.args, *request.kwargs.values()]
     if request.kwargs.get("use_cache"):
         values[len(request.args) + list(request.kwargs).index("use_cache")] = False
@@ -34,13 +34,12 @@ def extract_caches(request: Request) -> tuple[list[Any], dict[int, Any]]:
 
 
 def snapshot_caches(caches: Iterable[Any]) -> CacheSnapshot:
-    """What `caches` hold, for `restore`."""
+    """Return the attributes of `caches`, for `restore_caches`."""
     objects = [one for cache in caches for part in _parts(cache) for one in (cache, part, *part.layers)]
     return [(one, {key: _own(value) for key, value in vars(one).items()}) for one in objects]
 
 
 def restore_caches(held: CacheSnapshot) -> None:
-    """Makes caches hold again what they held."""
     for one, values in held:
         one.__dict__.clear()
         one.__dict__.update(values)
@@ -56,7 +55,7 @@ def _places_of_caches(types: tuple[type, ...]) -> tuple[int, ...]:
 
 
 def _is_cache(cls: type) -> bool:
-    """Whether it is one of transformers', or of code that transformers loads; others are data like any other."""
+    """Return whether it is a cache of transformers, or of code that transformers loads."""
     return any(
         base.__name__.endswith("Cache")
         and base.__module__.partition(".")[0] in ("transformers", "transformers_modules")
@@ -65,12 +64,11 @@ def _is_cache(cls: type) -> bool:
 
 
 def _parts(cache: Any) -> list[Any]:
-    """Itself, or those of an encoder-decoder's: what has slots, one for each layer."""
+    """Return the parts that have a slot for each layer: the cache itself, or both of an encoder-decoder's."""
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     return [part for part in parts if part is not None] or [cache]
 
 
 def _has_slots(part: Any) -> bool:
-    """Whether it is made of slots that say whether anything is in them."""
     slots = getattr(part, "layers", None)
     return isinstance(slots, list) and all(hasattr(slot, "is_initialized") for slot in slots)

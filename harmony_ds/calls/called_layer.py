@@ -1,4 +1,4 @@
-"""One layer as its calls run it: on device copies of its parameters, over what it was given, with what it leaves found."""
+"""One layer, run on device copies of its parameters; what its calls change is found out as they run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from harmony_ds.calls.boundary import cut, targets_of
 from harmony_ds.calls.buffers import reads_statistics, updates_statistics, versions
 from harmony_ds.calls.caches import restore_caches, snapshot_caches
 from harmony_ds.calls.installed import LayerParameters
+from harmony_ds.calls.outputs import storages_of
 from harmony_ds.calls.recorded_call import RecordedCall
-from harmony_ds.calls.storages import storages_of
 from harmony_ds.calls.targets import DeadEnd, GradientTarget
 from harmony_ds.calls.trees import flatten_all
 from harmony_ds.decomposer.find import Layer
@@ -21,14 +21,14 @@ from harmony_ds.offload.residency import Leaves
 
 
 class CalledLayer:
-    """Runs one layer, and knows what its calls change.
+    """Runs one layer, and records what its calls change.
 
     Attributes:
-        changes_inputs, changes_buffers: whether a call was seen to.
-        inputs_change: what a call was given was seen to be written to behind it, by the code between the layers.
-        draws: a call was seen to draw random numbers, beside those of which that is known by how they are cut.
-        replayed: it depends on buffers that it changes: a recomputation begins with what they were.
-        aligned: makes the context that it runs in. Of several devices: where what it computes with is on another one.
+        changes_inputs, changes_buffers: a call was seen to do so.
+        inputs_change: the code between layers was seen to write to an input after the call.
+        draws: a call was seen to draw random numbers that measuring had not found.
+        replayed: it depends on buffers that it changes, so that a recomputation starts from their former values.
+        aligned: makes the context that it runs in: with several devices, one that moves operands from the others.
     """
 
     def __init__(self, layer: Layer, parameters: LayerParameters) -> None:
@@ -42,62 +42,60 @@ class CalledLayer:
         self.replayed = False
         self.draws = False
         self.aligned: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._gathering: set[nn.Module] = set()  # normalization that has been seen to gather statistics
-        self._reading: set[nn.Module] = set()  # and to read them
+        self._gathering: set[nn.Module] = set()  # normalization modules seen to update running statistics
+        self._reading: set[nn.Module] = set()  # and those seen to read them
         self.names = layer.parameters
 
     @property
     def inputs_may_change(self) -> bool:
-        """Whether what calls are given is written to, by them or behind them."""
+        """Whether inputs are written to, by the layer or by code that runs after it."""
         return self.changes_inputs or self.inputs_change
 
     @property
     def may_keep_graphs(self) -> bool:
-        """Not where calls write into what they go on from: others do so before one is propagated back. Nor where what they
-        were given is written to, which a graph may have saved.
-        """
+        """Whether graphs stay valid until backward: neither buffers that calls read nor their inputs are written to."""
         return not (self.replayed or self.inputs_change)
 
     def may_be_sliced(self, arguments: Arguments) -> bool:
-        """Objects that a layer may write into, inputs and statistics that it changes, are of all rows at once."""
+        """Return whether a call with `arguments` can be run in slices of its rows."""
         return self.treats_rows_alike and arguments.may_be_sliced
 
     @property
     def treats_rows_alike(self) -> bool:
-        """Whether nothing that it changes, as far as it has been seen, is of all rows at once."""
+        """Whether it was not seen to change inputs or buffers, which belong to all rows at once."""
         return not (self.changes_inputs or self.changes_buffers)
 
     def parameter_storages(self, copies: Leaves) -> set[int]:
-        """Where those of the layer's parameters that are among `copies` lie."""
-        found: set[int] | None = copies.made.get(self)
+        """Return the storages of the layer's parameters among `copies`."""
+        found: set[int] | None = copies.cache.get(self)
         if found is None:
-            found = copies.made[self] = storages_of(copies[name] for name in self.names if name in copies)
+            found = copies.cache[self] = storages_of(copies[name] for name in self.names if name in copies)
         return found
 
     def guarded(self, copies: Leaves) -> Leaves:
-        """Those of `copies` that are the layer's (a pack may hold many), for a graph that is thrown away."""
-        found: Leaves | None = copies.made.get(self.dead_end)
+        """Return aliases of the layer's `copies` (a pack may hold more), for a graph that is discarded."""
+        found: Leaves | None = copies.cache.get(self.dead_end)
         if found is None:
             own = ((name, copies[name]) for name in self.names if name in copies)
-            found = copies.made[self.dead_end] = self.dead_end.guarded(own)
+            found = copies.cache[self.dead_end] = self.dead_end.guarded(own)
         return found
 
     def run(
         self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: list[GradientTarget | None]
     ) -> CallOutputs:
-        """The call over `tensors`, whose gradients go to `targets`."""
+        """Run the call with `tensors`, whose gradients go to `targets`."""
         request, arguments = call.request, call.arguments
         inputs = list(tensors)
         ends = [place for place, target in enumerate(targets) if target is not None]
-        behind = cut([tensors[place] for place in ends], [target for target in targets if target is not None])
-        for place, tensor in zip(ends, behind, strict=True):
+        cut_inputs = cut([tensors[place] for place in ends], [target for target in targets if target is not None])
+        for place, tensor in zip(ends, cut_inputs, strict=True):
             inputs[place] = tensor
         values = arguments.rebuild(inputs)
         held = [contents(values[place]) for place in arguments.containers] if arguments.containers else []
         collected = collect(request) if arguments.collects else {}
         caches = snapshot_caches(arguments.caches.values()) if arguments.caches else []
         before = versions(self.buffered) if self.buffered else []
-        tracked = inputs if request.grad else []  # those of inference mode have no versions
+        tracked = inputs if request.grad else []  # tensors of inference mode have no versions
         written_to = [tensor._version for tensor in tracked]
         kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
         with self.parameters.installed(copies), self.aligned():
@@ -112,17 +110,17 @@ class CalledLayer:
         if held:
             written = [p for p, one in zip(arguments.containers, held, strict=True) if has_changed(values[p], one)]
         if altered or written or (collected and any(collected.values())):
-            # Views: the tensors themselves may be among the results, as what the caller gave.
+            # Views, since the tensors themselves may be among the results.
             views = [inputs[place].view_as(inputs[place]) for place in altered]
             leaves, shape = flatten_all((result, collected, [values[place] for place in written], views))
             for collection in collected.values():
                 collection.clear()  # the call's context is kept
-        else:  # as most are
+        else:  # the common case
             leaves, shape = flatten_all((result,))
         return CallOutputs(inputs, leaves, shape, written, altered)
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
-        """Notes whether a call has changed buffers."""
+        """Note whether a call has changed buffers; `before`: their versions before it."""
         if self.changes_buffers and self.replayed:
             return
         self._gathering.update(filter(updates_statistics, self.buffered))
@@ -136,5 +134,5 @@ class CalledLayer:
 
 
 def _leads_into_layer(tensor: Tensor) -> bool:
-    """Whether an input of a layer, with which its graph begins, comes from what the layer did to it since."""
+    """Return whether an input, where the layer's graph began, now has a graph of the layer's own operations."""
     return tensor.grad_fn is not None and targets_of(tensor.grad_fn) is None

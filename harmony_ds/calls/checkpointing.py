@@ -1,9 +1,8 @@
-"""`torch.utils.checkpoint` and `deepspeed.checkpointing` in code that the engine runs: they pass straight through.
+"""`torch.utils.checkpoint` and `deepspeed.checkpointing` in code that the engine runs: they just call their function.
 
-Layers are recomputed anyway, on parameters that are on the device for that time alone; a checkpoint's own recomputation
-would come later. What stands around a layer would run the model's code, lanes included, in the middle of a backward
-pass. So from the first time on that an engine runs, checkpoints ask whether one does so on their thread; where none does,
-they are what they were.
+Layers are recomputed anyway, while their parameters are on the device; a checkpoint's own recomputation would come too
+late, and one around a layer would run the model's code in the middle of a backward pass. So from an engine's first run
+on, checkpoints ask whether an engine runs on their thread. Elsewhere they work as before.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ class _Engine(threading.local):
 
 
 _engine = _Engine()
-_DEEPSPEEDS = "deepspeed.runtime.activation_checkpointing.checkpointing"  # seconds to import: it may come at any time
+_DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"  # takes seconds to import: not imported here
 
 
 @contextmanager
 def checkpoints_bypassed() -> Iterator[None]:
-    """While open, this thread's checkpoints are calls of what they are given."""
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = _without_reentry  # type: ignore[assignment]
-    _make_ask(torch.utils.checkpoint.CheckpointFunction, _torchs)
-    _make_ask(getattr(sys.modules.get(_DEEPSPEEDS), "CheckpointFunction", None), _deepspeeds)
+    """Make this thread's checkpoints call their functions directly while the context is open."""
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = _non_reentrant  # type: ignore[assignment]
+    _patch_reentrant(torch.utils.checkpoint.CheckpointFunction, _call_for_torch)
+    _patch_reentrant(getattr(sys.modules.get(_DEEPSPEED), "CheckpointFunction", None), _call_for_deepspeed)
     before, _engine.runs = _engine.runs, True
     try:
         yield
@@ -43,7 +42,7 @@ def checkpoints_bypassed() -> Iterator[None]:
 
 
 def refuse_outer_checkpoint() -> None:
-    """Raises UsageError where a checkpoint of the caller's own is open: its recomputation would call the engine again."""
+    """Raise UsageError if the caller has opened a checkpoint, whose recomputation would call the engine again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__:
         raise UsageError(
@@ -52,11 +51,10 @@ def refuse_outer_checkpoint() -> None:
         )
 
 
-def _make_ask(function: Any, passed: Callable[..., Any]) -> None:
-    """Make an autograd function that runs its first argument without a graph, and again in the backward pass, ask first.
+def _patch_reentrant(function: Any, call: Callable[..., Any]) -> None:
+    """Make a checkpoint's autograd function use `call` instead of its `apply` where an engine runs.
 
-    Args:
-        passed: what its `apply` does where the engine runs; two arguments come before those of what is checkpointed.
+    The first two arguments of both come before those of the checkpointed function.
     """
     if function is None or "apply" in vars(function):
         return
@@ -64,19 +62,19 @@ def _make_ask(function: Any, passed: Callable[..., Any]) -> None:
     def apply(cls: Any, *args: Any) -> Any:
         if not _engine.runs:
             return super(function, cls).apply(*args)
-        # It gives nothing that requires a gradient unless one of its own arguments does.
+        # Outputs require no gradient unless one of the arguments does.
         needed = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args[2:])
         with torch.set_grad_enabled(torch.is_grad_enabled() and needed):
-            return passed(*args)
+            return call(*args)
 
     function.apply = classmethod(apply)
 
 
-def _torchs(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+def _call_for_torch(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
     return function(*args)
 
 
-def _deepspeeds(function: Callable[..., Any], outputs: list[Any], *args: Any) -> None:
+def _call_for_deepspeed(function: Callable[..., Any], outputs: list[Any], *args: Any) -> None:
     result = function(*args)
     outputs += [result] if isinstance(result, Tensor) else result
 
@@ -84,8 +82,8 @@ def _deepspeeds(function: Callable[..., Any], outputs: list[Any], *args: Any) ->
 _generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
 
-def _without_reentry(fn: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """The generator that runs up to a checkpointed call, and on after it."""
+def _non_reentrant(fn: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Stand in for torch's generator, which runs up to a checkpointed call and goes on after it."""
     if not _engine.runs:
         yield from _generator(fn, preserve, context_fn, *args, **kwargs)
         return

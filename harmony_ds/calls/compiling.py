@@ -1,6 +1,4 @@
-"""`torch.compile` around layers. It cannot see into a layer call, which is the engine's; so the forward that the engine
-runs there is compiled in its place, by the same settings.
-"""
+"""`torch.compile` around layers: it cannot trace into a layer call, so the layer's own forward is compiled instead."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class CompileRequests:
-    """Who asks for layers of one model to be compiled: a `torch.compile(module)` or `module.compile()` around them."""
+    """Compilers wanted for layers of one model: by `torch.compile(module)` or `module.compile()` of modules around them."""
 
     def __init__(self, model: nn.Module, layers: Iterable[str]) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -27,7 +25,7 @@ class CompileRequests:
         self._all = set().union(*self._around.values())
 
     def compilers(self) -> dict[str, Compiler | None]:
-        """By layer: what it is to be compiled with, as of now. Empty where nobody asks."""
+        """Return each layer's compiler as of now; empty if none is wanted."""
         found = {module: compiler for module in self._all if (compiler := _compiler_of(module)) is not None}
         if not found:
             return {}
@@ -40,7 +38,7 @@ def _around(layer: str) -> list[str]:
 
 
 def _compiler_of(module: nn.Module) -> Compiler | None:
-    """Of what `torch.compile(module)` returns, or after `module.compile()`; no import of dynamo, which takes seconds."""
+    """Return the compiler of a `torch.compile(module)`, or after `module.compile()`; dynamo is not imported (seconds)."""
     own = vars(module)
     compiled = own.get("_compiled_call_impl")
     if compiled is None or "dynamo_ctx" in own:

@@ -1,32 +1,32 @@
-"""What a forward pass may depend on beside its arguments (docs/contract.md), and what is put in place when it runs later.
+"""The state that a forward pass may depend on besides its arguments (docs/contract.md), checked and restored later.
 
-take       at the call: its modes, and the plain attributes of the model's modules
-check      before its micro-batch runs: those attributes are what they were
-entered    around whatever it runs: its modes in the place of the newest
-running    around what the engine runs: attributes that change meanwhile are forward's own doing
+take       at the call: record its modes, and the plain attributes of the model's modules
+check      before its micro-batch runs: those attributes must be unchanged
+entered    around all that runs for the call: set its modes
+running    around the engine's runs: attributes that change meanwhile were set by forward
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.switches import read_switches, set_switches
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.host_store import ungated
 
 _logger = logging.getLogger(__name__)
 
 _NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "__getstate__", "_flat_weights", "_flat_weight_refs"}
-"""Attributes that others look after: parameters, buffers, hooks, modes; what engines and wrappers put on modules."""
+"""Attributes that are not compared: parameters, hooks, modes, and those that engines and wrappers put on modules."""
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, OrderedDict)
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
@@ -34,12 +34,12 @@ _STRUCTURE = ("_parameters", "_buffers", "_modules")
 Key = tuple[int, str]
 """The number of a module, and the name of an attribute."""
 Attributes = dict[Key, tuple[Any, int]]
-"""The attributes and buffers of all modules at one time, and how often tensors had been written to."""
+"""The attributes and buffers of all modules at one time, each with its version if it is a tensor."""
 _ABSENT = object(), 0
 
 
 class UnseenError(ModelError):
-    """A forward pass did something that it was not measured with; it is remembered, and the step can be run again."""
+    """A forward pass did something that measuring had not seen; it is noted, and the step can be run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +52,20 @@ class CallModes:
 
     @property
     def flags(self) -> bytes:
-        """What measurements are valid for."""
+        """The modes that measurements depend on."""
         return bytes((*self.training, *self.trained))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallState:
-    """What a call saw of the model. Calls that saw the same have one `attributes`."""
+    """State of the model at a call. Calls with the same attributes share one `attributes` object."""
 
     modes: CallModes
     attributes: Attributes
 
 
 class Contract:
-    """Takes what calls of one model see, and puts their modes in place again.
+    """Records the state of one model at each call, checks it, and restores its modes.
 
     Attributes:
         is_running: the engine runs the model now.
@@ -79,23 +79,23 @@ class Contract:
         self._written: set[Key] = set()  # by forward
         self._is_said = False
         self.is_running = False
-        self._look()
+        self._record()
         self._newest = CallState(self._modes(), self._attributes)
 
     def take(self) -> CallState:
-        """What a call made now sees; its `modes` and `attributes` are the same objects as long as nothing changes."""
+        """Return the state now; its `modes` and `attributes` are the same objects as long as nothing changes."""
         if not self.is_running:
-            if not self._is_as_seen():
-                self._look()
+            if not self._is_unchanged():
+                self._record()
             modes, newest = self._modes(), self._newest.modes
             self._newest = CallState(newest if modes == newest else modes, self._attributes)
         return self._newest
 
     def check(self, states: Sequence[CallState | None]) -> None:
-        """Before micro-batches run that were called in `states`.
+        """Check, before micro-batches run that were called in `states`, that the program has changed no attribute since.
 
         Raises:
-            ModelError: an attribute was changed by the program since, so that they would see it too.
+            ModelError: it has, so that those micro-batches would see the new value.
         """
         now = self.take().attributes
         for seen in [state.attributes for state in states if state is not None]:
@@ -109,38 +109,39 @@ class Contract:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While open, the engine runs the model: what changes is forward's own doing. Said once."""
+        """Attribute changes to forward, which the engine runs while the context is open; warn once that it sets them."""
         outer, before = self.is_running, self.take().attributes
         self.is_running = True
         try:
             yield
         finally:
             self.is_running = outer
-            if not outer and not self._is_as_seen():
-                self._look()
+            if not outer and not self._is_unchanged():
+                self._record()
                 self._note_written(_changed(before, self._attributes))
 
     def is_current(self, state: CallState | None) -> bool:
-        """Whether the modes of `state` are those that there are anyway."""
+        """Return whether the modes of `state` are set already."""
         return state is None or state.modes is self._newest.modes
 
     @contextmanager
     def entered(self, state: CallState | None) -> Iterator[None]:
-        """While open, the modes of `state` are in place."""
+        """Set the modes of `state` while the context is open."""
         if state is None or self.is_current(state):
             yield
             return
         before = self._newest.modes
-        self._put(state.modes)
+        self._set_modes(state.modes)
         try:
             yield
         finally:
-            self._put(before)
+            self._set_modes(before)
 
     @contextmanager
     def reverting(self) -> Iterator[None]:
-        """Whatever is assigned to attributes while open, or put into containers there (hooks too), is undone in the end; so
-        are modes: a Trainer's training_step, which is run to be measured, calls `model.train()`.
+        """Undo assignments to attributes, changes of their containers (hooks too) and of modes when the context closes.
+
+        Modes change since a Trainer's training_step, which is run to be measured, calls `model.train()`.
         """
         modes, before = self._modes(), self._snapshot()
         items = [(key, value) for held in self._held for key, value in held.items() if key not in _STRUCTURE]
@@ -159,33 +160,33 @@ class Contract:
             for container, content in contents:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
-            self._put(modes)
+            self._set_modes(modes)
 
     def written(self) -> str:
-        """The attributes that forward has been seen to set, in words."""
+        """Return the attributes that forward has been seen to set, in words."""
         return ", ".join(map(self._name, sorted(self._written))) or "none that was seen"
 
-    # ---- looking
+    # ---- snapshots
 
     def _modes(self) -> CallModes:
         with ungated():
             trained = tuple(map(attrgetter("requires_grad"), self._parameters))
         return CallModes(tuple([module.training for module in self._modules]), trained, read_switches())
 
-    def _put(self, modes: CallModes) -> None:
+    def _set_modes(self, modes: CallModes) -> None:
         for module, training in zip(self._modules, modes.training, strict=True):
             if module.training is not training:
                 module.training = training
         set_switches(modes.switches)
 
-    def _look(self) -> None:
+    def _record(self) -> None:
         self._attributes = self._snapshot()
         self._values = self._all_values()
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._versions = list(map(_version, self._tensors))
 
-    def _is_as_seen(self) -> bool:
-        """The comparison that every call makes: quick, and sometimes wrong about what is not plain."""
+    def _is_unchanged(self) -> bool:
+        """Compare with the last record. Every call does: it is quick, and may report changes that are none."""
         values = self._all_values()
         same = len(values) == len(self._values) and all(map(is_, values, self._values))
         return same and self._versions == list(map(_version, self._tensors))
@@ -222,7 +223,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _changed(before: Attributes, now: Attributes) -> set[Key]:
-    """Those that are not the same object, nor equal numbers or texts, or that were written to."""
+    """Return the keys whose values are neither the same object nor equal scalars, or were written to."""
     return {key for key in before.keys() | now.keys() if not _same(before.get(key, _ABSENT), now.get(key, _ABSENT))}
 
 
@@ -230,3 +231,42 @@ def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
     if one[0] is other[0]:
         return one[1] == other[1]
     return type(one[0]) is type(other[0]) and isinstance(one[0], _SCALARS) and bool(one[0] == other[0])
+
+
+# ---- torch's process-wide switches that change numbers
+
+_C: Any = torch._C  # whose functions are read at every layer call
+_cuda = torch.backends.cuda
+
+
+def _set_deterministic(mode: int) -> None:
+    torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+
+
+_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, _set_deterministic),
+    (_C._get_math_sdp_enabled, _cuda.enable_math_sdp),
+    (_C._get_flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_C._get_mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_C._get_cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+]
+"""Reader and writer of each switch."""
+
+_read = [read for read, _ in _SWITCHES]
+
+
+def read_switches() -> tuple[Any, ...]:
+    return tuple([read() for read in _read])
+
+
+def set_switches(values: tuple[Any, ...]) -> None:
+    """Set the switches whose current values differ."""
+    for (_, write), value, now in zip(_SWITCHES, values, read_switches(), strict=True):
+        if value != now:
+            write(value)

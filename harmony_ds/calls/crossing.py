@@ -1,14 +1,14 @@
-"""Tensors that go from one device to another, where one process drives several.
+"""Copies of tensors between the devices that one process drives.
 
-A layer's arguments go to the layer's device when it is called, or before (MOVE). Between layers, where operands lie on
-different devices, they go to the device of the last layer that ran; what is changed in place stays where it is. A crossing
-is part of the autograd graph: its gradient crosses back.
+A layer's arguments move to the layer's device when it is called, or before (MOVE). Between layers, operands on different
+devices move to the device of the last layer that ran; a tensor that is changed in place stays. A crossing is part of the
+autograd graph: its gradient crosses back.
 
     MOVE, or the call     argument --Crossing--> argument of the layer     copied by the PEER stream
     backward, MOVE_BACK   gradient <--Crossing-- gradient
 
-Where torch tells the devices apart (CUDA), a tensor is where it is. Where it does not (CPU devices, logical devices of one
-GPU), it is where the attribute says that was set when it was made.
+CUDA devices are told by `tensor.device`. Devices that are one to torch (CPU devices, logical devices of one GPU) are told
+by an attribute that a tensor gets when it is made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLACE = "_harmony_device"
 _COPIES = "_harmony_crossed"
 _CHANGED = "_harmony_changed"
 _Copies = dict[int, tuple[int, Tensor]]
-"""By device, the copy of a tensor there, and the version that it is of."""
+"""By device number: the version of a tensor that was copied there, and the copy."""
 
 
 class Crossings:
@@ -42,27 +42,27 @@ class Crossings:
     def __init__(self, device: Device, ledger: Ledger) -> None:
         self._group = device if isinstance(device, DeviceGroup) else None
         self._ledger = ledger
-        self._numbers: dict[torch.device, int] = {}  # the first of those that are one to torch
+        self._numbers: dict[torch.device, int] = {}  # of devices that are one to torch, the first
         for number, member in enumerate((device,) if self._group is None else self._group.members):
             self._numbers.setdefault(member.torch_device, number)
         self._leaving: dict[int, tuple[Event, Tensor]] = {}
-        self._of_leaves: list[_Copies] = []  # copies, whose graphs hold the leaves that hold them
+        self._of_leaves: list[_Copies] = []  # freed by hand: copies and leaves refer to each other
         self._input_copies: list[
             tuple[Tensor, Tensor, int]
         ] = []  # to the layer that runs: tensor, copy, the copy's version
 
     @property
     def between_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """What makes the context that code between layers runs in; None: it needs none."""
+        """A maker of the context that code between layers runs in; None: it needs none."""
         return None if self._group is None else lambda: _Alignment(self)
 
-    # ---- where tensors are
+    # ---- the device of a tensor
 
     def device_of(self, tensor: Tensor) -> int | None:
-        """The device of `tensor`; None: it is on the host.
+        """Return the number of the device of `tensor`; None: it is on the host.
 
         Raises:
-            ModelError: a layer changed a copy of `tensor` in place, which on one device is `tensor`.
+            ModelError: a layer changed a copy of `tensor` in place; on one device it would have changed `tensor`.
         """
         if hasattr(tensor, _CHANGED):
             raise ModelError(
@@ -71,16 +71,16 @@ class Crossings:
                 "change a copy (x = x + y instead of x += y), or train on one device."
             )
         place = self._numbers.get(tensor.device)
-        return place if place is None or self._is_apart else getattr(tensor, _PLACE, place)
+        return place if place is None or self._has_distinct_devices else getattr(tensor, _PLACE, place)
 
     @property
-    def _is_apart(self) -> bool:
-        """Whether torch tells all devices apart, so that no tensor needs to say where it is."""
-        return self._group is None or self._group.is_apart
+    def _has_distinct_devices(self) -> bool:
+        """Whether torch tells all devices apart, so that tensors need no attribute."""
+        return self._group is None or self._group.has_distinct_devices
 
     def mark(self, tree: Any, place: int | None = None) -> None:
-        """Tensors of `tree` that were made just now are on the current device, or on `place`."""
-        if self._group is not None and not self._is_apart:
+        """Note that the tensors of `tree`, just made, are on the current device or on `place`."""
+        if self._group is not None and not self._has_distinct_devices:
             map_tensors(self._put(self._group.number if place is None else place), tree)
 
     def _put(self, place: int) -> Callable[[Tensor], Tensor]:
@@ -91,18 +91,16 @@ class Crossings:
 
         return put
 
-    # ---- moving them
+    # ---- moving tensors
 
     def to_current(self, tensors: list[Tensor]) -> list[Tensor]:
-        """`tensors`, those that are on another device move to the current one."""
+        """Return `tensors` on the current device."""
         return tensors if self._group is None else [self.move(tensor) for tensor in tensors]
 
     @contextmanager
     def running_on(self, place: int | None = None) -> Iterator[None]:
-        """A context whose operations run on `place` (None: the current device), as torch runs them where their operands
-        lie if it tells the devices apart.
-        """
-        if self._group is None or place in (None, self._group.number) or self._is_apart:
+        """Run operations on `place` (None: the current device), unless torch runs them where their operands are."""
+        if self._group is None or place in (None, self._group.number) or self._has_distinct_devices:
             yield
             return
         here = self._group.number
@@ -113,11 +111,10 @@ class Crossings:
             self._group.enter(here)
 
     def to_home(self, tensor: Tensor) -> Tensor:
-        """`tensor` on HOME."""
         return tensor if self._group is None else self.move(tensor, HOME)
 
     def values_to_current(self, values: list[Any]) -> list[Any]:
-        """The same of arguments and what they hold. Containers stay the caller's, for layers write into them."""
+        """Return arguments with their tensors on the current device, in the caller's containers: layers write there."""
         return values if self._group is None else [self._value_to_current(value) for value in values]
 
     def _value_to_current(self, value: Any) -> Any:
@@ -129,7 +126,7 @@ class Crossings:
         return map_tensors(self.move, value)
 
     def move(self, tensor: Tensor, place: int | None = None) -> Tensor:
-        """`tensor` on the current device, or on `place`: move there once, as long as it lives."""
+        """Return `tensor` on the current device or on `place`; its copy there is kept as long as it lives."""
         group = self._group
         assert group is not None
         source, target = self.device_of(tensor), group.number if place is None else place
@@ -141,7 +138,7 @@ class Crossings:
                 pairs = parts_moved(tensor, lambda whole: self.move(whole, target))  # once for all micro-batches
                 pairs = pairs or [(tensor, _Crossing.apply(tensor, self, source, target))]  # type: ignore[no-untyped-call]
             for own, made in pairs:
-                if not self._is_apart:
+                if not self._has_distinct_devices:
                     setattr(made, _PLACE, target)
                 own.__dict__.setdefault(_COPIES, {})[target] = own._version, made
             if tensor.is_leaf and tensor.requires_grad:
@@ -151,14 +148,14 @@ class Crossings:
         return copy
 
     def check_input_copies(self, layer: str) -> None:
-        """Nobody may read a tensor any more of which `layer` has just changed a copy; see `place`."""
+        """Mark tensors whose copies `layer` has just changed in place: reading them is refused (`device_of`)."""
         for tensor, copy, version in self._input_copies:
             if copy._version != version:
                 setattr(tensor, _CHANGED, layer)
         self._input_copies.clear()
 
     def copy(self, tensor: Tensor, source: int, target: int) -> Tensor:
-        """A copy of `tensor` on another device, there before what its compute stream does next."""
+        """Return a copy of `tensor` on another device, whose compute stream waits for it."""
         assert self._group is not None
         there, here = self._group.members[source], self._group.members[target]
         self._release_sent(source)
@@ -173,19 +170,19 @@ class Crossings:
             copied = here.record(Stream.PEER)
             self._leaving[source] = copied, tensor
         here.wait(Stream.COMPUTE, copied)
-        here.used(copy)
+        here.record_use(copy)
         self._ledger.book_peer(source, target, tensor.numel() * tensor.element_size())
         return copy
 
     def _release_sent(self, source: int) -> None:
-        """The memory of what left last belongs to the compute stream: its next owner there comes after the copy."""
+        """Free the tensor that left last. Its memory is the compute stream's, which must wait for the copy first."""
         assert self._group is not None
         if source in self._leaving:
             copied, _ = self._leaving.pop(source)
             self._group.members[source].wait(Stream.COMPUTE, copied)
 
     def finish(self) -> None:
-        """Drops what is on its way, each after its copy, and the copies of parameters."""
+        """Free tensors on their way, each after its copy, and the copies of leaves."""
         for source in list(self._leaving):
             self._release_sent(source)
         self._input_copies.clear()
@@ -206,7 +203,7 @@ class _Crossing(torch.autograd.Function):
 
 
 class _Alignment(TorchFunctionMode):
-    """Moves operands that lie on different devices to the current one."""
+    """Torch function mode that moves operands on different devices to one of them."""
 
     def __init__(self, crossings: Crossings) -> None:
         super().__init__()
@@ -230,7 +227,7 @@ class _Alignment(TorchFunctionMode):
 
 
 def tensors_among(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among `values`, and in lists and tuples among them."""
+    """Return the tensors among `values`, and in lists and tuples among them."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -241,6 +238,6 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
 
 
 def writes(func: Any) -> bool:
-    """Whether `func` changes its first operand in place."""
+    """Return whether `func` changes its first operand in place."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

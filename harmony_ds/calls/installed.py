@@ -1,4 +1,4 @@
-"""What a module's parameters are while the engine runs it: the host's, phantoms, or copies installed for a layer's call.
+"""Exchange of modules' parameters while the engine runs them: host parameters, phantoms, device copies for a layer call.
 
 Every module's `_parameters` dictionary is exchanged as a whole, which costs one assignment per module:
 
@@ -6,7 +6,7 @@ Every module's `_parameters` dictionary is exchanged as a whole, which costs one
     installed      PhantomParameters   the device's dtype and device, no memory; using one raises its name
     in a call      device copies       of this layer's parameters, for the time of one layer call
 
-Buffers live on the device while a model is installed there, and what changed comes back afterwards.
+Buffers are on the device while a model is installed there; those that changed are copied back afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Touched = Callable[[str], Tensor | None]
 
 
 class PhantomParameter(torch.Tensor):
-    """Answers questions about shape, dtype and device like the parameter on the device would, and nothing else."""
+    """A parameter without memory: it has the shape, dtype and device that the parameter has on the device."""
 
     harmony_name: str
     harmony_touched: Touched
@@ -42,10 +42,10 @@ class PhantomParameter(torch.Tensor):
 
     @staticmethod
     def of(name: str, like: Tensor, device: torch.device, touched: Touched) -> PhantomParameter:
-        """A phantom of `like` on `device`.
+        """Return a phantom of `like` on `device`.
 
-        `touched` is told its name when an operation wants its values: the operation is done with the tensor it returns,
-        and raises if that is None.
+        When an operation wants its values, `touched` is called with its name: the operation runs on the tensor that is
+        returned, and raises ParameterOutsideLayerError if that is None.
         """
         phantom: PhantomParameter = torch.Tensor._make_wrapper_subclass(
             PhantomParameter, like.shape, dtype=like.dtype, device=device, requires_grad=like.requires_grad
@@ -76,7 +76,7 @@ class PhantomParameter(torch.Tensor):
 
 
 class FixedParameters(dict[str, Any]):
-    """A module's parameters while an engine has it: which ones they are cannot change. Copies and pickles are plain."""
+    """A module's parameters while an engine trains it, which cannot be replaced. Copies and pickles are plain dicts."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -96,51 +96,50 @@ class FixedParameters(dict[str, Any]):
 
 
 def belongs_to_engine(model: nn.Module) -> bool:
-    """Whether an engine holds parameters of `model`. One that was dropped lets go of them here at the latest."""
+    """Return whether an engine holds parameters of `model`; one that was dropped releases them here at the latest."""
 
-    def watched() -> bool:
+    def is_held() -> bool:
         return any(isinstance(module.__dict__.get("_parameters"), FixedParameters) for module in model.modules())
 
-    if watched():
+    if is_held():
         gc.collect()
-    return watched()
+    return is_held()
 
 
 class Installation:
-    """Installs on the device what the modules of one model hold."""
+    """Installs phantoms, device copies and buffers in the modules of one model."""
 
     def __init__(self, model: nn.Module, canonical: Mapping[int, str], device: Device, ledger: Ledger) -> None:
         self._device = device
         self.modules = tuple(model.modules())
-        self._names: dict[nn.Module, dict[str, str]] = {}  # of modules with parameters: the canonical ones
+        self._names: dict[nn.Module, dict[str, str]] = {}  # canonical names, of modules with parameters
         for module in self.modules:
             names = {key: canonical[id(p)] for key, p in module._parameters.items() if p is not None}
             if names:
                 self._names[module] = names
                 module.__dict__["_parameters"] = FixedParameters(module._parameters)
-        self._phantoms: dict[nn.Module, FixedParameters] = {}  # once they are wanted
+        self._phantoms: dict[nn.Module, FixedParameters] = {}  # made at their first use
         self.buffers = DeviceBuffers(self.modules, device, ledger)
         self._open = False
         self.touched: set[str] = set()
-        self.fetch: Touched | None = None  # brings what is used outside a layer call
+        self.fetch: Touched | None = None  # gets a parameter that is used outside a layer call
 
     @contextmanager
     def installed(
         self, unlayered: Mapping[str, Tensor], keep_buffers: bool = True, places: Mapping[nn.Module, int] = _AT_HOME
     ) -> Iterator[None]:
-        """While open, no module shows host tensors: phantoms, and `unlayered` device tensors by canonical name.
+        """Make modules hold phantoms, and `unlayered` device tensors by canonical name, while the context is open.
 
-        What the forward pass does to buffers is kept if `keep_buffers` and nothing was raised. `places`: see
-        `DeviceBuffers.installed`.
+        Changes of buffers are kept if `keep_buffers` and nothing was raised. `places`: see `DeviceBuffers.installed`.
         """
         if self._open:  # a forward pass inside generate()
             yield
             return
         self._open = True
         try:
-            # The model's code may ask for the current device.
+            # The device is made current, since the model's code may ask for it.
             buffers = self.buffers.installed(keep_buffers, places)
-            with patched(self._without_host(unlayered)), self._device.inherited(), buffers:
+            with patched(self._without_host(unlayered)), self._device.as_current(), buffers:
                 yield
         finally:
             self._open = False
@@ -165,27 +164,25 @@ class Installation:
         return None if self.fetch is None else self.fetch(name)
 
     def remove(self) -> None:
-        """Gives every module a plain dictionary of its host parameters, and the buffers' device memory back."""
+        """Give every module a plain dictionary of its host parameters, and free the device buffers."""
         self.buffers.drop()
         for module in self._names:
             module.__dict__["_parameters"] = dict(module._parameters)
 
     def parameters_of(self, layer: nn.Module) -> LayerParameters:
-        """Those of a layer's modules."""
         return LayerParameters({module: self._names[module] for module in layer.modules() if module in self._names})
 
 
 class LayerParameters:
-    """The dictionaries in which a layer's parameters are looked up."""
+    """Dictionaries of the parameters of a layer's modules."""
 
     def __init__(self, names: Mapping[nn.Module, Mapping[str, str]]) -> None:
-        """`names`: of the parameters of each of its modules: the canonical ones."""
-        self._names = names
+        self._names = names  # canonical, of each module's parameters
         self._all = {name for own in names.values() for name in own.values()}
 
     def installed(self, copies: Leaves) -> patched:
-        """While open, the layer's modules hold `copies`."""
-        return patched(copies.made.get(self) or self._items(copies))
+        """Return a context in which the layer's modules hold `copies`."""
+        return patched(copies.cache.get(self) or self._items(copies))
 
     def _items(self, copies: Leaves) -> list[Item]:
         items: list[Item] = []
@@ -194,12 +191,12 @@ class LayerParameters:
             parameters = FixedParameters({**module._parameters, **own})
             items.append((module.__dict__, "_parameters", parameters))
             if isinstance(module, nn.RNNBase):
-                # It computes with a list of its own. If it made that itself, parameters would move into cuDNN's memory.
+                # It computes with a list. If it made that itself, it would move parameters into cuDNN's memory.
                 weights = [parameters.get(name) for name in module._flat_weights_names]
                 items.append((module.__dict__, "_flat_weights", weights))
                 items.append(
                     (module.__dict__, "_flat_weight_refs", [w if w is None else weakref.ref(w) for w in weights])
                 )
-        if copies.keys() >= self._all:  # what else is held may be another thing the next time
-            copies.made[self] = items
+        if copies.keys() >= self._all:  # other entries of the modules may change until the next call
+            copies.cache[self] = items
         return items

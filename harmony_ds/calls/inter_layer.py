@@ -1,4 +1,4 @@
-"""Gradients through what a model computes between its layers."""
+"""Gradients through the operations of a model between its layers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from harmony_ds.calls.targets import GradientTarget, InterLayerGradient, OutputG
 
 
 class InterLayerGraph:
-    """Gradients on their way back through the inter-layer operations of one micro-batch.
+    """Graph of the inter-layer operations of one micro-batch, and gradients that wait to go back through it.
 
     A layer input that is not itself an output of an earlier layer was computed by inter-layer operations. Its gradient
-    must run through their graph to the Boundaries behind it: once, when everything that uses it has been propagated,
-    and before the newest call behind it is. Graphs are kept until the micro-batch is done, since several inputs may
-    share parts.
+    goes through their graph to the Boundaries that it began at: once, after all layers that use the input have been
+    propagated through, and before the latest layer call that it was computed from. Graphs are kept until the micro-batch
+    is done, since several inputs may share parts.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class InterLayerGraph:
         return not self._edges
 
     def target(self, tensor: Tensor) -> GradientTarget:
-        """Where the gradient of the layer input `tensor` (which requires one) goes."""
+        """Return the target of the gradient of the layer input `tensor`, which requires one."""
         targets = targets_of(tensor.grad_fn)
         if targets is not None and not (tensor._backward_hooks or tensor.retains_grad):
             return targets[tensor.output_nr]
@@ -42,7 +42,7 @@ class InterLayerGraph:
         return self._edges[key][1]
 
     def propagate_due(self, call: int) -> None:
-        """Runs gradients through every part whose newest call is `call` or later (-1: all)."""
+        """Propagate gradients of all inputs that were computed from call `call` or a later one (-1: all)."""
         due = [
             (edge, target)
             for edge, target in self._edges.values()
@@ -52,7 +52,7 @@ class InterLayerGraph:
             propagate([edge for edge, _ in due], [target.take() for _, target in due], retain_graph=True)
 
     def touches(self, tensor: Tensor) -> bool:
-        """Whether the graph of `tensor` shares a node with one that feeds a layer, so that it must be kept."""
+        """Return whether the graph of `tensor` shares a node with one that feeds a layer, so that it must be kept."""
         if tensor.grad_fn is None:
             return False
         return not reachable_nodes(node for node, _ in self._edges).isdisjoint(reachable_nodes([tensor.grad_fn]))
@@ -60,11 +60,11 @@ class InterLayerGraph:
     def spans(
         self, consumers: Mapping[InterLayerGradient, tuple[int, int]], last: Tensor | None, end: int
     ) -> set[tuple[int, int]]:
-        """Places that share a part of the graph: (earliest, latest) per node that more than one place uses.
+        """Return (earliest, latest) places of use of every node that more than one place uses.
 
         Args:
-            consumers: per tensor that comes of it, the first and the last place that takes it.
-            last: what is propagated back from, at place `end`.
+            consumers: per tensor that the graph makes, the first and the last place that takes it.
+            last: the tensor that backward begins at, at place `end`.
         """
         used: dict[Node, tuple[int, int]] = {}
         roots = [(edge.node, *consumers[target]) for edge, target in self._edges.values() if target in consumers]
@@ -77,7 +77,7 @@ class InterLayerGraph:
         return {(first, latest) for first, latest in used.values() if first < latest}
 
     def _newest_call_before(self, root: Node) -> int:
-        """The largest call number among the Boundaries that `root` leads to; -1 if there is none."""
+        """Return the largest call number among the Boundaries that `root` leads to; -1: there is none."""
         todo = [root]
         while todo:
             node = todo[-1]

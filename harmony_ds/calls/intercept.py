@@ -1,7 +1,7 @@
-"""Puts the engine between a model and its layers, without changing either's class or signature.
+"""Interception of layer calls, without changing the class or signature of the model or its layers.
 
-Each layer's `forward` becomes an `InterceptedForward`, which asks whoever is active on the calling thread what to do:
-a `Lane` waits, a `Streamer` runs the layer at once, and nobody at all means that the layer runs as it always did.
+Each layer's `forward` becomes an `InterceptedForward`, which hands calls to the handler that is active on the calling
+thread: a `Lane` waits, a `Streamer` runs the layer at once. Without a handler the layer runs as it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harmony_ds.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """An autocast context to enter again later, on another thread. One that is off is entered too, where one is on."""
+    """An autocast context to be entered later, on another thread; one that is off is entered where one is on."""
 
     device_type: str
     dtype: torch.dtype
@@ -36,19 +36,18 @@ class Autocast:
 
     @staticmethod
     def current(device_type: str) -> Autocast | None:
-        """The calling thread's; None where the device has none."""
+        """Return the calling thread's; None where the device has none."""
         if not _has_autocast(device_type):
             return None
         return _autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
     @staticmethod
     def of(device_type: str, dtype: torch.dtype | None) -> Autocast | None:
-        """To `dtype`; None where there is none."""
         return None if dtype is None else Autocast(device_type, dtype)
 
     @staticmethod
     def entered(state: Autocast | None) -> AbstractContextManager[Any]:
-        """`state`, to be entered at once. Without a weight cache: it is keyed by tensors that are swapped."""
+        """Return the context of `state`, without a weight cache: that is keyed by tensors that are swapped."""
         if state is None or not state.matters:
             return nullcontext()
         return torch.autocast(state.device_type, state.dtype, state.enabled, cache_enabled=False)
@@ -65,7 +64,7 @@ _autocast = functools.cache(Autocast)  # a frozen object takes as long to make a
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One layer call that a model is about to make.
+    """A layer call that a model is about to make.
 
     Attributes:
         layer: index of the layer.
@@ -73,8 +72,8 @@ class Request:
         context: the caller's context variables.
         grad: the caller's grad mode.
         autocast: the caller's autocast.
-        around: a context that it runs in, if the caller has opened modes or set switches of torch's around it.
-        raised: the ids of what the layer's forward has raised. (Itself would keep the request, by its traceback.)
+        around: makes the context of torch's modes and switches that the caller has set; None: none.
+        raised: ids of exceptions of the layer's forward (the exceptions would keep the request, by their tracebacks).
     """
 
     layer: int
@@ -88,10 +87,10 @@ class Request:
     raised: list[int] = field(default_factory=list)
 
     def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The layer's forward over these arguments, with the caller's grad mode, autocast and context variables."""
+        """Run the layer's forward with these arguments, and the caller's grad mode, autocast and context variables."""
         same = torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters)
         try:
-            if same and self.around is None:  # as it mostly is
+            if same and self.around is None:  # the common case
                 return self.context.run(self.forward, *args, **kwargs)
             around = nullcontext() if self.around is None else self.around()
             with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast), around:
@@ -101,18 +100,18 @@ class Request:
             raise
 
     def without_arguments(self) -> Request:
-        """The same, to be kept."""
+        """Return a copy without arguments, to be kept."""
         kept = (self.context, self.grad, self.autocast, self.around, self.raised)
         return Request(self.layer, self.forward, (), {}, *kept)
 
 
 class Handler(Protocol):
-    """Who decides what becomes of a layer call."""
+    """Decides when and how layer calls run."""
 
     device_type: str
 
     def call(self, request: Request) -> Any:
-        """The outputs of the layer call."""
+        """Return the outputs of the layer call."""
 
 
 class _Active(threading.local):
@@ -123,12 +122,12 @@ _active = _Active()
 
 
 def is_between_layers() -> bool:
-    """Whether the calling thread runs a model's code for a handler, and is in no layer call."""
+    """Return whether the calling thread runs a model's code for a handler, outside layer calls."""
     return _active.handler is not None
 
 
 class handled_by:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
-    """While open, layer calls of this thread go to `handler`, or (None) run as they always did."""
+    """Context in which layer calls of this thread go to `handler`, or (None) run as they are."""
 
     __slots__ = ("_before", "_handler")
 
@@ -136,7 +135,7 @@ class handled_by:  # noqa: N801 - used as a function; a class, because it is ent
         self._handler = handler
 
     def __enter__(self) -> Handler | None:
-        """Returns who handled them before."""
+        """Return the handler before."""
         self._before, _active.handler = _active.handler, self._handler
         return self._before
 
@@ -145,10 +144,10 @@ class handled_by:  # noqa: N801 - used as a function; a class, because it is ent
 
 
 class InterceptedForward(EngineAttribute):
-    """Stands in a layer's instance attributes as its `forward`. A copy is the own forward of the layer's copy."""
+    """Replacement of a layer's `forward`, among its instance attributes. A copied layer gets its own forward."""
 
     def __init__(self, layer: Layer) -> None:
-        # Others may have put a forward of their own on the instance (accelerate does).
+        # The instance may have a forward of its own already (accelerate sets one).
         self.before = layer.module.__dict__.get("forward")
         functools.update_wrapper(self, layer.module.forward)
         self._layer = layer
@@ -156,12 +155,12 @@ class InterceptedForward(EngineAttribute):
         self._compiler: Compiler | None = None
 
     def compile(self, compiler: Compiler | None) -> None:
-        """From now on, what handlers run is the layer's forward as `compiler` compiles it; None: as it was written."""
+        """Let handlers run the layer's forward as `compiler` compiles it; None: uncompiled."""
         if compiler is not self._compiler:
             self._compiler = compiler
             self._handled = self._forward if compiler is None else compiler(self._forward)
 
-    @_disable_dynamo  # what is compiled around a layer ends here, and begins again with the layer's own forward
+    @_disable_dynamo  # compiled code around a layer ends here, and begins again with the layer's own forward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler, layer = _active.handler, self._layer
         if handler is None:
@@ -174,7 +173,7 @@ class InterceptedForward(EngineAttribute):
         return handler.call(Request(layer.index, self._handled, args, kwargs, context, grad, autocast))
 
     def _refuse_in_backward(self) -> None:
-        """Whatever calls a layer in the engine's backward pass computes with parameters that are not there."""
+        """Raise UnsupportedError if the engine's backward pass runs, where the layer's parameters are not there."""
         if any(isinstance(parameter, PhantomParameter) for parameter in self._layer.module.parameters()):
             raise UnsupportedError(
                 f"layer {self._layer.name} is called in the middle of a backward pass, by a hook or an autograd function "
@@ -203,7 +202,7 @@ class Interception:
         layer.module.__dict__["forward"] = self._forwards[layer] = InterceptedForward(layer)
 
     def adopt_replaced(self) -> bool:
-        """Takes over what somebody has put in the place of a layer's `forward` since; whether anybody has."""
+        """Intercept layers again whose `forward` the program has replaced; return whether there are any."""
         replaced = [one for one, own in self._forwards.items() if one.module.__dict__.get("forward") is not own]
         for layer in replaced:
             self._intercept(layer)
@@ -213,15 +212,15 @@ class Interception:
         return bool(replaced)
 
     def compile(self, compiler: Compiler) -> None:
-        """From the next call of the engine on, layers that nobody has compiled are run as `compiler` compiles them."""
+        """Compile layers by `compiler` that the program does not compile itself, from the engine's next call on."""
         self._compiler = compiler
 
     def remove(self) -> None:
-        """Gives every layer its own forward back."""
+        """Give every layer its own forward back."""
         for layer, intercepted in self._forwards.items():
             own = layer.module.__dict__
             include_in_copies(layer.module)
-            if own.get("forward") is intercepted:  # else somebody has put another in its place, or taken it away
+            if own.get("forward") is intercepted:  # else the program has replaced or deleted it
                 del own["forward"]
                 if intercepted.before is not None:
                     own["forward"] = intercepted.before

@@ -191,7 +191,7 @@ class Joins:
 
     def _give_back(self) -> None:
         for *_, buffer, arrived in self._checks:
-            self._buffers.give_back(buffer, arrived)
+            self._buffers.release(buffer, arrived)
         self._checks.clear()
 
     def forget(self) -> None:

@@ -1,7 +1,7 @@
-"""Runs one layer for one micro-batch: forward and cut, again in backward, or attached to the micro-batch's own graph.
+"""Layer calls of one micro-batch: forward with outputs cut, recomputed in backward, or attached to the caller's graph.
 
-The forward pass builds an autograd graph and throws it away, or keeps it: kernels are chosen by whether a gradient is
-required, and the recomputation must give the same bits.
+The forward pass builds an autograd graph even where it is discarded: whether gradients are required decides which kernels
+run, and a recomputation must give the same bits.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.outputs import cut_outputs
+from harmony_ds.calls.outputs import copy_with_gradient, cut_outputs, storage_of, storages_of
 from harmony_ds.calls.random_streams import State, states_differ
 from harmony_ds.calls.recorded_call import CallTrial, RecordedCall, norms_of
 from harmony_ds.calls.saved_inputs import SavedInputs, SavedTensor
 from harmony_ds.calls.slices import Piece, SliceAssembler, Slicing, slicing_of
-from harmony_ds.calls.storages import copy_with_gradient, storage_of, storages_of
 from harmony_ds.calls.targets import GradientTarget
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
@@ -38,33 +37,34 @@ from harmony_ds.offload.residency import Leaves
 from harmony_ds.offload.stash import Stash
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
+ReadState = Callable[[], State]
+SetState = Callable[[State], None]
+
 
 class LayerCalls:
     """Runs the layer calls of one model.
 
     Attributes:
-        proving: what calls give is compared with what their recomputations give.
+        checks_recomputation: outputs of recomputations are compared with those of forward.
     """
 
     def __init__(
         self, layers: tuple[Layer, ...], installation: Installation, stash: Stash, crossings: Crossings
     ) -> None:
         self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
-        self._keeping = SavedInputs(stash)
+        self._saved = SavedInputs(stash)
         self._crossings = crossings
         self.checks_recomputation = True
-        self._unseen: list[str] | None = None  # while they are gathered
+        self._unseen: list[str] | None = None  # None: not collected
 
     @property
     def changing_buffers(self) -> frozenset[int]:
-        """Layers that have been seen to change buffers."""
+        """The layers that have been seen to change buffers."""
         return frozenset(index for index, layer in enumerate(self._layers) if layer.changes_buffers)
 
     @contextmanager
     def collecting_unseen(self) -> Iterator[list[str]]:
-        """While open, what calls do that was not known of them is gathered in the list, and known from then on; elsewhere
-        it is an error at once.
-        """
+        """List what calls do that was not known of them, and note it, instead of raising UnseenError."""
         before, self._unseen = self._unseen, []
         try:
             yield self._unseen
@@ -72,15 +72,15 @@ class LayerCalls:
             self._unseen = before
 
     def replay_buffers(self, layer: int) -> bool:
-        """From now on, a recomputation of `layer` begins with what its buffers were. False if it did already."""
+        """Let recomputations of `layer` start from its former buffers; return False if they do already."""
         new = not self._layers[layer].replayed
         self._layers[layer].replayed = self._layers[layer].changes_buffers = True
         return new
 
     def place_buffers(self, devices: Mapping[int, Sequence[int]], unlayered: Iterable[str]) -> dict[nn.Module, int]:
-        """Where the modules of layers have their buffers: on the first of the `devices` that run the layer.
+        """Return the device of each module with buffers: the first of the `devices` that run its layer.
 
-        A layer that several run, or that uses `unlayered` parameters, which are on HOME, has its operands aligned.
+        Operands are aligned for layers that several devices run, or that use `unlayered` parameters, which are on HOME.
         """
         shared, places, aligned = set(unlayered), {}, self._crossings.between_layers
         for index, numbers in devices.items():
@@ -91,41 +91,41 @@ class LayerCalls:
         return places
 
     def copy_inputs(self, layer: int) -> None:
-        """From now on, what is kept of calls of `layer` is a copy of what they were given."""
+        """Save copies of the inputs of `layer` from now on, since they are written to later."""
         self._layers[layer].inputs_change = True
 
     def check_replayed(self, calls: Iterable[RecordedCall]) -> None:
-        """Raises ModelError if one of `calls` ran before its layer was known to depend on buffers that it changes."""
+        """Raise ModelError if one of `calls` ran before its layer was known to depend on buffers that it changes."""
         for call in calls:
             layer = self._layers[call.request.layer]
             if layer.replayed and call.buffers is None:
                 raise ModelError(
                     f"layer {layer.name} was seen to change buffers that it reads (as normalization does in training and "
                     "evaluation mode in turn) after the forward pass of a micro-batch whose loss or outputs were looked "
-                    "at, which cannot be run again as it was. Nothing has been updated. Look at losses behind "
+                    "at, which cannot be run again as it was. Nothing has been updated. Read losses after "
                     "engine.step()."
                 )
 
     def name_of(self, layer: int) -> str:
-        """The name of `layer` in the model."""
+        """Return the name of `layer` in the model."""
         return self._layers[layer].name
 
     def may_be_joined(self, layer: int) -> bool:
-        """Whether rows of several micro-batches may go through `layer` at once, as far as it has been seen."""
+        """Return whether rows of several micro-batches may go through `layer` at once, as far as is known."""
         return self._layers[layer].treats_rows_alike
 
     def may_keep_graphs(self, layer: int) -> bool:
-        """Whether graphs of `layer` can be kept while other micro-batches go through it."""
+        """Return whether graphs of `layer` can be kept while other micro-batches go through it."""
         return self._layers[layer].may_keep_graphs
 
-    # ---- attached: part of the caller's own graph, or of none
+    # ---- attached to the caller's graph, or without one
 
     def run_attached(self, request: Request, copies: Leaves) -> Any:
-        """Runs the call as the model wrote it, on device copies of the layer's parameters."""
+        """Run the call as the model wrote it, on device copies of the layer's parameters."""
         layer = self._layers[request.layer]
         if request.grad:
             values, caches = extract_caches(request)
-        else:  # generation fills them
+        else:  # generation uses caches
             values, caches = [*request.args, *request.kwargs.values()], {}
         held = snapshot_caches(caches.values())
         values = self._crossings.values_to_current(values)
@@ -141,18 +141,17 @@ class LayerCalls:
         self._crossings.mark(outputs)
         return outputs
 
-    def _unrecorded(self, request: Request, copies: Leaves, rows: Rows) -> Any:
-        """As `attached`, for a call without gradients, in slices where it can be cut."""
+    def _run_without_grad(self, request: Request, copies: Leaves, rows: Rows) -> Any:
         if rows.cuts:
             given = CallInputs.of(request)
-            cut = self._slicing(request.layer, given, rows)
-            if cut is not None:
-                call = RecordedCall(request, 0, given.arguments, [None] * len(given.tensors), cut)
+            slicing = self._slicing(request.layer, given, rows)
+            if slicing is not None:
+                call = RecordedCall(request, 0, given.arguments, [None] * len(given.tensors), slicing)
                 outcome = self._run_slices(call, given.tensors, copies, State)
                 return given.deliver(outcome, outcome.leaves)
         return self.run_attached(request, copies)
 
-    # ---- cut: forward now, backward later
+    # ---- forward with outputs cut from the graph, backward later
 
     def forward(
         self,
@@ -160,20 +159,22 @@ class LayerCalls:
         number: int,
         copies: Leaves,
         inter_layer: InterLayerGraph,
-        state: Callable[[], State],
+        state: ReadState,
         rows: Rows | None,
     ) -> tuple[Any, RecordedCall | None]:
-        """Runs the call and cuts its outputs from its graph: those, and the record for `backward` (None where no gradient
-        can flow).
+        """Run the call and cut its outputs from its graph.
 
         Args:
             number: place among the calls of its micro-batch.
-            state: where the generators stand.
-            rows: how calls are cut into slices; None: `copies` will be there until `backward`, so that the graph is kept
-                and nothing is stashed, if the layer's graphs can be kept.
+            state: returns the state of the random generators.
+            rows: how calls are sliced; None: `copies` stay until `backward`, so that the graph is kept instead of the
+                inputs, if the layer's graphs can be kept.
+
+        Returns:
+            The outputs, and the record for `backward`; None where no gradient can flow.
         """
         if not request.grad:
-            return self._unrecorded(request, copies, rows or WHOLE_CALLS), None
+            return self._run_without_grad(request, copies, rows or WHOLE_CALLS), None
         layer, given = self._layers[request.layer], CallInputs.of(request)
         given.tensors = self._crossings.to_current(given.tensors)
         targets = [inter_layer.target(t) if t.requires_grad else None for t in given.tensors]
@@ -182,13 +183,13 @@ class LayerCalls:
         keeps_graph = rows is None and layer.may_keep_graphs
         if keeps_graph:
             outcome = layer.run(call, [t.detach() for t in given.tensors], copies, targets)
-            call.states.append(state())  # after it, as after a recomputation
+            call.states.append(state())  # after the call, as after a recomputation
         else:
             call.slicing = self._slicing(request.layer, given, rows or WHOLE_CALLS)
             outcome = self._run_to_recompute(layer, call, given.tensors, copies, state)
         self._crossings.check_input_copies(layer.name)
         leaves = cut_outputs(call, outcome, given.tensors, layer.parameter_storages(copies), layer.name)
-        self._crossings.mark(leaves)  # those in containers that the layer writes into, too
+        self._crossings.mark(leaves)  # including those in containers that the layer has written into
         outputs = given.deliver(outcome, leaves)
         self._check_seen(layer, call, not keeps_graph and before != [t._version for t in given.tensors])
         if keeps_graph:
@@ -199,22 +200,21 @@ class LayerCalls:
         return outputs, None
 
     def _slicing(self, layer: int, given: CallInputs, rows: Rows) -> Slicing | None:
-        """How a call is cut into slices; None: not at all."""
         called = self._layers[layer]
         may_be_sliced = rows.cuts and called.may_be_sliced(given.arguments)
         return slicing_of(rows, layer, given.tensors, called.draws) if may_be_sliced else None
 
     def _run_to_recompute(
-        self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: Callable[[], State]
+        self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState
     ) -> CallOutputs:
-        """The call over `tensors`, which are kept."""
+        """Run the call with `tensors`, which are saved for its recomputation."""
         call.buffers = clone_buffers(layer.buffered) if layer.replayed else None
         if layer.inputs_may_change:
             copied = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-            call.tensors = [self._keeping.keep(tensor, layer.name) for tensor in copied]
+            call.tensors = [self._saved.save(tensor, layer.name) for tensor in copied]
             inputs = [t.detach() for t in tensors]
         else:
-            call.tensors = [self._keeping.keep(tensor, layer.name) for tensor in tensors]
+            call.tensors = [self._saved.save(tensor, layer.name) for tensor in tensors]
             inputs = [
                 k.tensor if type(k) is SavedTensor else t.detach() for k, t in zip(call.tensors, tensors, strict=True)
             ]
@@ -228,7 +228,7 @@ class LayerCalls:
         return outcome
 
     def _check_seen(self, layer: CalledLayer, call: RecordedCall, inputs_changed: bool) -> None:
-        """Raises UnseenError if the call has changed what no call of the layer was known to change."""
+        """Raise UnseenError if the call changed buffers or inputs, and the layer was not known to do so."""
         what = "a buffer" if layer.replayed and call.buffers is None else None
         if what is None and inputs_changed and not layer.changes_inputs:
             layer.changes_inputs = True
@@ -241,14 +241,11 @@ class LayerCalls:
             raise UnseenError(what)
         self._unseen.append(what)
 
-    def backward(
-        self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None], gather: Callable[[], None]
-    ) -> None:
-        """Runs the call again, unless its graph was kept, and propagates the gradients of its outputs to its inputs and to
-        `copies`.
+    def backward(self, call: RecordedCall, copies: Leaves, replay: SetState, gather: Callable[[], None]) -> None:
+        """Recompute the call, unless its graph was kept, and propagate output gradients to its inputs and to `copies`.
 
         Args:
-            gather: called between the slices of a call that is cut: adds up what has reached `copies`.
+            gather: called between the slices of a call: adds up the gradients that have reached `copies`.
         """
         gradients = [None if gradient is None else gradient.take() for gradient in call.output_gradients]
         if [gradient for gradient in gradients if gradient is not None]:
@@ -256,20 +253,20 @@ class LayerCalls:
                 replay(call.states[0])
                 _propagate(call, gradients)
             else:
-                self._run_back(call, copies, gradients, replay, gather)
+                self._recompute_and_propagate(call, copies, gradients, replay, gather)
         self.discard(call)
 
-    def _run_back(
+    def _recompute_and_propagate(
         self,
         call: RecordedCall,
         copies: Leaves,
         gradients: list[Tensor | None],
-        replay: Callable[[State], None],
+        replay: SetState,
         gather: Callable[[], None],
     ) -> None:
         layer = self._layers[call.request.layer]
         with _apart(layer, call):
-            tensors = self._keeping.tensors(call.tensors, apart=layer.changes_inputs)
+            tensors = self._saved.tensors(call.tensors, apart=layer.changes_inputs)
             pieces: Iterable[Piece] = [(tensors, call.targets, gradients)]
             if call.slicing is not None:
                 pieces = call.slicing.propagated(tensors, call.targets, gradients)
@@ -280,19 +277,17 @@ class LayerCalls:
                 _run_again(layer, call, own, copies, targets)
                 _propagate(call, given)
 
-    def recompute(self, call: RecordedCall, copies: Leaves, replay: Callable[[State], None]) -> list[Tensor]:
-        """Runs the call again, whole, and keeps its graph for `backward`; the values that it gives."""
+    def recompute(self, call: RecordedCall, copies: Leaves, replay: SetState) -> list[Tensor]:
+        """Recompute the whole call and keep its graph for `backward`; return its outputs, detached."""
         layer = self._layers[call.request.layer]
         with _apart(layer, call):
             replay(call.states[0])
-            tensors = self._keeping.tensors(call.tensors, apart=layer.changes_inputs)
+            tensors = self._saved.tensors(call.tensors, apart=layer.changes_inputs)
             return [t.detach() for t in _run_again(layer, call, tensors, copies, call.targets)]
 
     def trial(self, request: Request, copies: Leaves, slicing: Slicing | None = None) -> CallTrial:
-        """What a call takes and gives, whole or cut. For a request with gradients; nothing is kept for a backward pass,
-        and nothing is handed back.
-        """
-        request = replace(request, context=request.context.copy())  # in which the run collects
+        """Run a call with gradients, whole or sliced, and return its inputs and outputs; nothing is kept for backward."""
+        request = replace(request, context=request.context.copy())  # gets a collector of its own
         layer, given = self._layers[request.layer], CallInputs.of(request)
         targets: list[GradientTarget | None] = [layer.dead_end if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request, 0, given.arguments, targets, slicing)
@@ -300,10 +295,8 @@ class LayerCalls:
         places = tuple(places[0] for places in given.arguments.places)
         return CallTrial(given.tensors, outcome.tensors, places, layer.may_be_sliced(given.arguments))
 
-    def _run_slices(
-        self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: Callable[[], State]
-    ) -> CallOutputs:
-        """The call over detached `tensors`, forward, slice by slice if it is cut."""
+    def _run_slices(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState) -> CallOutputs:
+        """Run the call's forward with detached `tensors`, slice by slice if it is sliced."""
         layer = self._layers[call.request.layer]
         targets: list[GradientTarget | None] = [layer.dead_end if target else None for target in call.targets]
         copies = layer.guarded(copies)
@@ -327,31 +320,26 @@ class LayerCalls:
             )
         return first
 
-    # ---- what is kept of a call
-
     def discard(self, call: RecordedCall) -> None:
-        """Gives up what is kept of `call`: nobody will propagate through it."""
+        """Release what is kept of `call`, which is not propagated through any more."""
         for entry in call.entries:
-            self._keeping.release(entry)
+            self._saved.release(entry)
         call.tensors = []
         call.graph = []
 
 
 def _apart(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[None]:
-    """While open, the layer has buffers that nobody reads: statistics must not be gathered twice."""
+    """Return a context with copies of the layer's buffers: statistics must not be updated twice."""
     buffers = call.buffers
     if buffers is None and layer.changes_buffers:
         buffers = clone_buffers(layer.buffered)
-    return substituted_buffers(buffers) if buffers else _NOTHING
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
+    return substituted_buffers(buffers) if buffers else nullcontext()
 
 
 def _run_again(
     layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: list[GradientTarget | None]
 ) -> list[Tensor]:
-    """Runs the call (or one piece of it) again, and keeps its graph; the outputs."""
+    """Run the call (or a slice of it) again, keep its graph, and return the outputs."""
     outputs = layer.run(call, tensors, copies, targets).tensors
     call.check(outputs, layer.name)
     call.keep_graph(outputs)
@@ -359,7 +347,6 @@ def _run_again(
 
 
 def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
-    """Through the graph that was kept, from the gradients of its outputs."""
     edges, arrived = [], []
     for edge, gradient in zip(call.graph, gradients, strict=True):
         if edge is not None and gradient is not None:

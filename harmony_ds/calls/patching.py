@@ -1,4 +1,4 @@
-"""Items of dictionaries, held for the time of a context."""
+"""Dictionaries (attributes, environment variables) patched while a context is open."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 Item = tuple[MutableMapping[Any, Any], Any, Any]
-"""A dictionary (attributes of an object, environment variables), a key, and the value."""
+"""A dictionary, a key, and the value to set."""
 _ABSENT = object()
 
 
 class patched:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
-    """While open, the dictionaries hold these values under these keys; afterwards what they held before."""
+    """Context in which dictionaries hold the given values; afterwards they hold what they held before."""
 
     __slots__ = ("_before", "_items")
 

@@ -1,6 +1,6 @@
-"""Copies and pickles of a model that an engine trains are as its user made it.
+"""Copies and pickles of a model that an engine trains: without the engine's attributes, as the user made the model.
 
-They have their own forward, and no attributes of the engine's, so that a process without harmony_ds reads them.
+A process without harmony_ds can read them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ _STATE = "__getstate__"
 
 
 class EngineAttribute:
-    """What an engine puts into a user's module. `before`: what was in its place (None: nothing)."""
+    """Value of an attribute that an engine sets on a user's module; `before`: the value before (None: none)."""
 
     before: Any = None
 
 
 def exclude_from_copies(owner: nn.Module) -> None:
-    """Makes copies and pickles of `owner` leave out what is `EngineAttribute`, until `include_in_copies` is called."""
-    owner.__dict__[_STATE] = partial(_plain_state, owner)  # which copy and pickle ask for what they copy
+    """Leave `EngineAttribute`s out of copies and pickles of `owner` until `include_in_copies`."""
+    owner.__dict__[_STATE] = partial(_plain_state, owner)  # copy and pickle call it
 
 
 def include_in_copies(owner: nn.Module) -> None:
-    """Ends what `exclude_from_copies` began."""
+    """Undo `exclude_from_copies`."""
     owner.__dict__.pop(_STATE, None)
 
 
 def _plain_state(owner: nn.Module) -> Any:
-    of_class = getattr(type(owner), _STATE, None)  # before Python 3.11 only of those that define it
+    of_class = getattr(type(owner), _STATE, None)  # before Python 3.11 only classes that define it have one
     state = owner.__dict__ if of_class is None else of_class(owner)
     return _without_added(state) if isinstance(state, dict) else state
 

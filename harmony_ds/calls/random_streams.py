@@ -1,9 +1,9 @@
-"""Random numbers that depend on seed, step and micro-batch, and on nothing else, whichever order the plan runs layers in.
+"""Random streams of micro-batches: their numbers depend on seed, step and micro-batch alone, not on the plan.
 
 Each micro-batch draws from streams of its own: torch's (the host's and the device's), Python's and NumPy's. To get the
 same numbers in plain PyTorch, seed all of them before the micro-batch's forward pass, with `s = micro_batch_seed(...)`:
-`torch.manual_seed(s)`, `random.seed(s)`, `numpy.random.seed(s % 2**32)`. What the program itself draws between the
-engine's calls is untouched.
+`torch.manual_seed(s)`, `random.seed(s)`, `numpy.random.seed(s % 2**32)`. The program's own numbers, drawn between the
+engine's calls, stay the same.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from torch import Tensor
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.device.base import Device
 
-_Standing = tuple[Any, ...]
-"""Where Python's and NumPy's generators stand."""
+_PythonState = tuple[Any, ...]
+"""States of Python's and NumPy's generators."""
 
 
 @dataclass(slots=True, eq=False)
 class State:
-    """Where the generators stand: torch's, and the others if forward draws from them."""
+    """States of torch's generators, and of Python's and NumPy's if forward draws from them."""
 
     device: tuple[Tensor, ...] = ()
-    others: _Standing = ()
+    python: _PythonState = ()
 
 
 def states_differ(a: State, b: State) -> bool:
-    """Whether random numbers were drawn between two states."""
-    return a.others != b.others or any(not x.equal(y) for x, y in zip(a.device, b.device, strict=True))
+    """Return whether random numbers were drawn between two states."""
+    return a.python != b.python or any(not x.equal(y) for x, y in zip(a.device, b.device, strict=True))
 
 
 def micro_batch_seed(seed: int, step: int, index: int) -> int:
-    """The seed of micro-batch `index` (from 0) of optimizer step `step` (from 0): 63 bits, independent of the plan."""
+    """Return the seed of micro-batch `index` (from 0) of optimizer step `step` (from 0): 63 bits."""
     digest = hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 class RandomStreams:
-    """Switches generators between micro-batches. They are the process's: one stream runs at a time.
+    """Switches the process's generators between micro-batches, one of which runs at a time.
 
     Attributes:
-        draws_on_host: forward was seen to draw from Python's or NumPy's generators, whose standing is kept and
-            replayed from then on. (It takes 20 us to read.)
+        draws_in_python: forward was seen to draw from Python's or NumPy's generators, whose states are kept and replayed
+            from then on. (Reading them takes 20 us.)
     """
 
     def __init__(self, device: Device) -> None:
@@ -55,74 +55,72 @@ class RandomStreams:
         self._states: dict[object, State] = {}
         self._current: object | None = None
         self._ambient: State | None = None
-        self._seeded: _Standing | None = None  # as the last stream began, as long as nobody is known to draw
-        self.draws_on_host = False
+        self._seeded: _PythonState | None = None  # at the last stream's start, until forward is known to draw
+        self.draws_in_python = False
 
     def open(self) -> None:
-        """Remembers the program's generators."""
-        self._ambient = State(self._device.random_state(), _read_others())
+        """Save the states of the program's generators."""
+        self._ambient = State(self._device.random_state(), _read_python())
 
     def close(self) -> None:
-        """Gives the program its generators back as they were, and forgets all streams."""
+        """Restore the program's generators, and drop all streams."""
         assert self._ambient is not None
-        self._go_to(self._ambient)
+        self._restore(self._ambient)
         self._ambient = self._current = self._seeded = None
         self._states.clear()
 
     def start(self, stream: object, seed: int) -> None:
-        """A fresh stream, current from now on.
+        """Begin a stream and make it current.
 
         Raises:
-            UnseenError: as `check_drawn`.
+            UnseenError: see `check_drawn`.
         """
         self.check_drawn()
-        self._leave()
+        self._suspend()
         self._device.seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        self._seeded = None if self.draws_on_host else _read_others()
+        self._seeded = None if self.draws_in_python else _read_python()
         self._current = stream
 
     def switch(self, stream: object) -> None:
-        """Goes on where `stream` was left."""
         if self._current is not stream:
-            self._leave()
-            self._go_to(self._states[stream])
+            self._suspend()
+            self._restore(self._states[stream])
             self._current = stream
 
     def check_drawn(self) -> None:
-        """Raises UnseenError if forward has drawn from Python's or NumPy's generators, for the first time."""
-        if self._seeded is not None and self._seeded != _read_others():
-            self.draws_on_host = True
+        """Raise UnseenError if forward has drawn from Python's or NumPy's generators for the first time."""
+        if self._seeded is not None and self._seeded != _read_python():
+            self.draws_in_python = True
             raise UnseenError("forward draws from random or numpy.random, which was not seen when it was measured.")
 
     def snapshot(self) -> State:
-        """Where the generators stand, for `replay`."""
-        return State(self._device.random_state(), _read_others() if self.draws_on_host else ())
+        return State(self._device.random_state(), _read_python() if self.draws_in_python else ())
 
     def replay(self, state: State) -> None:
-        """Draws once more what was drawn from `state` on; no stream is current afterwards."""
-        self._leave()
-        self._go_to(state)
+        """Set the generators to `state`; no stream is current afterwards."""
+        self._suspend()
+        self._restore(state)
 
-    def _go_to(self, state: State) -> None:
+    def _restore(self, state: State) -> None:
         self._device.set_random_state(state.device)
-        if state.others:
-            _write_others(state.others)
+        if state.python:
+            _write_python(state.python)
 
-    def _leave(self) -> None:
+    def _suspend(self) -> None:
         if self._current is not None:
             self._states[self._current] = self.snapshot()
         self._current = None
 
 
-def _read_others() -> _Standing:
-    numpys: Any = np.random.get_state()
-    kind, key, *rest = numpys
+def _read_python() -> _PythonState:
+    numpy_state: Any = np.random.get_state()
+    kind, key, *rest = numpy_state
     return random.getstate(), (kind, key.tobytes(), *rest)
 
 
-def _write_others(standing: _Standing) -> None:
-    pythons, (kind, key, *rest) = standing
-    random.setstate(pythons)
+def _write_python(state: _PythonState) -> None:
+    python_state, (kind, key, *rest) = state
+    random.setstate(python_state)
     np.random.set_state((kind, np.frombuffer(key, np.uint32), *rest))

@@ -1,4 +1,4 @@
-"""What is kept of a layer call, and what its runs give. Data; `layer_call` does the work."""
+"""Records of layer calls, for their backward passes: data that `layer_call` works with."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from harmony_ds.offload.stash import StashEntry
 
 @dataclass(slots=True, eq=False)
 class RecordedCall:
-    """What it takes to run a layer call again and to propagate through it.
+    """Everything needed to recompute a layer call and to propagate through it.
 
     Attributes:
         request: the call as the model made it, without its arguments.
         number: place among the calls of its micro-batch.
-        targets: per tensor argument: where its gradient goes, or None.
-        cut: how the call is cut into slices; None: not at all.
-        buffers: the layer's, as they were before the call; None where the call does not depend on what it changes.
-        tensors: per tensor argument: its stash entry, or what was kept of it where that is not worth stashing.
+        targets: per tensor argument: the target of its gradient, or None.
+        slicing: how the call is sliced; None: not at all.
+        buffers: the layer's before the call; None unless the call depends on buffers that it changes.
+        tensors: per tensor argument: its stash entry, or the saved tensor where it is not worth stashing.
         states: random state before the call, or before each of its slices if it draws random numbers.
         output_gradients: per tensor output: the sum of its gradients, or None where none flows.
-        graph: per tensor output: where its graph begins, if it is there and a gradient flows; empty: to be made again.
-        views: outputs that share their memory with another or with an input.
-        norms: of the outputs, while it is to be proven that a recomputation gives the same; empty: it is not.
+        graph: per tensor output: its edge in the graph, if that is kept and a gradient flows; empty: to be recomputed.
+        views: outputs that share their memory with another output or an input.
+        norms: of the outputs, to be compared with a recomputation's; empty: not compared.
     """
 
     request: Request
@@ -58,28 +58,28 @@ class RecordedCall:
 
     @property
     def writes(self) -> list[WriteCheck]:
-        """Whether anything that was just kept of it is written to from now on."""
+        """Checks that tell whether the saved tensors are written to from now on."""
         kept = [t.tensor if isinstance(t, SavedTensor) else t.device_tensor for t in self.tensors]
         return [WriteCheck(tensor) for tensor in kept if tensor is not None]
 
     def keep_graph(self, outputs: list[Tensor]) -> None:
-        """What it takes to propagate back from `outputs`; not those themselves, which autograd may not need."""
+        """Keep the graph edges of `outputs`, but not their memory, which autograd may not need."""
         self.graph = [
             get_gradient_edge(output) if target is not None and output.requires_grad else None
             for output, target in zip(outputs, self.output_gradients, strict=True)
         ]
 
     def propagated(self) -> None:
-        """From now on, a gradient of an output is an error."""
+        """Refuse gradients of the outputs from now on."""
         for output_gradient in self.output_gradients:
             if output_gradient is not None:
                 output_gradient.propagated = True
 
     def check(self, outputs: list[Tensor], name: str) -> None:
-        """Whether a recomputation gave what the forward pass gave, as far as that is seen at once.
+        """Compare the outputs of a recomputation with those of forward: number, dtypes, shapes and, if kept, norms.
 
         Raises:
-            ModelError: it did not.
+            ModelError: they differ.
         """
         whole, pairs = self.slicing is None, zip(self.output_gradients, outputs, strict=False)
         alike = [s is None or (s.dtype == o.dtype and (not whole or s.shape == o.shape)) for s, o in pairs]
@@ -100,7 +100,6 @@ class RecordedCall:
 
 
 def norms_of(outputs: list[Tensor]) -> list[float]:
-    """What is compared of the outputs of two runs."""
     known = [output.is_floating_point() and output.layout is torch.strided and not output.is_meta for output in outputs]
     return [torch.linalg.vector_norm(o.detach()).item() if k else 0.0 for o, k in zip(outputs, known, strict=True)]
 
@@ -112,14 +111,14 @@ def _alike(one: float, other: float, output: Tensor) -> bool:
 
 
 class WriteCheck:
-    """Whether a tensor is written to from now on."""
+    """Tells whether a tensor has been written to since this was made."""
 
     __slots__ = "_counter", "_version"
 
     def __init__(self, tensor: Tensor) -> None:
         self._version = tensor._version
         self._counter = tensor.detach()
-        self._counter.data = tensor.new_empty(0)  # its memory is not kept, its version is
+        self._counter.data = tensor.new_empty(0)  # keeps the version counter without the memory
 
     @property
     def happened(self) -> bool:
@@ -127,7 +126,7 @@ class WriteCheck:
 
 
 class SharedOutput(WriteCheck):
-    """An output of `layer` whose memory is another's too, or an input's."""
+    """An output of `layer` that shares its memory with another output or an input."""
 
     __slots__ = ("_layer",)
 
@@ -136,7 +135,7 @@ class SharedOutput(WriteCheck):
         self._layer = layer
 
     def check(self) -> None:
-        """Raises ModelError if that memory has been written to since."""
+        """Raise ModelError if that memory has been written to since."""
         if self.happened:
             raise ModelError(
                 f"layer {self._layer} returned a tensor that shares its memory with another or with an argument (a view), "
@@ -147,8 +146,11 @@ class SharedOutput(WriteCheck):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallTrial:
-    """Tensors that a call takes and gives, where each first stands among its arguments, and whether anything speaks against
-    cutting it.
+    """Inputs and outputs of a call that was run to learn about its layer.
+
+    Attributes:
+        places: of each input, its first index among the leaves of the arguments.
+        may_be_sliced: whether nothing else forbids to run the call in slices.
     """
 
     inputs: list[Tensor]

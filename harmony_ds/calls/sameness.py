@@ -1,4 +1,4 @@
-"""Whether two runs of the same work have given the same values."""
+"""Comparison of the values of two runs of the same work."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Of the largest value: sums over other blocks round differently, rows that look at each other are far off."""
+"""Relative to the largest value: above rounding in another order of sums, below the effect of rows on each other."""
 _PIECE = 2**20
-"""Elements that are compared at once: in several copies, outputs take what a step does not."""
+"""Elements compared at once, since a comparison makes several copies."""
 
 
 def is_exact(device: torch.device) -> bool:
-    """Return whether kernels of `device` give the same bits each time: others than the host's may add up in any order."""
+    """Return whether kernels of `device` give the same bits each time; a GPU's may add up in any order."""
     return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
@@ -37,5 +37,5 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def comparison(device: torch.device) -> Callable[[Tensor, Tensor], bool]:
-    """Return what says whether two runs on `device` have given the same."""
+    """Return the function that compares tensors of two runs on `device`."""
     return equal if is_exact(device) else close

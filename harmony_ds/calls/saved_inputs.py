@@ -1,4 +1,4 @@
-"""What is kept of the tensors that a layer call was given, so that the layer can be run over them again."""
+"""Inputs of layer calls, saved for their recomputation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.offload.stash import Stash, StashEntry
 
 
-@dataclass(slots=True, eq=False)  # not frozen, as what else is made for each layer call
+@dataclass(slots=True, eq=False)  # not frozen: made for each layer call, and that is faster
 class SavedTensor:
-    """A tensor argument of `layer` that stays where it is, and its version when the layer was called.
+    """A tensor argument of `layer` that is not stashed, and its version when the layer was called.
 
     Attributes:
-        tensor: an alias of the argument, which the layer is run over.
+        tensor: an alias of the argument.
     """
 
     tensor: Tensor
@@ -25,7 +25,7 @@ class SavedTensor:
     layer: str
 
     def check(self) -> None:
-        """Raises ModelError if it has been changed in place, so that the layer cannot be run again over it."""
+        """Raise ModelError if the argument has been changed in place, so that the layer cannot be recomputed."""
         if self.tensor._version != self.version:
             raise ModelError(
                 f"an argument of layer {self.layer} was changed in place after the layer was called, so the layer cannot "
@@ -34,17 +34,17 @@ class SavedTensor:
 
 
 class SavedInputs:
-    """Keeps what gradients flow through in the stash, and the rest where it is.
+    """Saves inputs that require gradients in the stash, and others where they are.
 
-    What a layer made is large and its micro-batch's alone; what inter-layer operations made (masks, position ids, rotary
-    tables) is small and taken by every layer.
+    Outputs of layers are large and belong to one micro-batch; masks, position ids and rotary tables are small and used by
+    every layer.
     """
 
     def __init__(self, stash: Stash) -> None:
         self._stash = stash
 
-    def keep(self, tensor: Tensor, layer: str) -> StashEntry | SavedTensor:
-        """`tensor`, which `layer` is called with.
+    def save(self, tensor: Tensor, layer: str) -> StashEntry | SavedTensor:
+        """Save `tensor`, an input of `layer`.
 
         Raises:
             UnsupportedError: it is not dense.
@@ -62,7 +62,7 @@ class SavedInputs:
         )
 
     def tensors(self, kept: Iterable[StashEntry | SavedTensor], apart: bool) -> list[Tensor]:
-        """What the layer is run again over; `apart`: in memory of its own, as the layer writes into it.
+        """Return the saved inputs, detached; `apart`: as copies, since the layer writes into them.
 
         Raises:
             ModelError: one has been changed in place since.
@@ -73,10 +73,9 @@ class SavedInputs:
     def _tensor(self, kept: StashEntry | SavedTensor) -> Tensor:
         if isinstance(kept, StashEntry):
             return self._stash.tensor(kept).detach()
-        if kept.tensor._version != kept.version:
-            kept.check()
+        kept.check()
         return kept.tensor
 
     def release(self, entry: StashEntry) -> None:
-        """One call is done with `entry`."""
+        """Release `entry`, which one call does not need any more."""
         self._stash.release(entry)

@@ -4,9 +4,9 @@
     forward          0 1 2 3 4 5 | 6 7      forward_rows = 6
     backward         0 1 2 | 3 4 5 | 6 7    backward_rows = 3, each recomputed and propagated through
 
-A layer sees fewer rows at a time and so needs less working memory; the model's own code between layers, and the loss,
-see the whole micro-batch, and what reaches them is what an uncut call would have given, up to the rounding of sums.
-Where a tensor holds the rows, and whether a layer treats each row by itself, is found out by `row_probe`.
+A layer gets fewer rows at a time and so needs less working memory. The model's code between layers, and the loss, get the
+outputs of the whole micro-batch, equal to those of a whole call up to the rounding of sums. `row_probe` finds out which
+dimension of each tensor holds the rows, and which layers treat each row by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harmony_ds.profiler.rows import RowDims, Rows
 
 
 def slicing_of(asked: Rows, layer: int, tensors: Sequence[Tensor], draws: bool = False) -> Slicing | None:
-    """How a call of `layer` with `tensors` is cut; None: not at all. `draws`: it was seen to draw since."""
+    """Return how a call of `layer` with `tensors` is sliced; None: not at all. `draws`: it draws random numbers."""
     dims = asked.dims.get(layer)
     if dims is None or not (asked.forward or asked.backward) or len(dims.inputs) != len(tensors):
         return None
@@ -35,8 +35,8 @@ def slicing_of(asked: Rows, layer: int, tensors: Sequence[Tensor], draws: bool =
     if rows == 0 or not all(_holds(t, d, rows) for t, d in zip(tensors, dims.inputs, strict=True)):
         return None
     draws = draws or layer in asked.drawing
-    cut = Slicing(dims, rows, (asked.backward if draws else asked.forward) or rows, asked.backward or rows, draws)
-    return cut if min(cut.forward, cut.backward) < rows else None
+    found = Slicing(dims, rows, (asked.backward if draws else asked.forward) or rows, asked.backward or rows, draws)
+    return found if min(found.forward, found.backward) < rows else None
 
 
 def _holds(tensor: Tensor, dim: int | None, rows: int) -> bool:
@@ -52,7 +52,7 @@ class RowSlice:
     of: int
 
     def narrow(self, tensor: Tensor, dim: int | None) -> Tensor:
-        """The part of `tensor` with these rows."""
+        """Return the part of `tensor` with these rows, which are in dimension `dim` (None: all rows share it)."""
         if dim is None:
             return tensor
         width = tensor.shape[dim] // self.of
@@ -60,12 +60,12 @@ class RowSlice:
 
 
 Piece = tuple[list[Tensor], list[GradientTarget | None], list[Tensor | None]]
-"""Inputs of a run in a backward pass, their targets, and gradients of its outputs."""
+"""Inputs of a slice in backward, the targets of their gradients, and the gradients of its outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """How one call is cut: `rows` of them, in slices of at most `forward` or `backward`; whether it draws at random."""
+    """Slices of one call: of its `rows`, at most `forward` or `backward` at a time; `draws`: random numbers."""
 
     dims: RowDims
     rows: int
@@ -74,17 +74,14 @@ class Slicing:
     draws: bool = False
 
     def slices(self, size: int) -> Iterator[RowSlice]:
-        """From the first row to the last; only the last slice may be smaller."""
+        """Yield slices of `size` rows from the first row to the last; the last slice may be smaller."""
         for first in range(0, self.rows, size):
             yield RowSlice(first, min(first + size, self.rows), self.rows)
 
     def propagated(
         self, tensors: Sequence[Tensor], targets: Sequence[GradientTarget | None], gradients: Sequence[Tensor | None]
     ) -> Iterator[Piece]:
-        """Inputs, their targets, and gradients of outputs, slice by slice of a backward pass.
-
-        What the targets of slices have gathered is handed to `targets` in the end.
-        """
+        """Yield the slices of a backward pass; in the end, hand the gradients of whole inputs to `targets`."""
         split = [
             SliceTarget(target, tensor, dim) if target is not None and dim is not None else target
             for target, tensor, dim in zip(targets, tensors, self.dims.inputs, strict=True)
@@ -98,11 +95,10 @@ class Slicing:
             target.finish()
 
     def inputs_of(self, part: RowSlice, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The rows of `part` of a call's inputs."""
         return [part.narrow(tensor, dim) for tensor, dim in zip(tensors, self.dims.inputs, strict=True)]
 
     def gradients_of(self, part: RowSlice, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
-        """The rows of `part` of the gradients of a call's outputs; what all rows share is the first slice's."""
+        """Return the rows of `part` of the output gradients; one that all rows share belongs to the first slice."""
         return [
             None if gradient is None or (dim is None and part.first) else part.narrow(gradient, dim)
             for gradient, dim in zip(gradients, self.dims.outputs, strict=True)
@@ -110,17 +106,17 @@ class Slicing:
 
 
 class SliceAssembler:
-    """Output leaves of a call, put together from those of its slices."""
+    """Assembles the output leaves of a call from those of its slices."""
 
-    def __init__(self, cut: Slicing, inputs: Sequence[Tensor]) -> None:
-        self._cut = cut
+    def __init__(self, slicing: Slicing, inputs: Sequence[Tensor]) -> None:
+        self._slicing = slicing
         self._inputs = inputs
         self.leaves: list[Any] = []
 
     def add(self, part: RowSlice, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> None:
-        """Takes what one piece gave."""
+        """Copy the output `leaves` of one slice, run with `inputs`, to their rows."""
         returned = {id(tensor): place for place, tensor in enumerate(inputs)}
-        dims = iter(self._cut.dims.outputs)
+        dims = iter(self._slicing.dims.outputs)
         first_of: dict[int, int] = {}  # a tensor may be a result several times
         for place, leaf in enumerate(leaves):
             dim = next(dims) if isinstance(leaf, Tensor) else None
@@ -132,16 +128,16 @@ class SliceAssembler:
 
     def _begin(self, leaf: Any, dim: int | None, returned: Mapping[int, int]) -> Any:
         if id(leaf) in returned:
-            return self._inputs[returned[id(leaf)]]  # the model's own
+            return self._inputs[returned[id(leaf)]]
         if not isinstance(leaf, Tensor) or dim is None:
             return leaf
         shape = list(leaf.shape)
-        shape[dim] = shape[dim] // min(self._cut.forward, self._cut.rows) * self._cut.rows
+        shape[dim] = shape[dim] // min(self._slicing.forward, self._slicing.rows) * self._slicing.rows
         return torch.empty(shape, dtype=leaf.dtype, device=leaf.device).requires_grad_(leaf.requires_grad)
 
 
 class SliceTarget(GradientSum):
-    """Puts the gradient of an input together from those of its slices, for the target of the whole."""
+    """Assembles the gradient of an input from those of its slices, for the target of the whole."""
 
     __slots__ = ("_dim", "_tensor", "_whole", "part")
 
@@ -150,8 +146,7 @@ class SliceTarget(GradientSum):
         self._whole = whole
         self._tensor = tensor
         self._dim = dim
-        self.part: RowSlice | None = None
-        """The one that is propagated through."""
+        self.part: RowSlice | None = None  # the slice that is propagated through
 
     def add(self, gradient: Tensor) -> None:
         assert self.part is not None
@@ -160,7 +155,6 @@ class SliceTarget(GradientSum):
         self.part.narrow(self.gradient, self._dim).add_(gradient)
 
     def finish(self) -> None:
-        """Hands the whole over."""
         gradient = self.take()
         if gradient is not None:
             self._whole.add(gradient)
@@ -172,11 +166,11 @@ Shapes = Sequence[torch.Size]
 
 
 def row_dims(few: tuple[Shapes, Shapes], more: tuple[Shapes, Shapes], rows: tuple[int, int]) -> RowDims | None:
-    """Where the rows are, from two calls of one layer with different numbers of rows; None where that cannot be told.
+    """Find the row dimensions from two calls of one layer with different numbers of rows; None: they are not clear.
 
     Args:
         few, more: the shapes of inputs and of outputs in either call.
-        rows: how many there were.
+        rows: the numbers of rows.
     """
     if [len(shapes) for shapes in few] != [len(shapes) for shapes in more]:
         return None
@@ -192,7 +186,7 @@ _UNCLEAR = -1
 
 
 def _row_dim(few: torch.Size, more: torch.Size, rows: tuple[int, int]) -> int | None:
-    """The one dimension that grows with the rows; None if none does; _UNCLEAR if more do, or by something else."""
+    """Return the one dimension that grows with the rows; None: none grows; _UNCLEAR: several do, or out of proportion."""
     if few == more:
         return None
     growing = [dim for dim, (a, b) in enumerate(zip(few, more, strict=False)) if a != b]

@@ -1,4 +1,4 @@
-"""Where the gradient of one tensor goes that crosses a cut."""
+"""Targets of gradients at Boundaries: each takes the gradients of one tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GradientTarget(Protocol):
 
 
 class GradientSum:
-    """The gradient of one tensor: the sum of what its consumers hand back."""
+    """The gradient of one tensor: the sum of its consumers' gradients."""
 
     __slots__ = ("gradient",)
 
@@ -28,7 +28,7 @@ class GradientSum:
         self.gradient: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
-        # Out of place: autograd may hand the same tensor to several consumers.
+        # Out of place: autograd may hand the same tensor to several targets.
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
     def take(self) -> Tensor | None:
@@ -42,7 +42,7 @@ class OutputGradient(GradientSum):
     Attributes:
         call: the number of the call in its micro-batch.
         shape: of the output, and so of its gradient.
-        propagated: whether the call has been propagated through, so that a gradient would come too late.
+        propagated: whether the call has been propagated through, so that another gradient would be lost.
     """
 
     __slots__ = ("call", "dtype", "propagated", "shape")
@@ -69,7 +69,7 @@ class OutputGradient(GradientSum):
 
 
 class InterLayerGradient(GradientSum):
-    """The gradient of what inter-layer operations gave a layer, until it is due: before backward of call `deadline`."""
+    """The gradient of a layer input made by inter-layer operations; it is due before the backward of call `deadline`."""
 
     __slots__ = ("deadline", "nbytes")
 
@@ -80,7 +80,7 @@ class InterLayerGradient(GradientSum):
 
 
 class DeadEnd:
-    """Where the graph of a forward pass ends that is thrown away: a gradient that comes here came by a way of its own."""
+    """The target at the ends of a graph that is discarded, which refuses gradients: they bypassed the layer's outputs."""
 
     def __init__(self, layer: str) -> None:
         self.layer = layer
@@ -97,7 +97,7 @@ class DeadEnd:
         return None
 
     def guarded(self, copies: Iterable[tuple[str, nn.Parameter]]) -> Leaves:
-        """Aliases of `copies` for forward passes whose graphs are thrown away."""
+        """Return aliases of `copies` for forward passes whose graphs are discarded; they refuse gradients."""
         return Leaves({name: self._guard(copy) for name, copy in copies})
 
     def _guard(self, copy: nn.Parameter) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""`torch.func`, forward-mode derivatives and hooks on saved tensors, which cannot see into calls of the engine."""
+"""Refusal of `torch.func`, forward-mode derivatives and saved-tensor hooks around calls of the engine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from harmony_ds.errors import UnsupportedError
 
 
 def refuse_transforms(layer: str | None = None) -> None:
-    """Raises UnsupportedError where one is open around a call of the engine, or of `layer`, which runs later.
+    """Raise UnsupportedError if one is open around a call of the engine, or of `layer`, which runs later.
 
-    Hooks on saved tensors may stay that change no values (torch.autograd.graph.save_on_cpu).
+    Hooks on saved tensors that change no values are allowed (torch.autograd.graph.save_on_cpu).
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and torch.is_grad_enabled() and not hooks[0].__module__.startswith("torch."):

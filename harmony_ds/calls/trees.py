@@ -1,7 +1,7 @@
 """Nested arguments and results to flat lists of leaves and back, in fresh containers.
 
-What torch knows as pytrees (lists, tuples, dictionaries, transformers' ModelOutputs) is opened as torch opens it, other
-containers by their items, and objects that are data by their attributes. An alias of a container becomes another one.
+Torch's pytree nodes (lists, tuples, dictionaries, transformers' ModelOutputs) are opened as torch opens them, other
+containers by their items, data objects by their attributes. A container that occurs twice becomes two.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.utils._pytree import SUPPORTED_NODES
 from harmony_ds.errors import UnsupportedError
 
 Shape = list["Branch | None"]
-"""How to put the leaves of trees together again: for each tree None (a leaf), or what it was opened as."""
+"""The structure of trees: for each None (a leaf), or a branch."""
 Branch = tuple[Callable[[Any, Any], Any], Any, Shape]
-"""Makes a value that was opened of its children; what that takes beside them; the children."""
+"""A function that makes a value of its children and a context; the context; the children."""
 
 
 class _Kind(NamedTuple):
-    """Opens values into their children and what is to be known beside them, and makes them of both."""
+    """Functions that open values of a kind into children and a context, and make them of both."""
 
     open: Callable[[Any], tuple[Iterable[Any], Any]]
     make: Callable[[Any, Any], Any]
@@ -75,13 +75,13 @@ _DICT = _Kind(_open_dict, _make_dict)
 _OBJECT = _Kind(_open_object, _make_object)
 _LEAF_TYPES = (Tensor, nn.Module, type, enum.Enum, types.ModuleType, torch.Size, BaseException)
 _OPENED_MODULES = ("types", "collections", "argparse")
-"""Of the standard library: other objects of its (loggers, locks, paths) are tools, not data."""
+"""Modules of the standard library whose objects are data; others (loggers, locks, paths) are leaves."""
 _LIBRARIES = ("transformers", "diffusers", "peft", "timm")
 
 
 @functools.cache
 def _kind_of(cls: type) -> _Kind | None:
-    """None: values of `cls` are leaves."""
+    """Return how values of `cls` are opened; None: they are leaves."""
     if issubclass(cls, _LEAF_TYPES):
         return None
     if cls in SUPPORTED_NODES:
@@ -94,7 +94,7 @@ def _kind_of(cls: type) -> _Kind | None:
 
 
 def _is_data(cls: type) -> bool:
-    """Whether objects of `cls` are made of attributes alone, and are no library's settings: those are read, not written."""
+    """Return whether objects of `cls` consist of attributes alone, and are no library's settings, which are only read."""
     new: Any = cls.__new__
     made_plainly = new in (object.__new__, types.SimpleNamespace.__new__) and not hasattr(cls, "__del__")
     module = cls.__module__.partition(".")[0]
@@ -104,18 +104,17 @@ def _is_data(cls: type) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Shape]:
-    """As `flatten_all` of one tree."""
     return flatten_all((tree,))
 
 
 def flatten_all(trees: Iterable[Any]) -> tuple[list[Any], Shape]:
-    """All leaves of `trees`, tensors inside objects included.
+    """Return all leaves of `trees`, tensors inside objects included, and their structure.
 
     Raises:
-        UnsupportedError: one contains itself.
+        UnsupportedError: a tree contains itself.
     """
     values = list(trees)
-    if not any(map(_kind_of, map(type, values))):  # as most results are
+    if not any(map(_kind_of, map(type, values))):  # the common case
         return values, [None] * len(values)
     leaves: list[Any] = []
     try:
@@ -141,12 +140,11 @@ def _opened(values: Iterable[Any], leaves: list[Any]) -> Shape:
 
 
 def unflatten(leaves: Sequence[Any], shape: Shape) -> Any:
-    """As `unflatten_all`, of one tree."""
     return unflatten_all(leaves, shape)[0]
 
 
 def unflatten_all(leaves: Sequence[Any], shape: Shape) -> list[Any]:
-    """The trees of `shape` over other leaves, as many, in fresh containers."""
+    """Return the trees of `shape`, made of as many other leaves, in fresh containers."""
     return list(leaves) if not any(shape) else _made(shape, iter(leaves))
 
 
@@ -155,11 +153,9 @@ def _made(shape: Shape, leaves: Iterator[Any]) -> list[Any]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """`tree` with `function` applied to every tensor."""
     leaves, shape = flatten(tree)
     return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], shape)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Every tensor of `tree`."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]

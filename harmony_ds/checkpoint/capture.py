@@ -42,7 +42,7 @@ def capture(
     trained: Trained, progress: Progress, client_state: dict[str, Any], plan: str | None, exclude_frozen: bool
 ) -> Snapshot:
     """What `trained` is now. Must be written or read before the next step."""
-    trained.device_store.show(to_be_read=True)
+    trained.device_store.sync_to_host(to_be_read=True)
     store = trained.store
     frozen = tuple(name for name in store.parameters if name not in store.masters)
     excluded = frozen if exclude_frozen else ()

@@ -13,7 +13,7 @@ from harmony_ds.config import Config
 from harmony_ds.errors import ConfigError, ProfileError
 from harmony_ds.estimate.subject import BatchShape, Subject, load_subject
 from harmony_ds.estimate.survey import Survey, measure, with_profile
-from harmony_ds.offload.host_limits import free_host_bytes
+from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.profiler.profile import Profile
 
 ABOUT = "Say how MODEL will be trained on this machine: the plan, its time and memory, and what limits it."

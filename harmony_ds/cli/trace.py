@@ -18,7 +18,8 @@ from harmony_ds.cli.progress import progress
 from harmony_ds.cli.show import DOES_NOT_FIT
 from harmony_ds.config import Config
 from harmony_ds.engine import HarmonyEngine
-from harmony_ds.engine.assembly import assemble, saved_plan
+from harmony_ds.engine.admission import read_plan
+from harmony_ds.engine.assembly import assemble
 from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.estimate.forecast import name_of
 from harmony_ds.estimate.subject import Subject, load_subject
@@ -83,7 +84,7 @@ def command(args: argparse.Namespace) -> int:
 
 def _simulated(subject: Subject, survey: Survey, config: Config, known: Profile | None) -> _Traced:
     rates, costs = survey.profile.machine, survey.costs
-    saved = saved_plan(config.harmony.plan)
+    saved = read_plan(config.harmony.plan)
     if saved is None:
         choice = search(survey.graph, costs, rates, survey.element, survey.request)[0]
     elif known is not None and saved.policy.resident:

@@ -1,15 +1,6 @@
-"""Any `nn.Module` to layers in call order."""
+"""Decomposition of any `nn.Module` into layers."""
 
-from harmony_ds.decomposer.find import Decomposition, Layer, find_layers
-from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec, merge_calls, positions_of
+from harmony_ds.decomposer.find import Decomposition, find_layers
+from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 
-__all__ = [
-    "Decomposition",
-    "Layer",
-    "LayerGraph",
-    "LayerSpec",
-    "ParameterSpec",
-    "find_layers",
-    "merge_calls",
-    "positions_of",
-]
+__all__ = ["Decomposition", "LayerGraph", "LayerSpec", "ParameterSpec", "find_layers"]

@@ -1,7 +1,7 @@
-"""Finds the layers of any `nn.Module`: the repeated blocks, and every other module that owns parameters directly.
+"""Layers of any `nn.Module`: the repeated blocks, and every other module that owns parameters directly.
 
-What enters is a module, what leaves are `Layer`s in registration order (the order of calls is only known once a
-forward pass has been seen). No architecture is named here.
+A module enters; `Layer`s leave in registration order, since the order of calls is only known after a forward pass. No
+architecture is named here.
 """
 
 from __future__ import annotations
@@ -46,25 +46,19 @@ class Decomposition:
 
 
 def find_layers(model: nn.Module, patterns: tuple[str, ...] = ()) -> Decomposition:
-    """Decomposes `model`.
+    """Decompose `model`.
 
     Args:
         model: any module.
-        patterns: shell patterns over qualified module names ("model.layers.*") that override the repeated blocks
-            which are found otherwise: top-most gradient-checkpointing layers of transformers, else the elements of
-            the outermost `ModuleList`s and `Sequential`s.
+        patterns: shell patterns over qualified module names ("model.layers.*") of the blocks. By default, blocks are the
+            top-most gradient-checkpointing layers of transformers, else the elements of the outermost `ModuleList`s and
+            `Sequential`s.
 
     Raises:
         ConfigError: a pattern matches no module.
-        ModelError: the model has no parameter at all, or holds a module of TorchScript.
+        ModelError: the model has no parameter, or contains a TorchScript module.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ModelError(
-                f"{name or type(model).__name__} is a TorchScript module (torch.jit.script, torch.jit.trace), which runs "
-                "on parameters of its own that cannot be exchanged: initialize with the module that it was made of. "
-                "Functions of TorchScript and torch.compile(module) can be used inside a model."
-            )
+    _refuse_torchscript(model)
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     if not canonical:
         raise ModelError(f"{type(model).__name__} has no parameters: there is nothing to train.")
@@ -83,6 +77,16 @@ def find_layers(model: nn.Module, patterns: tuple[str, ...] = ()) -> Decompositi
         elif names:
             layers.append(Layer(len(layers), name, module, names))
     return Decomposition(tuple(layers), tuple(dict.fromkeys(unlayered)), canonical)
+
+
+def _refuse_torchscript(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name or type(model).__name__} is a TorchScript module (torch.jit.script, torch.jit.trace), which runs "
+                "on parameters of its own that cannot be exchanged: initialize with the module that it was made of. "
+                "Functions of TorchScript and torch.compile(module) can be used inside a model."
+            )
 
 
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Module]:
@@ -120,7 +124,7 @@ def _is_checkpointing_layer(module: nn.Module) -> bool:
 
 
 def _outermost_elements(module: nn.Module, covered: set[nn.Module]) -> Iterator[nn.Module]:
-    """Elements of the outermost lists below `module` that hold no block found already."""
+    """Yield the elements of the outermost lists below `module` that contain no block found already."""
     for child in module.children():
         if child in covered:
             continue
@@ -135,7 +139,7 @@ def _outermost_elements(module: nn.Module, covered: set[nn.Module]) -> Iterator[
 
 
 def _walk(module: nn.Module, name: str, blocks: set[nn.Module]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yields (name, module, bare): layers, and containers whose own parameters (`bare`) no call covers."""
+    """Yield (name, module, bare): layers, and containers whose own parameters (`bare`) no call covers."""
     if module in blocks:
         yield name, module, False
         return
@@ -150,7 +154,7 @@ def _walk(module: nn.Module, name: str, blocks: set[nn.Module]) -> Iterator[tupl
 
 
 def layer_graph(decomposition: Decomposition, parameters: dict[str, nn.Parameter]) -> LayerGraph:
-    """The graph of a model whose call order is not known yet."""
+    """Return the graph of a model whose call order is not known yet."""
     return LayerGraph(
         tuple(LayerSpec(layer.index, layer.name, layer.parameters) for layer in decomposition.layers),
         tuple(ParameterSpec(name, tuple(p.shape), p.requires_grad) for name, p in parameters.items()),

@@ -1,4 +1,4 @@
-"""What the decomposer hands on: the layers of a model and the order in which one forward pass calls them. Pure data."""
+"""The layer graph: layers of a model, and the order in which a forward pass calls them. Pure data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter, under the first name by which the model knows it (tied parameters have one spec).
+    """A parameter, by its first name in the model (tied parameters have one spec).
 
     Attributes:
-        state_bytes: device bytes of its master and its optimizer state, where it is updated on the device.
-        update_bytes: device bytes that its update takes there beside them.
+        state_bytes: device bytes of its master and optimizer state, where it is updated on the device.
+        update_bytes: further device bytes during its update there.
     """
 
     name: str
@@ -42,7 +42,7 @@ class LayerGraph:
 
     A layer may be called at several positions (weights shared in depth). `unlayered` are the parameters that no layer
     call covers (bare parameters of containers, parameters read between layers): they stay on the device during a step.
-    `uncalled` are those that are trained but not used by the model: backward passes of the program's own may reach them.
+    `uncalled` are those that are trained but not used by the model; the program's own backward passes may reach them.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -59,10 +59,10 @@ class LayerGraph:
 
 
 def merge_calls(known: tuple[int, ...], seen: tuple[int, ...]) -> tuple[int, ...]:
-    """A call order of which both `known` and `seen` are subsequences.
+    """Return a call order of which both `known` and `seen` are subsequences.
 
-    Layers may be skipped at random (LayerDrop) or by data; whatever one micro-batch skipped, another one may call.
-    Where the two orders differ, layers keep the order of their indices if both sides do.
+    Layers may be skipped at random (LayerDrop) or depending on data, each by some micro-batches. Where the two orders
+    differ, layers are in the order of their indices if both orders agree with that.
     """
     merged: list[int] = []
     for kind, i1, i2, j1, j2 in difflib.SequenceMatcher(None, known, seen, autojunk=False).get_opcodes():
@@ -77,7 +77,7 @@ def merge_calls(known: tuple[int, ...], seen: tuple[int, ...]) -> tuple[int, ...
 
 
 def positions_of(calls: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """For a subsequence `calls` of `order`: the earliest position in `order` of each of its elements."""
+    """Return the earliest positions in `order` of the elements of its subsequence `calls`."""
     positions: list[int] = []
     cursor = 0
     for layer in calls:
@@ -87,30 +87,28 @@ def positions_of(calls: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, .
 
 
 ALIGNMENT_BYTES = 64
-"""Parameters start at multiples of this inside a slab, as they do when torch allocates them one by one: kernels choose
-other code paths, and so other roundings, for memory aligned differently."""
-
+"""Parameters start at multiples of this in a slab, as in torch's own allocations: alignment decides which code paths of
+kernels run, and so how they round."""
 
 _PIECE_GRAIN = 128
 """Elements."""
 
 
 def piece_of(numel: int, rank: int, size: int) -> slice:
-    """The elements of a tensor that belong to `rank`: whole grains, so that vectors of numbers are not cut.
+    """Return the elements of a tensor that belong to `rank`: whole grains, which hold whole SIMD vectors.
 
-    Compiled optimizers round the last numbers of what they step, which fill no vector, otherwise than the others.
+    Compiled optimizers round elements that do not fill a vector differently.
     """
     grains = -(-numel // _PIECE_GRAIN)
-    return slice(
-        min(numel, rank * grains // size * _PIECE_GRAIN), min(numel, (rank + 1) * grains // size * _PIECE_GRAIN)
-    )
+    start, stop = (min(numel, r * grains // size * _PIECE_GRAIN) for r in (rank, rank + 1))
+    return slice(start, stop)
 
 
 def share_of(numel: int, size: int) -> int:
-    """How many elements of a pack's weights each of `size` devices swaps in for all; what is left over, each one does."""
+    """Return how many elements of a pack's weights each of `size` devices swaps in for all; each swaps in the rest."""
     return numel // (size * _PIECE_GRAIN) * _PIECE_GRAIN
 
 
 def slab_bytes(numel: int, itemsize: int) -> int:
-    """Bytes that one parameter takes in a slab, and on the link: its own, rounded up to the alignment."""
+    """Return the bytes of one parameter in a slab and on the link, rounded up to the alignment."""
     return -(-numel * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

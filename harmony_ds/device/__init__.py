@@ -1,4 +1,4 @@
-"""Where the work runs: one interface (`base`), a CUDA device and a CPU device."""
+"""Devices: one interface (`base`), implemented by a CUDA device and a CPU device."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections import Counter
 
 import torch
 
-from harmony_ds.device.base import Device, Event, MemoryProbe, Stream
+from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.device.cpu import CpuDevice
 from harmony_ds.device.cuda import CudaDevice
 from harmony_ds.device.group import DeviceGroup
-from harmony_ds.device.host_streams import HostStreamDevice
 from harmony_ds.errors import ConfigError
 
 __all__ = [
@@ -20,8 +19,6 @@ __all__ = [
     "Device",
     "DeviceGroup",
     "Event",
-    "HostStreamDevice",
-    "MemoryProbe",
     "Stream",
     "devices_of_process",
     "make_device",
@@ -30,17 +27,17 @@ __all__ = [
 
 
 Devices = int | str | tuple[str, ...]
-"""What harmony.devices says: so many, "all" there are, or these."""
+"""Value of harmony.devices: a number, "all", or names."""
 
 
 def devices_of_process(name: str, devices: Devices, local_rank: int, processes: int) -> tuple[str, ...]:
-    """The CUDA devices of one of several processes, the first of them its current one from now on; (): it has none.
+    """Return the CUDA devices of one of several processes, and make the first its current one; (): it has none.
 
     Process `r` of a server drives devices `r * N` to `r * N + N - 1`.
 
     Raises:
-        ConfigError: all `processes` were given the same ones.
-        ConfigError: there are not so many.
+        ConfigError: all `processes` were given the same devices.
+        ConfigError: there are not enough.
     """
     if name == "cpu" or not torch.cuda.is_available():
         return ()
@@ -67,12 +64,14 @@ def devices_of_process(name: str, devices: Devices, local_rank: int, processes: 
 
 
 def make_devices(name: str, devices: Devices, budget_bytes: int | None, pin: bool = True) -> Device:
-    """The devices that one process drives, one of which is called `name`: so many, "all" there are, or these.
+    """Return the device or the group of devices that one process drives.
 
-    A name that stands there twice makes two logical devices of one GPU.
+    Args:
+        name: of the device, if `devices` is a number or "all".
+        devices: see `Devices`; a name that occurs twice makes two logical devices of one GPU.
 
     Raises:
-        ConfigError: there are not so many, or they are not alike.
+        ConfigError: there are not enough, or they are of different models.
     """
     if devices == 1:
         return make_device(name, budget_bytes, pin)
@@ -96,14 +95,14 @@ def make_devices(name: str, devices: Devices, budget_bytes: int | None, pin: boo
     models = {f"{one} is a {device.model}" for one, device in zip(devices, made, strict=True)}
     if len({device.model for device in made}) > 1:
         raise ConfigError(
-            f"harmony.devices are not alike ({', '.join(sorted(models))}): one plan is made for all, by the times of the "
-            "first. Name devices of one kind."
+            f"harmony.devices differ ({', '.join(sorted(models))}): one plan is made for all, by the times of the first. "
+            "Name devices of one model."
         )
     return DeviceGroup(made)
 
 
 def make_device(name: str, budget_bytes: int | None, pin: bool = True, logical: int = 1) -> Device:
-    """The device called `name`: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"; one of `logical` on it.
+    """Return the device `name`: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"; one of `logical` on it.
 
     Raises:
         ConfigError: there is no such device on this machine.

@@ -1,9 +1,8 @@
-"""The CUDA device: the compute stream and one for each kind of copies, ordered by events alone.
+"""The CUDA device: a compute stream and one for each kind of copies, ordered by events alone.
 
 Compute runs on the stream that is current when a step begins (the user's). Buffers that the swap-in stream fills are
-allocated and freed on that stream, so the caching allocator may hand them out again without any stream waiting for
-another one's unrelated work. Host slabs are page-locked by registration at their exact size, because torch's
-`pin_memory` pads every allocation to a power of two.
+allocated and freed on that stream, so that the caching allocator reuses them without making streams wait for unrelated
+work. Host slabs are page-locked by registration at their exact size, since `pin_memory` pads to powers of two.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import Device, Event, MemoryProbe, Moment, Stream
+from harmony_ds.device.base import Device, Event, MemoryProbe, Stream, Timestamp
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device."""
 _FIXED, _GROWING = 10, 25
-"""That part of the budget may be free in pieces too small for anything, in fixed segments (of 24 GiB on an H200 9.4 % were,
-which ended a step) and in those that grow and shrink (not measured)."""
+"""One part in so many of the budget may be lost to fragmentation: in fixed segments (9.4 % of 24 GiB on an H200 were, which
+ended a step), and in expandable ones (not measured)."""
 
 
 class CudaDevice(Device):
-    """One CUDA device under a hard budget (None: nine tenths of what this process has of it and could get now)."""
+    """A CUDA device under a hard budget (None: nine tenths of the memory that this process has or could get now)."""
 
     copies_overlap = True
     _shares: ClassVar[dict[int, list[float]]] = {}
-    """Of each device what this process may have: without engines, and as each living one wants it. The last is in force."""
+    """By device, the process's memory fractions: without engines, then of each living engine. The last is in force."""
 
     def __init__(self, index: int = 0, budget_bytes: int | None = None, pin: bool = True, logical: int = 1) -> None:
-        """`logical`: how many devices of this process are this GPU. They share its memory; each has streams of its own."""
+        """`logical`: the number of logical devices on this GPU, which share its memory and have streams of their own."""
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
         self.model = torch.cuda.get_device_name(index)
@@ -49,7 +48,7 @@ class CudaDevice(Device):
         self.pins_host = pin
         self._registered: dict[int, int] = {}  # address to bytes
         self._logical = logical
-        # Of several logical devices none may compute on what is current: that may be another one's.
+        # A logical device may not compute on the current stream, which may be another's.
         self._streams = {one: torch.cuda.Stream(index) for one in Stream if logical > 1 or one is not Stream.COMPUTE}
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
@@ -61,19 +60,19 @@ class CudaDevice(Device):
         context = torch.cuda.stream(self._stream(stream))
         return context if self._watch is None else self._watch(stream, context)
 
-    def moment(self, stream: Stream) -> Moment:
+    def timestamp(self, stream: Stream) -> Timestamp:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(stream))
         return event
 
-    def read_moments(self, moments: Sequence[Moment]) -> list[float]:
+    def read_timestamps(self, timestamps: Sequence[Timestamp]) -> list[float]:
         torch.cuda.synchronize(self.torch_device)
-        # Device and host have different clocks: of this one event, behind everything, both times are known.
+        # Device and host have different clocks: of this event, recorded last, both times are known.
         anchor = torch.cuda.Event(enable_timing=True)
         anchor.record(self._stream(Stream.SWAP_OUT))
         anchor.synchronize()
         now_ms = time.perf_counter() * 1e3
-        events = [moment for moment in moments if isinstance(moment, torch.cuda.Event)]
+        events = [timestamp for timestamp in timestamps if isinstance(timestamp, torch.cuda.Event)]
         return [now_ms - event.elapsed_time(anchor) for event in events]
 
     def record(self, stream: Stream) -> Event:
@@ -86,7 +85,7 @@ class CudaDevice(Device):
         self._stream(stream).wait_event(event)
 
     @contextmanager
-    def inherited(self) -> Iterator[None]:
+    def as_current(self) -> Iterator[None]:
         outside, own = torch.cuda.current_stream(self.torch_device), self._stream(Stream.COMPUTE)
         if own != outside:
             own.wait_stream(outside)
@@ -109,15 +108,15 @@ class CudaDevice(Device):
         if stream != before:
             stream.wait_stream(before)
             torch.cuda.set_stream(stream)
-        torch.cuda.set_device(device)  # behind set_stream, which makes the stream's own current
+        torch.cuda.set_device(device)  # after set_stream, which makes the stream's own device current
 
     def upload(self, tensor: Tensor) -> Tensor:
-        # Staged in memory of torch's own, which is page-locked (from pageable memory the host would wait for the copy) and
-        # goes back to its pool behind the copy: neither page-locked memory of the caller's nor a slab is read later.
+        # Staged in torch's page-locked memory (copies from pageable memory block the host), which returns to its pool
+        # after the copy: the caller's memory is not read later.
         staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return staged.to(self.torch_device, non_blocking=True)
 
-    def used(self, tensor: Tensor) -> None:
+    def record_use(self, tensor: Tensor) -> None:
         tensor.record_stream(self._stream(Stream.COMPUTE))
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -135,7 +134,7 @@ class CudaDevice(Device):
             self._registered[buffer.data_ptr()] = nbytes
         else:
             self._clear_last_error()
-            # Not for want of `ulimit -l`: the driver does not ask that limit (see offload/host_limits.py).
+            # `ulimit -l` is not the reason: the driver does not check it (see offload/host_memory.py).
             warnings.warn(
                 f"{nbytes:,} bytes of host memory could not be page-locked (CUDA error {int(status)}), beside "
                 f"{sum(self._registered.values()):,} bytes that are: copies of them will be slower. WSL and some "
@@ -145,9 +144,9 @@ class CudaDevice(Device):
             )
 
     def _clear_last_error(self) -> None:
-        """CUDA keeps the error of a call that failed, until it is asked for it: by the check behind the next launch.
+        """Clear CUDA's last error, which the check after the next launch would raise, by a launch.
 
-        torch binds no cudaGetLastError, and which of several loaded runtimes it uses cannot be told: so this launches.
+        torch binds no cudaGetLastError, and it is not known which of several loaded runtimes it uses.
         """
         with suppress(RuntimeError):
             torch.zeros((), device=self.torch_device).add_(1)
@@ -159,7 +158,7 @@ class CudaDevice(Device):
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     def limit_process(self) -> None:
-        """The caching allocator refuses to reserve more than the budget, whoever asks."""
+        """Make the caching allocator refuse to reserve more than the budget."""
         if self._share is None or self._limits:
             return
         index = self.torch_device.index
@@ -180,7 +179,7 @@ class CudaDevice(Device):
             del self._shares[index]
 
     def reserve_bytes(self) -> int:
-        """Workspaces, and what the caching allocator has and cannot hand out.
+        """Return the bytes of cuBLAS workspaces, and of fragments that the caching allocator cannot use.
 
         workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: the engine's and autograd's.
                      32 MiB on compute capability 9.0, else 8,320 KiB; cuBLASLt uses the same (torch,
@@ -193,7 +192,7 @@ class CudaDevice(Device):
         return 2 * workspace + (len(Stream) - 1) * (2 + 20) * 2**20 + self._scattered_bytes
 
     def allocated_bytes(self) -> int:
-        """Of several logical devices, which the allocator does not tell apart: an equal part."""
+        """Return the bytes in use now; an equal part of them for each logical device of the GPU."""
         return torch.cuda.memory_allocated(self.torch_device) // self._logical
 
     def peak_bytes(self) -> int:
@@ -201,7 +200,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def probe(self) -> Iterator[MemoryProbe]:
-        logical, self._logical = self._logical, 1  # while a model is measured, one of them works
+        logical, self._logical = self._logical, 1  # while a model is measured, only one of them works
         try:
             with super().probe() as probe:
                 yield probe
@@ -225,7 +224,7 @@ class CudaDevice(Device):
 
 
 def _grow_segments() -> bool:
-    """Whether the caching allocator's segments grow and shrink: they do, unless the program has configured it itself."""
+    """Make the caching allocator's segments expandable, unless the program has configured it; return whether they are."""
     if os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         return False
     since_2_9 = getattr(torch._C, "_accelerator_setAllocatorSettings", None)

@@ -1,6 +1,6 @@
-"""The devices that one process drives, as one `Device`: one of them is current, and all calls go to that one.
+"""The devices that one process drives, as one `Device`: calls go to the current member.
 
-The executor enters the device of each task. What holds bytes (residency, stash, gradients) never asks which one that is.
+The executor enters the device of each task; residency, stash and gradients need not know which one that is.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import HOME, Device, Issuing, Moment, Stream
+from harmony_ds.device.base import HOME, Device, Stream, StreamContext, Timestamp
 
 
 def _of_current(method: Any) -> Any:
-    """The same method of a group's current member."""
+    """Return a method that calls `method` of a group's current member."""
 
     @wraps(method, updated=())  # it is not abstract
     def call(group: DeviceGroup, *given: Any) -> Any:
-        return getattr(group.now, method.__name__)(*given)
+        return getattr(group.active, method.__name__)(*given)
 
     return call
 
 
 class DeviceGroup(Device):
-    """Several devices of one kind. Each may use what the one with least memory has.
+    """Several devices of one model; the smallest budget is the budget of each.
 
     Attributes:
-        is_apart: whether torch tells the members' tensors apart.
+        has_distinct_devices: whether torch tells the members' tensors apart.
     """
 
     def __init__(self, members: Sequence[Device]) -> None:
@@ -46,42 +46,45 @@ class DeviceGroup(Device):
         self.has_values = home.has_values
         self.modes = home.modes
         self.model = home.model
-        self.now = home
+        self.active = home
         self._copying: int | None = None
-        self.is_apart = len({member.torch_device for member in members}) == len(members)
+        self.has_distinct_devices = len({member.torch_device for member in members}) == len(members)
 
     @property
     def torch_device(self) -> torch.device:  # type: ignore[override]
-        """That of the current member."""
-        return self.now.torch_device
+        return self.active.torch_device
 
     @property
-    def steps_as(self) -> torch.device:
-        return self.now.steps_as
+    def optimizer_device(self) -> torch.device:
+        return self.active.optimizer_device
 
     def enter(self, number: int) -> None:
-        """From now on member `number` is current. The random numbers go on where they were."""
+        """Make member `number` current. Its random numbers continue the former member's."""
         if number == self.number:
             return
-        before, self.number, self.now = self.now, number, self.members[number]
-        self.now.enter(0)
-        if self.now.torch_device != before.torch_device:
-            self.now.set_random_state(before.random_state())
+        before, self.number, self.active = self.active, number, self.members[number]
+        self.active.enter(0)
+        if self.active.torch_device != before.torch_device:
+            self.active.set_random_state(before.random_state())
 
     # ---- all members
 
     @contextmanager
-    def copies_watched(self, watch: Callable[[Stream, Issuing], Issuing]) -> Iterator[None]:
+    def watching_copies(self, watch: Callable[[Stream, StreamContext], StreamContext]) -> Iterator[None]:
         with ExitStack() as stack:
             for number, member in enumerate(self.members):
-                stack.enter_context(member.copies_watched(partial(self._watched, watch, number)))
+                stack.enter_context(member.watching_copies(partial(self._watched, watch, number)))
             yield
 
     @contextmanager
     def _watched(
-        self, watch: Callable[[Stream, Issuing], Issuing], number: int, stream: Stream, issuing: Issuing
+        self,
+        watch: Callable[[Stream, StreamContext], StreamContext],
+        number: int,
+        stream: Stream,
+        issuing: StreamContext,
     ) -> Iterator[None]:
-        """Around copies of member `number`, whose moments are taken meanwhile."""
+        """Take timestamps of member `number` while its copies are issued."""
         before, self._copying = self._copying, number
         try:
             with watch(stream, issuing):
@@ -90,11 +93,11 @@ class DeviceGroup(Device):
             self._copying = before
 
     @contextmanager
-    def inherited(self) -> Iterator[None]:
-        self.enter(HOME)  # where this thread is again afterwards
+    def as_current(self) -> Iterator[None]:
+        self.enter(HOME)
         with ExitStack() as stack:
-            for member in reversed(self.members):  # the home device last, so that it is current
-                stack.enter_context(member.inherited())
+            for member in reversed(self.members):  # HOME last, so that it is current
+                stack.enter_context(member.as_current())
             try:
                 yield
             finally:
@@ -106,17 +109,17 @@ class DeviceGroup(Device):
     def issued_ms(self) -> float:
         return max(member.issued_ms() for member in self.members)
 
-    def moment(self, stream: Stream) -> Moment:
+    def timestamp(self, stream: Stream) -> Timestamp:
         number = self.number if self._copying is None else self._copying
-        return number, self.members[number].moment(stream)
+        return number, self.members[number].timestamp(stream)
 
-    def read_moments(self, moments: Sequence[Moment]) -> list[float]:
+    def read_timestamps(self, timestamps: Sequence[Timestamp]) -> list[float]:
         times: dict[int, float] = {}
         for number, member in enumerate(self.members):
-            own = [(place, m[1]) for place, m in enumerate(moments) if isinstance(m, tuple) and m[0] == number]
-            read = member.read_moments([moment for _, moment in own])
+            own = [(place, m[1]) for place, m in enumerate(timestamps) if isinstance(m, tuple) and m[0] == number]
+            read = member.read_timestamps([timestamp for _, timestamp in own])
             times |= dict(zip([place for place, _ in own], read, strict=True))
-        return [times[place] for place in range(len(moments))]
+        return [times[place] for place in range(len(timestamps))]
 
     def limit_process(self) -> None:
         for member in self.members:

@@ -1,23 +1,44 @@
-"""Counts the bytes of tensors alive in a block of code, on a device that has no counting allocator.
+"""Counter of the bytes of living tensors, for devices without a counting allocator.
 
 Storages are followed from the operation that makes them to their finalisation, as
-`torch.distributed._tools.mem_tracker` does. Memory that a kernel takes and gives back inside one operation is not seen.
+`torch.distributed._tools.mem_tracker` does. Memory that a kernel allocates and frees within one operation is not seen.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from harmony_ds.device.watching import Watching
+
+class EagerDispatchMode(TorchDispatchMode):
+    """A dispatch mode that turns `torch.compile` off while it is active.
+
+    Compiled code hides its operators, and code that dynamo meets under a dispatch mode stays uncompiled for good.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._uncompiled = ExitStack()
+
+    def __enter__(self) -> Any:
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._uncompiled.close()
 
 
-class LiveBytes(Watching):
+class LiveBytes(EagerDispatchMode):
     """A `MemoryProbe`: bytes of the storages made inside the context and still alive, and their peak."""
 
     def __init__(self, device_type: str = "cpu") -> None:

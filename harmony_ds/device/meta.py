@@ -1,6 +1,6 @@
-"""A device of which only the shapes exist: tensors on torch's meta device, and a clock that says what they would take.
+"""The meta device: tensors have shapes but no data, and a clock tells the time that their operations would take.
 
-Nothing is allocated and nothing is computed, so a model of any size passes through the engine's own code in seconds.
+Nothing is allocated or computed, so a model of any size passes through the engine's own code in seconds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from harmony_ds.device.base import MemoryProbe
-from harmony_ds.device.host_streams import HostStreamDevice
+from harmony_ds.device.cpu import HostStreamDevice
 from harmony_ds.device.live_bytes import LiveBytes
 
 
 class MetaDevice(HostStreamDevice):
-    """Both its own memory and the host's are on the meta device. Nothing is counted but by `probe`."""
+    """Device whose memory, and the host's, is on torch's meta device. Only `probe` counts bytes."""
 
     copies_overlap = True
     host_type = "meta"
@@ -28,25 +28,25 @@ class MetaDevice(HostStreamDevice):
         clock_ms: Callable[[], float],
         issued_ms: Callable[[], float],
         budget_bytes: int | None = None,
-        steps_as: str = "cuda",
+        optimizer_device: str = "cuda",
     ) -> None:
-        """Make a device that is timed by clocks.
+        """Make a device.
 
         Args:
-            clock_ms, issued_ms: what computing has taken, and what issuing has.
-            budget_bytes: its memory; measuring takes none of it.
-            steps_as: torch's kind of the device that is meant.
+            clock_ms, issued_ms: milliseconds of all operations so far: of computing, and of issuing them.
+            budget_bytes: memory of the device that is estimated.
+            optimizer_device: its device type in torch.
         """
         self.name = "meta"
         self.torch_device = torch.device("meta")
         self.budget_bytes = budget_bytes
         self._clock_ms = clock_ms
         self._issued_ms = issued_ms
-        self._steps_as = torch.device(steps_as)
+        self._optimizer_device = torch.device(optimizer_device)
 
     @property
-    def steps_as(self) -> torch.device:
-        return self._steps_as
+    def optimizer_device(self) -> torch.device:
+        return self._optimizer_device
 
     def now_ms(self) -> float:
         return self._clock_ms()

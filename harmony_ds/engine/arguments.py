@@ -1,4 +1,4 @@
-"""What `initialize` is given: its types, and DeepSpeed's command-line arguments."""
+"""Arguments: DeepSpeed's of the command line, and the model of `initialize`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ if TYPE_CHECKING:
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Adds --deepspeed and --deepspeed_config (and their deprecated forms), as `deepspeed.add_config_arguments` does."""
+    """Add --deepspeed and --deepspeed_config, as `deepspeed.add_config_arguments` does."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="accepted; has no effect of its own")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the ds_config (JSON)")
-    group.add_argument("--deepscale", default=False, action="store_true", help="deprecated form of --deepspeed")
-    group.add_argument("--deepscale_config", default=None, type=str, help="deprecated form of --deepspeed_config")
     return parser
 
 
-def the_model(model: object) -> nn.Module:
-    """`model`, if it is one.
+def require_module(model: object) -> nn.Module:
+    """Return `model` if it is a module.
 
     Raises:
         ConfigError: there is none.

@@ -1,4 +1,4 @@
-"""The engine's checkpoints: what a run goes on from, saved and loaded under DeepSpeed's names."""
+"""The engine's checkpoints, saved and loaded under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Checkpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Saves everything the run goes on from, as `save_dir`/`tag`; a kill on the way leaves what was saved before.
+        """Save everything the run goes on from, as `save_dir`/`tag`; a kill on the way leaves the checkpoints before.
 
         Args:
             tag: the folder's name ("global_step<N>").
@@ -53,7 +53,7 @@ class Checkpoints:
                 snapshot = replace(snapshot, random={**snapshot.random, "others": others})
             checkpoint.write(snapshot, Path(save_dir), folder, save_latest)
 
-        with self._world.together():
+        with self._world.reporting_failures():
             others = self._world.all("save a checkpoint", checkpoint.capture_random(self._training.assembly.device))[1:]
             self._world.first(f"save the checkpoint {folder}", write)
         return True
@@ -79,7 +79,7 @@ class Checkpoints:
         wanted = checkpoint.LoadOptions(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         )
-        with self._world.together():
+        with self._world.reporting_failures():
             return self._load(checkpoint.find(Path(load_dir), tag), wanted)
 
     def _load(self, folder: Path | None, wanted: checkpoint.LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
@@ -92,7 +92,7 @@ class Checkpoints:
         snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, world.rank, world.size))
         self._runner.check_usable()
         self._open.finish()
-        world.agree("load")  # nobody uses weights any more
+        world.agree("load")  # no process uses weights any more
         try:
             checkpoint.restore(self._trained(), snapshot, wanted, str(folder))
             world.agree("loaded")
@@ -107,7 +107,7 @@ class Checkpoints:
     def _verify(self, folder: Path) -> None:
         """Have one process of each server read every byte; a complaint of any is raised in all processes."""
         complaint = None
-        if self._world.leads:
+        if self._world.is_local_first:
             try:
                 checkpoint.verify(folder)
             except CheckpointError as error:
@@ -119,7 +119,7 @@ class Checkpoints:
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Saves the weights alone, in the dtype of compute: by `torch.save`, or as safetensors by the file's suffix.
+        """Save the weights alone, in the dtype of compute: by `torch.save`, or as safetensors by the file's suffix.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -129,7 +129,7 @@ class Checkpoints:
         def write() -> None:
             checkpoint.save_16bit(self._captured({}, exclude_frozen_parameters), target)
 
-        with self._world.together():
+        with self._world.reporting_failures():
             self._world.first(f"save the weights as {save_filename}", write)
         return True
 
@@ -186,7 +186,7 @@ class Checkpoints:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state dict."""
+        """Return the model's state dict."""
         model = self._training.model
         state: dict[str, Any] = model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
@@ -203,14 +203,14 @@ class Checkpoints:
         custom_load_fn: Callable[..., Any] | None = None,
         **_: Any,
     ) -> None:
-        """Loads `checkpoint["module"]` into the model; masters follow."""
+        """Load `checkpoint["module"]` into the model; masters follow."""
         if custom_load_fn is not None:
             custom_load_fn(src=checkpoint["module"], dst=self._training.model)
         else:
             self._training.model.load_state_dict(checkpoint["module"], strict=strict)
 
     def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """As `zero3_consolidated_16bit_state_dict`."""
+        """Return the model's state dict in the dtype it computes in, under ZeRO-3."""
         self._need_stage_3(
             "consolidated_16bit_state_dict is only applicable to cases where weights are partitioned, including Zero "
             "Stage 3 and tensor parallelism."
@@ -218,7 +218,7 @@ class Checkpoints:
         return self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The model's state dict, in the dtype it computes in; Hugging Face asks for it under stage 3."""
+        """Return the model's state dict in the dtype it computes in; Hugging Face calls it under ZeRO-3."""
         self._need_stage_3("this function requires ZeRO-3 mode")
         return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 

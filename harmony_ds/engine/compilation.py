@@ -12,11 +12,9 @@ import torch
 from harmony_ds.calls.intercept import Interception
 from harmony_ds.errors import UnsupportedError
 
-_GRAPHS = "records CUDA graphs, whose inputs stay at their addresses: layers run on copies that come and go."
-
 
 class Compilation:
-    """Whether the engine's layers are compiled, and how."""
+    """The compilation of an engine's layers, if it was asked for."""
 
     def __init__(self, interception: Interception) -> None:
         self._interception = interception
@@ -29,7 +27,7 @@ class Compilation:
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compiles layers one by one; what runs between them stays as it is written. A second call changes nothing.
+        """Compile layers one by one; code between them stays as it is. A second call changes nothing.
 
         Args:
             backend, compile_kwargs: as `torch.compile` takes them.
@@ -37,13 +35,12 @@ class Compilation:
         Raises:
             UnsupportedError: it asks for CUDA graphs, for passes of DeepCompile, or for compiled autograd.
         """
-        options = compile_kwargs.get("options") or {}
-        if (
-            backend == "cudagraphs"
-            or compile_kwargs.get("mode") in ("reduce-overhead", "max-autotune")
-            or options.get("triton.cudagraphs")
-        ):
-            raise UnsupportedError(f"engine.compile() with backend {backend!r} and {dict(compile_kwargs)} {_GRAPHS}")
+        graphs = (compile_kwargs.get("options") or {}).get("triton.cudagraphs")
+        if backend == "cudagraphs" or compile_kwargs.get("mode") in ("reduce-overhead", "max-autotune") or graphs:
+            raise UnsupportedError(
+                f"engine.compile() with backend {backend!r} and {dict(compile_kwargs)} records CUDA graphs, whose inputs "
+                "stay at their addresses: layers run on copies that come and go."
+            )
         if schedule is not None or compiled_autograd_enabled:
             raise UnsupportedError(
                 "engine.compile() compiles layers one by one: a schedule of DeepCompile's passes and compiled autograd are "

@@ -21,6 +21,7 @@ from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.settings import FIXED_ATTRIBUTES, Settings, table_getters
 from harmony_ds.engine.step_record import StepRecord
+from harmony_ds.engine.timers import Throughput
 from harmony_ds.engine.training import Training
 from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.errors import UnsupportedError
@@ -28,8 +29,8 @@ from harmony_ds.scheduler.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
-    """What a program brings beside its model, as DeepSpeed's engine shows it; see `initialize`."""
+class UserObjects:
+    """Arguments of `initialize` beside the model, as DeepSpeed's engine shows them."""
 
     optimizer: Any = None
     lr_scheduler: Any = None
@@ -37,13 +38,13 @@ class Client:
     collate_fn: Callable[[Any], Any] | None = None
 
 
-_NOTHING = Client()
+_NONE_GIVEN = UserObjects()
 
 
 class HarmonyEngine(nn.Module):
-    """Trains one model. Unknown attributes are looked up in the model."""
+    """The engine that trains one model. Attributes that it does not have are the model's."""
 
-    def __init__(self, model: nn.Module, config: Config, assembly: Assembly, client: Client = _NOTHING) -> None:
+    def __init__(self, model: nn.Module, config: Config, assembly: Assembly, client: UserObjects = _NONE_GIVEN) -> None:
         super().__init__()
         self.module = model
         self.client_optimizer, self.client_lr_scheduler = client.optimizer, client.lr_scheduler
@@ -98,23 +99,23 @@ class HarmonyEngine(nn.Module):
         return self._loop.inside_no_sync
 
     def coalesce_grad_reduction(self) -> Any:
-        """Gradients of a group are swapped out once anyway; as `no_sync`."""
+        """Return `no_sync()`: gradients of a group are swapped out once anyway."""
         return self.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients that have gathered since the last step, as plain PyTorch does."""
+        """Drop the gradients that have gathered since the last step."""
         self.check_alive()
         if self.optimizer is not None:
             self._open.zero_grad()
 
     def train(self, mode: bool = True) -> None:  # type: ignore[override]
-        """Sets the model's mode."""
+        """Set the model's mode."""
         self.training = mode
         if "module" in self._modules:
             self.module.train(mode)
 
     def eval(self) -> None:  # type: ignore[override]
-        """Sets the model's mode."""
+        """Set the model to evaluation mode."""
         self.train(False)
 
     # ---- optimizer, learning rates, loss scale
@@ -127,15 +128,15 @@ class HarmonyEngine(nn.Module):
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer that steps, without DeepSpeed's names: `engine.optimizer.optimizer`."""
+        """The torch optimizer inside `engine.optimizer`."""
         return self._assembly.optimizer
 
     @property
     def cur_scale(self) -> float:
-        """What losses are multiplied with now (1.0 without fp16)."""
+        """The factor that losses are multiplied with now (1.0 without fp16)."""
         return self._training.scaler.scale
 
-    # ---- settings; those that answer from the table of keys are put here below
+    # ---- settings; getters of single keys are added after the class
 
     gradient_accumulation_steps = delegated("_settings", Settings.gradient_accumulation_steps)
     train_micro_batch_size_per_gpu = delegated("_settings", Settings.train_micro_batch_size_per_gpu)
@@ -155,12 +156,12 @@ class HarmonyEngine(nn.Module):
 
     @property
     def _config(self) -> Any:
-        """DeepSpeed's own view of the ds_config, made when somebody asks for it."""
+        """DeepSpeed's own view of the ds_config, made when it is first read."""
         return self._settings.of_deepspeed()
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """What DeepSpeed's processes would exchange gradients in."""
+        """The dtype that DeepSpeed's processes would exchange gradients in."""
         return self._settings.communication_data_type()
 
     @property
@@ -204,21 +205,18 @@ class HarmonyEngine(nn.Module):
         """The plan of a full group; None before the first micro-batch has been measured."""
         return self._assembly.runner.planner.plan
 
-    @property
-    def monitor(self) -> Any:
-        """DeepSpeed's monitor, or one that writes nothing."""
-        return self._reports.monitor
+    monitor = PartAttribute[Any]("_reports")
 
     @property
-    def tput_timer(self) -> Any:
+    def tput_timer(self) -> Throughput:
         """Samples per second."""
         return self._reports.throughput
 
-    # ---- where things are, and how they end
+    # ---- device, and the end
 
     @property
     def device(self) -> torch.device:
-        """Where layers run."""
+        """The device that layers run on."""
         return self._assembly.device.torch_device
 
     @property
@@ -227,58 +225,52 @@ class HarmonyEngine(nn.Module):
         return self._release.alive and self._assembly.runner.failed is None
 
     def finish_updates(self) -> None:
-        """Waits for updates that are still under way, and brings what lives on the device to the host. Reading weights
-        through the model, or the optimizer's state, does so by itself.
-        """
+        """Wait for pending updates, and copy resident packs to the host. Reading weights or state does so by itself."""
         self._assembly.finish_updates()
 
     def offload_states(self, *_: Any, **__: Any) -> None:
-        """Frees the device of everything that stays there between steps; the next step brings it back."""
+        """Free the device memory that is held between steps; the next step brings its contents back."""
         self.check_alive()
         self._assembly.finish_updates()
         self._assembly.parts.device_store.drop()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """The next step brings states back by itself."""
+        """Do nothing: the next step brings states back."""
         self.check_alive()
 
     def empty_partition_cache(self) -> None:
-        """As `offload_states`."""
+        """Free the device memory that is held between steps."""
         self.offload_states()
 
     def destroy(self) -> None:
-        """Finishes updates, ends threads, frees memory, and gives the model its own forward and plain parameters back.
+        """Finish updates, end threads, free memory, and give the model its own forward and plain parameters back.
 
-        An engine that nobody holds any more does so by itself.
+        An engine without references does so by itself.
 
         Raises:
-            BaseException: an update's failure that nobody has seen yet, after all of that.
+            BaseException: an update's failure that was not raised yet, after all of that.
         """
         self._open.discard()
         self._release()
 
     def check_alive(self) -> None:
-        """Raises UsageError after `destroy`."""
+        """Raise UsageError after `destroy`."""
         self._assembly.runner.check_alive()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Refused: an engine is threads and memory.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Raise UnsupportedError: an engine is threads and memory."""
         raise UnsupportedError(
             "an engine cannot be copied or pickled. Its model can, at any time: copy.deepcopy(engine.module), "
             "torch.save(engine.module, ...); engine.save_checkpoint() saves what training goes on from."
         )
 
-    # ---- layers that are compiled, and what there is nothing to do for
+    # ---- compilation; and a name with nothing to do
 
     compile = delegated_alive("_compilation", Compilation.compile)
     is_compiled = PartAttribute[bool]("_compilation")
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """One process has nobody to reduce with."""
+        """Do nothing: gradients are reduced in `step()`."""
 
 
 for _name, _getter in table_getters():

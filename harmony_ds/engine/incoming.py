@@ -1,4 +1,4 @@
-"""A model as it comes to an engine: refused by name, or made ready."""
+"""Preparation of a model for an engine, or its refusal by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 def accept(model: nn.Module, device: Device, dtype: torch.dtype) -> None:
-    """Makes `model` ready to be trained in `dtype`.
+    """Make `model` ready to be trained in `dtype`.
 
     Raises:
         ModelError: it cannot be.
@@ -29,7 +29,7 @@ def accept(model: nn.Module, device: Device, dtype: torch.dtype) -> None:
 
 
 def fill_meta(model: nn.Module) -> None:
-    """Gives what is on the meta device values, by its modules' own initialization."""
+    """Give tensors on the meta device values, by their modules' own initialization."""
     names = initialize_weights(model)
     if names:
         _logger.warning(
@@ -50,7 +50,7 @@ def _check_on_host(model: nn.Module, device: Device) -> None:
 
 
 def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raises ModelError for parameters that would be trained as something else than they are."""
+    """Raise ModelError for parameters that would be trained as something else than they are."""
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise ModelError(
@@ -74,7 +74,7 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
             )
         if parameter._post_accumulate_grad_hooks:
             raise ModelError(
-                f"{name} has a hook behind the accumulation of its gradient (register_post_accumulate_grad_hook), which is "
+                f"{name} has a hook after the accumulation of its gradient (register_post_accumulate_grad_hook), which is "
                 "complete only when its pack's group is: use register_hook, or read .grad between backward() and step()."
             )
     for name, module in model.named_modules():
@@ -85,7 +85,7 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Raises ModelError for buffers that the engine cannot copy."""
+    """Raise ModelError for buffers that the engine cannot copy."""
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided or buffer.is_nested:
             raise ModelError(

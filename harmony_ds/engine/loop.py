@@ -1,4 +1,4 @@
-"""What a training loop calls, in DeepSpeed's words: forward, step, train_batch; and what runs without gradients."""
+"""The methods that a training loop calls: forward, backward, step, train_batch; and those that run without gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 
 
 class Loop:
-    """Hands micro-batches to the open step, one by one or a group at once, and finds its boundary."""
+    """The loop's calls: hands micro-batches to the open step, one by one or a group at once, and finds its boundary."""
 
     def __init__(self, training: Training, open_step: OpenStep, reports: StepReports) -> None:
         self._training, self._open, self._reports = training, open_step, reports
@@ -32,7 +32,7 @@ class Loop:
     # ---- one micro-batch at a time
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for one micro-batch. While gradients are on, outputs with a loss stay pending.
+        """Return the model's outputs for one micro-batch. While gradients are on, outputs with a loss stay pending.
 
         Raises:
             BatchError: there is no tensor among the arguments.
@@ -41,15 +41,15 @@ class Loop:
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self._open.calls.run(self._model, Arguments(args, kwargs))
-        with self._world.together():
+        with self._world.reporting_failures():
             self._open.apply_user_edits()
             return self._open.group.add(args, kwargs)
 
     # ---- propagating back: by the engine, or by the caller from a loss that the engine has scaled.
-    # `LossScaler.check_scaled` hears of every backward pass, `loss.backward()` too.
+    # `LossScaler.check_scaled` is called in every backward pass, of `loss.backward()` too.
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Propagates back from `loss`, or notes that the group has to when it runs.
+        """Propagate back from `loss`, or note that the group has to when it runs.
 
         Returns:
             The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
@@ -72,7 +72,7 @@ class Loop:
         return loss.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale, for a `backward()` of the caller's own (instead of `engine.backward(loss)`)."""
+        """Return `loss` times the loss scale, for the caller's own `backward()` (instead of `engine.backward(loss)`)."""
         self._training.require_optimizer("scale")
         _need_scalar(
             loss, "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
@@ -83,7 +83,7 @@ class Loop:
     # ---- the boundary
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At an accumulation boundary: runs the queued group, updates the weights, steps the scheduler."""
+        """Run the queued group, update the weights, and step the scheduler, at an accumulation boundary."""
         if self.inside_no_sync:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
         self._training.require_optimizer("step")
@@ -92,12 +92,12 @@ class Loop:
         if self._manages_accumulation() and not self.is_gradient_accumulation_boundary():
             training.count_call()
             return
-        with self._world.together():
+        with self._world.reporting_failures():
             self._open.step(lr_kwargs or {})
         training.begin_group(training.micro_steps + 1)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates the weights."""
+        """Return whether the next `step()` updates the weights."""
         if self._boundary is not None:
             return self._boundary
         if not self._manages_accumulation():
@@ -105,7 +105,7 @@ class Loop:
         return (self._training.micro_steps + 1) % self._training.settings.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Overrides what is counted; a group ends at the next `step()` at a boundary, whatever its size."""
+        """Set the boundary by hand; a group ends at the next `step()` at a boundary, whatever its size."""
         if not self._manages_accumulation():
             raise UsageError(
                 "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False; "
@@ -118,7 +118,7 @@ class Loop:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Allowed with every ZeRO stage: gradients are exchanged once a step anyway. `step()` is not allowed inside."""
+        """Refuse `step()` inside. Allowed with every ZeRO stage: gradients are exchanged once a step anyway."""
         if self.inside_no_sync:
             raise UsageError("no_sync context manager reentry is unsupported")
         self.inside_no_sync = True
@@ -132,7 +132,7 @@ class Loop:
     def train_batch(
         self, data_iter: Iterator[Any] | Sequence[Any] | None = None, loss_fn: LossFunction | None = None
     ) -> Tensor:
-        """One optimizer step over the next `gradient_accumulation_steps()` micro-batches of `data_iter`.
+        """Take an optimizer step over the next `gradient_accumulation_steps()` micro-batches of `data_iter`.
 
         Args:
             data_iter: yields mappings (keyword arguments), tuples (positional ones) or single arguments; a list of them
@@ -152,12 +152,12 @@ class Loop:
                 f"{queued} micro-batches of engine(...) are still queued: call backward() and step() for "
                 "them before train_batch()."
             )
-        with self._world.together():
+        with self._world.reporting_failures():
             batches = self._training.data.take(data_iter)
             queue = self._open.group.queue
             losses = self._step_over(len(batches), lambda: [queue(batch, loss_fn) for batch in batches])
             loss = self._world.mean(torch.stack(losses).mean())
-        self._reports.mean_loss("train_loss", loss)
+        self._reports.write_loss("train_loss", loss)
         return loss
 
     def train_group(
@@ -168,14 +168,14 @@ class Loop:
         *,
         boundary: bool = True,
     ) -> list[Tensor]:
-        """One optimizer step over `batches`, whose losses `loss_fn(batch)` computes with calls of the model of its own.
+        """Take an optimizer step over `batches`, whose losses `loss_fn(batch)` computes with its own calls of the model.
 
         Args:
             batches: one for each micro-batch, however many.
             loss_fn: from a batch, on the device, to the scalar to propagate back from; the gradients are those of the sum.
                 It is called on a thread of its own for each micro-batch, and a few times more to measure the model. It may
                 call `engine.module` any number of times, with and without gradients, and must not call backward.
-            aside: makes the context that measuring runs in, which may undo what `loss_fn` noted meanwhile.
+            aside: makes the context that measuring runs in, which may undo side effects of `loss_fn`.
             boundary: without it nothing is updated, and the gradients are part of the next step (one process alone).
 
         Returns:
@@ -195,19 +195,19 @@ class Loop:
             )
         given = [Arguments((batch,), {}) for batch in batches]
         queue = self._open.group.queue
-        with self._world.together():
+        with self._world.reporting_failures():
             return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given], boundary)
 
     def end_group(self) -> None:
-        """The optimizer step over the gradients that `train_group(..., boundary=False)` has left."""
-        with self._world.together():
+        """Take the optimizer step over the gradients that `train_group(..., boundary=False)` has left."""
+        with self._world.reporting_failures():
             self._open.step({})
         self._training.begin_group(self._training.micro_steps)
 
     def _step_over(
         self, divisor: int, queue: Callable[[], list[QueuedMicroBatch]], boundary: bool = True
     ) -> list[Tensor]:
-        """One optimizer step, or a part of one, over what `queue` queues, each loss divided by `divisor`; the losses."""
+        """Take a step, or a part of one, over what `queue()` queues, backward from each loss over `divisor`; the losses."""
         training = self._training
         self._open.apply_user_edits()
         try:
@@ -229,12 +229,12 @@ class Loop:
     # ---- without gradients
 
     def eval_batch(self, data_iter: Iterator[Any] | Sequence[Any], loss_fn: LossFunction | None = None) -> Tensor:
-        """The mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
+        """Return the mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
 
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
         training = [(module, module.training) for module in self._model.modules()]
-        with self._world.together():
+        with self._world.reporting_failures():
             batches = self._training.data.take(data_iter)
             self._model.eval()
             self._training.assembly.wait_for_updates()
@@ -244,19 +244,19 @@ class Loop:
                 for module, mode in training:  # some may be frozen: `train()` would not leave them so
                     module.training = mode
             loss = self._world.mean(torch.stack(losses).mean())
-        self._reports.mean_loss("eval_loss", loss)
+        self._reports.write_loss("eval_loss", loss)
         return loss
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `generate`, its weights streamed layer by layer."""
+        """Call the model's own `generate`, its weights streamed layer by layer."""
         with self.streaming():
             return self._open.calls.run(self._model.generate, Arguments(args, kwargs))  # type: ignore[arg-type]
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """A context in which the model's methods can be called without gradients, under the device memory budget."""
+        """Open a context to call the model's methods in, without gradients, under the device memory budget."""
         self._open.group.catch_up()
-        with self._training.assembly.ledger.aside(), self._runner.streaming():
+        with self._training.assembly.ledger.excluded(), self._runner.streaming():
             yield
 
 

@@ -19,7 +19,7 @@ _FACTOR = 2.0
 
 
 class LossScaler:
-    """The factor that losses take, and how it follows overflows. Without fp16 it is 1 for ever."""
+    """The factor that losses are multiplied with, which follows overflows. Without fp16 it is always 1."""
 
     def __init__(self, settings: LossScale | None) -> None:
         self._settings = settings
@@ -34,12 +34,12 @@ class LossScaler:
             self._hysteresis = settings.hysteresis
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """`loss` times the scale."""
+        """Return `loss` times the scale."""
         return loss if self.scale == 1.0 else loss * self.scale
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass from a scaled loss."""
+        """Enter a backward pass from a scaled loss."""
         self._scales = True
         try:
             yield
@@ -47,11 +47,11 @@ class LossScaler:
             self._scales = False
 
     def announce_backward(self) -> None:
-        """The caller is given a scaled loss, to propagate back from by itself."""
+        """Note that the caller got a scaled loss, to propagate back from by itself."""
         self._announced += 1
 
     def check_scaled(self) -> None:
-        """Raises UsageError if somebody propagates back from a loss that was not scaled."""
+        """Raise UsageError in a backward pass from a loss that was not scaled."""
         if self._scales or self._settings is None:
             return
         if self._announced == 0:
@@ -62,7 +62,7 @@ class LossScaler:
         self._announced -= 1
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What the scale of later steps depends on; None where it never changes."""
+        """Return the state that the scale of later steps depends on; None if it never changes."""
         settings = self._settings
         if settings is None or settings.static > 0:
             return None
@@ -75,9 +75,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Goes on from `state`, by the rules of this ds_config. A scale that the ds_config fixes, and one that nobody
-        saved, stay as they are.
-        """
+        """Go on from `state` (None: there is none), by the rules of this ds_config, which may fix the scale."""
         if state is None or self._settings is None or self._settings.static > 0:
             return
         self.scale = float(state["scale"])
@@ -86,7 +84,7 @@ class LossScaler:
         self._last_overflow = int(state["last_overflow"])
 
     def update(self, overflow: bool) -> None:
-        """After each step: whether its gradients held inf or NaN.
+        """Adapt the scale after a step; `overflow`: its gradients held inf or NaN.
 
         Raises:
             EngineFailedError: an overflow at the smallest scale.

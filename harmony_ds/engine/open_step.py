@@ -15,11 +15,11 @@ from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.engine.lifetime import while_alive
+from harmony_ds.engine.one_time_warnings import DIVIDED_TWICE, EARLY_READ, OneTimeWarnings
 from harmony_ds.engine.optimizer_override import OptimizerOverride
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.training import Training
-from harmony_ds.engine.warn_once import DIVIDED_TWICE, EARLY_READ, WarnOnce
 from harmony_ds.errors import ModelError, UnsupportedError, UsageError
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parameters import ParameterLinks
@@ -46,13 +46,13 @@ class OpenStep:
         self._assembly = assembly = training.assembly
         self._runner, self._world, self._optimizer = assembly.runner, assembly.world, assembly.host_optimizer
         self._running = False  # the step, or a part of it
-        self._warnings = WarnOnce()
+        self._warnings = OneTimeWarnings()
         self.gradients = StepGradients(assembly, training.scaler)
-        self.links = ParameterLinks(assembly.store, assembly.host_optimizer, weakref.proxy(self))
         self.override: OptimizerOverride | None = None
         if assembly.optimizer is not None:
             calls = while_alive(self.step_by_hand), self.gradients.zero_by_hand, while_alive(self.finish)
-            self.override = OptimizerOverride(assembly.optimizer, *calls)
+            self.override = OptimizerOverride(assembly.optimizer, *calls)  # may refuse: nothing is changed yet
+        self.links = ParameterLinks(assembly.store, assembly.host_optimizer, weakref.proxy(self))
         self._parts = self._group_parts()
         self.renew()
 
@@ -143,7 +143,7 @@ class OpenStep:
         finally:
             self.renew()
         self.gradients.finish_step()
-        self._reports.boundary()
+        self._reports.finish_step()
 
     def step_by_hand(self) -> None:
         """Update from what has gathered, for `optimizer.step()`. Gradients of parameters that are not the optimizer's
@@ -164,7 +164,7 @@ class OpenStep:
         self.override.check()
         hyper, clipping = self._optimizer.hyper(), self._clipping()
         self.apply_user_edits()
-        if (self._world.size > 1 or self._training.scaler.scale != 1.0) and self._assembly.parts.own.are_there():
+        if (self._world.size > 1 or self._training.scaler.scale != 1.0) and self._assembly.parts.user_gradients.exist():
             self._world.refuse(
                 "gradients that are put on parameters by hand, or by a backward pass of the program's own"
             )
@@ -255,7 +255,7 @@ class OpenStep:
             self._runner.executor.gathered.drop((name,))
         if value is not None:
             self.finish()  # a pending update would take it
-        self._assembly.parts.own.put(name, value)
+        self._assembly.parts.user_gradients.put(name, value)
 
 
 def _refuse_backward() -> None:

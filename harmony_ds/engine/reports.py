@@ -1,4 +1,4 @@
-"""What the engine says about itself after a step: small typed objects that print well."""
+"""Reports of an engine after a step: small typed objects that print well."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SwapReport:
     Attributes:
         host_to_device, device_to_host: by kind: "weights", "gradients", "activations", "data".
         lower_bound_bytes: weights in once per pack and pass (the last pack once), gradients out once per pack.
-        zero3_offload_bytes: what ZeRO-3 with parameter and optimizer offload would have moved for the same step:
-            weights in twice, gradients in and out for every micro-batch, and the fp32 gradients out once.
+        zero3_offload_bytes: of ZeRO-3 with parameter and optimizer offload in the same step: weights in twice, gradients
+            in and out for every micro-batch, and the fp32 gradients out once.
         micro_batches: in the step.
-        sent_bytes: what this process's device sent to others'.
-        between_devices: what went from one to another of the devices that this process drives, by their numbers.
+        sent_bytes: sent by this process's device to others'.
+        between_devices: from one to another of the devices that this process drives, by their numbers.
         links: weights, gradients and activations to and from each of these devices.
     """
 
@@ -72,14 +72,14 @@ class MemoryReport:
 
     Attributes:
         device_peak_bytes: the most in use during the last step; of several devices, on the one with most.
-        planned_peak_bytes: what the plan predicted.
+        planned_peak_bytes: predicted by the plan.
         budget_bytes: the limit (None: unlimited).
         host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash".
         counted: "allocator" where activations are counted as they are allocated, "plan" where they are charged as
             measured per layer (the CPU device).
         device_peaks: the most in use on each device that this process drives.
-        beside_bytes: of the budget, what is no part of a plan: libraries' workspaces, what the allocator cannot hand
-            out, tensors that were on the device before.
+        beside_bytes: of the budget, but of no plan: libraries' workspaces, bytes that the allocator cannot hand out,
+            tensors that were on the device before.
     """
 
     device_peak_bytes: int
@@ -103,17 +103,16 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """What was predicted of the plan that runs, against what was measured.
+    """Predictions for the plan that runs, and measurements of it.
 
     Attributes:
         choices: the plan that runs, and the next best that the search found, each with its prediction.
-        measured_step_ms: of each full step since the plan was made, but the first; without what the caller does
-            between steps.
+        measured_step_ms: of each full step since the plan was made, but the first; without the caller's own time.
         device_peak_bytes: the most in use during the last step.
         swapped_bytes: weights, gradients and stash in the last step, both ways.
-        sent_bytes: what this process's device sent to others' in the last step.
+        sent_bytes: sent by this process's device to others' in the last step.
         planned: the bytes that this process's device moves in a step, by the plan.
-        moved_bytes: what went between the devices that this process drives in the last step.
+        moved_bytes: between the devices that this process drives in the last step.
         advice: joined layer calls that are predicted to be much faster.
     """
 

@@ -12,10 +12,10 @@ from harmony_ds.errors import ConfigError
 
 
 def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    """The user's scheduler (an object, or a callable over the optimizer), else the ds_config's, else None.
+    """Return the user's scheduler (an object, or made by a callable from the optimizer), else the ds_config's, or None.
 
     Raises:
-        ConfigError: nobody knows the ds_config's scheduler, or it does not take its params.
+        ConfigError: the ds_config's scheduler is unknown, or does not take its params.
     """
     if client is not None:
         return client(optimizer) if callable(client) and not hasattr(client, "step") else client

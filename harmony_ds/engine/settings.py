@@ -14,7 +14,7 @@ from harmony_ds.config.key import Getter, Key
 from harmony_ds.config.keys import KEYS
 from harmony_ds.config.optimizers import named
 from harmony_ds.errors import ConfigError
-from harmony_ds.parallel import Alone
+from harmony_ds.parallel import SingleProcess
 
 
 class Settings:
@@ -23,7 +23,7 @@ class Settings:
     What the value of one key answers comes from the table of keys, see `table_getters`; here is what has to be worked out.
     """
 
-    def __init__(self, config: Config, world: Alone) -> None:
+    def __init__(self, config: Config, world: SingleProcess) -> None:
         self.now = config
         self._world = world
 

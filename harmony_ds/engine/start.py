@@ -1,4 +1,4 @@
-"""`initialize`: arguments in DeepSpeed's form to an engine."""
+"""`initialize`: from DeepSpeed's arguments to an engine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torch import nn
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device, devices_of_process
-from harmony_ds.engine.arguments import the_model
+from harmony_ds.engine.arguments import require_module
 from harmony_ds.engine.assembly import assemble
-from harmony_ds.engine.core import Client, HarmonyEngine
+from harmony_ds.engine.core import HarmonyEngine, UserObjects
 from harmony_ds.engine.partitioned import make_whole
 from harmony_ds.engine.zero_optimizer import the_one_that_steps
 from harmony_ds.errors import ConfigError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
-from harmony_ds.parallel import Alone, join_world
+from harmony_ds.parallel import SingleProcess, join_world
 from harmony_ds.parallel.distributed import init_distributed, launched_size
 
 _logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     *,
     device: Device | None = None,
 ) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
-    """Wraps `model`, in host memory, for training; the signature and the result are those of `deepspeed.initialize`.
+    """Wrap `model`, in host memory, for training; the signature and the result are those of `deepspeed.initialize`.
 
     Args:
         optimizer, lr_scheduler: over the model's parameters, or a callable that makes one; override the ds_config's.
@@ -58,7 +58,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         training_data, collate_fn: a dataset, which the third result loads in micro-batches as DeepSpeed does.
         config, config_params: the ds_config: a dict, a path, or url-safe base64 of JSON. `args.deepspeed_config` may be it.
         dist_init_required: if True, `torch.distributed` and `deepspeed.comm` are initialized, for this process
-            alone where no launcher speaks of others.
+            alone without a launcher.
         device: an explicit device, instead of the ds_config's.
         distributed_port, mpu, mesh_param: accepted for DeepSpeed's sake as long as they ask for no other parallelism.
 
@@ -66,24 +66,24 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
 
     Raises:
-        ConfigError, ModelError, UnsupportedError, OptimizerError: what is asked for, which each of them names.
+        ConfigError, ModelError, OptimizerError, UnsupportedError: an argument or key, which the message names.
     """
-    trained = _checked(model, mpu, mesh_param)
-    given = _the_one_config(args, config if config is not None else config_params)
+    trained = _check_model(model, mpu, mesh_param)
+    given = _choose_config(args, config if config is not None else config_params)
     optimizer = the_one_that_steps(optimizer)
-    client = Client(optimizer, lr_scheduler, training_data, collate_fn)
-    return _started(trained, _settings(given, optimizer, dist_init_required), client, model_parameters, device)
+    client = UserObjects(optimizer, lr_scheduler, training_data, collate_fn)
+    return _start(trained, _load_settings(given, optimizer, dist_init_required), client, model_parameters, device)
 
 
-def _checked(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
-    model = the_model(model)
+def _check_model(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
+    model = require_module(model)
     if mpu is not None or mesh_param is not None:
         raise UnsupportedError("harmony_ds trains with data parallelism alone: leave mpu and mesh_param out.")
     make_whole(model)
     return model
 
 
-def _settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init_required: bool | None) -> Config:
+def _load_settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init_required: bool | None) -> Config:
     if dist_init_required or launched_size() > 1:
         init_distributed()
     settings = load_config(given, dist.get_world_size() if dist.is_initialized() else 1)
@@ -94,14 +94,18 @@ def _settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init_requ
     return settings
 
 
-def _started(
-    model: nn.Module, settings: Config, client: Client, model_parameters: ParameterGroups | None, device: Device | None
+def _start(
+    model: nn.Module,
+    settings: Config,
+    client: UserObjects,
+    model_parameters: ParameterGroups | None,
+    device: Device | None,
 ) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
     _check_schedule(client.optimizer, client.lr_scheduler)
     parameters = None if model_parameters is None else list(model_parameters)
     _check_for_duplicates(model, client.optimizer, parameters)
     settings, world = _join(settings, model, device)
-    with world.together():
+    with world.reporting_failures():
         assembly = assemble(model, settings, client.optimizer, parameters, device, world)
         try:
             engine = HarmonyEngine(model, settings, assembly, client)
@@ -111,10 +115,10 @@ def _started(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Config, Alone]:
-    """The processes that train `model`, and the settings of this one."""
+def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Config, SingleProcess]:
+    """Join the processes that train `model`; returns the settings of this one, too."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return settings, Alone()
+        return settings, SingleProcess()
     harmony = settings.harmony
     if harmony.devices != 1 and "CROSS_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         raise UnsupportedError(
@@ -161,14 +165,8 @@ def _check_for_duplicates(model: nn.Module, optimizer: object, parameters: list[
             )
 
 
-def _the_one_config(args: Any, config: DsConfig | None) -> DsConfig:
+def _choose_config(args: Any, config: DsConfig | None) -> DsConfig:
     named = getattr(args, "deepspeed_config", None)
-    deprecated = getattr(args, "deepscale_config", None)
-    if deprecated is not None:
-        _logger.warning("--deepscale_config is deprecated, please use --deepspeed_config")
-        if named is not None:
-            raise ConfigError("Not sure how to proceed, we were given both a deepscale_config and deepspeed_config")
-        named = deprecated
     if named is not None and config is not None:
         raise ConfigError(
             "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and "

@@ -23,7 +23,7 @@ class StepGradients:
     def __init__(self, assembly: Assembly, scaler: LossScaler) -> None:
         self._store, self._optimizer = assembly.store, assembly.host_optimizer
         self._gathered = assembly.runner.executor.gathered
-        self._own = assembly.parts.own
+        self._own = assembly.parts.user_gradients
         self._sums = [sums for sums in (assembly.parts.gradients, assembly.parts.device_store) if sums is not None]
         self._scaler = scaler
         self._shown: set[str] = set()  # unscaled now, and perhaps changed
@@ -64,18 +64,18 @@ class StepGradients:
         """Drop all; `gathered`: some wait for their update."""
         if gathered:
             self._gathered.drop(self._store.parameters)
-        self._own.take(self._store.parameters)
+        self._own.pop(self._store.parameters)
 
     def finish_step(self) -> None:
         """Note the gradients that the step which is over has used."""
-        self._stepped = set().union(*(sums.take_came() for sums in self._sums))
+        self._stepped = set().union(*(sums.pop_received() for sums in self._sums))
 
     # ---- optimizer.step() and optimizer.zero_grad() by hand
 
     def are_on_parameters(self) -> bool:
         """Return whether the user's own backward passes have left some on the optimizer's parameters."""
         assert self._optimizer is not None
-        return self._own.are_there(self._optimizer.trained)
+        return self._own.exist(self._optimizer.trained)
 
     def pop_unmanaged(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Remove and return the gradients of parameters that the optimizer does not have."""

@@ -1,4 +1,4 @@
-"""What the last optimizer steps took, in bytes and time, against what was planned."""
+"""Bytes, memory and time of the last optimizer steps, against the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _STEPS_KEPT = 32
 
 
 class StepRecord:
-    """Measures steps, and makes the engine's reports of them."""
+    """Measurements of optimizer steps, and the engine's reports of them.
+
+    Attributes:
+        micro_batches: in the last step.
+    """
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
@@ -27,29 +31,27 @@ class StepRecord:
         self._peaks: tuple[int, ...] = (0,)
         self._step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._plan: Plan | None = None  # that `_step_ms` is of
-        self.traffic: Traffic | None = None
-        """Of the last step; None before the first."""
+        self._traffic: Traffic | None = None  # of the last step
         self.micro_batches = 0
-        """In the last step."""
         self._sent_bytes = self._sent_before = 0
 
     @contextmanager
     def step(self, micro_batches: int, as_planned: bool) -> Iterator[None]:
-        """Around an optimizer step; `as_planned`: a full group, run at once."""
+        """Measure an optimizer step; `as_planned`: a full group, run at once."""
         device = self._assembly.device
         device.reset_peak()
         begin = time.perf_counter()
         try:
             yield
         finally:  # the bytes of a step that fails are not the next one's
-            traffic, sent = self._assembly.ledger.close(), self._assembly.parts.world.sent_bytes
+            traffic, sent = self._assembly.ledger.drain(), self._assembly.parts.world.sent_bytes
             sent_bytes, self._sent_before = sent - self._sent_before, sent
         self._note_time((time.perf_counter() - begin) * 1e3, as_planned)
         self._peaks = device.peaks()
-        self.traffic, self._sent_bytes, self.micro_batches = traffic, sent_bytes, micro_batches
+        self._traffic, self._sent_bytes, self.micro_batches = traffic, sent_bytes, micro_batches
 
     def _note_time(self, step_ms: float, as_planned: bool) -> None:
-        """Keeps the times of the present plan; its first step touches memory for the first time."""
+        """Keep the time of a step of the present plan but its first, which touches memory for the first time."""
         if self._plan is not self._planner.plan:
             self._plan = self._planner.plan
             self._step_ms.clear()
@@ -57,7 +59,7 @@ class StepRecord:
             self._step_ms.append(step_ms)
 
     def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
-        """Records when each task of every optimizer step in the context ran, on each stream.
+        """Record when each task of every optimizer step in the context ran, on each stream.
 
         Yields:
             A list that holds the steps, in their order, once the context has been left without an error. Leaving it
@@ -69,7 +71,7 @@ class StepRecord:
         return self._assembly.runner.recording()
 
     def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
-        """The predicted step, and beside it the `executed` one: saved as JSON, https://ui.perfetto.dev opens it.
+        """Return the predicted step, and the `executed` one, as a Chrome trace: https://ui.perfetto.dev opens its JSON.
 
         Raises:
             RuntimeError: there is no plan yet.
@@ -79,40 +81,26 @@ class StepRecord:
         return self._planner.trace(executed)
 
     def swap_report(self) -> SwapReport:
-        """Bytes between host and device in the last optimizer step.
-
-        Raises:
-            RuntimeError: there has been none.
-        """
-        plan, graph = self._planner.plan, self._planner.graph
-        if self.traffic is None or plan is None:
-            raise RuntimeError("there has been no optimizer step yet: swap_report() speaks of the last one.")
+        """Return the bytes between host and device in the last optimizer step; RuntimeError before the first."""
+        plan, traffic = self._last_step("swap_report() is of the last one")
         weight_bytes = self._assembly.store.dtype.itemsize
         return SwapReport(
-            {kind.value: nbytes for kind, nbytes in self.traffic.host_to_device.items()},
-            {kind.value: nbytes for kind, nbytes in self.traffic.device_to_host.items()},
+            {kind.value: nbytes for kind, nbytes in traffic.host_to_device.items()},
+            {kind.value: nbytes for kind, nbytes in traffic.device_to_host.items()},
             lower_bound_bytes(plan, self._assembly.parts.world.local_rank),
-            zero3_offload_bytes(graph, weight_bytes, self.micro_batches),
+            zero3_offload_bytes(self._planner.graph, weight_bytes, self.micro_batches),
             self.micro_batches,
             self._sent_bytes,
-            dict(self.traffic.between_devices),
-            tuple(
-                (self.traffic.links[number, True], self.traffic.links[number, False])
-                for number in range(self._assembly.device.count)
-            ),
+            dict(traffic.between_devices),
+            tuple((traffic.links[one, True], traffic.links[one, False]) for one in range(self._assembly.device.count)),
         )
 
     def plan_report(self) -> PlanReport:
-        """Predicted against measured step time, device peak and bytes, and the plans that were not chosen.
-
-        Raises:
-            RuntimeError: there has been no step.
+        """Return step time, device peak and bytes, predicted and measured, and the plans that were not chosen;
+        RuntimeError before the first step.
         """
-        if self.traffic is None or self._planner.plan is None:
-            raise RuntimeError("there has been no optimizer step yet: plan_report() compares steps with their plan.")
-        swapped = sum(
-            side[kind] for side in (self.traffic.host_to_device, self.traffic.device_to_host) for kind in SWAPPED
-        )
+        _, traffic = self._last_step("plan_report() compares steps with their plan")
+        swapped = sum(side[kind] for side in (traffic.host_to_device, traffic.device_to_host) for kind in SWAPPED)
         return PlanReport(
             self._planner.choices,
             tuple(self._step_ms),
@@ -120,12 +108,12 @@ class StepRecord:
             swapped,
             self._sent_bytes,
             self._planner.swaps,
-            sum(self.traffic.between_devices.values()),
+            sum(traffic.between_devices.values()),
             self._planner.advice,
         )
 
     def memory_report(self) -> MemoryReport:
-        """Device peak of the last step against the plan and the budget; host bytes by kind."""
+        """Return the device peak of the last step, the plan's and the budget, and host bytes by kind."""
         self._assembly.wait_for_updates()
         plan, device = self._planner.plan, self._assembly.device
         return MemoryReport(
@@ -137,3 +125,8 @@ class StepRecord:
             counted="plan" if device.torch_device.type == "cpu" else "allocator",
             beside_bytes=self._planner.beside_bytes,
         )
+
+    def _last_step(self, why: str) -> tuple[Plan, Traffic]:
+        if self._traffic is None or self._planner.plan is None:
+            raise RuntimeError(f"there has been no optimizer step yet: {why}.")
+        return self._planner.plan, self._traffic

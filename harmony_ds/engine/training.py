@@ -11,10 +11,10 @@ from torch import nn
 from harmony_ds.checkpoint import Progress
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.loss_scaling import LossScaler
+from harmony_ds.engine.one_time_warnings import NOT_FINITE, SKIPPED, OneTimeWarnings
 from harmony_ds.engine.schedules import build_scheduler
 from harmony_ds.engine.settings import Settings
 from harmony_ds.engine.training_data import TrainingData
-from harmony_ds.engine.warn_once import NOT_FINITE, SKIPPED, WarnOnce
 from harmony_ds.engine.zero_optimizer import ZeroOptimizer, note_overflow
 from harmony_ds.errors import UsageError
 from harmony_ds.offload.updater import GradientNorm
@@ -45,7 +45,7 @@ class Training:
         self._backwards = 0  # backward passes of the group that is queued now
         self._norm: Future[GradientNorm] | None = None
         self._applied = False
-        self._warnings = WarnOnce()
+        self._warnings = OneTimeWarnings()
 
     # ---- optimizer
 

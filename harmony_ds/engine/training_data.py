@@ -1,4 +1,4 @@
-"""The engine's own data: a dataset in DeepSpeed's loader, or whatever the program put in its place."""
+"""The engine's own data: a dataset in DeepSpeed's loader, or the loader that the program has set in its place."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 from harmony_ds.checkpoint import ResumableLoader
 from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import BatchError
-from harmony_ds.parallel import Alone
+from harmony_ds.parallel import SingleProcess
 from harmony_ds.stepping.inputs import Arguments, take_batches
 
 
 class TrainingData:
-    """What `train_batch()` takes its micro-batches from when it is given no iterator."""
+    """The source of micro-batches for `train_batch()` without an iterator."""
 
-    def __init__(self, settings: Settings, dataset: Any, collate_fn: Callable[[Any], Any] | None, world: Alone) -> None:
+    def __init__(
+        self, settings: Settings, dataset: Any, collate_fn: Callable[[Any], Any] | None, world: SingleProcess
+    ) -> None:
         self._settings = settings
         self._world = world
         self._batches: Iterator[Any] | None = None
@@ -28,7 +30,7 @@ class TrainingData:
             self.training_dataloader = ResumableLoader(self.deepspeed_io(dataset), world.size)
 
     def take(self, data_iter: Iterator[Any] | Sequence[Any] | None) -> list[Arguments]:
-        """The micro-batches of the next group, from `data_iter` (None: from here).
+        """Return the micro-batches of the next group, from `data_iter` (None: from the engine's own data).
 
         Raises:
             BatchError: there is nothing to take them from.
@@ -56,7 +58,7 @@ class TrainingData:
         collate_fn: Callable[[Any], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader of `dataset`: shuffled as DeepSpeed does for `route` "train", in order for "eval" and "predict".
+        """Return a loader of `dataset`: shuffled as DeepSpeed does for `route` "train", in order for "eval", "predict".
 
         Raises:
             ValueError: `dataset` is no torch Dataset.
@@ -87,15 +89,15 @@ class TrainingData:
         return torch.utils.data.DistributedSampler(dataset, self._world.size, self._world.rank, shuffle=False)
 
     def set_dataloader(self, loader: Any) -> None:
-        """What `train_batch()` without an iterator takes its micro-batches from, over and over."""
+        """Take micro-batches for `train_batch()` without an iterator from `loader`, epoch after epoch."""
         self.training_dataloader, self._batches = loader, None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """What `train_batch()` without an iterator takes its micro-batches from, until it ends."""
+        """Take micro-batches for `train_batch()` without an iterator from `iterator`, until it ends."""
         self._batches = iterator
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
-        """Handed on to the training data loader."""
+        """Set the function that the training data loader applies to each batch."""
         if self.training_dataloader is not None:
             self.training_dataloader.post_process_func = post_process_func
 

@@ -196,7 +196,7 @@ class Measurement(Passes):
         again = calls.recompute(recorded, copy.leaves, self._parts.random.replay)
         recorded.graph = []
         self._parts.random.switch(self)
-        written = self._parts.residency.written(copy)
+        written = self._parts.residency.modified_names(copy)
         if written:
             raise ModelError(
                 f"layer {layer.name} writes into the parameter {written[0]} in forward, where it is a copy on the device: "

@@ -122,7 +122,7 @@ def _update_of(optimizer: HostOptimizer | None, weight_dtype: torch.dtype, eleme
     dtype = torch.float32 if optimizer is None else optimizer.master_dtype
     master, gradient = nn.Parameter(torch.zeros(shape, dtype=dtype)), torch.full(shape, 1e-3, dtype=dtype)
     weight = None if weight_dtype == dtype else torch.zeros(shape, dtype=weight_dtype)
-    scratch = None if optimizer is None else optimizer.for_scratch(master)
+    scratch = None if optimizer is None else optimizer.scratch_optimizer(master)
 
     @torch.no_grad()
     def update() -> None:

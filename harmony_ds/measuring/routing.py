@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.device.watching import Watching
+from harmony_ds.device.live_bytes import EagerDispatchMode
 
 
-class RoutingWatch(Watching):
+class RoutingWatch(EagerDispatchMode):
     """Observer of operators whose output shape depends on data (nonzero, masked_select, unique, ...)."""
 
     def __init__(self) -> None:

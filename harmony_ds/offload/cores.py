@@ -1,4 +1,4 @@
-"""How many cores the host's updates compute with: beside a device that computes, not those that keep it busy."""
+"""Threads of the host's updates: beside an accelerator, some cores are left to the threads that feed it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ _KEEPING_BUSY = 2
 
 
 def update_threads(processes: int) -> int:
-    """Of this process, one of so many on this server: what torch computes with, but a core is left to each thread that
-    keeps the device busy.
-    """
+    """Return the number of threads for updates of one of so many `processes` on this server."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return min(torch.get_num_threads(), max(1, cores // processes - _KEEPING_BUSY))
 
 
 def set_threads(threads: int) -> None:
-    """Of the calling thread, and of threads that begin to compute from now on: not for two threads at once."""
-    torch.get_num_threads()  # the first time that a thread asks, it takes the process's number
+    """Set the number of compute threads of the calling thread, and of threads that begin to compute later."""
+    torch.get_num_threads()  # a thread's first call takes over the process's number
     torch.set_num_threads(threads)
 
 
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """While open, the calling thread does so."""
+    """Let the calling thread compute with `threads` while the context is open."""
     before = torch.get_num_threads()
     set_threads(threads)
     try:

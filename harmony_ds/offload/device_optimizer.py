@@ -1,9 +1,8 @@
-"""Steps parameters that live on the device, with optimizer state that lives there too.
+"""Optimizer steps on the device, for parameters that stay there with their state.
 
 On the CPU device the user's own optimizer steps them: the same code on the same kind of memory gives the same bits. On
-an accelerator an optimizer of torch's does so through its own kernels; DeepSpeed's compiled ones, which know host memory
-only, are replaced by torch's of the same formula. Parameters and states are this room's own: they share nothing with
-the host's. Knows no packs.
+an accelerator torch's optimizers do, by their kernels there; they replace DeepSpeed's compiled ones of the same formula,
+which work on host memory only. Parameters and states share no memory with the host's. Knows no packs.
 
     configured             on the CPU device      on an accelerator
     torch.optim            itself                 itself, fused or parameter by parameter
@@ -21,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.config.optimizers import OptimizerRow, state_numbers
-from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper, part_of
+from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper, partial_optimizer
 from harmony_ds.offload.native import native_of
 
 _TEMPORARIES = {"AdamW": 2, "Adam": 2, "Adagrad": 1, "SGD": 0}
-"""Tensors of a parameter's size that torch's step of one parameter takes; those of other classes are not known."""
+"""Temporary tensors in torch's step of one parameter, by optimizer class; those of other classes are not known."""
 _GRAIN = 512
-"""Allocators give memory in pieces of at least this many bytes."""
+"""Bytes that allocators round up to."""
 
 
 class DeviceOptimizer:
@@ -37,19 +36,19 @@ class DeviceOptimizer:
         self._host = host
         self._on_host = device.type == "cpu"
         row = native_of(host.optimizer)
-        stand_in = None if row is None else stand_in_of(row, [nn.Parameter(torch.empty(0))], _is_coupled(host))
+        stand_in = None if row is None else torch_equivalent(row, [nn.Parameter(torch.empty(0))], _is_coupled(host))
         self._replaced = stand_in is not None and not self._on_host
         self._kind = _kind_of(stand_in or host.optimizer)
         self._fused = device.type == "cuda" and self._kind in ("AdamW", "Adam", "SGD")
         self._kept_as = row.kept_as if row is not None and self._replaced else {}
         self._kept_back = {there: here for here, there in self._kept_as.items()}
-        self._part = part_of(stand_in if stand_in is not None and self._replaced else host.part)
+        self._part = partial_optimizer(stand_in if stand_in is not None and self._replaced else host.part)
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._part.state = self.state
 
     @property
     def refusal(self) -> str | None:
-        """Why this optimizer cannot step anything on the device, if so."""
+        """Why this optimizer cannot step parameters on the device; None: it can."""
         if self._host.steps_whole:
             return f"the step of {type(self._host.optimizer).__name__} has to be called as a whole"
         if self._host.master_dtype != torch.float32:
@@ -65,13 +64,12 @@ class DeviceOptimizer:
         return None
 
     def trains(self, name: str) -> bool:
-        """Whether the optimizer has the parameter `name`."""
         return self._host.trains(name)
 
     # ---- stepping
 
     def step(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
-        """Steps `parameters` (fp32, on the device) that have a gradient (the same) once."""
+        """Step those of `parameters` once that have a gradient (both fp32, on the device)."""
         values = tuple(map(self._values, hyper))
         if self._fused:
             self._host.step_part(self._part, parameters, gradients, values)
@@ -81,36 +79,35 @@ class DeviceOptimizer:
             self._host.step_part(self._part, parameters, {name: gradient}, values)
 
     def _values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Hyper-parameters as the optimizer on the device takes them."""
         if self._on_host:
             return dict(values)
         if self._replaced:
             defaults = self._part.defaults
             values = {**defaults, **{key: value for key, value in values.items() if key in defaults}}
-        # Kernels for lists of tensors take memory for all of them at once, unless they are fused.
+        # foreach kernels take memory for all tensors at once.
         flags: dict[str, Any] = {"foreach": False, "fused": self._fused}
         return {**values, **{key: flag for key, flag in flags.items() if key in values}}
 
     # ---- state, between host and device
 
-    def was_replaced(self) -> bool:
-        """Whether the host's state is another one than before."""
-        return self._host.was_replaced()
+    def watch_replaced_state(self) -> bool:
+        """Return whether the host's optimizer has been given another state."""
+        return self._host.watch_replaced_state()
 
     def copy_state_to_device(self, name: str, parameter: nn.Parameter) -> int:
-        """Copies the host's state of `name`, if there is any, beside `parameter`; returns the bytes moved."""
+        """Copy the host's state of `name`, if there is any, to that of `parameter`; return the bytes copied."""
         known = self._host.state_of(name)
         self.state.pop(parameter, None)
         if known:
             self.state[parameter] = {
                 self._kept_as.get(key, key): self._on_device(key, value, parameter) for key, value in known.items()
             }
-        elif self._replaced and self._kind == "Adagrad":  # which makes its state when it is constructed
+        elif self._replaced and self._kind == "Adagrad":  # torch's makes its state when it is constructed
             self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
         return sum(map(_bytes, (known or {}).values()))
 
     def copy_state_to_host(self, name: str, parameter: nn.Parameter) -> int:
-        """Copies the state beside `parameter` into the host's state of `name`; returns the bytes moved."""
+        """Copy the state of `parameter` to the host's state of `name`; return the bytes copied."""
         state = {self._kept_back.get(key, key): value for key, value in (self.state.get(parameter) or {}).items()}
         if not state:
             return 0
@@ -126,19 +123,19 @@ class DeviceOptimizer:
         if not isinstance(value, Tensor):
             return value
         if value.dim() == 0 and not self._fused:
-            return value.clone()  # counters stay where the optimizer reads them
+            return value.clone()  # counters stay on the host, where the optimizer reads them
         return torch.empty_like(value, device=parameter.device).copy_(value, non_blocking=True)
 
     # ---- memory
 
     def state_bytes(self, name: str, numel: int) -> int:
-        """Of a parameter of `numel`, on the device between steps."""
+        """Return the device bytes of the state of a parameter of `numel`."""
         options = self._options(name)
         numbers = (state_numbers(self._kind, options) or 0) + bool(options.get("amsgrad"))
         return numbers * _rounded(numel) + (0 if self._kind == "SGD" else _GRAIN)
 
     def working_bytes(self, name: str, numel: int) -> int:
-        """What a step of it takes beside that."""
+        """Return the temporary device bytes of a step of a parameter of `numel`."""
         options = self._options(name)
         coupled = options.get("weight_decay") if self._kind != "AdamW" else 0
         more = sum(map(bool, (coupled, options.get("maximize"), options.get("nesterov"))))  # each takes one more
@@ -149,7 +146,7 @@ class DeviceOptimizer:
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The class of torch's that it is, step included; "": none whose memory is known."""
+    """Return the torch class whose step it uses; "": none whose memory is known."""
     classes = type(optimizer).__mro__
     stepping = next(cls for cls in classes if "step" in cls.__dict__)
     kinds = [
@@ -159,21 +156,21 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _is_coupled(host: HostOptimizer) -> bool:
-    """Whether weight decay is Adam's, not AdamW's."""
     return not getattr(host.optimizer, "adam_w_mode", True)
 
 
-def stand_in_of(row: OptimizerRow, parameters: Iterable[Any], coupled: bool = False) -> torch.optim.Optimizer:
-    """An optimizer over `parameters`, or groups of them, with the formula of DeepSpeed's compiled one in `row`, that an
-    accelerator can run; of Lion, one that keeps as much. `coupled`: weight decay is Adam's, not AdamW's.
+def torch_equivalent(row: OptimizerRow, parameters: Iterable[Any], coupled: bool = False) -> torch.optim.Optimizer:
+    """Return torch's optimizer with the formula of DeepSpeed's compiled one in `row`; for Lion, one with as much state.
+
+    `coupled`: weight decay is Adam's, not AdamW's.
     """
     cls: Any = getattr(torch.optim, "Adam" if coupled and row.on_device == "AdamW" else row.on_device)
-    stand_in: torch.optim.Optimizer = cls(parameters)
-    return stand_in
+    optimizer: torch.optim.Optimizer = cls(parameters)
+    return optimizer
 
 
 def _into(known: Any, value: Any) -> Any:
-    """A copy of `value` on the host, in the memory of `known` if that has its form."""
+    """Copy `value` to the host, into `known` if that has its shape and dtype."""
     if not isinstance(value, Tensor):
         return value
     if not isinstance(known, Tensor) or known.shape != value.shape or known.dtype != value.dtype:

@@ -1,4 +1,4 @@
-"""Gradients that wait for their update, on either side: added up over packs, measured, and made what an optimizer takes."""
+"""Gradients that wait for their update on host or device: added up over packs, measured, and scaled for the optimizer."""
 
 from __future__ import annotations
 
@@ -8,56 +8,56 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from harmony_ds.parallel import Alone
+from harmony_ds.parallel import SingleProcess
 
-_ALONE = Alone()
+_ALONE = SingleProcess()
 
 
 class GradientSums(ABC):
-    """By parameter, what packs have gathered for it. Knows who holds the parts, and no thread."""
+    """Gradients by parameter, added up over packs. Knows no thread."""
 
     master_dtype = torch.float32
     """Of the parameters that an optimizer steps, and of the gradients that it takes."""
 
-    def __init__(self, trains: Callable[[str], bool], world: Alone = _ALONE) -> None:
-        """`trains`: whether the optimizer has a parameter; `world`: whose gradients they are."""
+    def __init__(self, trains: Callable[[str], bool], world: SingleProcess = _ALONE) -> None:
+        """`trains`: tells whether the optimizer has a parameter; `world`: of the gradients' norms."""
         self._trains = trains
         self.norms: dict[str, Tensor] = {}
-        self._came: set[str] = set()
+        self._received: set[str] = set()
         self.world = world
 
     @abstractmethod
     def gradient(self, name: str) -> Tensor | None:
-        """The gradient of `name` that waits here, in the accumulation dtype: the tensor itself, its parts added up."""
+        """Return the gradient of `name` that waits here, its parts added up: the tensor itself, in accumulation dtype."""
 
     @abstractmethod
-    def forget_gradients(self, names: Iterable[str] | None = None) -> None:
-        """Drops the gradients of `names`, or (after a failure, or an overflow) all of them and their norms."""
+    def clear_gradients(self, names: Iterable[str] | None = None) -> None:
+        """Drop the gradients of `names`, or (after a failure, or an overflow) all of them and their norms."""
 
-    def take_came(self) -> set[str]:
-        """The parameters that a gradient has come for since this was asked last, and was not dropped."""
-        came, self._came = self._came, set()
+    def pop_received(self) -> set[str]:
+        """Return the parameters that have received a gradient, which was not discarded, since the last call."""
+        came, self._received = self._received, set()
         return came
 
-    def never_came(self, names: Iterable[str]) -> None:
-        """Those for `names` are dropped."""
-        self._came.difference_update(names)
+    def discard_received(self, names: Iterable[str]) -> None:
+        """Forget that `names` have received gradients."""
+        self._received.difference_update(names)
 
     @torch.no_grad()
     def measure(self, names: Iterable[str]) -> None:
-        """Takes the norms of the gradients of `names`, whose backward passes are finished."""
+        """Compute the norms of the gradients of `names`, whose backward passes are finished."""
         for name, total in self._trained(names):
             self.norms[name] = self._norm_of(name, total)
 
     def _norm_of(self, name: str, total: Tensor) -> Tensor:
-        return self.world.measured(total)
+        return self.world.norm_part(total)
 
     def for_update(self, names: Iterable[str], coefficient: Tensor | None, measured: bool) -> dict[str, Tensor]:
-        """The gradients of `names` as an optimizer takes them, in the masters' dtype.
+        """Return the gradients of `names` for the optimizer, in the masters' dtype.
 
         Args:
-            coefficient: what they are multiplied with (on the host, 0-dim).
-            measured: whether their norms are known; if not, they are taken for whoever asks.
+            coefficient: factor of the gradients (on the host, 0-dim).
+            measured: their norms are known; if not, they are computed, for reports.
         """
         gradients: dict[str, Tensor] = {}
         for name, total in self._trained(names):
@@ -68,14 +68,12 @@ class GradientSums(ABC):
         return gradients
 
     def drop_unused(self, names: Iterable[str]) -> None:
-        """Drops the gradients of `names`, and their norms with them."""
-        self.forget_gradients(names)
+        self.clear_gradients(names)
         for name in names:
             self.norms.pop(name, None)
 
     @torch.no_grad()
-    def copied(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Copies on the host of the gradients of `names` that wait here."""
+    def copies_of(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: g.to("cpu", copy=True) for name in names if (g := self.gradient(name)) is not None}
 
     def _trained(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

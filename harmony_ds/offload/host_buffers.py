@@ -1,8 +1,7 @@
-"""Page-locked host memory that serves one tensor after another: page-locking is too slow for a step.
+"""Pool of page-locked host buffers, which are reused since page-locking is too slow for a step.
 
-No more is kept than was asked for at one time, and buffers come in size classes: lengths that vary share what there is.
-Every buffer is known here until it is given back to the device, also that of a user which was dropped without a word, as
-in a step that failed.
+The pool keeps no more than was in use at one time; size classes let tensors of varying lengths share buffers. A buffer
+returns to the pool when its user is dropped without releasing it, as in a step that failed.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from harmony_ds.device.base import HOME, Device, Event, Stream
 
 @dataclass(slots=True, eq=False)
 class HostBuffer:
-    """Bytes on the host.
+    """A buffer on the host.
 
     Attributes:
-        asked: the size class that its user wanted; the memory may be of a larger one.
-        user: who has it, dead or alive; None while it is spare.
-        read: behind the last copy out of it; None: not known.
-        number: of several devices, the one that its last user was on.
+        asked: the size class that its user asked for; the memory may be larger.
+        user: the object that uses it, dead or alive; None while it is spare.
+        read: event after the last copy out of it; None: not known.
+        number: of the device of its last user.
     """
 
     memory: Tensor
@@ -37,16 +36,16 @@ class HostBuffer:
     number: int = HOME
 
     def tensor(self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor in it; without overlaps, so that as many elements are as `shape` says."""
+        """Return a tensor in it, whose strides must not make elements overlap."""
         nbytes = shape.numel() * dtype.itemsize
         return self.memory[:nbytes].view(dtype).as_strided(shape, strides)
 
 
 class HostBuffers:
-    """Hands out buffers that the swap-out stream fills; any thread may give one back."""
+    """Pool of buffers that the swap-out stream fills; any thread may release one."""
 
     def __init__(self, device: Device, exact: bool = False) -> None:
-        """`exact`: the bytes that are asked for, instead of size classes."""
+        """`exact`: buffers have the bytes that are asked for, instead of size classes."""
         self._device = device
         self._exact = exact
         self._all: set[HostBuffer] = set()
@@ -58,7 +57,7 @@ class HostBuffers:
         self.nbytes = 0
 
     def take(self, user: object, nbytes: int) -> HostBuffer:
-        """A buffer of `nbytes` or more for `user`, until `give_back` or until `user` is gone; for the swap-out stream."""
+        """Return a buffer of `nbytes` or more, for the swap-out stream, until `release` or until `user` is dropped."""
         size = nbytes if self._exact else size_class(nbytes)
         with self._lock:
             while self._dropped:
@@ -71,7 +70,7 @@ class HostBuffers:
         return buffer
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Has buffers of exactly these `sizes`, however few are asked for at one time; spare ones of others go."""
+        """Allocate buffers of exactly these `sizes` in advance, and free spare ones of others."""
         with self._lock:
             there, wanted = Counter(buffer.memory.numel() for buffer in self._all), Counter(sizes)
             for size, number in (there - wanted).items():
@@ -96,7 +95,7 @@ class HostBuffers:
         return buffer
 
     def _last_uses(self, buffer: HostBuffer) -> list[Event]:
-        """A buffer whose user was dropped may still be read and written by copies that were queued."""
+        """Return the events to wait for: a buffer whose user was dropped may still be used by queued copies."""
         if buffer.read is not None:
             return [buffer.read]
         here = self._device.number
@@ -116,8 +115,8 @@ class HostBuffers:
         self.nbytes += size
         return buffer
 
-    def give_back(self, buffer: HostBuffer, read: Event) -> None:
-        """Its user is done with it; `read` is behind every copy out of it."""
+    def release(self, buffer: HostBuffer, read: Event) -> None:
+        """Return a buffer to the pool; the event `read` is after every copy out of it."""
         with self._lock:
             self._put_back(buffer, read)
 
@@ -135,7 +134,7 @@ class HostBuffers:
         self._device.host_free(buffer.memory)
 
     def destroy(self) -> None:
-        """Gives every buffer to the device, in use or not."""
+        """Free every buffer, in use or not."""
         with self._lock:
             for buffer in list(self._all):
                 buffer.user = None
@@ -146,6 +145,6 @@ class HostBuffers:
 
 
 def size_class(nbytes: int) -> int:
-    """`nbytes`, rounded up by less than an eighth. Small multiples of powers of two, as most activations are, stay."""
+    """Return `nbytes` rounded up by less than an eighth; small multiples of powers of two, like most activations, stay."""
     step = max(1, 1 << max(0, nbytes - 1).bit_length() >> 4)
     return -(-nbytes // step) * step

@@ -1,8 +1,8 @@
-"""Gradients on the host: the buffers that packs' gradients are swapped out into, and what waits there for its update.
+"""Gradients on the host: swapped out into buffers, where they wait for their update.
 
-With updates as early as possible, a transfer lives until the host optimizer has used it, and a few buffers serve all
-packs in turn. With updates deferred until the norm is known, every pack keeps one of its own. Either way, norms of
-gradients that are all there when they leave are taken on the device, and travel behind them.
+With immediate updates, a transfer lives until the host optimizer has used it, and a few buffers serve all packs in turn.
+With updates deferred until the norm is known, every pack keeps one. Norms of gradients that are complete when they leave
+are computed on the device, and sent after them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
+from harmony_ds.offload.layout import layout_of
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.offload.places import places_of
-from harmony_ds.parallel import Alone, World
+from harmony_ds.parallel import SingleProcess, World
 from harmony_ds.parallel.slots import HostSum
 
-_ALONE = Alone()
+_ALONE = SingleProcess()
 _NORMS_BYTES = 2**16
-"""Of the norms of one pack's gradients, as a rule."""
+"""Room for the norms of one pack's gradients, which is usually enough."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,9 +34,9 @@ class GradientTransfer:
     """The gradients of one pack on the host, valid once `arrived` has passed.
 
     Attributes:
-        gradients: by canonical name, in the accumulation dtype; a name goes when its gradient has been used.
-        buffer: what they lie in; None if that is not the engine's.
-        norms: of those that were measured before they left, as long as nothing has been added to them.
+        gradients: by canonical name, in the accumulation dtype; each is removed when it has been used.
+        buffer: that they are in; None: their memory is not the engine's.
+        norms: computed on the device, of gradients that nothing has been added to since.
     """
 
     gradients: dict[str, Tensor]
@@ -46,13 +46,13 @@ class GradientTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftGradients:
-    """What this process has left for all others to add up.
+class PostedGradients:
+    """Gradients that this process has copied to shared memory, for all to add up.
 
     Attributes:
-        elements: of the memory where they are, for every parameter that could have a gradient.
+        elements: of that memory, for every parameter that could have a gradient.
         here: the parameters that have one.
-        arrived: behind the copies.
+        arrived: event after the copies.
     """
 
     elements: Mapping[str, slice]
@@ -61,7 +61,7 @@ class LeftGradients:
 
 
 class HostGradients(GradientSums):
-    """Swaps gradients out, and adds up what transfers carry."""
+    """Swaps gradients out, and adds up those of several transfers."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class HostGradients(GradientSums):
         dtype: torch.dtype,
         limit: int | None,
         trains: Callable[[str], bool],
-        world: Alone = _ALONE,
+        world: SingleProcess = _ALONE,
     ) -> None:
-        """`limit` transfers at most are kept at a time (None: any number)."""
+        """`limit`: the most transfers kept at a time (None: any number)."""
         super().__init__(trains, world)
         self._device = device
         self._ledger = ledger
@@ -85,30 +85,30 @@ class HostGradients(GradientSums):
 
     @property
     def host_bytes(self) -> int:
-        """Of all buffers, in use or not."""
+        """Bytes of all buffers, in use or not."""
         return self._buffers.nbytes + self.world.slot_bytes
 
-    def reserve(self, packs: Sequence[int], beyond: int) -> None:
-        """Page-locks what steps take that send such `packs` (bytes each); `beyond` as in `swap_out`.
+    def reserve(self, packs: Sequence[int], extra: int) -> None:
+        """Page-lock the buffers of steps with such `packs` (bytes each) in advance; `extra` as in `swap_out`.
 
-        Otherwise a step would do so that happens to keep more of them at one time than any before, its host being slow.
+        Otherwise it would be done in any step whose slow updates keep more transfers at a time than all before.
         """
         if self._limit is not None:
-            most = self._limit + beyond
+            most = self._limit + extra
             sizes = [self._room(nbytes) for nbytes in packs]
             self._buffers.reserve(sizes if len(sizes) <= most else [max(sizes)] * most)
 
     def _room(self, nbytes: int) -> int:
-        """Of a buffer for gradients of so many bytes, and for the norms behind them that the device may have taken."""
+        """Return the bytes of a buffer for gradients of `nbytes`, and for their norms if the device computes them."""
         return nbytes + (_NORMS_BYTES if self._takes_norms else 0)
 
     @property
     def _takes_norms(self) -> bool:
-        """Whether the device can: the host would have to read gradients again, and this process's are all there are."""
+        """Whether the device computes norms: it saves the host a pass over them, but needs the sum of all processes."""
         return self._device.copies_overlap and self.world.size == 1
 
     def norms_of(self, gradients: Mapping[str, Tensor]) -> Tensor | None:
-        """On the device, behind what the compute stream has done to them; None if that is left to the host."""
+        """Compute the norms on the device's compute stream; None: the host computes them."""
         if not gradients or not self._takes_norms:
             return None
         return torch.stack(torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32))
@@ -116,21 +116,24 @@ class HostGradients(GradientSums):
     def swap_out(
         self,
         gradients: dict[str, Tensor],
-        beyond: int | None,
-        behind: Stream = Stream.COMPUTE,
+        extra: int | None,
+        after: Stream = Stream.COMPUTE,
         norms: Tensor | None = None,
     ) -> GradientTransfer:
-        """Issues the copies of a pack's gradients to the host, behind what the stream `behind` does to them.
+        """Issue the copies of a pack's gradients to the host, after the work of the stream `after`.
 
-        Waits while as many transfers are kept as may be, and `beyond` more for those that wait for something else than
-        their update (None: any number). `norms`: of `norms_of`; they and `gradients` are kept by the caller meanwhile.
+        Waits while the limit of transfers is reached. The caller keeps `gradients` and `norms` until they have arrived.
+
+        Args:
+            extra: raises the limit, by transfers that do not wait for an update (None: no limit).
+            norms: of `norms_of`.
         """
         device = self._device
-        places, numel = places_of(gradients, self._dtype.itemsize)
+        places, numel = layout_of(gradients, self._dtype.itemsize)
         nbytes = numel * self._dtype.itemsize
-        device.wait(Stream.SWAP_OUT, device.record(behind))
+        device.wait(Stream.SWAP_OUT, device.record(after))
         room = max(self._room(nbytes), nbytes + (0 if norms is None else norms.nbytes))
-        with self._taken(room, beyond) as buffer, torch.no_grad(), device.on(Stream.SWAP_OUT):
+        with self._buffer_for(room, extra) as buffer, torch.no_grad(), device.on(Stream.SWAP_OUT):
             memory = buffer.memory[:nbytes].view(self._dtype)
             on_host = {name: place.view(memory) for name, place in places.items()}
             for name, gradient in gradients.items():
@@ -145,19 +148,19 @@ class HostGradients(GradientSums):
         return GradientTransfer(on_host, device.record(Stream.SWAP_OUT), buffer, taken)
 
     def reserve_slots(self, packs: int, nbytes: int) -> None:
-        """Has what steps take that reduce gradients on the host: of so many packs at a time, of `nbytes` at most."""
+        """Reserve slots for steps that reduce gradients on the host: for so many packs of at most `nbytes`."""
         assert isinstance(self.world, World)
         self.world.make_slots(self._device, packs, nbytes)
 
-    def leave(
+    def post(
         self, gradients: dict[str, Tensor], like: Mapping[str, Tensor], check: Callable[[], None]
-    ) -> LeftGradients:
-        """Issues the copies of a pack's gradients to where all processes see them. `like`: all that it could have.
+    ) -> PostedGradients:
+        """Issue the copies of a pack's gradients to shared memory. `like`: all gradients that the pack could have.
 
-        `check` raises what has ended the thread of the updates.
+        `check` raises the error that has ended the update thread, if any.
         """
         assert isinstance(self.world, World)
-        device, places = self._device, places_of(like, self._dtype.itemsize)[0]
+        device, places = self._device, layout_of(like, self._dtype.itemsize)[0]
         slot = self.world.begin_on_host(check).view(self._dtype)
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         with torch.no_grad(), device.on(Stream.SWAP_OUT):
@@ -166,19 +169,21 @@ class HostGradients(GradientSums):
         nbytes = sum(slab_bytes(gradient.numel(), self._dtype.itemsize) for gradient in gradients.values())
         self._ledger.book_out(Kind.GRADIENTS, nbytes)
         elements = {name: slice(place.start, place.start + place.shape.numel()) for name, place in places.items()}
-        return LeftGradients(elements, tuple(gradients), device.record(Stream.SWAP_OUT))
+        return PostedGradients(elements, tuple(gradients), device.record(Stream.SWAP_OUT))
 
-    def reduced(
-        self, kind: str, left: LeftGradients, beyond: int | None
+    def reduce_posted(
+        self, kind: str, left: PostedGradients, extra: int | None
     ) -> tuple[GradientTransfer, Callable[[], None]]:
-        """This process's pieces of the means of what all have left, as `swap_out` would have brought them, and what
-        writes them: to be run by the thread of the updates, before it uses them.
+        """Reduce gradients that all processes have posted.
+
+        Returns:
+            A transfer of this process's pieces of the means, and a function that writes them, for the update thread.
         """
         assert isinstance(self.world, World)
         total: HostSum = self.world.reduce_on_host(kind, left.elements, left.here)
         sizes = {name: torch.Size([numel]) for name, numel in total.pieces.items()}
-        places, numel = places_of(sizes, self._dtype.itemsize)
-        buffer = self._take(numel * self._dtype.itemsize, beyond)
+        places, numel = layout_of(sizes, self._dtype.itemsize)
+        buffer = self._take(numel * self._dtype.itemsize, extra)
         memory = buffer.memory[: numel * self._dtype.itemsize].view(self._dtype)
         transfer = GradientTransfer({name: place.view(memory) for name, place in places.items()}, left.arrived, buffer)
         means = dict(transfer.gradients)
@@ -189,23 +194,23 @@ class HostGradients(GradientSums):
 
         return transfer, write
 
-    def _take(self, nbytes: int, beyond: int | None) -> HostBuffer:
-        """Return a buffer for one more transfer, once there is room for it; `beyond` as in `swap_out`."""
+    def _take(self, nbytes: int, extra: int | None) -> HostBuffer:
+        """Return a buffer for one more transfer, once there is room for it; `extra` as in `swap_out`."""
         with self._released:
-            if beyond is not None:
-                self._released.wait_for(lambda: self._limit is None or self._kept < self._limit + beyond)
+            if extra is not None:
+                self._released.wait_for(lambda: self._limit is None or self._kept < self._limit + extra)
             buffer = self._buffers.take(self, nbytes)
             self._kept += 1  # only now: a buffer that could not be allocated takes no room
         return buffer
 
     @contextmanager
-    def _taken(self, nbytes: int, beyond: int | None) -> Iterator[HostBuffer]:
-        """The same, given back where copies into it fail."""
-        buffer = self._take(nbytes, beyond)
+    def _buffer_for(self, nbytes: int, extra: int | None) -> Iterator[HostBuffer]:
+        """Return such a buffer, and release it if copies into it fail."""
+        buffer = self._take(nbytes, extra)
         try:
             yield buffer
         except BaseException:
-            self._give_back(buffer, self._device.record(Stream.SWAP_OUT))
+            self._release_buffer(buffer, self._device.record(Stream.SWAP_OUT))
             raise
 
     def stop_waiting(self) -> None:
@@ -215,39 +220,39 @@ class HostGradients(GradientSums):
             self._released.notify_all()
 
     def on_host(self, gradients: Mapping[str, Tensor]) -> GradientTransfer:
-        """What is on the host already, such as the gradients of a penalty that the user's loss adds."""
+        """Wrap gradients that are on the host already, such as those of a penalty that the user's loss adds."""
         converted = {name: gradient.to(self._dtype).contiguous() for name, gradient in gradients.items()}
         return GradientTransfer(converted, self._device.record(Stream.COMPUTE), None)
 
     def add(self, transfer: GradientTransfer) -> tuple[str, ...]:
-        """Takes a transfer over; returns the parameters that now have several."""
-        if not transfer.gradients:  # no micro-batch came through that pack
+        """Keep a transfer until its gradients are used; return the parameters that now have several."""
+        if not transfer.gradients:  # no micro-batch has passed that pack
             self._release(transfer)
         several = tuple(name for name in transfer.gradients if name in self._transfers)
-        self._came.update(transfer.gradients)
+        self._received.update(transfer.gradients)
         for name in transfer.gradients:
             self._transfers.setdefault(name, []).append(transfer)
         return several
 
     # ---- called by the update thread
 
-    def arrive(self, names: Iterable[str]) -> None:
-        """Waits for all that carries a gradient of `names`."""
+    def wait_arrived(self, names: Iterable[str]) -> None:
+        """Wait for all transfers that have a gradient of `names`."""
         for name in names:
             for transfer in self._transfers.get(name, ()):
                 transfer.arrived.synchronize()
 
     def _norm_of(self, name: str, total: Tensor) -> Tensor:
-        # Whoever asks for the second time may have changed the gradient.
+        # Used once: the gradient may have changed before it is measured again.
         norm = self._transfers[name][0].norms.pop(name, None)
         return super()._norm_of(name, total) if norm is None else norm.clone()
 
     def gradient(self, name: str) -> Tensor | None:
-        """What transfers carry is added up in their order of arrival, in the first one."""
+        """Return the gradient of `name`: those of its transfers, added up in the order of arrival, in the first one."""
         transfers = self._transfers.get(name)
         if not transfers:
             return None
-        self.arrive((name,))
+        self.wait_arrived((name,))
         total = transfers[0].gradients[name]
         while len(transfers) > 1:
             later = transfers.pop(1)
@@ -256,7 +261,7 @@ class HostGradients(GradientSums):
             self._used(name, later)
         return total
 
-    def forget_gradients(self, names: Iterable[str] | None = None) -> None:
+    def clear_gradients(self, names: Iterable[str] | None = None) -> None:
         if names is None:
             self.norms.clear()
         for name in tuple(self._transfers) if names is None else names:
@@ -270,14 +275,14 @@ class HostGradients(GradientSums):
 
     def _release(self, transfer: GradientTransfer) -> None:
         if transfer.buffer is not None:
-            self._give_back(transfer.buffer, transfer.arrived)
+            self._release_buffer(transfer.buffer, transfer.arrived)
 
-    def _give_back(self, buffer: HostBuffer, done: Event) -> None:
-        self._buffers.give_back(buffer, done)
+    def _release_buffer(self, buffer: HostBuffer, done: Event) -> None:
+        self._buffers.release(buffer, done)
         with self._released:
             self._kept -= 1
             self._released.notify_all()
 
     def destroy(self) -> None:
-        """Gives every buffer back, also those of transfers that nobody will use."""
+        """Free every buffer, also those of unused transfers."""
         self._buffers.destroy()

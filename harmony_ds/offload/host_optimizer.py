@@ -1,11 +1,11 @@
-"""Steps an optimizer for some of its parameters at a time, on the host.
+"""Optimizer steps on the host, for some of the parameters at a time.
 
-An elementwise optimizer gives the same result whether its parameters are stepped together or one layer after another.
-torch's and DeepSpeed's are; a `step` of somebody else's may do anything, so it is called once, with all gradients there,
-unless its class says `elementwise = True`.
+An elementwise optimizer gives the same result whether its parameters are stepped together or layer by layer. torch's and
+DeepSpeed's are elementwise. Any other `step` is called once, with all gradients, unless its class sets
+`elementwise = True`.
 
-What enters is the user's optimizer (any of torch's that treats parameters one by one, or DeepSpeed's compiled ones) and
-the masters; hyper-parameters are passed in as they were when the user called `step()`. Knows no thread and no device.
+The user's optimizer and the masters enter; hyper-parameters are passed in as they were when the user called `step()`.
+Knows no thread and no device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harmony_ds.config.optimizers import of_class, state_numbers
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.native import gil_free_op, native_of
-from harmony_ds.offload.watched_state import WatchedState, plain
+from harmony_ds.offload.synced_state import SyncedState, plain_state
 
 _KNOWN = ("torch", "deepspeed", "harmony_ds")
 Hyper = tuple[dict[str, Any], ...]
@@ -31,49 +31,48 @@ Hyper = tuple[dict[str, Any], ...]
 
 
 class HostOptimizer:
-    """Shares the state of `optimizer` and steps subsets of its parameters."""
+    """Steps subsets of an optimizer's parameters, with the optimizer's own state."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], apart: Iterable[str] = ()
     ) -> None:
         """Args:
-            optimizer: already over the masters.
+            optimizer: its parameters are the masters.
             masters: by canonical name; those that `optimizer` does not have are not trained.
-            apart: the names of those that are not the model's own parameters.
+            apart: names of masters that are not the model's own parameters.
 
         Raises:
-            OptimizerError: `optimizer` needs all parameters at once, or knows one that is not the model's.
+            OptimizerError: `optimizer` needs all parameters at once, or has one that is not the model's.
         """
         _check_elementwise(optimizer)
         self.optimizer = optimizer
         self._names = names = {id(master): name for name, master in masters.items()}
-        self._look: Callable[[], None] | None = None
+        self._sync: Callable[[], None] | None = None  # of the watched state
         self._masters = masters
-        # Where the master is not the model's parameter, which notices what is done to its gradient, one over the same
-        # memory is stepped that nobody else has: else `zero_grad()` behind a step drops what an update steps with.
+        # A master that is not the model's parameter is stepped through a private parameter over the same memory: else
+        # `zero_grad()` after a step would drop the gradient that a pending update uses.
         self._stepped = {name: nn.Parameter(masters[name].detach()) for name in apart}
         self._group_of = _groups(optimizer, names)
         self._members = _members(optimizer)
         self.native = native_of(optimizer) is not None
         self._lock = threading.Lock()  # DeepSpeed's compiled object keeps the hyper-parameters of a call in itself
-        self.part = part_of(optimizer)
-        beside = {key: value for key, value in plain(optimizer.state).items() if id(key) not in names}
+        self.part = partial_optimizer(optimizer)
+        beside = {key: value for key, value in plain_state(optimizer.state).items() if id(key) not in names}
         self.part.state = defaultdict(dict, beside)
         if self.native:
             setattr(self.part, *gil_free_op(optimizer))
 
     @property
     def steps_whole(self) -> bool:
-        """Whether the optimizer's own `step` has to be called, once and with all gradients there."""
+        """Whether the optimizer's own `step` has to be called, once and with all gradients."""
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
         return not _is_elementwise(self.optimizer) or any(hooks)
 
     def step_whole(self, gradients: Mapping[str, Tensor], follow: Callable[[], None]) -> None:
-        """Calls the optimizer's own `step`, hooks included, with `gradients` on its parameters.
+        """Call the optimizer's own `step`, hooks included, with `gradients` on its parameters.
 
         Args:
-            follow: makes weights follow the masters, as soon as these have been stepped: what hooks and overriding steps
-                do behind that may be to the weights.
+            follow: copies masters to weights, right after the step: hooks and overriding steps may then use the weights.
         """
         followed = False
 
@@ -99,66 +98,60 @@ class HostOptimizer:
 
     @property
     def trained(self) -> Iterable[str]:
-        """The names of its parameters."""
         return self._group_of
 
     @property
     def trained_elements(self) -> int:
-        """Of its parameters, in all."""
         return sum(self._masters[name].numel() for name in self._group_of)
 
     def trains(self, name: str) -> bool:
-        """Whether the optimizer has the parameter `name`."""
         return name in self._group_of
 
     def group_of(self, name: str) -> int:
-        """The parameter group of `name`."""
         return self._group_of[name]
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each parameter group's parameters."""
         return tuple(tuple(self._names[id(p)] for p in group["params"]) for group in self.optimizer.param_groups)
 
-    def watch(self, look: Callable[[], None]) -> None:
-        """Lets the user's optimizer call `look` before its state is read."""
-        self._look = look
-        self.optimizer.state = WatchedState(plain(self.optimizer.state), look)  # type: ignore[assignment]
+    def watch_state(self, sync: Callable[[], None]) -> None:
+        """Call `sync` before the state of the user's optimizer is read."""
+        self._sync = sync
+        self.optimizer.state = SyncedState(plain_state(self.optimizer.state), sync)  # type: ignore[assignment]
 
-    def unwatch(self) -> None:
-        """Gives the user's optimizer its plain state back."""
-        self._look = None
-        self.optimizer.state = plain(self.optimizer.state)  # type: ignore[assignment]
+    def unwatch_state(self) -> None:
+        self._sync = None
+        self.optimizer.state = plain_state(self.optimizer.state)  # type: ignore[assignment]
 
-    def give_back(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """The user's optimizer has the model's own `parameters` again in the place of masters; its state stays, in fp32."""
+    def restore_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Replace masters by the model's own `parameters` in the user's optimizer; its state stays, in fp32."""
         for group in self.optimizer.param_groups:
             group["params"] = [parameters[self._names[id(p)]] if id(p) in self._names else p for p in group["params"]]
-        state = plain(self.optimizer.state)
+        state = plain_state(self.optimizer.state)
         for name in self._stepped:
             if self._masters[name] in state:
                 state[parameters[name]] = state.pop(self._masters[name])
 
-    def was_replaced(self) -> bool:
-        """Whether the user's optimizer has got another state (load_state_dict), which is watched from now on."""
-        if self._look is None or isinstance(self.optimizer.state, WatchedState):
+    def watch_replaced_state(self) -> bool:
+        """Return whether the user's optimizer has got another state (load_state_dict), and watch that."""
+        if self._sync is None or isinstance(self.optimizer.state, SyncedState):
             return False
-        self.watch(self._look)
+        self.watch_state(self._sync)
         return True
 
     def state_of(self, name: str) -> dict[str, Any] | None:
-        """The optimizer's state of `name`; None before its first step. Does not look on the device."""
-        known: dict[str, Any] | None = plain(self.optimizer.state).get(self._masters[name])
+        """Return the host's optimizer state of `name`, without a sync; None before its first step."""
+        known: dict[str, Any] | None = plain_state(self.optimizer.state).get(self._masters[name])
         return known
 
     def put_state(self, name: str, state: dict[str, Any] | None) -> None:
-        """Replaces the optimizer's state of `name`; None: there is none yet."""
+        """Replace the optimizer's state of `name`; None: remove it."""
         if state is None:
-            plain(self.optimizer.state).pop(self._masters[name], None)
+            plain_state(self.optimizer.state).pop(self._masters[name], None)
         else:
-            plain(self.optimizer.state)[self._masters[name]] = state
+            plain_state(self.optimizer.state)[self._masters[name]] = state
 
     def hyper(self) -> Hyper:
-        """The hyper-parameters as they are now.
+        """Return the current hyper-parameters.
 
         Raises:
             OptimizerError: the optimizer has other parameters than when the engine was made.
@@ -186,7 +179,7 @@ class HostOptimizer:
 
     def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         trained = {name: gradient for name, gradient in gradients.items() if name in self._group_of}
-        known = plain(self.optimizer.state)  # load_state_dict puts another one there
+        known = plain_state(self.optimizer.state)  # read each time: load_state_dict replaces it
         stepped = {name: self._parameter_to_step(name) for name in trained}
         for name, parameter in stepped.items():
             self.part.state.pop(parameter, None)
@@ -211,7 +204,7 @@ class HostOptimizer:
         gradients: Mapping[str, Tensor],
         hyper: Hyper,
     ) -> None:
-        """Steps those of `parameters` that have a gradient once, by `part`, whose groups are empty between steps."""
+        """Step those of `parameters` that have a gradient once, by `part`, whose groups are empty between steps."""
         chosen: list[list[nn.Parameter]] = [[] for _ in hyper]
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
@@ -227,11 +220,11 @@ class HostOptimizer:
             for name in gradients:
                 parameters[name].grad = None
 
-    def for_scratch(self, master: nn.Parameter) -> torch.optim.Optimizer:
-        """An optimizer of the same kind over `master` alone, with state of its own: for measuring what a step takes."""
-        if not _is_elementwise(self.optimizer):  # its step may do anything, to anybody
+    def scratch_optimizer(self, master: nn.Parameter) -> torch.optim.Optimizer:
+        """Return an optimizer of the same kind over `master` alone, with its own state, for measuring steps."""
+        if not _is_elementwise(self.optimizer):  # its step may have side effects
             return torch.optim.AdamW([master])
-        scratch = part_of(self.part)
+        scratch = partial_optimizer(self.part)
         scratch.state = defaultdict(dict)
         scratch.param_groups = [{**self.hyper()[0], "params": [master]}]
         return scratch
@@ -242,21 +235,20 @@ class HostOptimizer:
         return next((master.dtype for master in self._masters.values()), torch.float32)
 
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's state tensors."""
-        states = list(plain(self.optimizer.state).values())
+        states = list(plain_state(self.optimizer.state).values())
         tensors: Iterable[Any] = (value for state in states for value in state.values())
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
-    def coming_bytes(self) -> int:
-        """Bytes of state that it is still to make, at the first updates; 0 where nothing is known of it."""
+    def unallocated_bytes(self) -> int:
+        """Return the bytes of optimizer state not yet allocated, which the first updates allocate; 0: not known."""
         numbers = state_numbers(type(self.optimizer).__name__, self.optimizer.defaults) or 0
         wide = getattr(self.optimizer, "fp32_optimizer_states", False)
         dtype = torch.float32 if wide else self.master_dtype
         return max(0, dtype.itemsize * numbers * self.trained_elements - self.state_bytes())
 
 
-def part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class that shares `optimizer`'s state but has parameter groups of its own.
+def partial_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class that shares `optimizer`'s state, without its parameter groups.
 
     Its class is a subclass without a destructor: DeepSpeed's would destroy the compiled object that both share.
     """
@@ -280,7 +272,7 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _modules_of(function: Any) -> Iterator[str]:
-    """The modules of a function and of what it is wrapped around: somebody may have put another on a class."""
+    """Yield the modules of a function and of the functions that it wraps."""
     while function is not None:
         yield getattr(function, "__globals__", {}).get("__name__", function.__module__)
         function = getattr(function, "__wrapped__", None)

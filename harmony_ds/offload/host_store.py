@@ -1,14 +1,14 @@
-"""Host memory of the weights: one contiguous slab per layer, ready to be copied to the device in one piece.
+"""Host memory of the weights: one contiguous slab per layer, which one copy moves to the device.
 
-What enters is a decomposed model, whose parameters become views into the slabs (they stay full-shape host tensors that
-anyone can read). In mixed precision the slabs hold the compute dtype, and every trainable parameter has a master in
-fp32 beside it; where masters have the compute dtype, the parameter is its own master.
+A decomposed model enters; its parameters become views into the slabs (full-shape host tensors, readable at any time). In
+mixed precision the slabs have the compute dtype, and every trainable parameter has an fp32 master; where masters have the
+compute dtype, the parameter is its own master.
 
     fp32              parameter = slab view = master                     4 bytes per parameter
     bf16, fp16        parameter = slab view (2), master (4)              6 bytes per trainable parameter
     16-bit masters    parameter = slab view = master                     2 bytes per parameter
 
-A model whose weights are a mapped file is read once, layer by layer; its pages go when the system wants memory.
+A model whose weights are a mapped file is read once, layer by layer; the system frees its pages when it needs memory.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch import Tensor, nn
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
-from harmony_ds.offload.places import Place, places_of
-from harmony_ds.offload.process_memory import return_freed
-from harmony_ds.parallel import Alone
+from harmony_ds.offload.host_memory import trim_allocator
+from harmony_ds.offload.layout import Region, layout_of
+from harmony_ds.parallel import SingleProcess
 
 ungated = torch._C.DisableTorchFunctionSubclass
-"""A context in which the engine uses the model's parameters without asking itself first (see `harmony_ds.parameters`)."""
+"""Context in which the engine uses the model's parameters past their gate (see `harmony_ds.parameters`)."""
 
-_ALONE = Alone()
+_ALONE = SingleProcess()
 _WORTH_RETURNING = 2**20
-"""Bytes; to ask the allocator takes it milliseconds."""
+"""Freed bytes after which the allocator is trimmed, which takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlabPart:
-    """Host memory that one copy moves, and where in it the parameters lie."""
+    """Contiguous host memory, which one copy moves, and the regions of parameters in it."""
 
     memory: Tensor
-    places: dict[str, Place]
+    places: dict[str, Region]
 
 
 class HostStore:
@@ -51,7 +51,7 @@ class HostStore:
         decomposition: Decomposition,
         dtype: torch.dtype,
         device: Device,
-        world: Alone = _ALONE,
+        world: SingleProcess = _ALONE,
         master_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Move `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
@@ -64,22 +64,22 @@ class HostStore:
         self.masters: dict[str, nn.Parameter] = {}
         self._device = device
         self._slabs: list[Tensor] = []
-        self._places: dict[str, tuple[int, Place]] = {}  # a slab, and where in it
-        self._pieces: dict[tuple[str, ...], list[SlabPart]] = {}  # that have been asked for
+        self._places: dict[str, tuple[int, Region]] = {}  # number of the slab, and the region in it
+        self._parts: dict[tuple[str, ...], list[SlabPart]] = {}  # results of `parts_of`
         freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.unlayered):
             fresh = [name for name in names if name not in self._places]
             if fresh:
                 freed_bytes += self._settle(fresh)
                 if freed_bytes >= _WORTH_RETURNING:
-                    return_freed()
+                    trim_allocator()
                     freed_bytes = 0
 
     def _settle(self, names: list[str]) -> int:
-        """Moves `names` into a slab; returns how many bytes they took before."""
+        """Move `names` into a slab; return the bytes that they had before."""
         freed_bytes = 0
-        places, end = places_of({name: self.parameters[name] for name in names}, self.dtype.itemsize)
-        # Slabs that torch allocates are aligned already; so is every place in them.
+        places, end = layout_of({name: self.parameters[name] for name in names}, self.dtype.itemsize)
+        # Slabs that torch allocates are aligned already, and so is every region.
         slab = self._world.host_empty(self._device, end, self.dtype)
         assert slab.data_ptr() % ALIGNMENT_BYTES == 0 or end == 0
         for name, place in places.items():
@@ -88,13 +88,13 @@ class HostStore:
             with torch.no_grad():
                 if parameter.requires_grad:
                     self.masters[name] = self._master(parameter)
-                if self._world.leads:
+                if self._world.is_local_first:
                     view.copy_(parameter)
                     slab[place.start + view.numel() : place.end].zero_()
             before = parameter.data
             parameter.data = view
             freed_bytes += before.numel() * before.element_size()
-            del before  # the last reference, unless the caller holds one: its memory goes now
+            del before  # frees its memory, unless the caller holds a reference
             self._places[name] = (len(self._slabs), place)
         self._slabs.append(slab)
         return freed_bytes
@@ -103,38 +103,37 @@ class HostStore:
         if self.dtype == self.master_dtype:
             return parameter
         master = self._world.empty(parameter, self.master_dtype)
-        if self._world.leads:
+        if self._world.is_local_first:
             master.copy_(parameter.detach())
         return nn.Parameter(master, requires_grad=True)
 
-    def memory(self) -> list[Tensor]:
-        """Of all weights and masters, each once."""
+    def tensors(self) -> list[Tensor]:
         own = [] if self.dtype == self.master_dtype else [master.detach() for master in self.masters.values()]
         return [*self._slabs, *own]
 
     def weight(self, name: str) -> Tensor:
-        """The memory of the parameter `name`: a plain tensor, which no autograd graph knows."""
+        """Return the memory of the parameter `name` as a plain tensor."""
         slab, place = self._places[name]
         return place.view(self._slabs[slab])
 
     @torch.no_grad()
-    def follow_masters(self, names: Iterable[str]) -> None:
-        """Makes this process's pieces of the weights `names` what their masters are, in the compute dtype."""
+    def copy_masters_to_weights(self, names: Iterable[str]) -> None:
+        """Copy this process's pieces of the masters of `names` to the weights, in the compute dtype."""
         for name in names:
-            copy = self.upload_copy(name)
+            copy = self.compute_copy(name)
             if copy is not None:
                 piece = self._world.piece(copy.numel())
                 copy.view(-1)[piece].copy_(self.masters[name].detach().view(-1)[piece])
 
-    def pieces(self, names: Iterable[str]) -> list[SlabPart]:
-        """The fewest contiguous runs of host memory that hold `names`."""
+    def parts_of(self, names: Iterable[str]) -> list[SlabPart]:
+        """Return the fewest contiguous parts of host memory that hold `names`."""
         key = tuple(names)
-        if key not in self._pieces:
-            self._pieces[key] = self._runs(key)
-        return self._pieces[key]
+        if key not in self._parts:
+            self._parts[key] = self._runs(key)
+        return self._parts[key]
 
     def _runs(self, names: tuple[str, ...]) -> list[SlabPart]:
-        runs: list[list[tuple[int, Place, str]]] = []
+        runs: list[list[tuple[int, Region, str]]] = []
         for name in sorted(names, key=lambda name: (self._places[name][0], self._places[name][1].start)):
             slab, place = self._places[name]
             if not runs or (runs[-1][-1][0], runs[-1][-1][1].end) != (slab, place.start):
@@ -142,18 +141,17 @@ class HostStore:
             runs[-1].append((slab, place, name))
         return [self._part(run) for run in runs]
 
-    def _part(self, run: list[tuple[int, Place, str]]) -> SlabPart:
+    def _part(self, run: list[tuple[int, Region, str]]) -> SlabPart:
         slab, first, _ = run[0]
         start, end = first.start, run[-1][1].end
-        places = {name: Place(place.start - start, place.end - start, place.shape) for _, place, name in run}
+        places = {name: Region(place.start - start, place.end - start, place.shape) for _, place, name in run}
         return SlabPart(self._slabs[slab][start:end], places)
 
-    def upload_copy(self, name: str) -> Tensor | None:
-        """The compute-dtype copy that must follow the master of `name`; None where they are one tensor."""
+    def compute_copy(self, name: str) -> Tensor | None:
+        """Return the weight that the master of `name` is copied to; None where they are one tensor."""
         return None if self.parameters[name] is self.masters[name] else self.weight(name)
 
     def host_bytes(self) -> dict[str, int]:
-        """Bytes of the slabs and of the masters beside them."""
         slabs = sum(slab.numel() * slab.element_size() for slab in self._slabs)
         masters = sum(
             master.numel() * master.element_size()
@@ -163,6 +161,6 @@ class HostStore:
         return {"weights": slabs, "masters": masters}
 
     def release(self) -> None:
-        """Gives the page-locked memory back; the parameters stay readable."""
+        """Unlock the page-locked memory; the parameters stay readable."""
         for slab in self._slabs:
             self._device.host_free(slab)

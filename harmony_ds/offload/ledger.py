@@ -1,4 +1,4 @@
-"""Books every copy between host and device where it happens."""
+"""The ledger: every copy between host and device is booked where it is issued."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from harmony_ds.device.base import Device
 
 
 class Kind(Enum):
-    """What a copy carries. RESIDENT: whatever of packs that live on the device, when they come there, when somebody looks
-    at them on the host, and their gradients' norms.
-    """
+    """Kinds of copies. RESIDENT: tensors of resident packs, in either direction, and norms of gradients."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -24,35 +22,33 @@ class Kind(Enum):
 
 
 SWAPPED = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.ACTIVATIONS)
-"""What a plan says of each step."""
+"""Kinds whose bytes a plan predicts for each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes copied, by direction and kind; between devices of one process by their numbers."""
+    """Bytes copied, by direction and kind; between devices of one process, by their numbers."""
 
     host_to_device: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
     device_to_host: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
     between_devices: dict[tuple[int, int], int] = field(default_factory=dict)
     links: Counter[tuple[int, bool]] = field(default_factory=Counter)
-    """What steps swap over the link of each device: by its number, and whether that is into it."""
+    """Swapped bytes over each device's link, by the device's number and whether they go into it."""
 
 
 class Ledger:
-    """Counts since the last `close`."""
+    """Counts the bytes copied since the last `drain`."""
 
     def __init__(self, device: Device | None = None) -> None:
-        """`device`: of the copies; if it is a group, its current one."""
+        """`device`: the copies' device, or group with its current member."""
         self._traffic = Traffic()
         self._device = device
 
     def book_in(self, kind: Kind, nbytes: int) -> None:
-        """`nbytes` were copied from host to device."""
         self._traffic.host_to_device[kind] += nbytes
         self._book_link(kind, nbytes, into=True)
 
     def book_out(self, kind: Kind, nbytes: int) -> None:
-        """`nbytes` were copied from device to host."""
         self._traffic.device_to_host[kind] += nbytes
         self._book_link(kind, nbytes, into=False)
 
@@ -61,20 +57,20 @@ class Ledger:
             self._traffic.links[self._device.number, into] += nbytes
 
     def book_peer(self, source: int, target: int, nbytes: int) -> None:
-        """`nbytes` of activations, or of their gradients, were copied from one device to another."""
+        """Book `nbytes` of activations, or of their gradients, from one device to another."""
         between = self._traffic.between_devices
         between[source, target] = between.get((source, target), 0) + nbytes
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is copied while this is open belongs to no step: measuring, evaluation."""
-        before = self.close()
+    def excluded(self) -> Iterator[None]:
+        """Leave out copies while the context is open, which belong to no step: of measuring, of evaluation."""
+        before = self.drain()
         try:
             yield
         finally:
             self._traffic = before
 
-    def close(self) -> Traffic:
-        """What was booked; counting starts again from zero."""
+    def drain(self) -> Traffic:
+        """Return the bytes booked so far, and start again from zero."""
         traffic, self._traffic = self._traffic, Traffic()
         return traffic

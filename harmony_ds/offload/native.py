@@ -1,8 +1,7 @@
-"""DeepSpeed's compiled CPU optimizers, with Python's lock released while they run.
+"""DeepSpeed's compiled CPU optimizers, run without Python's global interpreter lock (GIL).
 
-What enters is the name of an optimizer, what leaves is an instance of DeepSpeed's own class, compiled by DeepSpeed on
-first use. Its update holds the global interpreter lock, which starves the thread that feeds the device: the same function
-is called through ctypes, which does not.
+The name of an optimizer enters, an instance of DeepSpeed's own class leaves, compiled by DeepSpeed on first use. Its
+update holds the GIL, which starves the thread that feeds the device; so the same function is called through ctypes.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _KINDS = {"i": ctypes.c_int, "m": ctypes.c_size_t, "f": ctypes.c_float, "b": cty
 
 
 def native_of(optimizer: torch.optim.Optimizer) -> OptimizerRow | None:
-    """The row of `optimizer` if it is one of DeepSpeed's compiled CPU optimizers."""
+    """Return the table row of `optimizer` if it is one of DeepSpeed's compiled CPU optimizers, else None."""
     row = of_class(type(optimizer).__mro__)
     names = {base.__name__ for base in type(optimizer).__mro__}
     return row if row is not None and row.native is not None and row.native.cls in names else None
 
 
 def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
-    """An instance of DeepSpeed's class `name`, compiled if need be (one to three minutes, once per machine).
+    """Make an instance of DeepSpeed's class `name`, compiled if need be (one to three minutes, once per machine).
 
     Raises:
         OptimizerError: it cannot be compiled here; says what to install, and what needs no compiler.
@@ -40,7 +39,7 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(native.module), name)
     check_params("optimizer.params", cls, options)
-    _tell_of_lock(f"cpu_{native.update.removesuffix('_update')}")
+    _warn_if_locked(f"cpu_{native.update.removesuffix('_update')}")
     try:
         optimizer: torch.optim.Optimizer = cls(parameter_groups, **options)
     except (RuntimeError, OSError, ImportError) as error:
@@ -48,17 +47,17 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     return optimizer
 
 
-def _tell_of_lock(extension: str) -> None:
-    """Torch waits for whoever compiles the same without a word, and for ever if that was killed."""
+def _warn_if_locked(extension: str) -> None:
+    """Warn if torch will wait for another process that compiles the same; it waits for ever if that was killed."""
     lock = Path(cpp_extension._get_build_directory(extension, verbose=False)) / "lock"
     if lock.exists():
         _logger.warning("waiting for another process that compiles %s. If there is none, delete %s", extension, lock)
 
 
 def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
-    """The attribute of `optimizer` that holds its compiled op, and a stand-in whose update releases the lock.
+    """Return the name of the attribute of `optimizer` with its compiled op, and a wrapper that releases the GIL.
 
-    The op itself, if this DeepSpeed's function takes other arguments than those that are known.
+    The op itself is returned if the function of this version of DeepSpeed takes other arguments.
     """
     row = native_of(optimizer)
     assert row is not None and row.native is not None
@@ -71,7 +70,7 @@ def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
 
 
 class GilFreeOp:
-    """A compiled op of DeepSpeed's whose update releases the lock, and depends on its arguments alone."""
+    """Wrapper of a compiled op of DeepSpeed, whose update releases the GIL and depends on its arguments alone."""
 
     def __init__(self, op: Any, native: Native) -> None:
         self._op = op
@@ -95,11 +94,11 @@ class GilFreeOp:
             weight.dtype
         }
         if self._counts_powers:
-            # DeepSpeed's Adam multiplies the powers of its betas up from step to step, and computes them anew after a jump
-            # to another step, which rounds differently: what a step does would depend on when the process began. So it is
-            # sent to another step first, with nothing to update, and jumps every time.
+            # DeepSpeed's Adam multiplies up the powers of its betas from step to step, but computes them anew after a jump
+            # to another step, which rounds differently: results would depend on the step at which the process began. An
+            # empty call with another step first makes it jump every time.
             self._step(numbers[0], numbers[1] + 2, *numbers[2:], *map(ctypes.addressof, self._nowhere))
-        # A C++ tensor is a pointer to what Python's knows by its address.
+        # A C++ tensor is a pointer to the implementation, whose address Python's tensor knows.
         places = [ctypes.c_void_p(tensor._cdata) for tensor in tensors]
         self._step(*numbers, *map(ctypes.addressof, places))
 

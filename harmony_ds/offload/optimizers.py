@@ -18,7 +18,7 @@ from harmony_ds.config import Config, Section
 from harmony_ds.config.hints import check_params, nearest
 from harmony_ds.config.optimizers import named
 from harmony_ds.errors import ConfigError, OptimizerError
-from harmony_ds.offload.device_optimizer import stand_in_of
+from harmony_ds.offload.device_optimizer import torch_equivalent
 from harmony_ds.offload.native import make_native, native_of
 
 ParameterGroups = Iterable[Any]
@@ -28,24 +28,24 @@ _HOOKS = tuple(
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
-def members(groups: Iterable[Any]) -> Iterator[nn.Parameter]:
-    """The parameters in what an optimizer takes: parameters, pairs of `named_parameters()`, or groups of either."""
+def parameters_in(groups: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """Yield the parameters in an optimizer's argument: parameters, pairs of `named_parameters()`, or groups of either."""
     for entry in groups:
         if isinstance(entry, dict):
             held = entry["params"]
-            yield from members([held] if isinstance(held, torch.Tensor) else held)
+            yield from parameters_in([held] if isinstance(held, torch.Tensor) else held)
         else:
             yield entry[1] if isinstance(entry, tuple) else entry
 
 
 class Masters:
-    """From a model's parameters to their masters."""
+    """Map from a model's parameters to their masters."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]) -> None:
         self._master_of = {id(p): masters.get(name) for name, p in parameters.items()}
 
     def groups(self, given: ParameterGroups) -> list[dict[str, Any]]:
-        """Parameter groups over masters. Frozen parameters and empty groups are left out.
+        """Return parameter groups of masters. Frozen parameters and empty groups are left out.
 
         Raises:
             OptimizerError: a parameter is not the model's.
@@ -59,7 +59,7 @@ class Masters:
 
     def _masters(self, parameters: Any) -> list[nn.Parameter]:
         masters: list[nn.Parameter] = []
-        for parameter in members([{"params": parameters}]):
+        for parameter in parameters_in([{"params": parameters}]):
             if id(parameter) not in self._master_of:
                 raise OptimizerError(
                     f"a parameter of shape {tuple(parameter.shape)} given to the optimizer is not one of the model's."
@@ -70,7 +70,7 @@ class Masters:
         return masters
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts masters in the place of parameters, in the groups and the state of the user's optimizer."""
+        """Replace parameters by masters in the groups and the state of the user's optimizer."""
         for group in optimizer.param_groups:
             group["params"] = self._masters(group["params"])
         for key in list(optimizer.state):
@@ -82,10 +82,10 @@ class Masters:
 def build_optimizer(
     section: Section | None, client: ClientOptimizer | None, given: ParameterGroups, masters: Masters
 ) -> torch.optim.Optimizer | None:
-    """The optimizer over masters; None if neither the user nor the ds_config names one.
+    """Return the optimizer over masters; None if neither the user nor the ds_config names one.
 
     Raises:
-        ConfigError: the ds_config names one that nobody knows, or options that it does not take.
+        ConfigError: the ds_config names an unknown one, or options that it does not take.
         OptimizerError: it has to be compiled and cannot be.
     """
     if client is not None:
@@ -135,8 +135,8 @@ def check_dtypes(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype, st
 def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     row = named(section.type)
     if row is not None and row.native is not None:
-        if groups[0]["params"][0].is_meta:  # nothing is stepped there, and compiled code could not
-            return stand_in_of(row, groups)
+        if groups[0]["params"][0].is_meta:  # compiled code cannot step meta tensors
+            return torch_equivalent(row, groups)
         if row.native.cls == "DeepSpeedCPUAdam":
             return make_adam(section, groups)
         return make_native(row.native.cls, groups, _with_tuple_betas(section.params))
@@ -158,7 +158,7 @@ def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Opti
 
 
 def make_adam(section: Section, parameters: ParameterGroups, torchs: bool = False) -> torch.optim.Optimizer:
-    """DeepSpeed's CPU Adam, or torch's fused one if the ds_config or the caller wants `torchs`."""
+    """Return DeepSpeed's CPU Adam, or torch's fused one if the ds_config or the caller wants `torchs`."""
     options = _with_tuple_betas(section.params)
     torchs = options.pop("torch_adam", False) or torchs
     decoupled = decoupled_decay(section)
@@ -174,7 +174,7 @@ def make_adam(section: Section, parameters: ParameterGroups, torchs: bool = Fals
 
 
 def decoupled_decay(section: Section) -> bool:
-    """Whether weight decay is AdamW's, as DeepSpeed reads the block."""
+    """Return whether weight decay is AdamW's, as DeepSpeed reads the block."""
     return bool(section.params.get("adam_w_mode", True)) or section.type.lower() == "adamw"
 
 

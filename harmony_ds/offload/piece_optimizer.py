@@ -1,8 +1,8 @@
-"""Steps this process's pieces of parameters that several processes share.
+"""Optimizer steps of this process's pieces of parameters that several processes share.
 
-Masters and state lie in memory of all: each process updates its own piece of every parameter, and whoever reads one
-reads it whole. What an optimizer keeps for every number of a parameter it makes for a piece, at that piece's first step;
-it is moved into a place that was set aside for it, and shown to the program as the part of a whole that it is.
+Masters and state are in shared memory: each process updates its own piece of every parameter, and reads whole ones. An
+optimizer makes the state of a piece at its first step; it is then moved to a reserved place in shared memory, where the
+program finds the state of the whole parameter.
 
     shared     state[master]["exp_avg"]    rank 0's | rank 1's | rank 2's
     private    state[piece]["exp_avg"]                a view
@@ -18,25 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.errors import OptimizerError
+from harmony_ds.offload.host_memory import trim_allocator
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
-from harmony_ds.offload.process_memory import return_freed
-from harmony_ds.offload.watched_state import plain
+from harmony_ds.offload.synced_state import plain_state
 from harmony_ds.parallel import World
 
 _ELEMENTWISE = frozenset(
     "SGD Adam AdamW Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop DeepSpeedCPUAdam DeepSpeedCPUAdagrad "
     "DeepSpeedCPULion".split()
 )
-"""Classes of torch and DeepSpeed that give the same for a part of a parameter as for all of it."""
+"""Classes of torch and DeepSpeed whose step of a part of a parameter equals that part of a step of the whole."""
 _KEPT_ONCE = frozenset("step mu_product eta mu".split())
-"""What any of them keeps for a parameter and not for each of its numbers, which of a scalar has the same shape."""
+"""Their states that are one number for a parameter; for a scalar parameter the shape does not tell."""
 _MOST_STATES = 5
-"""What any of them keeps for every number, at most."""
+"""The most numbers that any of them keeps for an element."""
 _STATE_BYTES = 4
 
 
 class PieceOptimizer(HostOptimizer):
-    """A `HostOptimizer` of one of several processes."""
+    """`HostOptimizer` of one of several processes."""
 
     def __init__(
         self,
@@ -45,15 +45,15 @@ class PieceOptimizer(HostOptimizer):
         world: World,
         apart: Iterable[str] = (),
     ) -> None:
-        """Raises OptimizerError: what `optimizer` does to a number depends on others of its parameter."""
+        """Raise OptimizerError if the step of `optimizer` is not elementwise."""
         super().__init__(optimizer, masters, apart)
         self._check_elementwise()
         self._world = world
         self._pieces: dict[str, nn.Parameter] = {}
-        self._scratch: set[str] = set()  # this process has no number of them
+        self._scratch: set[str] = set()  # parameters of which this process has no element
         self._states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._places: dict[str, int] = {}
-        self._order: dict[str, list[str]] = {}  # of the states that lie at a place
+        self._order: dict[str, list[str]] = {}  # of the states at a place
         self._shared: dict[tuple[str, str], Tensor] = {}
         for name, master in masters.items():
             self._places[name] = world.memory.reserve(_MOST_STATES * self._room(name))
@@ -77,7 +77,7 @@ class PieceOptimizer(HostOptimizer):
     # ---- stepping
 
     def hyper(self) -> Hyper:
-        """As `HostOptimizer.hyper`.
+        """Return the current hyper-parameters; see `HostOptimizer.hyper`.
 
         Raises:
             UnsupportedError: the optimizer cannot be stepped by several processes any more.
@@ -97,18 +97,18 @@ class PieceOptimizer(HostOptimizer):
         self.step_part(self.part, self._pieces, mine, hyper)
         moved = [self._keep(name) for name in mine]
         if any(moved):
-            return_freed()
+            trim_allocator()
 
     # ---- state
 
     def put_state(self, name: str, state: dict[str, Any] | None) -> None:
-        """As `HostOptimizer.put_state`; what is kept for every number goes to its place at once."""
+        """Replace the optimizer's state of `name`; see `HostOptimizer.put_state`. Elementwise state moves to its place."""
         super().put_state(name, state)
         if state is not None:
             self._load(name)
 
     def _load(self, name: str) -> None:
-        """The state that the optimizer has of `name` becomes that of this process's piece."""
+        """Make this process's part of the optimizer's state of `name` that of its piece."""
         piece, whole = self._pieces[name], self.state_of(name)
         if not whole:
             self._states.pop(piece, None)
@@ -127,13 +127,13 @@ class PieceOptimizer(HostOptimizer):
         self._states[piece] = mine
 
     def _keep(self, name: str) -> bool:
-        """The state of this process's piece becomes part of what the optimizer has of `name`.
+        """Make the state of this process's piece part of the optimizer's state of `name`.
 
         Returns:
-            Whether some of it was moved to its place, since the optimizer has just made it.
+            Whether new state was moved to its place.
         """
         piece, moved = self._pieces[name], False
-        state = plain(self.optimizer.state)
+        state = plain_state(self.optimizer.state)
         whole = state.get(self._masters[name]) or {}
         for key, value in self._states[piece].items():
             if isinstance(value, Tensor) and value.dim() and value.shape == piece.shape:
@@ -158,7 +158,7 @@ class PieceOptimizer(HostOptimizer):
         return shared.view(-1)[self._world.piece(shared.numel())]
 
     def _share(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
-        """The place of the state `key`: the same in every process, since all meet the same states in the same order."""
+        """Return the shared tensor of the state `key`; all processes see the same states in the same order."""
         known = self._shared.get((name, key))
         if known is not None and known.dtype == dtype:
             return known

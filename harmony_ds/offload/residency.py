@@ -1,7 +1,7 @@
-"""Device copies of weights, and their gradients: who is on the device now.
+"""Device copies of packs' weights, and their gradients.
 
-A pack's weights are one device buffer, filled by the swap-in stream, with a leaf per parameter that a layer call is run
-with. Gradients gather on those leaves (or beside them, in the accumulation dtype) until they are swapped out.
+A pack's weights are one device buffer, filled by the swap-in stream, with a leaf tensor per parameter for layer calls.
+Gradients accumulate on those leaves, or in separate tensors of the accumulation dtype, until they are swapped out.
 
     swapped in     weights            from SWAP_IN to EVICT
     computing      weights, gradients of this pack
@@ -25,28 +25,28 @@ from harmony_ds.offload.ledger import Kind, Ledger
 
 
 class Leaves(dict[str, nn.Parameter]):
-    """What a pack's layer calls are run with, by canonical name.
+    """Leaf tensors that a pack's layer calls are run with, by canonical name.
 
     Attributes:
-        made: by its maker, what layer calls have made of them to use it again; it is gone with them.
+        cache: objects that layer calls have derived from the leaves, by their makers; it is dropped with them.
     """
 
-    __slots__ = ("made",)
+    __slots__ = ("cache",)
 
     def __init__(self, leaves: Mapping[str, nn.Parameter]) -> None:
         super().__init__(leaves)
-        self.made: dict[object, Any] = {}
+        self.cache: dict[object, Any] = {}
 
 
 class DeviceCopy:
     """The parameters of one pack on the device.
 
     Attributes:
-        leaves: by canonical name; autograd gathers each one's gradient of the running micro-batch in `.grad`.
-        gradients: sums over micro-batches in the accumulation dtype, where that is not the leaf's own.
-        hooked: leaves whose gradients the user's hooks see.
-        arrived: behind what fills the buffer; None: the compute stream waits for it already.
-        joined: what came later, and lies in buffers of its own.
+        leaves: by canonical name; autograd accumulates the running micro-batch's gradients in `.grad`.
+        gradients: sums over micro-batches in the accumulation dtype, where that is not the leaves'.
+        hooked: leaves that have the user's hooks.
+        arrived: event after the copies into the buffer; None: the compute stream waits for it already.
+        added: parameters swapped in later, in buffers of their own.
     """
 
     def __init__(self, buffer: Tensor, leaves: Leaves, arrived: Event) -> None:
@@ -55,10 +55,10 @@ class DeviceCopy:
         self.gradients: dict[str, Tensor] = {}
         self.hooked: set[str] = set()
         self.arrived: Event | None = arrived
-        self.joined: list[DeviceCopy] = []
+        self.added: list[DeviceCopy] = []
 
     def wait(self, device: Device) -> None:
-        """Lets the compute stream wait for the weights, once."""
+        """Let the compute stream wait for the weights, once."""
         if self.arrived is not None:
             device.wait(Stream.COMPUTE, self.arrived)
             self.arrived = None
@@ -72,30 +72,28 @@ class Residency:
         self._store = store
         self._ledger = ledger
         self._accumulation_dtype = accumulation_dtype
-        self._reading: dict[int, Event] = {}  # by device: behind its last copy out of host memory that may be queued
+        self._reading: dict[int, Event] = {}  # by device: after its last queued copy out of host memory
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
         return self._store.dtype
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The host's, by canonical name."""
         return self._store.parameters
 
     @property
     def accumulates_in_place(self) -> bool:
-        """Whether autograd's own addition into a leaf's `.grad` is the sum over micro-batches."""
+        """Whether `.grad` of the leaves has the accumulation dtype, so that autograd itself sums over micro-batches."""
         return self._accumulation_dtype == self._store.dtype
 
     def swap_in(self, names: Iterable[str], kind: Kind = Kind.WEIGHTS, rank: int = 0, devices: int = 1) -> DeviceCopy:
-        """Issues the copies of `names` on the swap-in stream, booked as `kind`; nothing waits for them yet.
+        """Issue the copies of `names` on the swap-in stream, booked as `kind`; nothing waits for them yet.
 
         Args:
-            rank: of several `devices`, each of which fills its share of the buffer (see `share_of`), this one's number.
+            rank: number of this device, of several `devices` that each fill their share of the buffer (`share_of`).
         """
-        pieces = self._store.pieces(names)
+        pieces = self._store.parts_of(names)
         total = sum(piece.memory.numel() for piece in pieces)
         with self._buffer(total) as buffer:
             views: dict[str, Tensor] = {}
@@ -117,7 +115,7 @@ class Residency:
 
     @contextmanager
     def _buffer(self, numel: int) -> Iterator[Tensor]:
-        """A buffer to be filled by the swap-in stream, which is current meanwhile; freed if that fails."""
+        """Allocate a buffer on the swap-in stream, which is current while the context is open; free it on errors."""
         buffer = None
         try:
             with torch.no_grad(), self._device.on(Stream.SWAP_IN):
@@ -128,33 +126,33 @@ class Residency:
                 self._device.free(buffer)
             raise
 
-    def join(self, copy: DeviceCopy, names: Iterable[str]) -> None:
-        """Swaps in those of `names` that `copy` does not have, to stay with it."""
+    def add_parameters(self, copy: DeviceCopy, names: Iterable[str]) -> None:
+        """Swap in those of `names` that `copy` does not have, and add them to it."""
         missing = tuple(name for name in names if name not in copy.leaves)
         if missing:
             more = self.swap_in(missing)
             more.wait(self._device)
-            copy.joined.append(more)
+            copy.added.append(more)
             copy.leaves.update(more.leaves)
-            copy.leaves.made.clear()
-            self.follow(copy)
+            copy.leaves.cache.clear()
+            self.apply_user_settings(copy)
 
     def finish_reads(self) -> None:
-        """Waits until no swap-in reads host memory any more: afterwards it may be written."""
+        """Wait until no swap-in reads host memory any more: then it may be written."""
         while self._reading:
             self._reading.popitem()[1].synchronize()
 
-    def written(self, copy: DeviceCopy) -> list[str]:
-        """The parameters of `copy` that no longer hold what they were filled with: somebody wrote into them."""
+    def modified_names(self, copy: DeviceCopy) -> list[str]:
+        """Return the parameters of `copy` that have been written to: they differ from the host's."""
         return [
             name
-            for piece in self._store.pieces(copy.leaves)
+            for piece in self._store.parts_of(copy.leaves)
             for name, place in piece.places.items()
             if not _same_bits(copy.leaves[name].detach(), place.view(piece.memory))
         ]
 
     def accumulate(self, copy: DeviceCopy) -> None:
-        """Adds what autograd left on the leaves to the sums, if those have another dtype than the leaves."""
+        """Add the gradients on the leaves to the sums, if those have another dtype than the leaves."""
         if self.accumulates_in_place:
             return
         came = {name: leaf.grad for name, leaf in copy.leaves.items() if leaf.grad is not None}
@@ -173,32 +171,31 @@ class Residency:
             copy.leaves[name].grad = None
 
     def gradients(self, copy: DeviceCopy) -> dict[str, Tensor]:
-        """The sums of all micro-batches so far, by name; a parameter that took no part in any has none."""
+        """Return the gradient sums of all micro-batches so far, by name; unused parameters have none."""
         if not self.accumulates_in_place:
             return copy.gradients
         return {name: leaf.grad for name, leaf in copy.leaves.items() if leaf.grad is not None}
 
     def gradient(self, copy: DeviceCopy, name: str) -> Tensor | None:
-        """The sum of `name` alone."""
         if name not in copy.leaves:
             return None
         return copy.leaves[name].grad if self.accumulates_in_place else copy.gradients.get(name)
 
-    def follow(self, copy: DeviceCopy) -> None:
-        """Does with device copies what the user did with their parameters: `register_hook`, `requires_grad_`."""
+    def apply_user_settings(self, copy: DeviceCopy) -> None:
+        """Apply the user's `register_hook` and `requires_grad_` of parameters to their device copies."""
         with ungated():
             parameters = [self._store.parameters[name] for name in copy.leaves]
             done = [(parameter._backward_hooks, parameter.requires_grad) for parameter in parameters]
         for (name, leaf), (hooks, trained) in zip(copy.leaves.items(), done, strict=True):
             if leaf.requires_grad is not trained:
                 leaf.requires_grad_(trained)
-                copy.leaves.made.clear()
+                copy.leaves.cache.clear()
             if hooks and name not in copy.hooked:
-                leaf.register_hook(partial(_through, hooks))
+                leaf.register_hook(partial(_run_hooks, hooks))
                 copy.hooked.add(name)
 
     def add_gradient(self, copy: DeviceCopy, name: str, gradient: Tensor) -> None:
-        """Adds `gradient` (anywhere, of any dtype) to the sum of `name`."""
+        """Add `gradient` (on any device, of any dtype) to the sum of `name`."""
         known = self.gradient(copy, name)
         if known is not None:
             known.add_(gradient.to(known.device))
@@ -207,31 +204,31 @@ class Residency:
         else:
             copy.gradients[name] = gradient.to(copy.buffer.device, self._accumulation_dtype)
 
-    def forget_gradient(self, copy: DeviceCopy, name: str) -> None:
-        """Drops the sum of `name`, and what autograd left of the running micro-batch."""
+    def clear_gradient(self, copy: DeviceCopy, name: str) -> None:
+        """Drop the gradient of `name`: the sum, and that on the leaf."""
         copy.gradients.pop(name, None)
         if name in copy.leaves:
             copy.leaves[name].grad = None
 
     def evict(self, copy: DeviceCopy) -> None:
-        """Frees the weights once the compute stream is done with them."""
-        copy.wait(self._device)  # of several devices, others may still fill it
+        """Free the weights once the compute stream is done with them."""
+        copy.wait(self._device)  # other devices may still fill it
         done = self._device.record(Stream.COMPUTE)
-        # The buffer belongs to the swap-in stream, which may reuse it only behind the last kernel that read it.
+        # The buffer belongs to the swap-in stream, which may reuse it only after the last kernel that reads it.
         self._device.wait(Stream.SWAP_IN, done)
-        for one in (copy, *copy.joined):
+        for one in (copy, *copy.added):
             self._device.free(one.buffer)
 
 
 def _own_parts(total: int, rank: int, devices: int) -> tuple[slice, ...]:
-    """What one of several devices swaps in of a buffer: its share, and what is left over."""
+    """Return the parts of a buffer that one of several devices swaps in: its share, and the rest that each swaps in."""
     share = share_of(total, devices)
     if devices == 1 or not share:
         return (slice(0, total),)
     return slice(rank * share, (rank + 1) * share), slice(devices * share, total)
 
 
-def _through(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
+def _run_hooks(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
     for hook in list(hooks.values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed

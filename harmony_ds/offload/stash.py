@@ -1,7 +1,7 @@
-"""Inputs of layer calls, kept from forward to backward: on the device while they fit there, else on the host.
+"""The stash: inputs of layer calls, kept from forward to backward on the device or the host, as the plan says.
 
-A tensor that several calls take (an encoder's output) is stashed once. Entries move between device and host as the plan
-says; a tensor that something else still holds is freed on the device only when that lets go of it.
+A tensor that several calls use (an encoder's output) is stashed once. Device memory of a tensor that is still referenced
+elsewhere is freed only with the last reference.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ENTRY = "_harmony_stash_entry"
 
 
 class StashEntry:
-    """One stashed tensor. Either `device_tensor` or `host_tensor` is set, or both while it moves."""
+    """A stashed tensor: `device_tensor` or `host_tensor` is set, or both while it moves."""
 
     __slots__ = ("__weakref__", "arrived", "buffer", "device_tensor", "host_tensor", "users", "version", "what")
 
     def __init__(self, tensor: Tensor, what: str) -> None:
         self.device_tensor: Tensor | None = tensor
         self.host_tensor: Tensor | None = None
-        self.buffer: HostBuffer | None = None  # that the host tensor lies in
+        self.buffer: HostBuffer | None = None  # of the host tensor
         self.arrived: Event | None = None
         self.users = 0
         self.version = tensor._version
@@ -40,7 +40,7 @@ class StashEntry:
         return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
     def check(self) -> None:
-        """Raises ModelError if it has been changed in place on the device, so that a layer cannot be run again over it."""
+        """Raise ModelError if it has been changed in place on the device, so that its layer cannot be recomputed."""
         if self.device_tensor is not None and self.device_tensor._version != self.version:
             raise ModelError(
                 f"the input of layer {self.what} was changed in place after the layer was called, so it cannot be "
@@ -50,7 +50,7 @@ class StashEntry:
 
 
 class Stash:
-    """Puts, moves and releases entries."""
+    """Stashes, swaps and releases tensors."""
 
     def __init__(self, device: Device, ledger: Ledger) -> None:
         self._device = device
@@ -60,11 +60,10 @@ class Stash:
 
     @property
     def host_bytes(self) -> int:
-        """Of the buffers, in use or kept for the next step."""
         return self._buffers.nbytes
 
     def put(self, tensor: Tensor, what: str) -> StashEntry:
-        """The entry of `tensor` (made at its first use); `what` names it in errors."""
+        """Return the entry of `tensor`, made at its first use; `what`: the layer, for errors."""
         entry: StashEntry | None = getattr(tensor, _ENTRY, None)
         if entry is None or entry.device_tensor is None or entry.version != tensor._version:
             entry = StashEntry(tensor.detach(), what)
@@ -72,10 +71,10 @@ class Stash:
         entry.users += 1
         return entry
 
-    def move_out(self, entries: Iterable[StashEntry]) -> None:
-        """Issues the copies to the host. The device tensors go when the next ones move, so that compute never waits."""
+    def swap_out(self, entries: Iterable[StashEntry]) -> None:
+        """Issue the copies to the host; device tensors are freed at the next swap, so that compute does not wait."""
         device = self._device
-        self._let_go()
+        self._free_left()
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         for entry in entries:
             tensor = entry.device_tensor
@@ -90,7 +89,7 @@ class Stash:
             entry.device_tensor = None
 
     def _copy_out(self, tensor: Tensor, buffer: HostBuffer) -> Tensor:
-        # Kernels round differently for other strides: they are part of what is stashed.
+        # The strides are stashed too: kernels round differently for others.
         strides = torch.empty_like(tensor, device="meta").stride()
         host = buffer.tensor(tensor.shape, strides, tensor.dtype)
         with torch.no_grad(), self._device.on(Stream.SWAP_OUT):
@@ -98,15 +97,15 @@ class Stash:
         self._ledger.book_out(Kind.ACTIVATIONS, tensor.numel() * tensor.element_size())
         return host
 
-    def _let_go(self) -> None:
+    def _free_left(self) -> None:
         for copied, _ in self._leaving.pop(self._device.number, ()):
-            # Their memory belongs to the compute stream: its next owner there comes behind the copy.
+            # Their memory belongs to the compute stream, which may reuse it only after the copy.
             self._device.wait(Stream.COMPUTE, copied)
 
-    def bring_in(self, entries: Iterable[StashEntry]) -> None:
-        """Issues the copies back; `tensor` waits for them."""
+    def swap_in(self, entries: Iterable[StashEntry]) -> None:
+        """Issue the copies back to the device; `tensor` waits for them."""
         device = self._device
-        self._let_go()
+        self._free_left()
         for entry in entries:
             if entry.device_tensor is not None:
                 continue
@@ -123,9 +122,9 @@ class Stash:
             entry.arrived = device.record(Stream.SWAP_IN)
 
     def tensor(self, entry: StashEntry) -> Tensor:
-        """The tensor on the device, ready for the compute stream; shares its memory with the entry."""
+        """Return the entry's tensor on the device, ready for the compute stream."""
         if entry.device_tensor is None:
-            self.bring_in([entry])
+            self.swap_in([entry])
         tensor = entry.device_tensor
         assert tensor is not None
         if entry.arrived is not None:
@@ -135,28 +134,28 @@ class Stash:
         return tensor
 
     def release(self, entry: StashEntry) -> None:
-        """One call is done with `entry`. The device copy goes, the host copy with the last user."""
+        """Release `entry` for one of its users: frees the device copy, and with the last user the host copy."""
         entry.users -= 1
         host = entry.host_tensor
         if host is not None:
-            # Brought in by the swap-in stream, read by compute: free it behind the read.
+            # Allocated on the swap-in stream, read by compute: freed after the read.
             self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
             entry.device_tensor = None
         if entry.users == 0:
             entry.device_tensor = None
             if entry.buffer is not None:
-                self._buffers.give_back(entry.buffer, self._device.record(Stream.SWAP_IN))
+                self._buffers.release(entry.buffer, self._device.record(Stream.SWAP_IN))
             entry.host_tensor = entry.buffer = None
 
     def abandon(self) -> None:
-        """After a failed step: what is dropped from now on, on its way or not, is dropped behind its last use."""
+        """Order all streams after a failed step, so that tensors may be dropped that copies or kernels still use."""
         for number in range(self._device.count):
             self._device.enter(number)
-            self._let_go()
+            self._free_left()
             self._device.wait(Stream.COMPUTE, self._device.record(Stream.SWAP_OUT))
             self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
         self._device.enter(HOME)
 
     def destroy(self) -> None:
-        """Gives the host buffers back."""
+        """Free the host buffers."""
         self._buffers.destroy()

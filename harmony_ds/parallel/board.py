@@ -1,17 +1,17 @@
-"""What processes on one server tell each other: small messages in memory that they share, read by polling.
+"""Board: small messages between the processes of a server, in shared memory that is polled.
 
-Every process has a place of its own, which it alone writes:
+Every process has a place that only it writes:
 
-    rows        two in turn: what it says in agreement k. It writes k + 2 over k when all have read k
-    passed      the last agreement that it is through with
-    left        the last exchange on the host (slots.py) for which its gradients are there
-    through     the last one whose gradients it has read
+    rows        two in turn: its message in agreement k; k + 2 is written over k when all have read k
+    passed      the last agreement that it has read
+    filled      the last exchange on the host (slots.py) for which it has copied its gradients
+    read        the last exchange whose gradients it has read
     norms       a ring: its part of the norm of step s
     given up    why it cannot go on, once it cannot
     versions    for every parameter: how many updates of its piece are done
 
-Rows and norms carry a checksum, so that a reader who comes in the middle of a write reads again, whatever the order in
-which the memory of this machine lets others see stores. A process that has ended is noticed by whoever waits for it.
+Rows and norms carry a checksum, so that a reader in the middle of a write reads again, in whatever order stores become
+visible. A process that waits for another notices if that has ended.
 """
 
 from __future__ import annotations
@@ -35,23 +35,28 @@ _NORMS = 64
 _NUMBER = struct.Struct("<q")
 _TEXT_BYTES = 4096
 _PASSED = 2 * _ROW_BYTES
-_LEFT = _PASSED + 64
-_THROUGH = _LEFT + 64
-_GIVEN_UP = _THROUGH + 64
+_FILLED = _PASSED + 64
+_READ = _FILLED + 64
+_GIVEN_UP = _READ + 64
 _NORM_RING = _GIVEN_UP + _TEXT_BYTES
 _VERSIONS = _NORM_RING + _NORMS * 32
-_OK, _FAILED, _STRAYED = range(3)
-_LOOK_SECONDS = 0.02
-"""How often a process that waits looks whether the others are alive."""
+_OK, _FAILED, _DIVERGED = range(3)
+_CHECK_SECONDS = 0.02
+"""How often a waiting process checks whether the others are alive."""
 _ENDS_SECONDS = 2.0
 
 
-class PeerStrayed(Exception):  # noqa: N818 - no error of anybody's: the step is run again
-    """Another process has to measure its micro-batches anew, so that all do."""
+DIFFERENT = (
+    "the {} of this training do different things: {}. What an engine does with others (steps, evaluation by eval_batch, "
+    "checkpoints) every process has to do, in the same order."
+)
+
+
+class PeerDiverged(Exception):  # noqa: N818 - not an error: the step is run again
+    """Another process has to measure its micro-batches anew, so that all have to."""
 
 
 def board_bytes(size: int, parameters: int) -> int:
-    """Of shared memory, for `size` processes and so many parameters."""
     return size * _place_bytes(parameters)
 
 
@@ -60,7 +65,7 @@ def _place_bytes(parameters: int) -> int:
 
 
 class Board:
-    """One process's view of it."""
+    """One process's view of the board."""
 
     def __init__(
         self,
@@ -71,12 +76,12 @@ class Board:
         timeout_s: float,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """What one of the processes `pids` of a server sees.
+        """Open the board for one of the processes `pids` of a server.
 
         Args:
-            file: of the shared memory, whose first bytes the board has.
-            rank: of this process, among them.
-            numbers: as errors call them: their ranks in the training.
+            file: of the shared memory, which begins with the board.
+            rank: of this process, among `pids`.
+            numbers: ranks of the processes in the training, for errors.
         """
         self._file = file
         self.rank, self.size = rank, len(pids)
@@ -94,7 +99,7 @@ class Board:
         return self.numbers[self.rank]
 
     def close(self) -> None:
-        """Nobody is asked or told any more."""
+        """Close the handles of the other processes."""
         for file in self._alive.values():
             os.close(file)
         self._alive.clear()
@@ -102,14 +107,14 @@ class Board:
     # ---- agreements: on the engine's thread
 
     def agree(self, kind: str, payload: bytes) -> list[bytes]:
-        """Says `payload`; what all say, by rank.
+        """Post `payload` and return the payloads of all, by rank.
 
         Raises:
             PeerFailedError: another process has failed, or has ended.
-            PeerStrayed: another process has to run the step again.
-            UsageError: another process does something else.
+            PeerDiverged: another process has to run the step again.
+            UsageError: another process does another `kind` of thing.
         """
-        number = self._say(_OK, kind, payload)
+        number = self._post_row(_OK, kind, payload)
         rows: dict[int, tuple[int, str, bytes]] = {self.rank: (_OK, kind, payload)}
 
         def said(other: int) -> bool:
@@ -125,30 +130,24 @@ class Board:
         for other, (verdict, _, told) in sorted(rows.items()):
             if verdict == _FAILED:
                 raise self._failed(other, told.decode(errors="replace"))
-        if any(verdict == _STRAYED for verdict, _, _ in rows.values()):
-            raise PeerStrayed
+        if any(verdict == _DIVERGED for verdict, _, _ in rows.values()):
+            raise PeerDiverged
         if len({said_kind for _, said_kind, _ in rows.values()}) > 1:
-            raise UsageError(
-                "the processes of this training do different things: "
-                + "; ".join(
-                    f"rank {self.numbers[other]}: {said_kind}" for other, (_, said_kind, _) in sorted(rows.items())
-                )
-                + ". What an engine does with others (steps, evaluation by eval_batch, checkpoints) every process has to "
-                "do, in the same order."
-            )
+            kinds = [f"rank {self.numbers[other]}: {said_kind}" for other, (_, said_kind, _) in sorted(rows.items())]
+            raise UsageError(DIFFERENT.format("processes", "; ".join(kinds)))
         return [rows[other][2] for other in range(self.size)]
 
     def tell_failure(self, message: str) -> None:
-        """Instead of the next agreement: this process has failed. Waits for nobody's answer."""
-        self._pass(self._say(_FAILED, "failed", message.encode()[:_TEXT_BYTES]))
+        """Report in place of the next agreement that this process has failed, without waiting for answers."""
+        self._pass(self._post_row(_FAILED, "failed", message.encode()[:_TEXT_BYTES]))
 
-    def tell_strayed(self) -> None:
-        """Instead of the next agreement: all have to run the step again."""
-        self._pass(self._say(_STRAYED, "strayed", b""))
+    def tell_diverged(self) -> None:
+        """Report in place of the next agreement that all have to run the step again."""
+        self._pass(self._post_row(_DIVERGED, "strayed", b""))
 
-    def _say(self, verdict: int, kind: str, payload: bytes) -> int:
+    def _post_row(self, verdict: int, kind: str, payload: bytes) -> int:
         number = self._agreements + 1
-        # This row takes the place of the last but one, which everybody must have read.
+        # This row replaces the last but one, which all must have read.
         self.wait(lambda other: self._number(other, _PASSED) >= number - 2, "come this far")
         self._agreements = number
         named = kind.encode()
@@ -173,28 +172,27 @@ class Board:
     def _pass(self, number: int) -> None:
         self._write_number(_PASSED, number)
 
-    # ---- exchanges on the host, norms and versions: on the thread of the updates
+    # ---- exchanges on the host, norms and versions: on the update thread
 
-    def post_left(self, number: int) -> None:
-        self._write_number(_LEFT, number)
+    def post_filled(self, number: int) -> None:
+        self._write_number(_FILLED, number)
 
-    def left_of(self, other: int) -> int:
-        return self._number(other, _LEFT)
+    def filled_of(self, other: int) -> int:
+        return self._number(other, _FILLED)
 
-    def post_through(self, number: int) -> None:
-        self._write_number(_THROUGH, number)
+    def post_read(self, number: int) -> None:
+        self._write_number(_READ, number)
 
-    def through_of(self, other: int) -> int:
-        return self._number(other, _THROUGH)
+    def read_of(self, other: int) -> int:
+        return self._number(other, _READ)
 
     def post_norm(self, number: int, part: float) -> None:
-        """This process's part of norm `number`."""
         packed = struct.pack("<qd", number, part)
         at = self._place(self.rank, _NORM_RING + number % _NORMS * 32)
         os.pwrite(self._file, packed + struct.pack("<I", zlib.crc32(packed)), at)
 
     def norm_parts(self, number: int) -> list[float]:
-        """Everybody's, by rank; waits for them."""
+        """Wait for the parts of all processes, and return them by rank."""
         found: dict[int, float] = {}
 
         def there(other: int) -> bool:
@@ -209,17 +207,16 @@ class Board:
         return [found[other] for other in range(self.size)]
 
     def post_versions(self, versions: Iterable[tuple[int, int]]) -> None:
-        """So many updates of these parameters (index, count) are done here."""
+        """Post how many updates of parameters this process has done, as (index, count)."""
         for index, count in versions:
             os.pwrite(self._file, _NUMBER.pack(count), self._place(self.rank, _VERSIONS + 8 * index))
 
     def wait_versions(self, indices: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Until everybody has updated its pieces of the parameters `indices` as often as `wanted`."""
+        """Wait until all processes have updated the parameters `indices` as often as `wanted`."""
         if self._parameters:
             self.wait(lambda other: self._has_versions(other, indices, wanted), "updated its pieces of the weights")
 
     def have_versions(self, indices: torch.Tensor, wanted: torch.Tensor) -> bool:
-        """Whether `wait_versions` would return at once."""
         return all(self._has_versions(other, indices, wanted) for other in self._others)
 
     def _has_versions(self, other: int, indices: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -232,15 +229,15 @@ class Board:
     # ---- waiting
 
     def give_up(self, why: str) -> None:
-        """From now on, whoever waits for anybody is told that this process cannot go on."""
+        """Post that this process cannot go on, which processes that wait for any other will raise."""
         text = why.encode()[: _TEXT_BYTES - 8]
         os.pwrite(self._file, text, self._place(self.rank, _GIVEN_UP + 8))
         self._write_number(_GIVEN_UP, len(text))
 
-    def who_ended(self) -> int | None:
-        """The rank in the training of one that has; one that had not given up before, if there is such a one.
+    def ended_peer(self) -> int | None:
+        """Return the rank in the training of a process that has ended; preferably one that had not given up before.
 
-        Looks for a moment, since a process's connections are closed before it ends.
+        Polls for a while, since a process's connections are closed before it ends.
         """
         end = time.monotonic() + _ENDS_SECONDS
         while True:
@@ -248,23 +245,23 @@ class Board:
             silent = [other for other in ended if not self._number(other, _GIVEN_UP)]
             if silent or time.monotonic() > end:
                 return next((self.numbers[other] for other in silent or ended), None)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
 
     def wait(self, there: Callable[[int], bool], what: str, among: Sequence[int] | None = None) -> None:
-        """Until `there` of every other process (or of those `among`).
+        """Wait until `there(rank)` holds for every other process (or for those `among`).
 
         Raises:
-            PeerFailedError: one of them has ended, has given up, or has not `what` in time.
+            PeerFailedError: one of them has ended, has given up, or has not `what` (a past participle) in time.
         """
         waiting = list(self._others if among is None else among)
-        began = looked = time.monotonic()
+        began = checked = time.monotonic()
         while True:
             waiting = [other for other in waiting if not there(other)]
             if not waiting:
                 return
             now = time.monotonic()
-            if now - looked > _LOOK_SECONDS or now == began:
-                looked = now
+            if now - checked > _CHECK_SECONDS or now == began:
+                checked = now
                 self._check(waiting, there, now - began, what)
             waited = now - began
             time.sleep(2e-5 if waited < 1e-3 else 2e-4 if waited < 0.1 else 1e-3)

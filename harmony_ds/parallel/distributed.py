@@ -1,4 +1,4 @@
-"""`torch.distributed` and `deepspeed.comm`: as a launcher says (torchrun, deepspeed, accelerate), or one process alone."""
+"""Initialization of `torch.distributed` and `deepspeed.comm`, by a launcher's environment or for one process alone."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Joins the processes that a launcher, or the caller, speaks of; else this one is a world of its own.
+    """Join the processes that a launcher has started or the caller asks for; else initialize for this one alone.
 
-    The signature is that of `deepspeed.init_distributed`. Nothing happens to what is initialized already.
+    The signature is that of `deepspeed.init_distributed`. Whatever is initialized already is left as it is.
 
     Raises:
-        UnsupportedError: several processes are spoken of, and `torch.distributed` or accelerate does not know of them.
+        UnsupportedError: several processes are asked for, but `torch.distributed` or accelerate knows another number.
     """
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     asked = max(world_size, launched_size())
@@ -44,22 +44,22 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         if asked > 1:
             ranks: dict[str, Any] = {"rank": rank, "world_size": world_size} if world_size > 0 else {}
             _join_others(asked, backend, init_method, timeout, ranks)
-        else:  # a store in memory: no port, no address, nobody else who could join
+        else:  # a store in memory needs no port or address, and no other process can join
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     if asked > 1 and dist.get_world_size() == 1:
         raise UnsupportedError(
             f"{asked} processes were asked for, but torch.distributed has been initialized for this one alone: each would "
             "train a model of its own. Leave that to harmony_ds.initialize, or initialize it for all."
         )
-    _check_accelerates_count()
-    _init_deepspeeds(dist_backend)
+    _check_accelerate_count()
+    _init_deepspeed_comm(dist_backend)
 
 
 def _join_others(asked: int, backend: str, init_method: str | None, timeout: Any, ranks: dict[str, Any]) -> None:
-    """Joins `asked` processes; UnsupportedError: they cannot be found."""
+    """Join `asked` processes; raise UnsupportedError if they cannot be found."""
     try:
         if init_method is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-            ranks = _of_this_attempt()
+            ranks = _restarted_rendezvous()
         dist.init_process_group(backend, init_method=init_method, timeout=timeout, **ranks)
     except ValueError as error:
         raise UnsupportedError(
@@ -69,15 +69,15 @@ def _join_others(asked: int, backend: str, init_method: str | None, timeout: Any
 
 
 def _leave_at_exit() -> None:
-    """Who joins the process groups ends them: when the engines have ended with the program, before the interpreter does.
+    """Destroy the process groups when the program exits, after its engines and before the interpreter ends.
 
-    Threads of gloo may hold tensors of the program's own collectives still (see `World.leave`).
+    Threads of gloo may still hold tensors of the program's own collectives (see `World.leave`).
     """
     global _leaving  # noqa: PLW0603 - once in a process
     for name in ("torch.distributed.nn", "deepspeed.comm.torch"):
-        import_module(name)  # before there is a group, which defaults of their functions would hold for ever
+        import_module(name)  # before there is a group, which defaults of their functions would keep alive
     if _leaving is None:
-        # Not `atexit`: finalizers run in the opposite order to their making, so that an engine's comes first.
+        # Not `atexit`: finalizers run in reverse order of their creation, so that an engine's comes first.
         _leaving = weakref.finalize(dist, _leave)
 
 
@@ -85,13 +85,16 @@ _leaving: weakref.finalize[..., Any] | None = None
 
 
 def _leave() -> None:
-    failed = hasattr(sys, "last_value")  # then the others may be stuck in an exchange, and this would wait for them
+    failed = hasattr(sys, "last_value")  # then others may be stuck in an exchange, and destroying would wait for them
     if dist.is_initialized() and not failed:
         dist.destroy_process_group()
 
 
-def _check_accelerates_count() -> None:
-    """Data are dealt by accelerate, which counts one process without CUDA, unless it is told of a backend."""
+def _check_accelerate_count() -> None:
+    """Check that accelerate, which distributes the data, counts the same processes.
+
+    Without CUDA it counts one, unless it is told of a backend.
+    """
     accelerate = sys.modules.get("accelerate.state")
     counted = accelerate.PartialState._shared_state.get("num_processes") if accelerate else None
     if counted not in (None, dist.get_world_size()):
@@ -102,14 +105,14 @@ def _check_accelerates_count() -> None:
         )
 
 
-def _of_this_attempt() -> dict[str, Any]:
-    """Where torchrun has started all again, its store still has the addresses of the processes that are gone."""
+def _restarted_rendezvous() -> dict[str, Any]:
+    """Return a fresh store after a restart by torchrun, whose store still has the addresses of the former processes."""
     store, rank, world_size = next(rendezvous("env://"))
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     return {"store": PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": world_size}
 
 
-def _init_deepspeeds(backend: str | None) -> None:
+def _init_deepspeed_comm(backend: str | None) -> None:
     from deepspeed.comm import comm
 
     if comm.cdb is None or not comm.cdb.is_initialized():
@@ -118,13 +121,13 @@ def _init_deepspeeds(backend: str | None) -> None:
 
 
 def launched_size() -> int:
-    """How many processes the launcher of this one has started (WORLD_SIZE)."""
+    """Return how many processes the launcher has started (WORLD_SIZE)."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 @contextmanager
 def _without_shared_memory() -> Iterator[None]:
-    """Keeps DeepSpeed from compiling (for a minute) what lets several processes on one host exchange tensors."""
+    """Keep DeepSpeed from compiling its shared-memory collectives, which takes a minute and is not needed."""
     backend = import_module("deepspeed.comm.torch")
     build = backend.build_shm_op
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""How a process finds the others of its training: through `torch.distributed`, which a launcher has told of them."""
+"""How a process joins the others of its training, which it finds through `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from harmony_ds.errors import UnsupportedError, UsageError
 from harmony_ds.parallel.board import Board, board_bytes
-from harmony_ds.parallel.exchange import Exchange, Groups
+from harmony_ds.parallel.exchange import Exchange, ProcessGroups
 from harmony_ds.parallel.shared_memory import SharedMemory, make_file, open_file
 from harmony_ds.parallel.world import World
 
@@ -27,8 +27,8 @@ _SIZE_LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Card:
-    """What a process says of itself."""
+class _ProcessInfo:
+    """Description of a process for the others."""
 
     host: str
     pid: int
@@ -38,13 +38,13 @@ class _Card:
 
 
 def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bool, reproducible: bool) -> World:
-    """The processes that train with this one, of which `torch.distributed` knows.
+    """Join the processes of `torch.distributed`, which train one model.
 
     Args:
-        parameters: the names of the model's.
-        digest: what must be the same in all processes, by what it is called.
+        parameters: names of the model's parameters.
+        digest: values that must be the same in all processes, by name.
         on_cuda: gradients are on CUDA devices.
-        reproducible: they are added up in the order of the ranks.
+        reproducible: gradients are added up in the order of the ranks.
 
     Raises:
         UnsupportedError: servers have other numbers of processes, or processes of a server cannot share memory.
@@ -52,7 +52,7 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
     """
     rank = dist.get_rank()
     objects = _new_group(None, "gloo")
-    card = _Card(_host(), os.getpid(), make_file(), secrets.token_bytes(_TOKEN_BYTES), dict(digest))
+    card = _ProcessInfo(_host(), os.getpid(), make_file(), secrets.token_bytes(_TOKEN_BYTES), dict(digest))
     os.pwrite(card.file, card.token, 0)
     cards: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(cards, card, group=objects)
@@ -62,7 +62,7 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
     file = card.file
     if rank != mine[0]:
         os.close(card.file)
-        file = _opened(cards[mine[0]])
+        file = _open_shared(cards[mine[0]])
     _check_opened(file, ranks, objects)
     board = Board(
         file, mine.index(rank), [cards[r].pid for r in mine], len(parameters), _timeout().total_seconds(), mine
@@ -79,21 +79,21 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
     return world
 
 
-def _groups(ranks: Sequence[Sequence[int]], rank: int, on_cuda: bool, objects: dist.ProcessGroup) -> Groups:
-    """Of the devices; made by all processes, each group in its turn."""
+def _groups(ranks: Sequence[Sequence[int]], rank: int, on_cuda: bool, objects: dist.ProcessGroup) -> ProcessGroups:
+    """Make the process groups of the devices; all processes make all groups in the same order."""
     if len(ranks) == 1:
         everyone = _new_group(None, "nccl") if on_cuda else objects
-        return Groups(everyone, None, everyone)
+        return ProcessGroups(everyone, None, everyone)
     backend = "nccl" if on_cuda else "gloo"
     everyone = _new_group(None, backend)
     server = _group_of(ranks, rank, backend)
     column = _group_of([*zip(*ranks, strict=True)], rank, backend)
     assert server is not None
-    return Groups(server, column, everyone, len(ranks))
+    return ProcessGroups(server, column, everyone, len(ranks))
 
 
 def _group_of(several: Sequence[Sequence[int]], rank: int, backend: str) -> dist.ProcessGroup | None:
-    """That of `several` groups of ranks which has `rank`."""
+    """Make a process group for each of `several` lists of ranks, and return the one that has `rank`."""
     made = [_new_group(list(ranks), backend) for ranks in several]
     return next((group for group, ranks in zip(made, several, strict=True) if rank in ranks), None)
 
@@ -103,8 +103,8 @@ def _host() -> str:
     return f"{platform.node()} {boot}"
 
 
-def _by_server(cards: Sequence[_Card]) -> list[list[int]]:
-    """The ranks of each server's processes; the servers in the order of their first."""
+def _by_server(cards: Sequence[_ProcessInfo]) -> list[list[int]]:
+    """Return the ranks of each server's processes; the servers in the order of their first ranks."""
     found: dict[str, list[int]] = {}
     for rank, card in enumerate(cards):
         found.setdefault(card.host, []).append(rank)
@@ -117,7 +117,7 @@ def _by_server(cards: Sequence[_Card]) -> list[list[int]]:
     return list(found.values())
 
 
-def _check_digests(cards: Sequence[_Card]) -> None:
+def _check_digests(cards: Sequence[_ProcessInfo]) -> None:
     for what, value in cards[0].digest.items():
         others = {rank: card.digest.get(what) for rank, card in enumerate(cards) if card.digest.get(what) != value}
         if others:
@@ -126,7 +126,7 @@ def _check_digests(cards: Sequence[_Card]) -> None:
 
 
 def _difference(ours: object, theirs: object) -> str:
-    """Where two values differ, by their first keys."""
+    """Describe where two values differ, by their first such key."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         keys = [key for key in (*ours, *theirs) if ours.get(key, ...) != theirs.get(key, ...)]
         key = keys[0]
@@ -139,7 +139,7 @@ def _short(value: object) -> str:
     return text if len(text) <= _SIZE_LIMIT else f"{text[:_SIZE_LIMIT]}..."
 
 
-def _opened(card: _Card) -> int:
+def _open_shared(card: _ProcessInfo) -> int:
     try:
         file = open_file(card.pid, card.file)
     except OSError:
@@ -166,7 +166,6 @@ def _new_group(ranks: list[int] | None, backend: str) -> dist.ProcessGroup:
 
 
 def _timeout() -> timedelta:
-    """How long `torch.distributed` was told to wait."""
     group = dist.group.WORLD
     options = getattr(group and group._get_backend(torch.device("cpu")), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)

@@ -1,11 +1,11 @@
-"""Several servers: processes that share memory are one, and each server is a replica of the others.
+"""Several servers: the processes of each share memory, and each server is a replica of the others.
 
     on a server       weights, masters and optimizer state once; a board; every process updates its piece of everything
     between servers   gradients, whose sums on each server are added up in the order of the servers
 
-Since all servers have the same gradients and the same state, they make the same weights of them: nothing comes back, and
-whoever reads a weight, a master or a norm finds it on its own server. What processes agree on goes from the board of a
-server to its first process, from there to the first processes of the others, and back.
+All servers have the same gradients and state and so compute the same weights: only gradients are exchanged, and weights,
+masters and norms are read on a process's own server. Messages of an agreement go from a server's board to its first
+process, from there to the first processes of the others, and back.
 """
 
 from __future__ import annotations
@@ -14,31 +14,23 @@ import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from harmony_ds.errors import PeerFailedError, UsageError
-from harmony_ds.parallel.board import Board, PeerStrayed
+from harmony_ds.parallel.board import DIFFERENT, Board, PeerDiverged
 
-_BACK = "what the servers say"
+_BACK = "read the servers' messages"
 _PIECE_BYTES = 8192
-"""What is handed back in one agreement: a row of the board holds more, however many processes there are."""
-
-
-class Agreeing(Protocol):
-    """What processes agree by, on one server or several."""
-
-    def agree(self, kind: str, payload: bytes) -> list[bytes]: ...
-    def tell_failure(self, message: str) -> None: ...
-    def tell_strayed(self) -> None: ...
+"""Bytes passed back in one agreement; a row of the board holds more."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What a server says: what its processes do next and say of it, by rank; or which of them has failed, and how."""
+class _ServerMessage:
+    """Message of a server: the kind and payloads of its processes, by rank; or which of them has failed, and how."""
 
     kind: str = ""
     rows: Sequence[bytes] = ()
@@ -48,7 +40,7 @@ class _Said:
 
 
 class Servers:
-    """The servers of a training, as a process of one of them sees them."""
+    """The servers of a training, seen by a process of one of them."""
 
     def __init__(
         self,
@@ -57,12 +49,12 @@ class Servers:
         first: dist.ProcessGroup | None,
         collective: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """What a process of `board` sees.
+        """Connect a process of `board` with the other servers.
 
         Args:
             ranks: of the processes of every server.
             first: a process group of the servers' first processes; None: this is none of them.
-            collective: makes what is put around calls that only other servers can end.
+            collective: makes the context of collective calls.
         """
         self._board = board
         self._ranks = ranks
@@ -70,28 +62,28 @@ class Servers:
         self._collective = collective
 
     @property
-    def leads(self) -> bool:
-        """Whether this process speaks for its server."""
+    def is_local_first(self) -> bool:
+        """Whether this process exchanges messages for its server."""
         return self._board.rank == 0
 
     def agree(self, kind: str, payload: bytes) -> list[bytes]:
-        """What all processes say, by rank; errors as the board's."""
+        """Return the payloads of all processes, by rank; raises as `Board.agree`."""
         try:
             rows = self._board.agree(kind, payload)
         except PeerFailedError as error:
-            self._say(_Said(failed=(error.rank, error.message)))
+            self._send(_ServerMessage(failed=(error.rank, error.message)))
             raise
-        except PeerStrayed:
-            self._say(_Said(strayed=True))
+        except PeerDiverged:
+            self._send(_ServerMessage(strayed=True))
             raise
         except UsageError as error:
-            self._say(_Said(differ=str(error)))
+            self._send(_ServerMessage(differ=str(error)))
             raise
-        told = pickle.dumps(self._gathered(_Said(kind, rows))) if self.leads else b""
-        return self._combined(pickle.loads(self._handed_back(told)))
+        told = pickle.dumps(self._gather(_ServerMessage(kind, rows))) if self.is_local_first else b""
+        return self._combine(pickle.loads(self._hand_back(told)))
 
-    def _handed_back(self, told: bytes) -> bytes:
-        """Return what the server's first process hands to the others; `told`: what it is, in that process."""
+    def _hand_back(self, told: bytes) -> bytes:
+        """Pass `told` from the server's first process to its others; return it."""
         found = b""
         while True:  # a piece that is not full is the last one
             piece = self._board.agree(_BACK, told[len(found) : len(found) + _PIECE_BYTES])[0]
@@ -100,48 +92,44 @@ class Servers:
                 return found
 
     def tell_failure(self, message: str) -> None:
-        """Instead of the next agreement: this process has failed."""
+        """Report in place of the next agreement that this process has failed."""
         self._board.tell_failure(message)
-        self._say(_Said(failed=(self._board.number, message)))
+        self._send(_ServerMessage(failed=(self._board.number, message)))
 
-    def tell_strayed(self) -> None:
-        """Instead of the next agreement: all have to run the step again."""
-        self._board.tell_strayed()
-        self._say(_Said(strayed=True))
+    def tell_diverged(self) -> None:
+        """Report in place of the next agreement that all have to run the step again."""
+        self._board.tell_diverged()
+        self._send(_ServerMessage(strayed=True))
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
-        """Every server's `tensors`, on the host, become those of the first."""
-        if self.leads:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Copy host `tensors` of the first server to all others."""
+        if self.is_local_first:
             with torch.no_grad(), self._collective():
                 for tensor in tensors:
                     dist.broadcast(tensor, group=self._first, group_src=0)
 
-    def _say(self, said: _Said) -> None:
-        if self.leads:
-            self._gathered(said)
+    def _send(self, said: _ServerMessage) -> None:
+        if self.is_local_first:
+            self._gather(said)
 
-    def _gathered(self, said: _Said) -> list[_Said]:
+    def _gather(self, said: _ServerMessage) -> list[_ServerMessage]:
         found: list[Any] = [None] * len(self._ranks)
         with self._collective():
             dist.all_gather_object(found, said, group=self._first)
         return found
 
-    def _combined(self, told: Sequence[_Said]) -> list[bytes]:
+    def _combine(self, told: Sequence[_ServerMessage]) -> list[bytes]:
         for said in told:
             if said.failed is not None:
                 raise PeerFailedError(*said.failed)
         if any(said.strayed for said in told):
-            raise PeerStrayed
+            raise PeerDiverged
         differ = next((said.differ for said in told if said.differ), "")
         if differ:
             raise UsageError(differ)
         if len({said.kind for said in told}) > 1:
-            raise UsageError(
-                "the servers of this training do different things: "
-                + "; ".join(f"ranks {[*ranks]}: {said.kind}" for ranks, said in zip(self._ranks, told, strict=True))
-                + ". What an engine does with others (steps, evaluation by eval_batch, checkpoints) every process has to "
-                "do, in the same order."
-            )
+            kinds = [f"ranks {[*ranks]}: {said.kind}" for ranks, said in zip(self._ranks, told, strict=True)]
+            raise UsageError(DIFFERENT.format("servers", "; ".join(kinds)))
         by_rank = {
             rank: row
             for ranks, said in zip(self._ranks, told, strict=True)

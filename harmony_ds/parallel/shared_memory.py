@@ -1,8 +1,8 @@
-"""Host memory that exists once on a server, whichever of its processes looks at it.
+"""Host memory that the processes of a server share.
 
-It is one file that lies in memory and has no name (memfd): the first process makes it, the others open it through /proc,
-and it goes with the last of them, however they end. Its pages come into being where they are first written. All
-processes ask for memory in the same order, so that the same request has the same place.
+It is one anonymous file in memory (memfd): the first process creates it, the others open it through /proc, and it ends
+with the last of them. Its pages are allocated when they are first written. All processes ask for memory in the same
+order, so that the same request gets the same place.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from torch import Tensor
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _FIXED = 0x10  # MAP_FIXED
 _MOST_BYTES = 1 << 46
-"""The file's size: it takes what is written."""
+"""The file's size; only pages that are written take memory."""
 
 
 def make_file() -> int:
-    """A file of shared memory, all zeros."""
     file = os.memfd_create("harmony_ds", os.MFD_CLOEXEC)
     os.ftruncate(file, _MOST_BYTES)
     return file
 
 
 def open_file(pid: int, number: int) -> int:
-    """The file that the process `pid` has open as `number`.
+    """Open the file that the process `pid` has open as `number`.
 
     Raises:
         OSError: this process may not, or there is none.
@@ -39,7 +38,7 @@ def open_file(pid: int, number: int) -> int:
 
 
 class SharedMemory:
-    """Hands out the file's memory, from `begin` on."""
+    """Allocates the file's memory, from `begin` on."""
 
     def __init__(self, file: int, begin: int) -> None:
         self._file = file
@@ -47,18 +46,16 @@ class SharedMemory:
         self._maps: list[tuple[mmap.mmap, int]] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory that is the same in every process; zeros until somebody writes."""
         return self.at(self.reserve(math.prod(shape) * dtype.itemsize), shape, dtype)
 
     def reserve(self, nbytes: int) -> int:
-        """A place for `nbytes`, for `at`."""
+        """Reserve a place for `nbytes`, for `at`."""
         place = self._end
         self._end += -(-nbytes // _PAGE) * _PAGE
         assert self._end <= _MOST_BYTES
         return place
 
     def at(self, place: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The memory at a place that was reserved."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -66,15 +63,15 @@ class SharedMemory:
         self._maps.append((mapped, place))
         return torch.frombuffer(mapped, dtype=dtype, count=count).view(tuple(shape))
 
-    def give_back(self, tensor: Tensor) -> None:
-        """What was handed out as `tensor` is not used any more, by any process: its memory is free."""
+    def free(self, tensor: Tensor) -> None:
+        """Free the memory of `tensor`, which no process uses any more."""
         for mapped, _ in self._maps:
             address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
             if address == tensor.data_ptr():
                 mapped.madvise(mmap.MADV_REMOVE)
 
     def make_private(self) -> None:
-        """What has been handed out is this process's own from here on: what it writes, only it sees. Copies nothing."""
+        """Make all allocated memory this process's own, copied only where it is written."""
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

@@ -1,13 +1,12 @@
-"""Host memory in which processes leave gradients for each other: where they are added up on the host.
+"""Shared host memory in which processes leave gradients for each other, to be added up on the host.
 
-Every process has a few slots of its own, in memory that all see. Exchange n takes slot n modulo their number:
+Every process has a few slots of its own. Exchange n uses slot n modulo their number:
 
-    its owner       begin(n): when all are through with exchange n - slots, copies its gradients in
-    its thread of   others(n): says that they are there, waits until everybody's are, and reads its pieces of all
-    the updates     end(n): says that it is through with them
+    engine's thread   begin: when all have read exchange n - slots, copy gradients into the slot
+    update thread     all_slots(n): post that they are there, wait for all processes', read this one's pieces of all
+                      end(n): post that they are read
 
-Exchanges have the same numbers in all processes, and each process's thread takes them in their order: nobody waits for
-somebody who waits for him.
+Exchanges have the same numbers in all processes, and update threads run them in order: there is no deadlock.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from harmony_ds.parallel.board import Board
 from harmony_ds.parallel.shared_memory import SharedMemory
 
 
-class Slots:
-    """One process's view of them."""
+class GradientSlots:
+    """One process's view of the slots."""
 
     def __init__(self, board: Board, memory: SharedMemory, device: Device) -> None:
         self._board = board
@@ -35,19 +34,17 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Of this process's own."""
         return sum(slot.nbytes for slot in self._slots[self._board.rank])
 
     def fits(self, count: int, nbytes: int) -> bool:
-        """Whether there are `count` slots of `nbytes`."""
         own = self._slots[self._board.rank]
         return len(own) == count and min((slot.nbytes for slot in own), default=0) >= nbytes
 
     def make(self, count: int, nbytes: int) -> None:
-        """Exactly so many, of so many bytes; by all processes at the same time, when no exchange is under way."""
+        """Replace all slots by `count` of `nbytes` each; called by all processes, when no exchange is under way."""
         self.unlock()
         for slot in (slot for slots in self._slots for slot in slots):
-            self._memory.give_back(slot)
+            self._memory.free(slot)
         self._slots = [
             [self._memory.empty((nbytes,), torch.uint8) for _ in range(count)] for _ in range(self._board.size)
         ]
@@ -55,65 +52,66 @@ class Slots:
             self._device.host_lock(slot)
 
     def unlock(self) -> None:
-        """This process copies no gradients there any more."""
+        """Unlock this process's slots, when it copies no gradients there any more."""
         for slot in self._slots[self._board.rank]:
             self._device.host_free(slot)
 
     # ---- on the engine's thread
 
     def begin(self, check: Callable[[], None]) -> Tensor:
-        """This process's slot of the next exchange, when everybody is through with what was in it.
+        """Return this process's slot of the next exchange, when all have read its last one.
 
-        `check` raises what has ended this process's thread of the updates, for which it would be waited for ever.
+        `check` raises the error that has ended this process's update thread, if any: waiting would never end.
         """
         own = self._slots[self._board.rank]
         before = self._taken + 1 - len(own)
 
-        def through(other: int) -> bool:
+        def has_read(other: int) -> bool:
             if other == self._board.rank:
                 check()
-            return self._board.through_of(other) >= before
+            return self._board.read_of(other) >= before
 
-        self._board.wait(through, "added up gradients", among=range(self._board.size))
+        self._board.wait(has_read, "added up gradients", among=range(self._board.size))
         return own[self._taken % len(own)]
 
     def take(self) -> int:
-        """The number of the exchange that has begun: all processes take part in it."""
+        """Return the number of the exchange that has begun; all processes take part in it."""
         self._taken += 1
         return self._taken
 
-    # ---- on the thread of the updates
+    # ---- on the update thread
 
-    def others(self, number: int) -> list[Tensor]:
-        """Everybody's slot of exchange `number`, by rank, when they are filled. This process's own is."""
-        self._board.post_left(number)
-        self._board.wait(lambda other: self._board.left_of(other) >= number, "left its gradients on the host")
+    def all_slots(self, number: int) -> list[Tensor]:
+        """Wait until all have filled their slots of exchange `number`, as this process has; return them by rank."""
+        self._board.post_filled(number)
+        self._board.wait(lambda other: self._board.filled_of(other) >= number, "left its gradients on the host")
         return [slots[(number - 1) % len(slots)] for slots in self._slots]
 
     def end(self, number: int) -> None:
-        """This process has read all that it wants of exchange `number`."""
-        self._board.post_through(number)
+        """Post that this process has read exchange `number`."""
+        self._board.post_read(number)
 
 
 @dataclass(frozen=True, slots=True)
 class HostSum:
-    """The gradients that all processes have left in an exchange.
+    """Sum of the gradients that all processes have left in an exchange.
 
     Attributes:
-        pieces: elements of this process's piece of each parameter that any has a gradient of.
+        pieces: number of elements of this process's piece of each parameter that any process has a gradient of.
     """
 
     pieces: Mapping[str, int]
-    _slots: Slots
+    _slots: GradientSlots
     _number: int
-    _ranks: Mapping[str, Sequence[int]]  # who has a gradient
+    _ranks: Mapping[str, Sequence[int]]  # that have a gradient
     _elements: Mapping[str, slice]  # of a slot
 
     def write(self, means: Mapping[str, Tensor]) -> None:
-        """Fills `means`, one dimensional, with this process's pieces; on the thread of the updates, behind the arrival of
-        this process's own gradients. They are added up in the order of the ranks.
+        """Fill the one-dimensional `means` with this process's pieces, added up in the order of the ranks.
+
+        To be called on the update thread, when this process's own gradients have arrived.
         """
-        slots = self._slots.others(self._number)
+        slots = self._slots.all_slots(self._number)
         for name, mean in means.items():
             first, *more = (slots[rank].view(mean.dtype)[self._elements[name]] for rank in self._ranks[name])
             mean.copy_(first)

@@ -1,4 +1,4 @@
-"""The processes that train one model, as one of them sees the others: those of its server through memory."""
+"""The world of several processes that train one model; those of a server share memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import distributed as dist
 from harmony_ds.decomposer.graph import piece_of, share_of
 from harmony_ds.device.base import Device, Stream
 from harmony_ds.errors import PeerFailedError, UnsupportedError
-from harmony_ds.parallel.alone import Alone
-from harmony_ds.parallel.board import Board, PeerStrayed
+from harmony_ds.parallel.board import Board, PeerDiverged
 from harmony_ds.parallel.exchange import Exchange, bucket_bytes, buffer_bytes
-from harmony_ds.parallel.servers import Agreeing, Servers
+from harmony_ds.parallel.servers import Servers
 from harmony_ds.parallel.shared_memory import SharedMemory
-from harmony_ds.parallel.slots import HostSum, Slots
+from harmony_ds.parallel.single_process import SingleProcess
+from harmony_ds.parallel.slots import GradientSlots, HostSum
 
 T = TypeVar("T")
 _TRIED_BYTES = 16 * 2**20
@@ -29,14 +29,14 @@ _TRIES = 6
 _GRAIN = 1024
 
 
-class World(Alone):
-    """Several. What has to be done by all is done on the engine's thread; the thread of the updates only posts and polls.
+class World(SingleProcess):
+    """Several processes. They agree on the engine's thread; the update thread only posts and polls.
 
     Args of the constructor:
-        objects: a process group for what is not on a device.
-        exchange: over process groups of the devices'.
+        objects: a process group for host objects.
+        exchange: over process groups of the devices.
         ranks: of the processes of every server.
-        first: a process group of every server's first process, where there are several and this is one of them.
+        first: a process group of every server's first process, if there are several and this is one of them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class World(Alone):
         self.local_rank, self.local_size, self.servers = board.rank, board.size, len(ranks)
         self._board = board
         self._servers = Servers(board, ranks, first, self._collective) if self.servers > 1 else None
-        self._agreeing: Agreeing = self._servers or board
+        self._agreement: Board | Servers = self._servers or board
         self._first = first
         self.memory = memory
         self._objects = objects
@@ -61,13 +61,13 @@ class World(Alone):
         self._issued = torch.zeros(0, dtype=torch.int64)
         self._done = torch.zeros(0, dtype=torch.int64)
         self._norms = 0
-        self._told: BaseException | None = None  # the error that the others know of
+        self._reported: BaseException | None = None  # the error that the others know already
         self._left = False
         self._rates: tuple[float, float] | None = None
-        self._slots: Slots | None = None
+        self._slots: GradientSlots | None = None
 
     def name_parameters(self, names: Sequence[str]) -> None:
-        """The parameters whose updates are waited for."""
+        """Set the parameters whose updates are counted."""
         self._index = {name: index for index, name in enumerate(names)}
         self._issued = torch.zeros(len(names), dtype=torch.int64)
         self._done = torch.zeros(len(names), dtype=torch.int64)
@@ -84,13 +84,13 @@ class World(Alone):
         return piece_of(numel, self.local_rank, self.local_size)
 
     @property
-    def leads(self) -> bool:
+    def is_local_first(self) -> bool:
         return self.local_rank == 0
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         if self._servers is not None:
             self.agree("spread")
-            self._servers.spread(tensors)
+            self._servers.broadcast(tensors)
             self.agree("have spread")
 
     def host_empty(self, device: Device, numel: int, dtype: torch.dtype) -> Tensor:
@@ -105,7 +105,7 @@ class World(Alone):
         if self._left:
             return
         self._left = True
-        with suppress(PeerFailedError):  # what it had to update stays as it is
+        with suppress(PeerFailedError):  # its pieces stay as they are
             self._board.wait_versions(torch.arange(len(self._issued)), self._issued)
         if self._slots is not None:
             self._slots.unlock()
@@ -114,30 +114,31 @@ class World(Alone):
         self._end_groups()
 
     def _end_groups(self) -> None:
-        """Ends their threads, which may still hold tensors of the last exchange. One that lets go of those while the
-        interpreter ends would end the process by SIGABRT, whatever it has achieved (pytorch/pytorch#179291).
+        """End the groups' threads, which may still hold tensors of the last exchange.
+
+        A thread that frees those while the interpreter exits ends the process by SIGABRT (pytorch/pytorch#179291).
         """
         groups = [self._objects, *self._exchange.process_groups, *([] if self._first is None else [self._first])]
-        if self._told is None:  # else others may be in the middle of an exchange, and NCCL would wait for it
+        if self._reported is None:  # else others may be in the middle of an exchange, and NCCL would wait for it
             for group in dict.fromkeys(groups):  # in the same order everywhere
-                with suppress(ValueError):  # the program has ended all of them
+                with suppress(ValueError):  # the program has destroyed them already
                     dist.destroy_process_group(group)
-        # What the threads belong to ends with its last reference.
-        del self._objects, self._exchange, self._first, self._servers, self._agreeing
+        # The groups, and so their threads, end with their last references.
+        del self._objects, self._exchange, self._first, self._servers, self._agreement
 
     # ---- agreeing
 
     def agree(self, kind: str, payload: bytes = b"") -> list[bytes]:
         try:
-            return self._agreeing.agree(kind, payload)
+            return self._agreement.agree(kind, payload)
         except BaseException as error:
-            self._told = error
+            self._reported = error
             raise
 
     def any(self, kind: str, flag: bool) -> bool:
         return any(said == b"1" for said in self.agree(kind, b"1" if flag else b"0"))
 
-    def most(self, kind: str, number: int) -> int:
+    def max(self, kind: str, number: int) -> int:
         return max(int(said) for said in self.agree(kind, str(number).encode()))
 
     def all(self, kind: str, value: T) -> list[T]:
@@ -152,13 +153,13 @@ class World(Alone):
         if self.rank == 0:
             try:
                 made[0] = make()
-            except Exception as error:  # noqa: BLE001 - everybody's
-                made[1] = error if _travels(error) else RuntimeError(repr(error))
+            except Exception as error:  # noqa: BLE001 - raised in all processes
+                made[1] = error if _is_picklable(error) else RuntimeError(repr(error))
         self.agree(kind)
         with self._collective():
             dist.broadcast_object_list(made, group=self._objects, group_src=0)
         if made[1] is not None:
-            self._told = made[1]
+            self._reported = made[1]
             raise made[1]
         result: T = made[0]
         return result
@@ -169,31 +170,31 @@ class World(Alone):
             return self._exchange.mean(value.detach())
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def reporting_failures(self) -> Iterator[None]:
         try:
             yield
-        except PeerStrayed:
+        except PeerDiverged:
             raise
         except BaseException as error:
-            if error is not self._told and not self._left:
-                self._told = error
-                with suppress(PeerFailedError):  # this error, and not that nobody hears of it
-                    self._agreeing.tell_failure(f"{type(error).__name__}: {error}")
+            if error is not self._reported and not self._left:
+                self._reported = error
+                with suppress(PeerFailedError):  # this error is raised, not that one
+                    self._agreement.tell_failure(f"{type(error).__name__}: {error}")
             raise
 
-    def strayed(self) -> None:
-        self._agreeing.tell_strayed()
+    def tell_diverged(self) -> None:
+        self._agreement.tell_diverged()
 
     def give_up(self, why: str) -> None:
         self._board.give_up(why)
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """A call that only the others can end. Where it breaks, it cannot be called again: nobody goes on."""
+        """Give up if a collective call fails: connections are broken then, and no process can go on."""
         try:
             yield
         except RuntimeError as error:
-            peer = self._board.who_ended()
+            peer = self._board.ended_peer()
             cause = error if peer is None else PeerFailedError(peer, "its process ended in an exchange with others")
             self._board.give_up(f"its connections to the others are broken: {cause}")
             if cause is error:
@@ -206,7 +207,7 @@ class World(Alone):
         self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
-        ranks = self._who_has(f"reduce {kind}", names, gradients)
+        ranks = self._ranks_with_gradient(f"reduce {kind}", names, gradients)
         shapes = {name: leaves[name].numel() for name in ranks}
         if not shapes:
             return {}
@@ -214,38 +215,39 @@ class World(Alone):
         with self._collective():
             return self._exchange.reduce(device, shapes, gradients, dtype or self.gradient_dtype)
 
-    def _who_has(self, kind: str, names: Sequence[str], here: Collection[str]) -> dict[str, list[int]]:
-        """The ranks that have a gradient, for each of `names` that any has one of."""
+    def _ranks_with_gradient(self, kind: str, names: Sequence[str], here: Collection[str]) -> dict[str, list[int]]:
+        """Return the ranks that have a gradient, for each of `names` that any process has one of."""
         told = self.agree(kind, bytes(name in here for name in names))
         ranks = {name: [rank for rank, flags in enumerate(told) if flags[place]] for place, name in enumerate(names)}
         return {name: having for name, having in ranks.items() if having}
 
     def make_slots(self, device: Device, count: int, nbytes: int) -> None:
-        """Host memory for gradients that are reduced there: for `count` packs at a time, of `nbytes` at most, of each
-        process. By all of them, when no update is under way.
+        """Make host memory for gradients that are reduced there: for `count` packs of at most `nbytes`, in each process.
+
+        Called by all processes, when no update is under way.
         """
-        self._slots = self._slots or Slots(self._board, self.memory, device)
+        self._slots = self._slots or GradientSlots(self._board, self.memory, device)
         if not self._slots.fits(count, nbytes):
             self.agree(f"make {count} slots of {nbytes} bytes")
             self._slots.make(count, nbytes)
 
     def begin_on_host(self, check: Callable[[], None]) -> Tensor:
-        """Where this process copies its next gradients to that are reduced on the host: bytes that all see.
+        """Return the shared memory for this process's next gradients to be reduced on the host.
 
-        `check` raises what has ended this process's thread of the updates.
+        `check` raises the error that has ended this process's update thread, if any.
         """
         assert self._slots is not None
         return self._slots.begin(check)
 
     def reduce_on_host(self, kind: str, elements: Mapping[str, slice], here: Collection[str]) -> HostSum:
-        """What becomes of the gradients that the processes copy there.
+        """Return the sum of the gradients that all processes have copied to the host, for the update thread.
 
         Args:
-            elements: of what `begin_on_host` gave, by parameter: for all that may have a gradient.
-            here: those that have one in this process.
+            elements: of the memory of `begin_on_host`, for every parameter that may have a gradient.
+            here: the parameters that have one in this process.
         """
         assert self._slots is not None
-        ranks = self._who_has(f"reduce {kind} on the host", list(elements), here)
+        ranks = self._ranks_with_gradient(f"reduce {kind} on the host", list(elements), here)
         pieces, own = {}, {}
         for name in ranks:
             whole = elements[name]
@@ -274,7 +276,7 @@ class World(Alone):
             sent = self.sent_bytes
             large = min(_TRIED_BYTES, bucket_bytes(device.budget_bytes)) // 4
             few_ms, many_ms = (self._reduce_ms(device, numel) for numel in (_GRAIN * self.size, large))
-            # Of small buckets all the time may be fixed: then they are as fast as that.
+            # With small buckets nearly all time may be fixed.
             local, others = self.local_size, self.servers - 1
             nbytes = 4 * large * (local - 1 + others) / local
             self._rates = nbytes / max(many_ms - few_ms, many_ms / 8), few_ms
@@ -282,7 +284,6 @@ class World(Alone):
         return self._rates
 
     def _reduce_ms(self, device: Device, numel: int) -> float:
-        """The median time in which so many elements are reduced."""
         leaf = torch.zeros(numel, device=device.torch_device)
         samples = []
         for _ in range(_TRIES):
@@ -295,12 +296,12 @@ class World(Alone):
         return statistics.median(samples[1:])
 
     gradient_dtype = torch.float32
-    """In which gradients are added up; set when the engine is made."""
+    """The dtype that gradients are added up in; set when the engine is made."""
 
     def reduce_bytes(self, device: Device) -> int:
         return buffer_bytes(device.budget_bytes, self.servers)
 
-    def measured(self, gradient: Tensor) -> Tensor:
+    def norm_part(self, gradient: Tensor) -> Tensor:
         flat = gradient.reshape(-1).double()
         return torch.dot(flat, flat)
 
@@ -312,7 +313,7 @@ class World(Alone):
         self._board.post_norm(number, sum((part.item() for part in parts), 0.0))
 
         def norm() -> Tensor:
-            # Rounded once: its fp32 value does not depend on how the gradients are cut into pieces.
+            # Rounded once, so that the fp32 value does not depend on how gradients are cut into pieces.
             squares = torch.tensor(self._board.norm_parts(number), dtype=torch.float64)
             total = torch.zeros((), dtype=torch.float64)
             for square in squares:
@@ -343,9 +344,9 @@ class World(Alone):
         return torch.tensor([self._index[name] for name in names], dtype=torch.int64)
 
 
-def _travels(error: Exception) -> bool:
+def _is_picklable(error: Exception) -> bool:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever it holds
+    except Exception:  # noqa: BLE001 - attributes may raise anything
         return False
     return True

@@ -1,4 +1,4 @@
-"""A model's parameters while an engine has them: every use passes their links."""
+"""Parameters of a model that an engine trains: every use of one goes through its link."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _DESCRIPTIONS = frozenset(
     "dim stride is_contiguous element_size is_floating_point is_complex get_device storage_offset __len__ ndimension "
     "_has_compatible_shallow_copy_type is_same_size register_hook".split()
 )
-"""What says nothing about a parameter's values."""
+"""Attributes and functions that do not depend on a parameter's values."""
 _REFUSED = {
     "register_post_accumulate_grad_hook": "a gradient is complete only when its pack's group is: use register_hook, or "
     "read .grad between backward() and step()",
     "share_memory_": "its memory is a slab of the engine's: hand out clones",
 }
 _past_gate = threading.local()
-"""Whether this thread is past it: what a link does to its parameter is not asked again."""
+"""Whether this thread has passed the gate: a link's own use of its parameter does not pass it again."""
 
 
 class EngineParameter(nn.Parameter):
-    """A parameter while an engine has it. Copies and pickles of it, and what its class makes, are plain parameters."""
+    """A parameter that an engine trains. Its copies and pickles, and objects that this class makes, are plain."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
         return nn.Parameter(*args, **kwargs)
@@ -117,7 +117,7 @@ def _writes(name: str, descriptor: str, kwargs: dict[str, Any]) -> bool:
 
 
 class ParameterLinks:
-    """Gives every parameter of a model its link, and takes them back."""
+    """Links of all parameters of a model, until `remove`."""
 
     def __init__(self, store: HostStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
         self._owner = owner
@@ -128,7 +128,7 @@ class ParameterLinks:
             parameter.__class__ = EngineParameter
 
     def apply_user_writes(self) -> None:
-        """Between steps: masters follow what was written into weights by hand.
+        """Make masters follow what the user wrote into weights between steps.
 
         Raises:
             ModelError: a parameter has been given other memory.
@@ -136,20 +136,20 @@ class ParameterLinks:
         with ungated():
             for link in self._links:
                 link.check_memory()
-        ahead = [link for link in self._links if link.may_be_newer]
-        if ahead:
-            self._owner.finish()  # masters, too, may be newer on the device
-        for link in ahead:
+        newer = [link for link in self._links if link.may_be_newer]
+        if newer:
+            self._owner.finish()  # masters may be newer on the device, too
+        for link in newer:
             link.update_master()
 
     def refresh_aliases(self) -> None:
-        """After a step: what shares a parameter's memory shows the update, as in plain PyTorch."""
+        """Make tensors that share a parameter's memory show the update of a step, as in plain PyTorch."""
         for link in self._links:
             if link.has_aliases:
                 self._owner.materialize(link.name)
 
     def remove(self) -> None:
-        """Leaves the parameters as plain ones."""
+        """Make the parameters plain ones again."""
         for parameter in self._parameters.values():
             parameter.__class__ = nn.Parameter
             parameter.__dict__.pop("_hp_mapping", None)

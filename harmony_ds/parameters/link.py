@@ -1,4 +1,4 @@
-"""One parameter, its master and its state: what reading and writing it means while an engine has it."""
+"""Reads and writes of one parameter, its master, state and gradient, while an engine trains it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from harmony_ds.offload.host_store import HostStore, ungated
 
 
 class Owner(Protocol):
-    """What an engine does for its parameters' links. `name` is a parameter's."""
+    """Services of an engine for the links of its parameters; `name` is a parameter's."""
 
-    def finish(self) -> None: ...  # makes every weight, master and state on the host true
-    def materialize(self, name: str) -> None: ...  # makes this weight on the host true
-    def before_write(self, name: str) -> None: ...  # runs what was called with its values, or raises
-    def gradient(self, name: str) -> Tensor | None: ...  # itself, not scaled: what is written into it is used
-    def put_gradient(self, name: str, value: Tensor | None) -> None: ...  # in the place of what has gathered
+    def finish(self) -> None: ...  # brings all weights, masters and states on the host up to date
+    def materialize(self, name: str) -> None: ...  # brings this weight on the host up to date
+    def before_write(self, name: str) -> None: ...  # runs queued calls, which need its values, or raises
+    def gradient(self, name: str) -> Tensor | None: ...  # the accumulated tensor itself, not scaled
+    def put_gradient(self, name: str, value: Tensor | None) -> None: ...  # replaces the accumulated one
 
 
 class ParameterLink:
-    """One parameter, its place in its slab, its master if it is trained, and that one's state."""
+    """Link of one parameter to its memory in a slab, its master if it is trained, and the optimizer's state."""
 
     def __init__(self, name: str, store: HostStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
         self.name = name
@@ -34,13 +34,13 @@ class ParameterLink:
         self._optimizer = optimizer
         self._master = store.masters[name] if optimizer is not None and optimizer.trains(name) else None
         self._apart = None if self._master is self._parameter else self._master  # the master that follows the weight
-        self._aliases = WeakIdKeyDictionary()  # the tensors that share its memory, as long as somebody keeps them
+        self._aliases = WeakIdKeyDictionary()  # living tensors that share its memory
         self._is_touched = False  # it may have been written since its master followed
 
     # ---- the gate
 
     def before(self, writes: bool = False) -> None:
-        """Before somebody reads or changes (`writes`) its values, or gets at its memory: waits for its update."""
+        """Wait for the parameter's update before its values are read or changed (`writes`)."""
         if writes:
             self.owner.before_write(self.name)
         self.owner.materialize(self.name)
@@ -48,7 +48,11 @@ class ParameterLink:
 
     @torch.no_grad()
     def replace(self, value: Tensor) -> None:
-        """`parameter.data = value`: its values, in the parameter's own memory; ModelError if they are of another kind."""
+        """Copy `value` into the parameter's own memory (`parameter.data = value`).
+
+        Raises:
+            ModelError: it has another shape, dtype or device.
+        """
         own = self._weight
         kinds = [f"{tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}" for tensor in (value, own)]
         if kinds[0] != kinds[1]:
@@ -56,30 +60,30 @@ class ParameterLink:
                 f"{self.name} is to become {kinds[0]}, but its engine trains it as {kinds[1]}: change a model's shapes and "
                 'dtypes before initialize, and choose the dtype in the ds_config ("bf16", "fp16").'
             )
-        if value.data_ptr() != own.data_ptr():  # `kept = p.data; p.data = average`: what is kept keeps its values
+        if value.data_ptr() != own.data_ptr():  # `kept = p.data; p.data = average`: `kept` keeps its values
             for alias in list(self._aliases):
                 alias.data = alias.clone()
             self._aliases.clear()
         own.copy_(value.clone() if _same_memory(value, own) else value)
 
     def note_alias(self, result: Tensor) -> None:
-        """`result` came of the parameter: whoever keeps it may share its memory."""
+        """Note `result`, made of the parameter, if it shares the parameter's memory."""
         if result is not self._parameter and _same_memory(result, self._weight):
             self._aliases[result] = None
 
     @property
     def has_aliases(self) -> bool:
-        """Whether somebody keeps a tensor that shares its memory."""
+        """Whether another living tensor shares its memory."""
         return len(self._aliases) > 0
 
     @property
     def may_be_newer(self) -> bool:
-        """Whether its master may have to follow it: no version tells of all writes into memory that somebody keeps."""
+        """Whether the weight may be newer than its master; writes through aliases raise no version that tells."""
         return self._apart is not None and (self._is_touched or self.has_aliases)
 
     @torch.no_grad()
     def update_master(self) -> None:
-        """Makes the master follow what was written into the parameter. Both are true on the host."""
+        """Copy weights that differ from the master into it. Both must be up to date on the host."""
         self._is_touched = False
         master, weight = self._apart, self._weight
         if master is not None:
@@ -88,36 +92,38 @@ class ParameterLink:
                 master.copy_(torch.where(changed, weight.to(master.dtype), master))
 
     def check_memory(self) -> None:
-        """Raises ModelError if the parameter has been given other memory. To be called ungated."""
+        """Raise ModelError if the parameter has been given other memory. To be called ungated."""
         if self._parameter.data_ptr() != self._weight.data_ptr():
             raise ModelError(
-                f"{self.name} has been given other memory behind its engine's back (torch.utils.swap_tensors, or a "
-                "library that assigns storages): copy values into it instead, or initialize again."
+                f"{self.name} has been given other memory than its engine's (by torch.utils.swap_tensors, or by a library "
+                "that assigns storages): copy values into it instead, or initialize again."
             )
 
     def check_requires_grad(self, wanted: bool) -> None:
-        """Raises UnsupportedError if the parameter is to be thawed, and its engine has no master and no state of it."""
+        """Raise UnsupportedError if the parameter is to be thawed, and its engine has no master and no state of it."""
         with ungated():
             thaws = wanted and not self._parameter.requires_grad
         if thaws and self._master is None and self._optimizer is not None:
             raise UnsupportedError(
                 f"{self.name} is not trained by this engine: it did not require a gradient, or was not among the "
                 "optimizer's parameters, when initialize was called. To thaw it later, let it be trained at initialize and "
-                "freeze it behind that (requires_grad_(False)), or initialize again."
+                "freeze it after that (requires_grad_(False)), or initialize again."
             )
 
     # ---- masters, state and gradients, under DeepSpeed's names
 
     def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor | None:
-        """A copy of the fp32 master, or of the optimizer state of that name (ValueError: there is none yet); None if the
-        parameter is not trained.
+        """Return a copy of the fp32 master, or of the optimizer state of that name; None if it is not trained.
+
+        Raises:
+            ValueError: there is no such state yet.
         """
         found = self._trained(optim_state_key)
         return None if found is None else found.detach().float().clone()
 
     @torch.no_grad()
     def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Replaces the master (and the weight with it), or the optimizer state of that name."""
+        """Replace the master and the weight, or the optimizer state of that name."""
         self.owner.before_write(self.name)
         found = self._trained(optim_state_key)
         if found is None:
@@ -140,13 +146,12 @@ class ParameterLink:
         return found
 
     def get_full_hp_grad(self) -> Tensor | None:
-        """A copy of the gradient so far, in fp32, unscaled and not clipped; None if the parameter has none."""
+        """Return a copy of the gradient so far, in fp32, unscaled and not clipped; None if there is none."""
         found = self.owner.gradient(self.name)
         return None if found is None else found.detach().to("cpu", torch.float32).clone()
 
     @torch.no_grad()
     def set_full_hp_grad(self, value: Tensor) -> None:
-        """Replaces the gradient, if there is one."""
         found = self.owner.gradient(self.name)
         if found is not None:
             found.copy_(value)

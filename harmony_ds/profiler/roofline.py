@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from harmony_ds.device.watching import Watching
+from harmony_ds.device.live_bytes import EagerDispatchMode
 from harmony_ds.errors import ModelError
 from harmony_ds.profiler.hardware import KernelRates
 
@@ -62,7 +62,7 @@ _FLASH_HEAD = 256
 """The largest head that CUDA's flash attention takes."""
 
 
-class RooflineClock(Watching):
+class RooflineClock(EagerDispatchMode):
     """Counts what every operation issued inside the context would take.
 
     Attributes:

@@ -4,7 +4,7 @@ SWAP_IN    residency.swap_in         FORWARD    lane -> layer_calls.forward, unt
                                                 FORWARD_FOR_GRAPH as well, and BACKWARD_FROM_GRAPH as BACKWARD
 GATHER     world.gather              FUSED      lane -> layer_calls.run_attached, loss, backward
 EVICT      residency.evict           BACKWARD   inter_layer.propagate_due, layer_calls.backward, in reverse
-STASH_*    stash.move_out, .bring_in
+STASH_*    stash.swap_out, .swap_in
 
 What becomes of the gradients is `updates`'.
 """
@@ -170,7 +170,7 @@ class Executor:
     def abandon(self) -> None:
         """Free everything on the device but resident packs, after a failure; the updater drops gradients on the host."""
         self._parts.stash.abandon()
-        self._parts.device_store.forget_gradients()
+        self._parts.device_store.clear_gradients()
         for pack in list(self._copies):
             self._free(pack)
         self.updates.abandon()
@@ -214,7 +214,7 @@ class Executor:
             self._copies.clear()
             self._copies.update(always)
             for index, copy in self._copies.items():  # more may have turned out to be used between layers
-                self._parts.residency.join(copy, plan.packs[index].parameters)
+                self._parts.residency.add_parameters(copy, plan.packs[index].parameters)
         self._plan = plan
         tasks = enumerate(plan.tasks)
         self._first = next((place for place, task in tasks if task.micro_batch >= 0), len(plan.tasks))
@@ -240,9 +240,9 @@ class Executor:
         names = [self._plan.packs[index].parameters for index in resident]
         if self._parts.updater is not None and not self._parts.device_store.holds(names):
             self._parts.updater.wait_all()
-        self._copies.update(zip(resident, self._parts.device_store.hold(names), strict=True))
+        self._copies.update(zip(resident, self._parts.device_store.make_resident(names), strict=True))
         for index in resident:
-            self._parts.residency.follow(self._copies[index])
+            self._parts.residency.apply_user_settings(self._copies[index])
 
     def _swap_in(self, task: Task) -> None:
         pack, world, shared = self._plan.packs[task.pack], self._parts.world, self._plan.policy.shared
@@ -252,7 +252,7 @@ class Executor:
         self._parts.timeline.waited()
         rank, devices = (world.local_rank, world.local_size) if shared else (0, 1)
         copy = self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters, rank=rank, devices=devices)
-        self._parts.residency.follow(copy)
+        self._parts.residency.apply_user_settings(copy)
         if not shared:
             self._came(pack)
 
@@ -378,10 +378,10 @@ class Executor:
     # ---- stash
 
     def _stash_out(self, task: Task) -> None:
-        self._parts.stash.move_out(self._entries(task))
+        self._parts.stash.swap_out(self._entries(task))
 
     def _stash_in(self, task: Task) -> None:
-        self._parts.stash.bring_in(self._entries(task))
+        self._parts.stash.swap_in(self._entries(task))
 
     def _entries(self, task: Task) -> list[StashEntry]:
         calls = self._micro_batches[task.micro_batch].calls_in(self._plan.packs[task.pack])

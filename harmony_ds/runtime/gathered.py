@@ -27,7 +27,7 @@ class GatheredGradients:
         """
         parts = self._parts
         assert parts.gradients is not None and parts.updater is not None
-        own = parts.own.take(names)
+        own = parts.user_gradients.pop(names)
         if own:
             parts.updater.receive(parts.gradients.on_host(own))
             if measure:
@@ -46,8 +46,8 @@ class GatheredGradients:
     def to_device(self, names: tuple[str, ...]) -> None:
         """Move gradients of `names`, which are updated on the device, there from the host."""
         assert self._parts.updater is not None
-        on_host = self._parts.updater.take(names) if self._moved else {}
-        for gradients in (on_host, self._parts.own.take(names)):
+        on_host = self._parts.updater.pop_gradients(names) if self._moved else {}
+        for gradients in (on_host, self._parts.user_gradients.pop(names)):
             for name, gradient in gradients.items():
                 self._parts.device_store.add_gradient(name, gradient)
 
@@ -71,12 +71,12 @@ class GatheredGradients:
     def drop(self, names: Iterable[str]) -> None:
         """Drop the gradients of `names`."""
         assert self._parts.updater is not None and self._parts.gradients is not None
-        self._parts.gradients.never_came(names)
-        self._parts.updater.drop(tuple(names))
-        self._parts.device_store.forget_gradients(names)
+        self._parts.gradients.discard_received(names)
+        self._parts.updater.drop_gradients(tuple(names))
+        self._parts.device_store.clear_gradients(names)
         for copy in self._unlayered():
             for name in names:
-                self._parts.residency.forget_gradient(copy, name)
+                self._parts.residency.clear_gradient(copy, name)
 
     def used(self) -> None:
         """End the step."""

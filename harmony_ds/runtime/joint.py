@@ -101,6 +101,9 @@ class JointLane:
             lane.close()
 
 
+_CALLED = ("index", "seed", "forward", "autocast", "backward_autocast", "context", "state", "home")
+
+
 @dataclass(slots=True, eq=False)
 class JointMicroBatch(MicroBatch):
     """Several micro-batches as one."""
@@ -112,19 +115,9 @@ class JointMicroBatch(MicroBatch):
     @staticmethod
     def of(members: Sequence[MicroBatch], joins: Joins) -> JointMicroBatch:
         """Join `members`, which were called in the same modes; random numbers are those of the first one."""
-        first = members[0]
+        first = {name: getattr(members[0], name) for name in _CALLED}
         return JointMicroBatch(
-            index=first.index,
-            seed=first.seed,
-            forward=first.forward,
-            objective=lambda outputs: _sum_of(members, outputs),
-            autocast=first.autocast,
-            backward_autocast=first.backward_autocast,
-            context=first.context,
-            state=first.state,
-            home=first.home,
-            members=members,
-            joins=joins,
+            objective=lambda outputs: _sum_of(members, outputs), members=members, joins=joins, **first
         )
 
     @property

@@ -15,11 +15,11 @@ from harmony_ds.device.base import Device
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer
-from harmony_ds.offload.own_gradients import OwnGradients
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
-from harmony_ds.parallel import Alone
+from harmony_ds.offload.user_gradients import UserGradients
+from harmony_ds.parallel import SingleProcess
 from harmony_ds.runtime.timeline import StepTimeline
 
 
@@ -41,7 +41,7 @@ class Parts:
     joins: Joins
     random: RandomStreams
     timeline: StepTimeline
-    own: OwnGradients
-    world: Alone
-    follow_masters: Callable[[Iterable[str]], None]
+    user_gradients: UserGradients
+    world: SingleProcess
+    copy_masters_to_weights: Callable[[Iterable[str]], None]
     """Make weights of the compute dtype follow their masters."""

@@ -66,7 +66,7 @@ class Streamer:
         if self._open:
             yield
             return
-        self._device_store.refresh()
+        self._device_store.sync_to_device()
         with (
             self.on_device(unlayered, order) as copy,
             self._installation.installed(copy.leaves),

@@ -17,7 +17,7 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
-from harmony_ds.calls.switches import read_switches, set_switches
+from harmony_ds.calls.contract import read_switches, set_switches
 from harmony_ds.device.base import Device
 
 _C: Any = torch._C

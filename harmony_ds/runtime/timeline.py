@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-from harmony_ds.device.base import Device, Issuing, Moment, Stream
+from harmony_ds.device.base import Device, Stream, StreamContext, Timestamp
 from harmony_ds.scheduler.plan import Plan, Task
 from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, Span, of_device
 from harmony_ds.scheduler.trace import ExecutedStep
@@ -33,7 +33,7 @@ class _Entry:
     begin_ms: float
     end_ms: float = 0.0
     device_bytes: int = 0
-    moments: dict[Stream, list[Moment]] = field(default_factory=lambda: defaultdict(list))
+    moments: dict[Stream, list[Timestamp]] = field(default_factory=lambda: defaultdict(list))
     host_ms: list[float] = field(default_factory=list)  # appended by the update thread
 
 
@@ -73,7 +73,7 @@ class StepTimeline:
         recorded = self._steps = []
         executed: list[ExecutedStep] = []
         try:
-            with self._device.copies_watched(self._watched):
+            with self._device.watching_copies(self._watched):
                 yield executed
         finally:
             self._steps = None
@@ -114,18 +114,18 @@ class StepTimeline:
     def computes(self) -> None:
         """From here on the task that is open issues work on the compute stream, to its end."""
         if self._open is not None:
-            self._open.moments[Stream.COMPUTE].append(self._device.moment(Stream.COMPUTE))
+            self._open.moments[Stream.COMPUTE].append(self._device.timestamp(Stream.COMPUTE))
 
     @contextmanager
-    def _watched(self, stream: Stream, issuing: Issuing) -> Iterator[None]:
+    def _watched(self, stream: Stream, issuing: StreamContext) -> Iterator[None]:
         """Around copies that are issued on `stream`."""
         moments = None if self._open is None else self._open.moments[stream]
         with issuing:
             if moments is not None:
-                moments.append(self._device.moment(stream))
+                moments.append(self._device.timestamp(stream))
             yield
             if moments is not None:
-                moments.append(self._device.moment(stream))
+                moments.append(self._device.timestamp(stream))
 
     def host_work(self) -> AbstractContextManager[None]:
         """To be put around work that is queued now, when it is done."""
@@ -154,7 +154,7 @@ class StepTimeline:
     def _device_spans(self, step: _Step) -> Iterator[Span]:
         """One span for all that a task did on a stream."""
         parts = [(entry.task, stream, times) for entry in step.entries for stream, times in entry.moments.items()]
-        ends = self._device.read_moments([moment for _, _, times in parts for moment in (times[0], times[-1])])
+        ends = self._device.read_timestamps([moment for _, _, times in parts for moment in (times[0], times[-1])])
         for (task, stream, _), begin, end in zip(parts, ends[::2], ends[1::2], strict=True):
             track = of_device(_TRACKS[stream], step.plan.packs[task.pack].device)
             yield Span(track, begin - step.begin_ms, end - step.begin_ms, (task,))

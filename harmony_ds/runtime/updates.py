@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from harmony_ds.device.base import Event, Stream
-from harmony_ds.offload.host_gradients import GradientTransfer, LeftGradients
+from harmony_ds.offload.host_gradients import GradientTransfer, PostedGradients
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.updater import Clipping, GradientNorm
@@ -60,7 +60,7 @@ class Updates:
         self._sends: Counter[int] = Counter()  # pack -> how often its gradients leave in the plan
         self._to_send: Counter[int] = Counter()  # and are still to leave
         self._reduced: dict[int, dict[str, Tensor]] = {}  # pack -> this device's pieces of its gradients
-        self._left: dict[int, LeftGradients] = {}  # pack -> its gradients, which are to be reduced on the host
+        self._left: dict[int, PostedGradients] = {}  # pack -> its gradients, which are to be reduced on the host
         self._leaving: dict[int, tuple[list[Tensor], Event]] = {}
         self._hyper: Hyper = ()
         self._clipping: Clipping | None = None
@@ -114,7 +114,7 @@ class Updates:
         updater.measure(names)
         outcome.norm = updater.norm(clipping)
         norm = outcome.norm.result()
-        gradients = updater.take(names)
+        gradients = updater.pop_gradients(names)
         if clipping.skip_overflow and norm.overflow:
             outcome.overflow = True
             return
@@ -122,7 +122,7 @@ class Updates:
             for gradient in gradients.values():
                 gradient.mul_(norm.coefficient)
         outcome.updates_issued = 1  # from here on, it is not known what has been changed
-        optimizer.step_whole(gradients, lambda: self._parts.follow_masters(gradients))
+        optimizer.step_whole(gradients, lambda: self._parts.copy_masters_to_weights(gradients))
 
     def update_own(self, hyper: Hyper, clipping: Clipping | None) -> None:
         """Update from what the user's own backward passes left on host parameters, and nothing else."""
@@ -154,7 +154,7 @@ class Updates:
         parts, copy, kind = self._parts, self._copies[task.pack], f"of pack {task.pack}"
         if self._plan.policy.reduce_on_host:
             assert parts.gradients is not None and parts.updater is not None
-            transfer, write = parts.gradients.reduced(kind, self._left.pop(task.pack), self._held)
+            transfer, write = parts.gradients.reduce_posted(kind, self._left.pop(task.pack), self._held)
             parts.updater.reduce(write)
             self._receive(task, transfer)
         else:
@@ -169,7 +169,7 @@ class Updates:
         own = parts.residency.gradients(copy)
         if self._plan.policy.reduce_on_host:
             trained = {name: leaf for name, leaf in copy.leaves.items() if leaf.requires_grad}
-            left = self._left[task.pack] = parts.gradients.leave(own, trained, parts.updater.surface)
+            left = self._left[task.pack] = parts.gradients.post(own, trained, parts.updater.raise_failure)
             self._leaving[task.pack] = [*own.values()], left.arrived
             return
         reduced = self._reduced.pop(task.pack, None)
@@ -212,7 +212,7 @@ class Updates:
         if self._clipping.skip_overflow and self.outcome.norm.result().overflow:
             self.outcome.overflow = True
             updater.discard()
-            store.forget_gradients()
+            store.clear_gradients()
 
     def _update(self, task: Task) -> None:
         assert self._parts.updater is not None

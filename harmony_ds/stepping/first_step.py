@@ -33,8 +33,8 @@ def prove(
     unlike = runner.at_their_calls or any(ticket.micro_batch.forwarded for ticket in tickets)
     if runner.world.any("compare losses", unlike):
         return False
-    random = runner.planner.joins_calls and runner.planner.joins_are_random
-    if runner.world.any("draw other numbers", random):  # losses are not those of single micro-batches
+    sizes = runner.planner.sizes
+    if runner.world.any("draw other numbers", sizes.joins_random_calls):  # losses are not those of single micro-batches
         return True
     unseen = False
     try:
@@ -43,7 +43,7 @@ def prove(
                 with as_called(ticket):
                     loss = loss_of(sample_of(ticket))
                 if loss is not None:
-                    alike = close if runner.planner.joins_calls else comparison(loss.device)
+                    alike = close if sizes.joins_calls else comparison(loss.device)
                     ticket.expected = partial(_check, runner.contract, ticket.micro_batch.index, alike, loss)
     except UnseenError:  # the step will find it, too, and measure anew
         unseen = True

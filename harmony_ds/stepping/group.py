@@ -23,7 +23,7 @@ from harmony_ds.errors import BatchError, ModelError, UnsupportedError
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
-from harmony_ds.parallel import PeerStrayed
+from harmony_ds.parallel import PeerDiverged
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
 from harmony_ds.stepping.direct import EngineBackward
 from harmony_ds.stepping.first_step import prove
@@ -169,7 +169,7 @@ class StepGroup(Queue):
     def _as_called(self, ticket: QueuedMicroBatch) -> Iterator[None]:
         """Run forward passes as `ticket` was called, not counted, while open."""
         with (
-            self._parts.calls.ledger.aside(),
+            self._parts.calls.ledger.excluded(),
             ticket.aside(),
             Autocast.entered(ticket.micro_batch.autocast),
             self._contract.running(),
@@ -331,11 +331,11 @@ class StepGroup(Queue):
 
         def diverged(error: Exception) -> None:
             again = not once and (self.propagated or not behind_others)
-            if isinstance(error, PeerStrayed):
+            if isinstance(error, PeerDiverged):
                 if not again:
                     raise error
             elif again:
-                self._world.strayed()
+                self._world.tell_diverged()
             else:
                 raise UnsupportedError(
                     "a micro-batch takes another way through the model than those that were measured (LayerDrop, or code "
@@ -354,7 +354,7 @@ class StepGroup(Queue):
         for _ in range(_ATTEMPTS):
             try:
                 return run()
-            except (OffPlanError, UnseenError, PeerStrayed) as error:
+            except (OffPlanError, UnseenError, PeerDiverged) as error:
                 diverged(error)
                 for ticket in tickets:
                     self._measure(ticket)
@@ -373,7 +373,7 @@ class StepGroup(Queue):
                 ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._parts.module)
                 self._measure(ticket)
             micro_batches.append(micro_batch)
-        with self._parts.calls.ledger.aside():
+        with self._parts.calls.ledger.excluded():
             self._runner.evaluate(micro_batches)
         return [micro_batch.outputs.detach() for micro_batch in micro_batches]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
@@ -17,7 +17,7 @@ from harmony_ds.errors import DoesNotFitError, ModelError
 from harmony_ds.measuring.measuring import Measuring
 from harmony_ds.measuring.profile_cache import ProfileFile
 from harmony_ds.measuring.sample import Sample, Shapes, shapes_of
-from harmony_ds.offload.host_limits import free_host_bytes
+from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine, Profile
@@ -30,15 +30,14 @@ from harmony_ds.scheduler.plan import Plan, Policy
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, doubling, rank_sizes
+from harmony_ds.scheduler.sizes import WHOLE, Sizes
 from harmony_ds.scheduler.swaps import Swaps, swaps_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
+from harmony_ds.stepping.call_sizes import CallSizes
 
 _logger = logging.getLogger(__name__)
 
 _TOP = 10
-_GAIN = 0.99
-"""A larger set of micro-batches is tried further only if it is at least this much faster."""
 
 
 class Planner:
@@ -62,16 +61,9 @@ class Planner:
             servers=parts.world.servers,
             pipeline=parts.device.count,
         )
-        self.wanted_sizes = Sizes.wanted(config.harmony.micro_batch) if saved is None else Sizes.of(saved.policy)
-        """Sizes as configured; None: as the search finds best."""
         self.graph = graph
         """Layers, and their call order once a micro-batch has been seen."""
         self._costs: CostTable | None = None
-        self._alone: CostTable | None = None  # of single micro-batches, where the plan is of several as one
-        self.together = 1
-        """How many micro-batches' layer calls are joined."""
-        if saved is not None:
-            self.together = saved.policy.together
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
         self._measured: list[tuple[Shapes, bytes]] = []
@@ -87,6 +79,7 @@ class Planner:
         if config.autocast_dtype is not None:
             dtypes += f", autocast to {config.autocast_dtype}"
         self.measuring = Measuring(parts, decomposition.layers, graph, ProfileFile(path, graph, dtypes, parts.device))
+        self.sizes = CallSizes(parts, config, self.measuring, saved)
 
     @property
     def plan(self) -> Plan | None:
@@ -102,7 +95,7 @@ class Planner:
     @property
     def costs_alone(self) -> CostTable:
         """Costs of a single micro-batch."""
-        alone = self._alone
+        alone = self.sizes.alone
         return alone if alone is not None and alone.calls == self.costs.calls else self.costs
 
     @property
@@ -135,23 +128,6 @@ class Planner:
         self._measured.append((shapes_of(sample.inputs), sample.modes))
         return moved
 
-    def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
-        """Yield costs in slices of the wanted size, or of every size that promises to fit, the fastest first."""
-        wanted, together = self.wanted_sizes, self.together
-        plan = self.plan or self._saved
-        if together > 1 and plan is not None:  # as it was chosen
-            self._see_alone(sample)
-            yield Sizes.of(plan.policy), self._of_set(sample, together, Sizes.of(plan.policy)).tables[0][1]
-            return
-        if (joined := self.joined(sample)) is not None:
-            yield joined[0], joined[1].tables[0][1]
-            return
-        profile = self.measuring.profile(sample, wanted)
-        if wanted is not None:
-            yield wanted, profile.tables[0][1]
-            return
-        yield from self.ranked(sample, profile)
-
     def ranked(self, sample: Sample, profile: Profile) -> Iterator[tuple[Sizes, CostTable]]:
         """Yield sizes of layer calls below and above the micro-batch with their costs, those of the fastest plan first.
 
@@ -166,84 +142,16 @@ class Planner:
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
             return self._choose(graph, costs, self._group_size, sizes, thorough=False)[0]
 
-        in_slices: list[Sizes] = []
-        failure: DoesNotFitError | None = None
-        try:
-            in_slices = rank_sizes(profile, sample.rows, choose)
-        except DoesNotFitError as error:
-            failure = error
-        if in_slices and self.may_join:
-            self._see_alone(sample)
-            one_by_one = choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
-            for table in self._faster_sets(sample, one_by_one, choose):
-                yield WHOLE, table
-        self.together, self._alone = 1, None
-        if failure is not None:
-            raise failure
-        for sizes in in_slices:
-            yield sizes, self.measuring.in_slices(sample, profile, sizes)
-
-    def joined(self, sample: Sample) -> tuple[Sizes, Profile] | None:
-        """Return slices, and costs, of as many micro-batches as make the larger of the configured sizes; None: of one."""
-        wanted = self.wanted_sizes
-        if wanted is None or not self.may_join:
-            return None
-        asked, rows = (wanted.forward, wanted.backward), self._parts.world.most("rows to join", sample.rows)
-        if max(asked) <= rows:
-            return None
-        together = min(-(-max(asked) // rows), self._group_size)
-        sizes = Sizes(*(size if size < together * rows else 0 for size in asked))
-        self._see_alone(sample)
-        return sizes, self._of_set(sample, together, sizes)
-
-    @property
-    def may_join(self) -> bool:
-        """Whether layer calls may take the rows of several micro-batches at once."""
-        wanted = self._settings.grouping and self._group_size > 1
-        return wanted and not self._parts.world.any("join calls", self._parts.joins.are_off)
-
-    def _see_alone(self, sample: Sample) -> None:
-        """Measure what a micro-batch costs by itself, where several may be one, and where its calls hold the rows."""
-        single = self.measuring.profile(sample, WHOLE).tables[0][1]
-        self._alone = single if self._alone is None else self._alone.worst(single)
-        found = self.measuring.found_rows(sample)
-        self._parts.joins.dims, self._parts.joins.are_random = found.dims, bool(found.drawing)
-
-    def _of_set(self, sample: Sample, together: int, sizes: Sizes) -> Profile:
-        """Return costs of so many micro-batches like `sample` as one, in slices of `sizes`."""
-        self.together = together
-        return self.measuring.profile(sample.few(together * sample.rows), sizes)
-
-    def _faster_sets(
-        self, sample: Sample, one_by_one: Choice, choose: Callable[[CostTable, Sizes], Choice]
-    ) -> Iterator[CostTable]:
-        """Yield costs of sets of micro-batches that are faster than single ones, those of the fastest plan first."""
-        found: list[tuple[float, int, CostTable]] = []
-        best_ms = one_by_one.prediction.step_ms
-        for together in tuple(doubling(self._group_size))[1:]:
-            table = None
-            with suppress(DoesNotFitError):
-                table = self._of_set(sample, together, WHOLE).tables[0][1]
-            if self._parts.world.any("join fewer", table is None):
-                break
-            assert table is not None
-            try:
-                ms = choose(table, WHOLE).prediction.step_ms
-            except DoesNotFitError:
-                break
-            if ms > _GAIN * best_ms:  # larger ones are not tried: they take more memory
-                break
-            best_ms = ms
-            found.append((ms, together, table))
-        for _, self.together, table in sorted(found, key=lambda one: one[0]):
-            yield table
+        return self.sizes.ranked(sample, profile, choose)
 
     def _plan_with(self, sample: Sample) -> tuple[int, ...]:
         """Plan with the first costs with which anything fits."""
         failure: DoesNotFitError | None = None
-        if self.together > 1 and self._parts.world.any("stop joining", self._parts.joins.are_off):
-            self.together, self._costs, self._alone = 1, self._alone, None
-        for sizes, measured in self._by_size(sample):
+        if self.sizes.together > 1 and self._parts.world.any("stop joining", self._parts.joins.are_off):
+            self._costs = self.sizes.stop_joining()
+        plan = self.plan or self._saved
+        chosen = Sizes.of(plan.policy) if self.sizes.together > 1 and plan is not None else None
+        for sizes, measured in self.sizes.measured(sample, chosen, self.ranked):
             table = self._agreed(measured if self._costs is None else self._costs.worst(measured))
             if not table.calls:
                 raise ModelError(
@@ -266,7 +174,7 @@ class Planner:
 
     def _advise(self, graph: LayerGraph, costs: CostTable, rows: int) -> Advice | None:
         """Return joined calls that would be much faster than the plan, and log them, once for all processes."""
-        if self.wanted_sizes != WHOLE or self._saved is not None or not self.may_join:
+        if self.sizes.wanted != WHOLE or self._saved is not None or not self.sizes.may_join:
             return None
         joined = JoinedCosts(graph, costs, self._machine(), self._element)
         request = self.request(graph, self._group_size)
@@ -345,13 +253,13 @@ class Planner:
         budget, beside = self._parts.device.budget_bytes, self._set_aside_bytes
         return PlanRequest(
             settings=self._settings,
-            micro_batches=-(-group_size // self.together),
+            micro_batches=-(-group_size // self.sizes.together),
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
             exchange_bytes=self._parts.world.reduce_bytes(self._parts.device),
             policy=replace(
-                self._policy, together=self.together, forward_rows=sizes.forward, backward_rows=sizes.backward
+                self._policy, together=self.sizes.together, forward_rows=sizes.forward, backward_rows=sizes.backward
             ),
             host_bytes=self._host_bytes,
         )
@@ -375,21 +283,11 @@ class Planner:
         made = 0 if self._parts.residency.accumulates_in_place else self._element.weight
         return self._parts.installation.buffers.nbytes + sum(slab_bytes(spec.numel, made) for spec in trained)
 
-    @property
-    def joins_calls(self) -> bool:
-        """Whether layer calls of several micro-batches are made as one."""
-        return self.together > 1 and not self._parts.joins.are_off
-
-    @property
-    def joins_are_random(self) -> bool:
-        """Whether layers draw random numbers, in joined calls others than in single ones."""
-        return self._parts.joins.are_random
-
     def plan_for(self, micro_batches: int) -> Plan:
         """Return the plan, made anew if so many single micro-batches are more than it is for."""
         assert self.plan is not None and self._costs is not None
-        if self._outgrown or micro_batches > self.plan.micro_batches * self.together:
-            size = max(micro_batches, self.plan.micro_batches * self.together)
+        if self._outgrown or micro_batches > self.plan.micro_batches * self.sizes.together:
+            size = max(micro_batches, self.plan.micro_batches * self.sizes.together)
             self.choices = self._choose(self.graph, self._costs, size, Sizes.of(self.plan.policy))
             self._outgrown = False
         return self.choices[0].plan
@@ -412,7 +310,7 @@ class Planner:
     def check_peak(self, peak_bytes: int) -> None:
         """Log that a step took more than planned in any process, and plan for that in all from the next one on."""
         assert self.plan is not None and self._costs is not None
-        excess = self._parts.world.most("end a step", max(0, peak_bytes - self.plan.peak_bytes))
+        excess = self._parts.world.max("end a step", max(0, peak_bytes - self.plan.peak_bytes))
         if excess <= 0:
             return
         _logger.warning(
@@ -422,8 +320,8 @@ class Planner:
             f"{excess:,}",
         )
         self._costs = replace(self._costs, margin_bytes=self._costs.margin_bytes + excess)
-        if self._alone is not None:
-            self._alone = replace(self._alone, margin_bytes=self._costs.margin_bytes)
+        if self.sizes.alone is not None:
+            self.sizes.alone = replace(self.sizes.alone, margin_bytes=self._costs.margin_bytes)
         self._outgrown = True
 
     def trace(self, executed: ExecutedStep | None) -> dict[str, Any]:
@@ -458,7 +356,7 @@ def host_room_bytes(parts: Parts) -> int | None:
     still to make.
     """
     free = free_host_bytes()
-    coming = 0 if parts.optimizer is None else parts.optimizer.coming_bytes()
+    coming = 0 if parts.optimizer is None else parts.optimizer.unallocated_bytes()
     return None if free is None else max(0, free - coming) // parts.world.local_size
 
 

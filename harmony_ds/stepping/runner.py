@@ -16,7 +16,7 @@ from harmony_ds.errors import EngineFailedError, UsageError
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
-from harmony_ds.parallel import Alone
+from harmony_ds.parallel import SingleProcess
 from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
@@ -51,7 +51,7 @@ class Runner:
         self._destroyed = False
 
     @property
-    def world(self) -> Alone:
+    def world(self) -> SingleProcess:
         """The processes that train this model."""
         return self._parts.world
 
@@ -114,7 +114,7 @@ class Runner:
         self.check_alive()
         updater = self._parts.updater
         if updater is not None:
-            updater.surface()
+            updater.raise_failure()
         if self.failed is not None:
             raise EngineFailedError(
                 f"this engine cannot go on: {self.failed}. Some layers were updated and others not. Build a new engine "
@@ -240,7 +240,7 @@ class Runner:
         """Update from what the user's own backward passes left on the host's parameters; False if that is nothing."""
         self.check_usable()
         optimizer = self._parts.optimizer
-        if optimizer is None or not self._parts.own.are_there(optimizer.trained):
+        if optimizer is None or not self._parts.user_gradients.exist(optimizer.trained):
             return False
         with self._recovering(()):
             self.executor.updates.update_own(hyper, clipping)

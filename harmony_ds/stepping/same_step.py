@@ -8,13 +8,13 @@ from torch import Tensor
 
 from harmony_ds.errors import UsageError
 from harmony_ds.offload.host_optimizer import Hyper
-from harmony_ds.parallel import Alone
+from harmony_ds.parallel import SingleProcess
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SHOWN_BYTES = 2048
 
 
-def check_same_step(world: Alone, micro_batches: int, hyper: Hyper) -> None:
+def check_same_step(world: SingleProcess, micro_batches: int, hyper: Hyper) -> None:
     """Raise UsageError if another process takes a step of other micro-batches or hyper-parameters.
 
     A digest is compared, since an agreement holds few bytes; the text is for the error alone, and may be cut.

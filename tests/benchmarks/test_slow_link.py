@@ -25,11 +25,11 @@ def test_an_event_passes_behind_the_copies_before_it() -> None:
 
 def test_a_copy_takes_its_bytes_over_the_rate() -> None:
     device = SlowLinkDevice(2.0**24)
-    moments = [device.moment(Stream.SWAP_IN)]
+    moments = [device.timestamp(Stream.SWAP_IN)]
     with device.on(Stream.SWAP_IN):
         torch.zeros(2**16).copy_(torch.ones(2**16), non_blocking=True)
-    moments.append(device.moment(Stream.SWAP_IN))
-    begin, end = device.read_moments(moments)
+    moments.append(device.timestamp(Stream.SWAP_IN))
+    begin, end = device.read_timestamps(moments)
     assert end - begin >= 0.99 * 2**18 / 2**24 * 1e3  # ms; a busy machine makes it longer
 
 

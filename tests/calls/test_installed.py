@@ -240,7 +240,7 @@ def test_buffers_are_copied_once_until_the_user_changes_them() -> None:
             one.model.steps.fill_(5)
         with one.installation.installed({}):
             assert one.model.steps.item() == (5 if turn == 2 else 0)
-        booked.append(one.ledger.close().host_to_device[Kind.DATA])
+        booked.append(one.ledger.drain().host_to_device[Kind.DATA])
 
     assert booked == [12 + 12 + 8 + 8, 0, 8]
     assert one.device.allocated_bytes() == one.installation.buffers.nbytes == 40

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import harmony_ds
 from harmony_ds import CheckpointError, ModelError
 from harmony_ds.checkpoint.weights import initialize_weights
-from harmony_ds.offload.process_memory import MappedFiles
+from harmony_ds.offload.host_memory import MappedFiles
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, means_of, seed_of, train_groups
 from tests.families import FAMILIES, MODULES, Family, build_seeded
 from tests.oracle import assert_same, train_plainly

@@ -387,7 +387,7 @@ def refused(api: Api, script: Script) -> None:
         lambda: started(config(1, **bf16), model=eight, model_parameters=list(eight.layer.parameters())),
     )
     script.row("fp16: gradients put on parameters by hand", lambda: by_hand(api))
-    script.row("two losses of one micro-batch, gradients looked at between", lambda: two_losses(api))
+    script.row("two losses of one micro-batch, gradients read in between", lambda: two_losses(api))
     script.row("torch.func.grad through the engine", lambda: transformed(api))
     script.row("loss.backward(), stage 0", lambda: direct_without_zero(api))
 

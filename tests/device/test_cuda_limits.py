@@ -87,9 +87,9 @@ def test_the_devices_of_a_pipeline_are_there_and_alike(shares: dict[int, float])
     wrong: dict[Any, str] = {
         5: r"asks for 5 CUDA devices, and this process sees 4 \(cuda:0, cuda:1, cuda:2, cuda:3\)",
         ("cuda:0", "cuda:7"): '"cuda:7" but this machine has 4',
-        ("cuda:1", "cuda:2"): r"not alike \(cuda:1 is a card 0, cuda:2 is a card 1\)",
-        ("cpu", "cuda:0"): "not alike",
-        "all": "not alike",
+        ("cuda:1", "cuda:2"): r"differ \(cuda:1 is a card 0, cuda:2 is a card 1\)",
+        ("cpu", "cuda:0"): "differ",
+        "all": "differ",
     }
     for devices, said in wrong.items():
         with pytest.raises(ConfigError, match=said):
@@ -100,7 +100,7 @@ def test_the_devices_of_a_pipeline_are_there_and_alike(shares: dict[int, float])
 
 def test_logical_devices_share_what_their_gpu_has(shares: dict[int, float]) -> None:
     group = make_devices("cuda", ("cuda:0", "cuda:0"), None)
-    assert isinstance(group, DeviceGroup) and not group.is_apart and group.budget_bytes == 450
+    assert isinstance(group, DeviceGroup) and not group.has_distinct_devices and group.budget_bytes == 450
     make_devices("cuda", ("cuda:0", "cuda:0"), 200).limit_process()
     assert shares[0] == 0.4
 

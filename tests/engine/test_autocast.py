@@ -34,7 +34,7 @@ def test_a_step_equals_plain_autocast(packs: dict[str, Any], clip: float | None)
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_micro_batches_one_by_one_and_looked_at() -> None:
+def test_micro_batches_one_by_one_whose_losses_are_read() -> None:
     plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw, autocast=torch.bfloat16)
     model = LLAMA.build(0.1)
     with pytest.warns(RuntimeWarning), engine_for(model, adamw, config_of(3, None, **BFLOAT16)) as engine:

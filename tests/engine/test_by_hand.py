@@ -1,4 +1,4 @@
-"""What programs do by hand to parameters, gradients and optimizers: as in plain PyTorch, or refused by name."""
+"""Changes by hand to parameters, gradients and optimizers: as in plain PyTorch, or refused by name."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("act", "kind", "message"), REFUSED)
-def test_what_would_detach_a_parameter_is_refused_and_changes_nothing(act: Act, kind: Any, message: str) -> None:
+def test_detaching_a_parameter_is_refused_and_changes_nothing(act: Act, kind: Any, message: str) -> None:
     plain, model = net(), net()
     optimizer = sgd(plain.parameters())
     with engine_for(model, sgd, config_of(1, None, {"pack_layers": 1})) as engine:
@@ -104,7 +104,7 @@ def test_a_parameter_whose_memory_was_exchanged_is_refused_by_the_next_call() ->
         assert_same(model, before, bitwise=True)
 
 
-def test_thawing_what_was_frozen_at_the_start_is_refused() -> None:
+def test_thawing_a_parameter_that_was_frozen_at_the_start_is_refused() -> None:
     model = net()
     model.head.requires_grad_(False)
     with engine_for(model, sgd, config_of(1)) as engine:
@@ -173,7 +173,7 @@ def drop_each(optimizer: torch.optim.Optimizer) -> None:
     [lambda one: one.zero_grad(), lambda one: one.zero_grad(set_to_none=False), drop_each],
     ids=["none", "zero", "each"],
 )
-def test_gradients_dropped_right_behind_a_step_are_those_of_the_next_one(drop: Any) -> None:
+def test_gradients_dropped_right_after_a_step_are_those_of_the_next_one(drop: Any) -> None:
     """In bf16 the optimizer has masters, and the pending update steps with gradients on the same."""
     trained = []
     for waits in (True, False):
@@ -257,7 +257,7 @@ def average_for_a_while(weight: Any, value: Tensor) -> None:
     ],
     ids=["data=", "data.copy_", "init", "kept and put back"],
 )
-def test_masters_follow_what_is_written_before_a_batch(write: Any) -> None:
+def test_masters_follow_writes_before_a_batch(write: Any) -> None:
     model = net().bfloat16()
     with engine_for(model, sgd, config_of(1, None, **BF16)) as engine:
         half_step(engine, 0)
@@ -267,7 +267,7 @@ def test_masters_follow_what_is_written_before_a_batch(write: Any) -> None:
         assert master is not None and 0.0 < (master - 0.5).abs().max() < 0.2
 
 
-def test_masters_follow_what_is_written_between_backward_and_step() -> None:
+def test_masters_follow_writes_between_backward_and_step() -> None:
     model = net().bfloat16()
     with engine_for(model, sgd, config_of(1, None, **BF16)) as engine:
         for value in (0.5, 0.25):
@@ -366,16 +366,14 @@ def test_a_closure_is_refused() -> None:
     assert "step" not in optimizer.__dict__
 
 
-def test_gradients_that_a_program_uses_again_behind_its_step_are_refused() -> None:
+def test_gradients_that_a_program_uses_again_after_its_step_are_refused() -> None:
     model = net()
     optimizer = sgd(model.parameters())
     with engine_for(model, lambda _: optimizer, config_of(1)) as engine:
         engine(*batch(0)).backward()
         optimizer.step()
         engine(*batch(1)).backward()
-        with pytest.raises(
-            UnsupportedError, match=r"blocks\.0\.bias and 7 other parameters .* behind optimizer\.step\(\)"
-        ):
+        with pytest.raises(UnsupportedError, match=r"blocks\.0\.bias and 7 other parameters .* optimizer\.step\(\)"):
             optimizer.step()
 
 
@@ -414,7 +412,7 @@ def test_an_optimizer_may_keep_things_by_its_parameters_in_bf16() -> None:
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
 @pytest.mark.parametrize("looks", [True, False], ids=["gradient", "loss"])
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_what_had_run_of_a_step_that_loading_a_checkpoint_cuts_off_is_dropped(
+def test_loading_a_checkpoint_drops_the_part_of_a_step_that_has_run(
     clip: float | None, looks: bool, tmp_path: Path
 ) -> None:
     plain, model = net(), net()

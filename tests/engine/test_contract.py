@@ -64,7 +64,7 @@ def test_the_mode_of_one_module_is_that_of_the_call() -> None:
 
 
 def test_a_forward_that_sets_its_own_mode_has_it_for_all_of_a_micro_batch() -> None:
-    """As a Trainer's training_step does, on a model that was evaluated before."""
+    """A micro-batch as a Trainer's training_step runs it, on a model that was evaluated before."""
 
     class Training(Model):
         def forward(self, x: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
-def test_what_changes_between_the_calls_of_a_step_is_refused_by_name(
+def test_an_attribute_that_changes_between_the_calls_of_a_step_is_refused_by_name(
     change: Callable[[Any], None], message: str
 ) -> None:
     model = build_seeded(Model)
@@ -212,8 +212,8 @@ def test_what_changes_between_the_calls_of_a_step_is_refused_by_name(
         assert engine.global_steps == 2
 
 
-def test_an_attribute_that_is_put_back_before_the_step_is_none_that_changed() -> None:
-    """As the adapters of a model are, while it is its own reference."""
+def test_an_attribute_that_is_restored_before_the_step_has_not_changed() -> None:
+    """Adapters of a model, while it is its own reference."""
     plain, model = build_seeded(Model), build_seeded(Model)
     with engine_for(model, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
         for number in range(2):
@@ -229,7 +229,9 @@ def test_an_attribute_that_is_put_back_before_the_step_is_none_that_changed() ->
     assert_same(model, plain, bitwise=True)
 
 
-def test_what_forward_sets_is_there_after_the_step_and_costs_no_grouping(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_attribute_that_forward_sets_is_there_after_the_step_and_costs_no_grouping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Noting(Model):
         def forward(self, x: Tensor) -> Tensor:
             self.deltas = x.mean(1).detach()

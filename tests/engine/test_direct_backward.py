@@ -90,7 +90,7 @@ def test_a_loss_that_was_divided_by_hand_is_warned_of_once(divide: Callable[[Any
         engine.backward(engine(inputs(3)) / 4)
 
 
-def test_a_loss_that_is_propagated_from_behind_its_step_says_so() -> None:
+def test_a_loss_that_is_propagated_from_after_its_step_says_so() -> None:
     with engine_for(Pair(), sgd, config_of(2)) as engine:
         late = engine(inputs(0))
         engine.backward(engine(inputs(1)))
@@ -102,7 +102,7 @@ def test_a_loss_that_is_propagated_from_behind_its_step_says_so() -> None:
 
 @pytest.mark.filterwarnings(EARLY)
 @pytest.mark.parametrize("late", [lambda loss: loss.backward(), lambda loss: loss.item()])
-def test_a_loss_behind_destroy_says_so(late: Callable[[Any], Any]) -> None:
+def test_a_loss_after_destroy_says_so(late: Callable[[Any], Any]) -> None:
     with engine_for(Pair(), sgd, config_of(2)) as engine:
         loss, known = engine(inputs(0)), looked(engine(inputs(1)))
     for act in (lambda: late(loss), lambda: engine.backward(loss), known.backward):

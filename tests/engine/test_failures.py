@@ -1,4 +1,4 @@
-"""A failure surfaces as itself in the caller, leaves no thread behind, and the engine says truly whether it can go on."""
+"""A failure surfaces as itself in the caller, leaves no thread running, and the engine says truly whether it can go on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GROUPS = groups_of(LLAMA, 3, 4)
 
 
 class Mishap(Exception):
-    """What the tests raise; nothing else does."""
+    """An error that only these tests raise."""
 
 
 class Trap:
@@ -195,7 +195,7 @@ def test_the_bytes_of_a_failed_step_are_not_booked_on_the_next() -> None:
 
 @pytest.mark.parametrize("residency", [0, 4])
 @pytest.mark.parametrize(("where", "at"), [("forward", 3), ("backward", 0)])
-def test_without_clipping_a_failure_behind_an_early_update_ends_the_engine(where: str, at: int, residency: int) -> None:
+def test_without_clipping_a_failure_after_an_early_update_ends_the_engine(where: str, at: int, residency: int) -> None:
     """The last packs have been updated when the trapped layer is propagated through, and none when it fails forward."""
     plain, _ = plainly(LLAMA, 0.1, GROUPS[:2], adamw)
     trap = Trap(at)

@@ -1,4 +1,4 @@
-"""Graphs that are kept from forward to backward: the bits are those of recomputing, and nothing of them is left behind."""
+"""Graphs that are kept from forward to backward: the bits are those of recomputing, and nothing of them stays."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WAYS = [((3,), True), ((1, 2), False), ((0, 3, 2), True)]
     spread(["llama", "t5", "resnet", "mixtral", "BatchNormNet", "InPlaceNet", "vit", "LayerDropNet"], WAYS),
     ids=str,
 )
-def test_losses_that_are_looked_at_are_run_forward_without_a_graph(
+def test_losses_that_are_read_early_are_run_forward_without_a_graph(
     name: str, way: tuple[tuple[int, ...], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = family(name)
@@ -114,7 +114,7 @@ def test_a_buffer_that_the_next_micro_batch_changes_in_place(monkeypatch: pytest
 
 
 def test_generators_stand_in_backward_where_recomputing_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn in a backward pass depends neither on the plan nor on what ran before."""
+    """Random numbers drawn in a backward pass depend neither on the plan nor on what ran before."""
     models: list[Any] = []
     groups = [[{"inputs": torch.randn(2, 8)} for _ in range(3)] for _ in range(2)]
     for counts in ((0,), (3,), (1, 2)):

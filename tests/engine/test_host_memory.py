@@ -14,8 +14,8 @@ from torch import nn
 
 import harmony_ds
 from harmony_ds import HostMemoryError
-from harmony_ds.offload import host_limits
-from harmony_ds.offload.host_limits import HostRoom
+from harmony_ds.offload import host_memory
+from harmony_ds.offload.host_memory import HostRoom
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
 from tests.oracle import assert_same
 
@@ -42,7 +42,7 @@ def test_initialize_takes_at_most_two_layers_more_than_the_final_state(tmp_path:
 
 
 def rooms_of(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    monkeypatch.setattr(host_limits, "host_rooms", lambda: [HostRoom(free_bytes, 0, "the test")])
+    monkeypatch.setattr(host_memory, "host_rooms", lambda: [HostRoom(free_bytes, 0, "the test")])
 
 
 def linear(width: int = 64) -> nn.Module:
@@ -53,7 +53,7 @@ COUNT = 2 * 64 * 64
 
 
 def needed(monkeypatch: pytest.MonkeyPatch, model: nn.Module, make: object, **more: object) -> str:
-    """What an engine says that it needs where there is nothing."""
+    """Return the memory that an engine says it needs when none is free."""
     rooms_of(monkeypatch, 0)
     clip = more.pop("clip", None)
     config = config_of(1, clip=clip, **more)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_weights_masters_state_and_gradients_are_counted(monkeypatch: pytest.Mon
     )
 
 
-def test_only_what_is_trained_has_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_trained_parameters_have_state(monkeypatch: pytest.MonkeyPatch) -> None:
     half = linear()
     half[0].requires_grad_(False)  # type: ignore[operator]
 

@@ -126,7 +126,7 @@ def test_several_devices_train_as_one_does_bit_for_bit(name: str, sizes: dict[st
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", ["llama", "t5", "SkipNet"])
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral", "SkipNet"])
 def test_a_tensor_goes_between_devices_once_for_all_micro_batches(name: str, sizes: dict[str, int]) -> None:
     """Whole: it is cut into parts again where code between layers takes one."""
     groups = [[single_rows(name)[0][0]] * GROUP] * 2

@@ -129,7 +129,7 @@ def test_frozen_parameters_send_no_gradients() -> None:
     assert report.zero3_offload_bytes == 2 * (8 * count + 8 * trainable) + 4 * trainable
 
 
-def test_the_first_step_is_reported_without_what_measuring_it_moved() -> None:
+def test_the_first_step_is_reported_without_the_bytes_of_measuring() -> None:
     llama = family("llama")
     with engine_for(llama.build(0.0), sgd, config_of(2, None, {"pack_layers": 1})) as engine:
         engine.train_batch(iter(groups_of(llama, 1, 2)[0]))

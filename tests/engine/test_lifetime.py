@@ -228,8 +228,8 @@ def test_after_destroy_every_call_is_refused_by_name(
     assert_plain(model)
 
 
-@pytest.mark.parametrize("run", [None, 0, 1], ids=["behind a step", "queued", "run already"])
-def test_destroy_says_how_many_micro_batches_have_gradients_that_nobody_used(
+@pytest.mark.parametrize("run", [None, 0, 1], ids=["after a step", "queued", "run already"])
+def test_destroy_says_how_many_micro_batches_have_unused_gradients(
     run: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = LLAMA.build(0.0)
@@ -319,7 +319,7 @@ def test_a_copy_of_a_model_in_training_is_plain_and_true(way: str, clip: float |
     assert_same(layer, plain.model.layers[0], bitwise=True)
 
 
-def test_copies_keep_what_their_user_put_there() -> None:
+def test_copies_keep_attributes_of_their_user() -> None:
     class Tagged(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -379,7 +379,7 @@ optimizer.step()
 """
 
 
-def test_a_process_without_harmony_ds_reads_what_was_saved(tmp_path: Path) -> None:
+def test_a_process_without_harmony_ds_reads_a_saved_model(tmp_path: Path) -> None:
     model = LLAMA.build(0.0)
     with engine_for(model, adamw, CONFIG) as engine:
         train_groups(engine, GROUPS[:1])

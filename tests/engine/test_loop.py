@@ -55,7 +55,7 @@ def test_the_loop_is_grouped_and_exact(name: str, dropout: float, clip: float | 
     assert all(same_losses(*rows, one.bitwise) for rows in zip(actual, losses, strict=True))
 
 
-def test_the_warning_points_at_the_line_that_looked() -> None:
+def test_the_warning_points_at_the_line_that_reads_the_loss() -> None:
     with (
         engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine,
         pytest.warns(RuntimeWarning, match=LOOKED) as warned,
@@ -214,7 +214,7 @@ def test_values_the_warning_and_the_ledger(every: int, expected: tuple[nn.Module
     assert (report.ratio == 1.0) is (looks == 0)
 
 
-def test_what_a_look_costs_does_not_depend_on_when_it_is_taken() -> None:
+def test_the_cost_of_an_early_read_does_not_depend_on_its_moment() -> None:
     swapped = set()
     for position in (0, 7, MICRO_BATCHES - 1):
         with engine_for(LLAMA.build(0.0), adamw, config_of(MICRO_BATCHES, 0.5, {"pack_layers": 2})) as engine:

@@ -1,4 +1,4 @@
-"""What ends a group, and what the engine says meanwhile."""
+"""Ends of a group, and warnings of the engine within it."""
 
 from __future__ import annotations
 

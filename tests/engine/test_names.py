@@ -21,7 +21,7 @@ GROUPS = groups_of(LLAMA, 3, 2)
 CONFIG = config_of(2, 0.5)
 
 
-def test_the_wrapper_passes_for_its_optimizer_and_what_is_put_on_it_is_put_there() -> None:
+def test_the_wrapper_passes_for_its_optimizer_and_attributes_go_there() -> None:
     model = LLAMA.build(0.0)
     mine = adamw(model.parameters())
     engine, optimizer, *_ = harmony_ds.initialize(model=model, optimizer=mine, config=CONFIG)
@@ -43,7 +43,7 @@ def test_the_wrapper_passes_for_its_optimizer_and_what_is_put_on_it_is_put_there
     assert type(pickle.loads(pickle.dumps(optimizer))) is type(copy.deepcopy(optimizer)) is torch.optim.AdamW
 
 
-def test_what_the_ds_config_decides_is_not_set() -> None:
+def test_values_of_the_ds_config_cannot_be_set() -> None:
     with engine_for(LLAMA.build(0.0), adamw, CONFIG) as engine:
         for name in ("clip_grad", "cur_scale", "loss_scale", "overflow", "cpu_offload", "zenflow"):
             with pytest.raises(UnsupportedError, match=f"optimizer.{name} can be read and not be set"):

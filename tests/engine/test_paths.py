@@ -1,5 +1,5 @@
-"""What enters or leaves a layer by another way than its arguments and results, or changes when a layer runs: what it is in
-plain PyTorch, or an error that names the layer.
+"""Values that enter or leave a layer by another way than its arguments and results, or change when it runs: as in plain
+PyTorch, or an error that names the layer.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class SharingBlock(Block):
 
 
 class SharingNet(Net):
-    """As Gemma 3n: the first block of each forward fills what the others read."""
+    """A Gemma 3n: the first block of each forward fills what the others read."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__(SharingBlock)
@@ -181,7 +181,9 @@ class SharingNet(Net):
 
 @pytest.mark.parametrize("residency", ["off", "kept"])
 @pytest.mark.parametrize("make", [dict, UserDict])
-def test_what_a_layer_puts_into_a_dictionary_is_there_for_later_layers(make: Callable[[], Any], residency: str) -> None:
+def test_tensors_that_a_layer_puts_into_a_dictionary_are_there_for_later_layers(
+    make: Callable[[], Any], residency: str
+) -> None:
     assert_equals_plain(lambda: SharingNet(make), bitwise=False, residency=residency, device_memory_gib=1.0)
 
 
@@ -229,7 +231,7 @@ class GivenBlock(Block):
 
 
 class WrittenBehindNet(Net):
-    """Writes into what it has given to its blocks, behind each call; `later`: not for the first micro-batch."""
+    """Writes into what it has given to its blocks, after each call; `later`: not for the first micro-batch."""
 
     def __init__(self, later: bool = False) -> None:
         super().__init__(GivenBlock)
@@ -252,11 +254,11 @@ class WrittenBehindNet(Net):
     [{}, {"pack_layers": 2}, {"residency": "kept", "device_memory_gib": 1.0}, {"micro_batch": 1}],
     ids=["swapped", "two in a pack", "graphs kept", "slices"],
 )
-def test_what_layers_were_given_may_be_changed_in_place_behind_them(harmony: dict[str, Any]) -> None:
+def test_inputs_of_layers_may_be_changed_in_place_after_them(harmony: dict[str, Any]) -> None:
     assert_equals_plain(WrittenBehindNet, bitwise="micro_batch" not in harmony, **harmony)
 
 
-def test_an_input_changed_in_place_behind_its_layer_that_was_not_when_the_model_was_measured_is_refused() -> None:
+def test_an_input_changed_in_place_after_its_layer_that_was_not_when_the_model_was_measured_is_refused() -> None:
     assert_refused(lambda: WrittenBehindNet(later=True), "was changed in place after the layer was called")
 
 
@@ -264,7 +266,7 @@ def test_an_input_changed_in_place_behind_its_layer_that_was_not_when_the_model_
 
 
 class Tower(Net):
-    """As many blocks as the call asks for, and no head."""
+    """A model that runs the blocks which the call asks for, and no head."""
 
     def __init__(self) -> None:
         super().__init__(lambda number: nn.Sequential(Block(number), nn.Dropout(0.2)))
@@ -316,11 +318,11 @@ class HiddenCounterBlock(Block):
         return super().forward(x * _hidden_count(self.hiding.counts))
 
 
-def test_state_that_nobody_can_see_is_refused_by_the_layers_name() -> None:
+def test_hidden_state_is_refused_by_the_layers_name() -> None:
     assert_refused(lambda: Net(HiddenCounterBlock), r"layer blocks\.0 was run twice", ModelError)
 
 
-def test_what_measuring_does_to_attributes_is_undone() -> None:
+def test_attributes_that_measuring_sets_are_restored() -> None:
     class Remembering(Block):
         def __init__(self, number: int) -> None:
             super().__init__(number)
@@ -355,7 +357,7 @@ class Recurrent(Net):
 
 
 @pytest.mark.parametrize("make", [Recurrent, lambda: Net(SpectralBlock)], ids=["LSTM", "spectral norm"])
-def test_what_goes_on_within_a_layer_is_no_reason_to_run_one_after_another(make: Callable[[], nn.Module]) -> None:
+def test_side_effects_within_a_layer_cost_no_grouping(make: Callable[[], nn.Module]) -> None:
     with training(make) as (_, engine):
         engine.train_batch(iter(GROUPS[0]))
         assert engine.swap_report().ratio == 1.0

@@ -29,7 +29,7 @@ def train(clip: float = 1.0, **harmony: Any) -> tuple[HarmonyEngine, nn.Module]:
     return engine, model
 
 
-def test_a_report_compares_what_was_predicted_with_what_was_measured() -> None:
+def test_a_report_compares_predictions_with_measurements() -> None:
     engine, _ = train(pack_layers=2)
     report = engine.plan_report()
 
@@ -44,7 +44,7 @@ def test_a_report_compares_what_was_predicted_with_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("share", [1.5, 2.0, 4.0, 20.0])
-def test_whatever_is_found_within_a_budget_gives_the_same_bits_and_keeps_to_it(share: float) -> None:
+def test_every_plan_within_a_budget_gives_the_same_bits_and_keeps_to_it(share: float) -> None:
     engine, reference = train(pack_layers=1)
     weights = sum(p.numel() * p.element_size() for p in reference.parameters())
     engine, model = train(device_memory_gib=share * weights / GIB)

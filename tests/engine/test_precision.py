@@ -73,7 +73,7 @@ def train_plainly_half(
     scale: float = 1.0,
     accumulate: torch.dtype = torch.float32,
 ) -> list[list[float]]:
-    """As `train_plainly_bf16`, with a loss scale and a dtype of the sums."""
+    """Train as `train_plainly_bf16`, with a loss scale and a dtype of the sums."""
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -1,4 +1,4 @@
-"""What is refused before training starts, with an error that says what to do; and gradients that are not numbers."""
+"""Refusals before training starts, with an error that says what to do; and gradients that are not numbers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Reserving(CpuDevice):
         return 1040
 
 
-def test_what_libraries_take_is_taken_off_the_budget_and_said() -> None:
+def test_memory_of_libraries_is_taken_off_the_budget_and_reported() -> None:
     with engine_for(LLAMA.build(0.0), sgd, config_of(4, None, {"pack_layers": 1})) as engine:
         train_groups(engine, GROUPS)
         peak = engine.plan.peak_bytes
@@ -91,7 +91,7 @@ def test_what_libraries_take_is_taken_off_the_budget_and_said() -> None:
             train_groups(engine, GROUPS)
 
 
-def test_a_budget_below_what_measuring_takes_is_an_error_before_training_that_leaves_nothing() -> None:
+def test_a_budget_too_small_for_measuring_is_an_error_before_training_that_leaves_nothing() -> None:
     model, expected = LLAMA.build(0.0), LLAMA.build(0.0)
     config = config_of(4, None, {"pack_layers": 1})
     with engine_for(expected, sgd, config) as engine:

@@ -71,7 +71,7 @@ def _first_packs(packing: Packing, count: int | None) -> tuple[int, ...]:
     return closed(packing, packing.backward[:count] if count else ())
 
 
-def test_resident_packs_are_not_taken_for_somebody_elses_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_resident_packs_are_not_counted_as_foreign_memory(caplog: pytest.LogCaptureFixture) -> None:
     """From the second step on they are there before it begins."""
     with engine_for(LLAMA.build(0.0), sgd, config_with(3)) as engine:
         train_groups(engine, GROUPS[:2])
@@ -231,7 +231,7 @@ def resident_tensors(engine: HarmonyEngine) -> int:
     return sum(len(engine.plan.packs[index].parameters) for index in engine.plan.policy.resident)
 
 
-def test_the_plan_counts_what_lives_on_the_device() -> None:
+def test_the_plan_counts_resident_packs() -> None:
     model = LLAMA.build(0.0)
     plans = {}
     for residency in ("off", EVERY):
@@ -275,13 +275,13 @@ def test_a_look_moves_all_and_only_once() -> None:
     with engine_for(LLAMA.build(0.0), sgd, config_with(EVERY)) as engine:
         train_groups(engine, GROUPS[:2])
         ledger = assembly_of(engine).ledger
-        ledger.close()
+        ledger.drain()
         nbytes = sum(layer_bytes(engine.module, 4))
-        assert sum(ledger.close().device_to_host.values()) == 0
+        assert sum(ledger.drain().device_to_host.values()) == 0
         assert engine.module.lm_head.weight.sum().isfinite()
-        assert ledger.close().device_to_host == {kind: nbytes * (kind is Kind.RESIDENT) for kind in Kind}
+        assert ledger.drain().device_to_host == {kind: nbytes * (kind is Kind.RESIDENT) for kind in Kind}
         assert engine.module.lm_head.weight.sum().isfinite()
-        assert sum(ledger.close().device_to_host.values()) == 0
+        assert sum(ledger.drain().device_to_host.values()) == 0
         engine.train_batch(iter(GROUPS[2]))
         assert engine.swap_report().host_to_device["resident"] == nbytes  # who looks may have written
 
@@ -328,7 +328,7 @@ def halve(parameters: Iterable[nn.Parameter]) -> None:
             parameter.mul_(0.5)
 
 
-def test_writes_through_tensors_that_were_looked_up_before_training_count() -> None:
+def test_writes_through_tensors_taken_before_training_count() -> None:
     plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
     optimizer = adamw(plain.parameters())
     train_plainly(plain, GROUPS[:2], optimizer, clip=0.5, seed_of=seed_of)
@@ -347,7 +347,7 @@ def test_writes_through_tensors_that_were_looked_up_before_training_count() -> N
 
 
 @pytest.mark.parametrize("residency", [2, EVERY])
-def test_evaluation_and_streaming_use_what_is_on_the_device(residency: int) -> None:
+def test_evaluation_and_streaming_use_resident_packs(residency: int) -> None:
     plain, _ = plainly(LLAMA, 0.0, GROUPS[:2], adamw)
     expected = [plain.eval()(**batch).loss.item() for batch in GROUPS[2]]
     model = LLAMA.build(0.0)

@@ -26,7 +26,7 @@ ROWS = {(4, 2): (8, 5), (6, 4): (12, 7), (8, 3): (16, 9)}
 TOLERANCE = 1e-6
 LLAMA = family("llama")
 LOOSE = {
-    # Batch normalization behind the first convolution makes nearly all of its gradient cancel out.
+    # Batch normalization after the first convolution makes nearly all of its gradient cancel out.
     "resnet": 1e-5
 }
 
@@ -158,7 +158,7 @@ class DroppingBlock(nn.Module):
 
 
 @pytest.mark.parametrize("first_in_training", [True, False])
-def test_recomputed_slices_drop_what_their_forward_pass_dropped(first_in_training: bool) -> None:
+def test_recomputed_slices_have_the_dropout_of_their_forward_pass(first_in_training: bool) -> None:
     model = DroppingNet()
     x = torch.rand(8, 16)
     with engine_for(model, summing, config_of(1, harmony=slices(8, 3, pack_layers=1))) as engine:

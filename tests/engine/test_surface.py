@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine offers beside forward, backward and step, where more than its presence matters."""
+"""The names of DeepSpeed's engine beside forward, backward and step, where more than its presence matters."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_step_is_a_boundary_where_accumulation_is_the_callers() -> None:
             engine.set_gradient_accumulation_boundary(True)
 
 
-def test_what_the_program_assigns_is_what_the_engine_goes_on_with() -> None:
+def test_the_engine_goes_on_with_what_the_program_assigns() -> None:
     model = Squares()
     with engine_for(model, sgd, config_of(1)) as engine:
         engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.5)
@@ -167,7 +167,7 @@ HALF_AND_RESIDENT = [
 
 
 @pytest.mark.parametrize("more", HALF_AND_RESIDENT, ids=["fp32", "bf16", "bf16, resident"])
-def test_what_is_set_by_hand_is_what_training_goes_on_with(more: dict[str, Any]) -> None:
+def test_training_goes_on_with_values_set_by_hand(more: dict[str, Any]) -> None:
     one, other = LLAMA.build(0.0), LLAMA.build(0.0)
     with engine_for(one, adamw, config_of(4, **more)) as left, engine_for(other, adamw, config_of(4, **more)) as right:
         train_groups(left, GROUPS[:1])
@@ -340,7 +340,7 @@ def test_monitors_get_losses_and_times_under_deepspeeds_tags(tmp_path: Path) -> 
     rows = {name: [(int(a), float(b)) for a, b in (row.split(",") for row in own)] for name, own in written.items()}
     assert rows.pop("Train_Samples_eval_loss") == [(16, pytest.approx(evaluated))]
     assert rows["Train_Samples_train_loss"] == [(8, pytest.approx(losses[0])), (16, pytest.approx(losses[1]))]
-    times = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
+    times = ("forward", "backward", "forward_backward", "swap_in", "swap_out", "step")
     assert rows.keys() >= {f"Train_Samples_elapsed_time_ms_{name}" for name in times}
     assert all([samples for samples, _ in own] == [8, 16] for own in rows.values())
 
@@ -385,7 +385,7 @@ except harmony_ds.UnsupportedError as error:
     assert "2 processes were asked for" in run.stdout
 
 
-def test_what_asks_for_several_processes_is_refused() -> None:
+def test_settings_for_several_processes_are_refused() -> None:
     for arguments in ({"mpu": object()}, {"mesh_param": (2, 1)}):
         with pytest.raises(UnsupportedError, match="data parallelism alone"):
             harmony_ds.initialize(model=Squares(), config=config_of(1), **arguments)  # type: ignore[arg-type]

@@ -132,7 +132,7 @@ def test_bf16_sums_are_those_of_plain_mixed_precision() -> None:
     assert actual == means_of(run.losses)
 
 
-def test_bf16_gradients_halve_what_they_move_and_are_grouped_or_not_the_same() -> None:
+def test_bf16_gradients_halve_their_traffic_and_are_the_same_grouped_or_not() -> None:
     config = config_of(COUNT, 0.5, {"pack_layers": 2}, bf16={"enabled": True})
     choice = next(ablation for ablation in ABLATIONS if not ablation.exact_on("cpu"))
     moved, weights = [], []

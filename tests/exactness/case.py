@@ -47,7 +47,7 @@ class Case:
 
     @property
     def what(self) -> str:
-        """What the user does, in one sentence."""
+        """The program's sentence in the table: the user's own doing."""
         return " ".join((self.program.__doc__ or "").split())
 
 

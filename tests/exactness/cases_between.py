@@ -187,19 +187,19 @@ class Around(Net):
 
 @case(*PAIRS)
 def block_without_gradients(side: Side) -> Found:
-    """`with torch.no_grad():` around a block and what comes behind it."""
+    """`with torch.no_grad():` around a block and the code after it."""
     return trained(side, Around(torch.no_grad))
 
 
 @case(*PAIRS)
 def block_in_autocast(side: Side) -> Found:
-    """`with torch.autocast("cpu", torch.bfloat16):` around a block and a product behind it."""
+    """`with torch.autocast("cpu", torch.bfloat16):` around a block and a product after it."""
     return trained(side, Around(lambda: torch.autocast("cpu", torch.bfloat16)))
 
 
 @case(*PAIRS)
 def block_under_a_default_device(side: Side) -> Found:
-    """`with torch.device("cpu"):` around a block and what comes behind it."""
+    """`with torch.device("cpu"):` around a block and the code after it."""
     return trained(side, Around(lambda: torch.device("cpu")))
 
 
@@ -212,7 +212,7 @@ class Sigmoids(TorchFunctionMode):
 
 @case(*ALL)
 def block_under_a_function_mode(side: Side) -> Found:
-    """`with` a TorchFunctionMode that exchanges functions around a block and what comes behind it."""
+    """`with` a TorchFunctionMode that exchanges functions around a block and the code after it."""
     return trained(side, Around(Sigmoids))
 
 
@@ -235,10 +235,10 @@ def deterministic() -> Iterator[None]:
 
 @case(*ALL)
 def block_under_switches(side: Side) -> Found:
-    """`torch.use_deterministic_algorithms(True)` around a block that reads it; as before behind it."""
+    """`torch.use_deterministic_algorithms(True)` around a block that reads it; as before after it."""
     model = Around(deterministic)
     model.blocks[1] = ReadsSwitches()
-    return {**trained(side, model), "behind": torch.are_deterministic_algorithms_enabled()}
+    return {**trained(side, model), "after": torch.are_deterministic_algorithms_enabled()}
 
 
 @case(*PAIRS)
@@ -269,7 +269,7 @@ def block_in_vmap(side: Side) -> Found:
 
 
 class Falling(Net):
-    """Where the second block raises, the fourth one is called in its place."""
+    """A net that calls the fourth block where the second one raises."""
 
     def body(self, x: Tensor) -> Tensor:
         x = self.blocks[0](self.front(x))

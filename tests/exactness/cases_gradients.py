@@ -590,8 +590,8 @@ def gradient_of_an_input_after_the_step(side: Side) -> Found:
 
 
 @case(*ALL)
-def trained_module_in_front(side: Side) -> Found:
-    """A module in front of the engine, trained by an optimizer of its own."""
+def trained_module_before(side: Side) -> Found:
+    """A module before the engine, trained by an optimizer of its own."""
     model, front = Net(), nn.Linear(WIDTH, WIDTH)
     engine = side.initialize(model, adamw(model))
     optimizer = sgd(front)
@@ -601,11 +601,11 @@ def trained_module_in_front(side: Side) -> Found:
             optimizer.step()
             optimizer.zero_grad()
         engine.step()
-    return {**weights(model), **weights(front, "in front ")}
+    return {**weights(model), **weights(front, "before ")}
 
 
 @case(*ALL)
-def trained_module_in_front_of_the_models_loss(side: Side) -> Found:
+def trained_module_before_the_models_loss(side: Side) -> Found:
     """The same, with the loss computed by the model; the front's optimizer is stepped after the engine."""
     model, front = Net(), nn.Linear(WIDTH, WIDTH)
     engine = side.initialize(model, adamw(model))
@@ -616,22 +616,22 @@ def trained_module_in_front_of_the_models_loss(side: Side) -> Found:
         if engine.micro_steps % side.accumulation == 0:
             optimizer.step()
             optimizer.zero_grad()
-    return {**weights(model), **weights(front, "in front ")}
+    return {**weights(model), **weights(front, "before ")}
 
 
 @case(*ALL)
-def trained_module_behind(side: Side) -> Found:
-    """A head behind the engine, trained by an optimizer of its own."""
-    model, behind = Net(), nn.Linear(5, 3)
+def trained_module_after(side: Side) -> Found:
+    """A head after the engine, trained by an optimizer of its own."""
+    model, head = Net(), nn.Linear(5, 3)
     engine = side.initialize(model, adamw(model))
-    optimizer = sgd(behind)
+    optimizer = sgd(head)
     for x, y in batches(3 * side.accumulation):
-        engine.backward(F.cross_entropy(behind(engine(x)), y % 3))
+        engine.backward(F.cross_entropy(head(engine(x)), y % 3))
         if engine.is_gradient_accumulation_boundary():
             optimizer.step()
             optimizer.zero_grad()
         engine.step()
-    return {**weights(model), **weights(behind, "behind ")}
+    return {**weights(model), **weights(head, "after ")}
 
 
 @case()

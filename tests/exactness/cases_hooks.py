@@ -65,8 +65,8 @@ def second_optimizer_on_the_same(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def gradients_logged_behind_the_step(side: Side) -> Found:
-    """A plain loop logs the norm of all `p.grad` behind optimizer.step()."""
+def gradients_logged_after_the_step(side: Side) -> Found:
+    """A plain loop logs the norm of all `p.grad` after optimizer.step()."""
     model = Scored()
     optimizer = sgd(model)
     engine = side.initialize(model, optimizer, clipping=0.0)
@@ -143,7 +143,7 @@ def plain_loop_in_bf16(side: Side) -> Found:
 
 
 def clamping(optimizer: torch.optim.Optimizer, model: nn.Module, counts: list[int]) -> None:
-    """Puts a step on `optimizer` that clamps the weights behind the one that was there."""
+    """Put a step on `optimizer` that clamps the weights after the one that was there."""
     below = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ def step_put_on_the_optimizer_in_bf16(side: Side) -> Found:
 
 
 class Lookahead(torch.optim.Optimizer):
-    """As it is written by hand: around another optimizer, without `super().__init__`."""
+    """An optimizer written by hand around another optimizer, without `super().__init__`."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base = base

@@ -1,4 +1,4 @@
-"""What a call sees is what it saw when it was made."""
+"""A call computes with the values that its arguments had when it was made."""
 
 from __future__ import annotations
 

@@ -342,7 +342,7 @@ def adversarial_networks_with_a_frozen_one(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def engine_behind_an_engine(side: Side) -> Found:
+def engine_after_an_engine(side: Side) -> Found:
     """An encoder and a decoder with an engine each; one loss trains both."""
     encoder, decoder = Generator(), Net()
     e, d = side.initialize(encoder, sgd(encoder)), side.initialize(decoder, sgd(decoder))
@@ -356,7 +356,7 @@ def engine_behind_an_engine(side: Side) -> Found:
 
 @case(*PAIRS)
 def policy_and_reference(side: Side) -> Found:
-    """A frozen reference (an engine without an optimizer) is called with gradients on, in front of the policy."""
+    """A frozen reference (an engine without an optimizer) is called with gradients on, before the policy."""
     policy, reference = Net(), Net().requires_grad_(False)
     p, r = side.initialize(policy, sgd(policy)), side.initialize(reference, None)
     for x, y in batches(2 * side.accumulation):

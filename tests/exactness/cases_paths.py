@@ -646,7 +646,7 @@ def blocks_in_random_order(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def no_grad_blocks_in_front(side: Side) -> Found:
+def no_grad_blocks_first(side: Side) -> Found:
     """The model's forward runs its first blocks under torch.no_grad() (a frozen backbone)."""
 
     class Backbone(Net):
@@ -660,7 +660,7 @@ def no_grad_blocks_in_front(side: Side) -> Found:
 
 @case(*PAIRS)
 def detached_in_the_middle(side: Side) -> Found:
-    """The model's forward detaches between two blocks, and adds an auxiliary head in front of that."""
+    """The model's forward detaches between two blocks, and adds an auxiliary head before that."""
 
     class Detaching(Net):
         def __init__(self) -> None:

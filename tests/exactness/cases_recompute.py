@@ -1,4 +1,4 @@
-"""State that a forward pass leaves behind, and that a recomputation meets again."""
+"""State that a forward pass leaves, and that a recomputation meets again."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def tasks_in_turn_with_a_backward_hook(side: Side) -> Found:
 
 
 class Borrowing(Heads):
-    """Uses the weight of another task's head itself, behind its own."""
+    """Uses the weight of another task's head itself, after its own."""
 
     def forward(self, x: Tensor, labels: Tensor, tasks: str) -> Tensor:
         loss = super().forward(x, labels, tasks)

@@ -1,8 +1,8 @@
 """Runs cases and finds their outcomes: "equal", "refused: ErrorName", or "WRONG: ...".
 
 Every case runs, in all of its settings, in a process of its own, forked from one that has imported everything and
-computed nothing: what a case leaves behind, or hangs in, is nobody else's. `python -m tests.exactness.judge` reads names of
-cases, a line each with the numbers of its settings behind it, and answers with a line of JSON.
+computed nothing: a case that hangs, or leaves something running, disturbs no other. `python -m tests.exactness.judge` reads
+names of cases, a line each, followed by the numbers of its settings, and answers with a line of JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TIMEOUT_S = 300  # a second on a machine that does nothing else: only what hangs
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case: the table's words, and what was seen in detail."""
+    """The result of a case: the table's words, and what was seen in detail."""
 
     says: str
     detail: str = ""
@@ -96,7 +96,7 @@ def ran(case: Case, side: Side) -> dict[str, Tensor]:
 
 
 def flat(found: Found) -> dict[str, Tensor]:
-    """What a program gave, as copies of plain tensors."""
+    """Return the results of a program, as copies of plain tensors."""
     return {name: torch.as_tensor(value).detach().to_dense().clone() for name, value in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""What most cases train: a few blocks of the size of a hand, data for them, and what is looked at in the end."""
+"""The models of most cases: a few blocks of the size of a hand, data for them, and what is looked at in the end."""
 
 from __future__ import annotations
 

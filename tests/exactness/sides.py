@@ -1,4 +1,4 @@
-"""The two sides of a case: plain PyTorch behind a thin stand-in with the engine's methods, and the engine itself."""
+"""The two sides of a case: plain PyTorch in a thin stand-in with the engine's methods, and the engine itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Weights = dict[str, Tensor]
 
 
 class Stay(Enum):
-    """What stays on the device, and the settings that make it so."""
+    """Ways to stay on the device, and the settings that make it so."""
 
     NOTHING = ""
     RESIDENT = "resident"
@@ -44,7 +44,7 @@ _MANY = 1000  # packs
 
 @dataclass(frozen=True)
 class Setting:
-    """What of a ds_config a case is tried with."""
+    """The part of a ds_config that a case is tried with."""
 
     accumulation: int
     clipping: float
@@ -58,7 +58,7 @@ class Setting:
 
 
 class Side(Protocol):
-    """Where a program runs."""
+    """A place for a program to run."""
 
     accumulation: int
     clipping: float

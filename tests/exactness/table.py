@@ -31,7 +31,7 @@ def cell(case: Case, outcomes: Sequence[Outcome]) -> str:
 
 
 def said_of(cell: str, setting: Setting) -> str:
-    """What `cell` says of one setting."""
+    """Return the words of `cell` for one setting."""
     marks = [part.removeprefix(f"{setting}: ") for part in cell.split("; ") if part.startswith(f"{setting}: ")]
     return marks[0] if marks else cell
 

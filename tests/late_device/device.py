@@ -132,7 +132,7 @@ class LateDevice(CpuDevice):
         context = self.watched(stream)
         return context if self._watch is None else self._watch(stream, context)
 
-    def inherited(self) -> AbstractContextManager[object]:
+    def as_current(self) -> AbstractContextManager[object]:
         return self.watched()
 
     def enter(self, number: int) -> None:
@@ -178,7 +178,7 @@ class LateDevice(CpuDevice):
 
     # ---- memory
 
-    def used(self, tensor: Tensor) -> None:
+    def record_use(self, tensor: Tensor) -> None:
         block = self._block(tensor)
         assert block is not None
         block.used.add((self.place, Stream.COMPUTE))

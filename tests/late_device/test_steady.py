@@ -77,8 +77,8 @@ def norms_on_the_host(setting: Setting) -> int:
     config = config_of(2, setting.clip, {"pack_layers": 1, **setting.harmony}, **setting.more)
     with late_engine(Model(setting.tied), config, device=device) as engine:
         world = updater_of(engine)._gradients.world
-        measured = world.measured
-        world.measured = lambda gradient: (count.append(gradient), measured(gradient))[1]
+        measured = world.norm_part
+        world.norm_part = lambda gradient: (count.append(gradient), measured(gradient))[1]
         for _ in range(2):
             engine.train_batch(data)
         engine.finish_updates()

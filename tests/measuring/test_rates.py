@@ -62,8 +62,8 @@ class SlowUpdates(HostOptimizer):
         super().__init__(torch.optim.SGD([master], lr=0.1), {"weight": master})
         self._device = device
 
-    def for_scratch(self, master: nn.Parameter) -> torch.optim.Optimizer:
-        scratch = super().for_scratch(master)
+    def scratch_optimizer(self, master: nn.Parameter) -> torch.optim.Optimizer:
+        scratch = super().scratch_optimizer(master)
         scratch.register_step_post_hook(lambda *_: self._device.spend(8.0))
         return scratch
 

@@ -12,7 +12,7 @@ from torch import nn
 from harmony_ds.device.live_bytes import LiveBytes
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.host_optimizer import HostOptimizer
-from harmony_ds.offload.watched_state import WatchedState
+from harmony_ds.offload.synced_state import SyncedState
 from tests.offload.examples import gradients_for
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_steps_on_host_and_device_in_turn_are_those_of_one_optimizer(make: Any) 
 
 def test_a_watched_state_asks_before_it_answers() -> None:
     looked: list[None] = []
-    state = WatchedState({1: "one", 2: "two"}, lambda: looked.append(None))
+    state = SyncedState({1: "one", 2: "two"}, lambda: looked.append(None))
     assert state[1] == "one"
     assert list(state) == [1, 2]
     assert 2 in state

@@ -35,7 +35,7 @@ def step(buffers: HostBuffers, device: Counting, sizes: list[int]) -> None:
     users = [User() for _ in sizes]
     taken = [buffers.take(user, size) for user, size in zip(users, sizes, strict=True)]
     for buffer in taken:
-        buffers.give_back(buffer, device.record(Stream.SWAP_IN))
+        buffers.release(buffer, device.record(Stream.SWAP_IN))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 15, 17, 96, 1000, 2**20, 2**20 + 1, 5 * 2**18, 10**9 + 7])
@@ -76,7 +76,7 @@ def test_what_is_reserved_follows_the_sizes_and_what_is_in_use_stays() -> None:
     buffers.reserve([64, 16])
     buffers.reserve([64, 16])
     assert (device.made, device.locked) == (3, 80)
-    buffers.give_back(used, device.record(Stream.SWAP_IN))
+    buffers.release(used, device.record(Stream.SWAP_IN))
     step(buffers, device, [16, 64])
     assert device.made == 3
 

@@ -17,14 +17,14 @@ def host(limit: int | None = None, dtype: torch.dtype = torch.float32) -> tuple[
     return HostGradients(CpuDevice(), ledger, dtype, limit, lambda _: True), ledger
 
 
-def send(gradients: HostGradients, *numels: int, beyond: int | None = 0) -> GradientTransfer:
-    return gradients.swap_out({f"p{i}": torch.full((n,), float(i + 1)) for i, n in enumerate(numels)}, beyond)
+def send(gradients: HostGradients, *numels: int, extra: int | None = 0) -> GradientTransfer:
+    return gradients.swap_out({f"p{i}": torch.full((n,), float(i + 1)) for i, n in enumerate(numels)}, extra)
 
 
 def release(gradients: HostGradients, transfer: GradientTransfer) -> None:
     """Everything that it carries has been used."""
     gradients.add(transfer)
-    gradients.forget_gradients()
+    gradients.clear_gradients()
 
 
 class Beside(CpuDevice):
@@ -40,7 +40,7 @@ def test_norms_travel_with_gradients_and_are_forgotten_when_those_change() -> No
     norms = gradients.norms_of(sent)
     assert norms is not None
     gradients.add(gradients.swap_out(sent, None, norms=norms * 2))  # so that they are told from the host's
-    assert ledger.close().device_to_host[Kind.RESIDENT] == 8
+    assert ledger.drain().device_to_host[Kind.RESIDENT] == 8
     gradients.measure(["w", "b"])
     assert all(torch.equal(gradients.norms[name], 2 * sent[name].norm()) for name in sent)
     gradients.measure(["w"])  # of what somebody may have changed since
@@ -60,18 +60,18 @@ def test_a_transfer_holds_copies_in_shape(dtype: torch.dtype) -> None:
     gradients, ledger = host(dtype=dtype)
     sent = {"w": torch.randn(3, 5), "b": torch.tensor(2.5)}
     assert gradients.norms_of(sent) is None  # copies are compute here: left to the thread of updates
-    transfer = gradients.swap_out(sent, beyond=0)
+    transfer = gradients.swap_out(sent, extra=0)
 
     assert transfer.gradients.keys() == sent.keys()
     for name, gradient in sent.items():
         assert torch.equal(transfer.gradients[name], gradient.to(dtype))
         assert transfer.gradients[name].data_ptr() % 64 == 0
-    assert ledger.close().device_to_host[Kind.GRADIENTS] == (64 if dtype.itemsize * 15 <= 64 else 0) + 64
+    assert ledger.drain().device_to_host[Kind.GRADIENTS] == (64 if dtype.itemsize * 15 <= 64 else 0) + 64
 
 
 def test_a_transposed_gradient_keeps_its_values() -> None:
     gradient = torch.arange(6.0).view(2, 3).t()
-    transfer = host()[0].swap_out({"w": gradient}, beyond=0)
+    transfer = host()[0].swap_out({"w": gradient}, extra=0)
 
     assert torch.equal(transfer.gradients["w"], gradient)
     assert transfer.gradients["w"].is_contiguous()
@@ -107,8 +107,8 @@ def test_beyond_the_limit_nothing_waits() -> None:
     gradients, _ = host(limit=1)
     send(gradients, 8)
 
-    assert send(gradients, 8, beyond=1).gradients["p0"].numel() == 8  # waits for another pack
-    assert send(gradients, 8, beyond=None).gradients["p0"].numel() == 8
+    assert send(gradients, 8, extra=1).gradients["p0"].numel() == 8  # waits for another pack
+    assert send(gradients, 8, extra=None).gradients["p0"].numel() == 8
 
 
 def test_a_buffer_that_cannot_be_allocated_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,6 @@ def test_state_that_is_still_to_come_comes_with_the_first_updates(make: Make, nu
     parameters = parameters_of(model)
     trained = {name: p for name, p in parameters.items() if not name.startswith("1")}
     host = HostOptimizer(make(list(trained.values())), parameters)
-    assert host.coming_bytes() == 4 * numbers * sum(p.numel() for p in trained.values())
+    assert host.unallocated_bytes() == 4 * numbers * sum(p.numel() for p in trained.values())
     layer_by_layer(host, parameters, 0)
-    assert host.coming_bytes() == 0
+    assert host.unallocated_bytes() == 0

@@ -45,7 +45,7 @@ def test_in_fp32_parameters_are_their_own_masters() -> None:
 
     assert one.store.masters.keys() == dict(one.model.named_parameters()).keys()
     assert all(one.store.masters[name] is p for name, p in one.model.named_parameters())
-    assert one.store.upload_copy("0.weight") is None
+    assert one.store.compute_copy("0.weight") is None
 
 
 def test_in_bf16_masters_keep_the_values_that_trained_parameters_round() -> None:
@@ -60,7 +60,7 @@ def test_in_bf16_masters_keep_the_values_that_trained_parameters_round() -> None
         assert parameter.requires_grad is (name in one.store.masters)
     for name, master in one.store.masters.items():
         assert torch.equal(master, original[name])
-        copy = one.store.upload_copy(name)
+        copy = one.store.compute_copy(name)
         assert copy is not None
         assert copy.data_ptr() == one.store.parameters[name].data_ptr()
     assert one.store.host_bytes()["masters"] == 4 * sum(m.numel() for m in one.store.masters.values())
@@ -78,7 +78,7 @@ def test_a_transposed_parameter_becomes_contiguous_with_the_same_values() -> Non
 
 def test_a_layers_parameters_are_one_piece() -> None:
     one = stored(odd_sizes())
-    (piece,) = one.store.pieces(["1.weight", "1.bias"])
+    (piece,) = one.store.parts_of(["1.weight", "1.bias"])
 
     assert [(name, place.start) for name, place in piece.places.items()] == [("1.weight", 0), ("1.bias", 32)]
     assert piece.memory.numel() == 32 + 16
@@ -91,10 +91,10 @@ def test_a_gap_makes_two_pieces() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])})
     store = stored(model).store
 
-    assert len(store.pieces(["blocks.0.0.weight", "blocks.0.0.bias", "blocks.0.1.weight"])) == 1
-    assert len(store.pieces(["blocks.0.0.weight", "blocks.0.1.weight"])) == 2
-    assert store.pieces([]) == []
-    backwards = store.pieces(["blocks.0.1.weight", "blocks.0.0.bias", "blocks.0.0.weight"])
+    assert len(store.parts_of(["blocks.0.0.weight", "blocks.0.0.bias", "blocks.0.1.weight"])) == 1
+    assert len(store.parts_of(["blocks.0.0.weight", "blocks.0.1.weight"])) == 2
+    assert store.parts_of([]) == []
+    backwards = store.parts_of(["blocks.0.1.weight", "blocks.0.0.bias", "blocks.0.0.weight"])
     assert [list(piece.places) for piece in backwards] == [
         ["blocks.0.0.weight", "blocks.0.0.bias", "blocks.0.1.weight"]
     ]
@@ -105,7 +105,7 @@ def test_a_tied_parameter_lies_with_its_first_layer() -> None:
     one = stored(gpt2.build(0.0))
 
     assert one.model.lm_head.weight is one.model.transformer.wte.weight
-    pieces = one.store.pieces(["transformer.wte.weight", "transformer.ln_f.weight"])
+    pieces = one.store.parts_of(["transformer.wte.weight", "transformer.ln_f.weight"])
     assert [name for piece in pieces for name in piece.places] == ["transformer.wte.weight", "transformer.ln_f.weight"]
 
 

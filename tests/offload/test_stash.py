@@ -19,9 +19,9 @@ def stash() -> tuple[Stash, Ledger]:
 
 def round_trip(one: Stash, tensor: Tensor) -> StashEntry:
     entry = one.put(tensor, "block")
-    one.move_out([entry])
+    one.swap_out([entry])
     assert entry.device_tensor is None
-    one.bring_in([entry])
+    one.swap_in([entry])
     return entry
 
 
@@ -41,7 +41,7 @@ def round_trip(one: Stash, tensor: Tensor) -> StashEntry:
 def test_a_round_trip_keeps_values_and_strides(tensor: Tensor) -> None:
     one, ledger = stash()
     back = one.tensor(round_trip(one, tensor))
-    traffic = ledger.close()
+    traffic = ledger.drain()
 
     assert torch.equal(back, tensor)
     assert back.stride() == tensor.stride()
@@ -55,7 +55,7 @@ def test_on_the_device_nothing_is_copied() -> None:
     entry = one.put(tensor, "block")
 
     assert one.tensor(entry).data_ptr() == tensor.data_ptr()
-    assert ledger.close().device_to_host[Kind.ACTIVATIONS] == one.host_bytes == 0
+    assert ledger.drain().device_to_host[Kind.ACTIVATIONS] == one.host_bytes == 0
     assert entry.nbytes == 48
 
 
@@ -64,10 +64,10 @@ def test_a_tensor_that_several_calls_take_is_stashed_once() -> None:
     tensor = torch.randn(5)
     first, second = one.put(tensor, "block"), one.put(tensor, "block")
     assert first is second
-    one.move_out([first, second])
-    one.move_out([first])
+    one.swap_out([first, second])
+    one.swap_out([first])
 
-    assert ledger.close().device_to_host[Kind.ACTIVATIONS] == one.host_bytes == 20
+    assert ledger.drain().device_to_host[Kind.ACTIVATIONS] == one.host_bytes == 20
     one.destroy()
     assert one.host_bytes == 0
 
@@ -77,7 +77,7 @@ def test_a_released_entry_stays_for_its_other_users() -> None:
     tensor = torch.randn(5)
     entry = one.put(tensor, "a")
     assert one.put(tensor, "b") is entry
-    one.move_out([entry])
+    one.swap_out([entry])
     assert torch.equal(one.tensor(entry), tensor)
     one.release(entry)
     assert torch.equal(one.tensor(entry), tensor)
@@ -91,12 +91,12 @@ def test_asking_for_a_tensor_on_the_host_brings_it_in() -> None:
     tensor = torch.randn(5)
     entry = one.put(tensor, "block")
     other, kept = one.put(torch.randn(5), "block"), tensor.clone()
-    one.move_out([entry, other])
+    one.swap_out([entry, other])
     tensor.add_(1)  # what happens on the device changes no host copy
 
     assert torch.equal(one.tensor(entry), kept)
-    one.bring_in([entry])
-    assert ledger.close().host_to_device[Kind.ACTIVATIONS] == 20
+    one.swap_in([entry])
+    assert ledger.drain().host_to_device[Kind.ACTIVATIONS] == 20
 
 
 def test_a_tensor_that_changed_in_place_is_an_error_that_names_the_layer() -> None:
@@ -107,5 +107,5 @@ def test_a_tensor_that_changed_in_place_is_an_error_that_names_the_layer() -> No
     with pytest.raises(ModelError, match=r"input of layer model.layers.3 was changed in place.*harmony.layers"):
         one.tensor(entry)
     with pytest.raises(ModelError, match=r"model.layers.3"):
-        one.move_out([entry])
+        one.swap_out([entry])
     assert one.put(tensor, "model.layers.4") is not entry

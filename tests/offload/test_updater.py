@@ -51,7 +51,7 @@ class Bench:
 
     def deliver(self, pack: int, gradients: dict[str, Tensor]) -> None:
         mine = {name: gradients[name] for name in PACKS[pack] if name in gradients}
-        self.updater.receive(self.gradients.swap_out(mine, beyond=0))
+        self.updater.receive(self.gradients.swap_out(mine, extra=0))
 
     def update(self, pack: int, norm: Any = None) -> None:
         self.updater.update(pack, PACKS[pack], self.optimizer.hyper(), norm)

@@ -84,10 +84,10 @@ class Both:
         assert norm.result(30).total == expected
 
     def take(self, pack: int, _: int) -> None:
-        self._same(self.beside.updater.take(PACKS[pack]), self.in_turn.take(pack))
+        self._same(self.beside.updater.pop_gradients(PACKS[pack]), self.in_turn.take(pack))
 
     def drop(self, pack: int, _: int) -> None:
-        self.beside.updater.drop(PACKS[pack])
+        self.beside.updater.drop_gradients(PACKS[pack])
         self.in_turn.take(pack)
 
     def discard(self, _: int, __: int) -> None:

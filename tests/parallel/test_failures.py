@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import harmony_ds
 from harmony_ds.errors import HarmonyError, PeerFailedError, UsageError
-from harmony_ds.offload import host_limits
-from harmony_ds.offload.host_limits import HostRoom
+from harmony_ds.offload import host_memory
+from harmony_ds.offload.host_memory import HostRoom
 from tests.inside import assembly_of
 from tests.parallel.processes import run, run_to_end
 from tests.parallel.training import Training, batch, build, config_of, differences, engine_of, train_plainly, train_with
@@ -324,9 +324,9 @@ def test_reading_is_right_in_every_process() -> None:
 
 def has_no_room() -> list[tuple[str, str]]:
     """First process 0, which asks for all, and then process 1."""
-    found, rooms, none = [], host_limits.host_rooms, [HostRoom(0, 0, "nothing is free")]
+    found, rooms, none = [], host_memory.host_rooms, [HostRoom(0, 0, "nothing is free")]
     for rank in range(2):
-        host_limits.host_rooms = (lambda: none) if dist.get_rank() == rank else rooms  # type: ignore[assignment]
+        host_memory.host_rooms = (lambda: none) if dist.get_rank() == rank else rooms  # type: ignore[assignment]
         found.append(said(lambda: engine_of(MLP).destroy()))
         dist.barrier()
     return found

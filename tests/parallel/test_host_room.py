@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from harmony_ds.offload import host_limits
-from harmony_ds.offload.host_limits import HostRoom
+from harmony_ds.offload import host_memory
+from harmony_ds.offload.host_memory import HostRoom
 from tests.inside import planner_of
 from tests.parallel.processes import run
 from tests.parallel.training import Training, build, engine_of, train_with
@@ -19,13 +19,13 @@ def rooms_of(several: Sequence[tuple[int | None, ...]]) -> list[tuple[int | None
     for free in several:
         engine, one = engine_of(Training(steps=1)), free[dist.get_rank()]
         rooms = [] if one is None else [HostRoom(one, 0, "the test")]
-        host_limits.host_rooms = lambda rooms=rooms: rooms  # type: ignore[assignment]
+        host_memory.host_rooms = lambda rooms=rooms: rooms  # type: ignore[assignment]
         train_with(engine, Training(steps=1))
         planner = planner_of(engine)
         assert engine.plan is not None
         found.append((planner.request(planner.graph, 2).host_bytes, engine.plan.to_json()))
         engine.destroy()
-        host_limits.host_rooms = list
+        host_memory.host_rooms = list
     return found
 
 

@@ -141,7 +141,7 @@ def test_a_checkpoint_of_several_servers_goes_on_to_the_bits(tmp_path: Any) -> N
 class _OneServer(Servers):
     """A server that speaks for all."""
 
-    def _gathered(self, said: Any) -> list[Any]:
+    def _gather(self, said: Any) -> list[Any]:
         return [said]
 
 

@@ -13,7 +13,7 @@ from harmony_ds.device import CpuDevice
 from harmony_ds.errors import PeerFailedError
 from harmony_ds.parallel.board import Board, board_bytes
 from harmony_ds.parallel.shared_memory import SharedMemory, make_file
-from harmony_ds.parallel.slots import Slots
+from harmony_ds.parallel.slots import GradientSlots
 
 SIZE = 3
 LENGTH = 8
@@ -30,15 +30,15 @@ def boards() -> Iterator[tuple[int, list[Board]]]:
 
 
 @pytest.fixture
-def views(boards: tuple[int, list[Board]]) -> list[Slots]:
+def views(boards: tuple[int, list[Board]]) -> list[GradientSlots]:
     file, made = boards
-    several = [Slots(board, SharedMemory(file, board_bytes(SIZE, 0)), CpuDevice()) for board in made]
+    several = [GradientSlots(board, SharedMemory(file, board_bytes(SIZE, 0)), CpuDevice()) for board in made]
     for slots in several:
         slots.make(2, 4 * LENGTH)
     return several
 
 
-def _leave(slots: Slots, *numbers: float) -> int:
+def _leave(slots: GradientSlots, *numbers: float) -> int:
     slots.begin(lambda: None).view(torch.float32).copy_(torch.tensor(numbers).repeat_interleave(LENGTH // len(numbers)))
     return slots.take()
 
@@ -50,7 +50,7 @@ def _together(*calls: object) -> list[threading.Thread]:
     return threads
 
 
-def test_a_slot_is_taken_again_when_all_are_through_with_it(views: list[Slots]) -> None:
+def test_a_slot_is_taken_again_when_all_are_through_with_it(views: list[GradientSlots]) -> None:
     first = views[0]
     for _ in range(2):
         _leave(first, 1.0)
@@ -63,7 +63,7 @@ def test_a_slot_is_taken_again_when_all_are_through_with_it(views: list[Slots]) 
     waiting.join()
 
 
-def test_whoever_waits_for_himself_is_told_why_he_would_wait_for_ever(views: list[Slots]) -> None:
+def test_whoever_waits_for_himself_is_told_why_he_would_wait_for_ever(views: list[GradientSlots]) -> None:
     for _ in range(2):
         _leave(views[0], 1.0)
 
@@ -74,15 +74,15 @@ def test_whoever_waits_for_himself_is_told_why_he_would_wait_for_ever(views: lis
         views[0].begin(failed)
 
 
-def test_nobody_waits_for_one_who_has_given_up(views: list[Slots], boards: tuple[int, list[Board]]) -> None:
+def test_nobody_waits_for_one_who_has_given_up(views: list[GradientSlots], boards: tuple[int, list[Board]]) -> None:
     number = _leave(views[0], 1.0)
     boards[1][2].give_up("it is out of memory")
     with pytest.raises(PeerFailedError, match="out of memory") as caught:
-        views[0].others(number)
+        views[0].all_slots(number)
     assert caught.value.rank == 2
 
 
-def test_other_sizes_take_the_place_of_what_was_there(views: list[Slots]) -> None:
+def test_other_sizes_take_the_place_of_what_was_there(views: list[GradientSlots]) -> None:
     assert all(slots.fits(2, 4 * LENGTH) and slots.fits(2, 1) for slots in views)
     assert not any(slots.fits(2, 4 * LENGTH + 1) or slots.fits(3, 1) for slots in views)
     _leave(views[0], 1.0)
@@ -93,12 +93,12 @@ def test_other_sizes_take_the_place_of_what_was_there(views: list[Slots]) -> Non
     assert not own.any()
     own.fill_(7)
     views[0].take()
-    (filling,) = _together(lambda: views[2].others(2))
+    (filling,) = _together(lambda: views[2].all_slots(2))
     assert all(part.shape == (8 * LENGTH,) for part in _parts_of(seen, views))
     filling.join(20)
 
 
-def _parts_of(slots: Slots, views: list[Slots]) -> list[torch.Tensor]:
+def _parts_of(slots: GradientSlots, views: list[GradientSlots]) -> list[torch.Tensor]:
     for other in views:
-        other._board.post_left(2)
-    return slots.others(2)
+        other._board.post_filled(2)
+    return slots.all_slots(2)

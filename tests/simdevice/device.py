@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import harmony_ds
-from harmony_ds.device.host_streams import HostStreamDevice
+from harmony_ds.device.cpu import HostStreamDevice
 from tests import simdevice
 from tests.engine.drive import config_of
 
@@ -28,7 +28,7 @@ class SimDevice(HostStreamDevice):
         self._before = simdevice.allocated_bytes(index)  # what other tests left behind
         simdevice.set_limit(None if budget_bytes is None else budget_bytes + self._before, index)
 
-    def inherited(self) -> AbstractContextManager[object]:
+    def as_current(self) -> AbstractContextManager[object]:
         return torch.accelerator.device_index(self._index)
 
     def enter(self, number: int) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from harmony_ds.offload import host_limits
-from harmony_ds.offload.host_limits import HostRoom
+from harmony_ds.offload import host_memory
+from harmony_ds.offload.host_memory import HostRoom
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.search import search
 from harmony_ds.stepping import planner
@@ -19,7 +19,7 @@ ONE = family("llama")
 
 
 def frees(monkeypatch: pytest.MonkeyPatch, *free_bytes: int) -> None:
-    monkeypatch.setattr(host_limits, "host_rooms", lambda: [HostRoom(one, 10**15, "the test") for one in free_bytes])
+    monkeypatch.setattr(host_memory, "host_rooms", lambda: [HostRoom(one, 10**15, "the test") for one in free_bytes])
 
 
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:

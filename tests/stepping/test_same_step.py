@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from harmony_ds.errors import UsageError
-from harmony_ds.parallel import Alone
+from harmony_ds.parallel import SingleProcess
 from harmony_ds.stepping.same_step import check_same_step
 
 MANY = 500
 
 
-class Two(Alone):
+class Two(SingleProcess):
     """The first process says something; the second one hears it."""
 
     size = 2

@@ -1,7 +1,4 @@
-"""An optimizer's `state` as its user sees it: true whenever somebody looks, though parts of it live on the device.
-
-What enters is the state itself, which the engine goes on using directly; what leaves is a mapping to put in its place.
-"""
+"""An optimizer's `state` for its user, brought up to date before it is read, since parts of it are on the device."""
 
 from __future__ import annotations
 
@@ -12,16 +9,16 @@ State = MutableMapping[Any, Any]
 """By parameter: a dictionary of its moments, counters and so on."""
 
 
-class WatchedState(State):
-    """Calls `look` before anything is read. Copies are plain."""
+class SyncedState(State):
+    """Mapping that calls `sync` before `plain`, the state itself, is read or written. Copies are plain."""
 
-    def __init__(self, state: State, look: Callable[[], None]) -> None:
+    def __init__(self, state: State, sync: Callable[[], None]) -> None:
         self.plain = state
-        self._look = look
+        self._sync = sync
 
     @property
     def _seen(self) -> State:
-        self._look()
+        self._sync()
         return self.plain
 
     def __getitem__(self, key: Any) -> Any:
@@ -50,6 +47,6 @@ class WatchedState(State):
         return made
 
 
-def plain(state: State) -> State:
-    """What `state` watches, or itself."""
-    return state.plain if isinstance(state, WatchedState) else state
+def plain_state(state: State) -> State:
+    """Return `state` without its wrapper."""
+    return state.plain if isinstance(state, SyncedState) else state

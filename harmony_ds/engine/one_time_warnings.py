@@ -30,7 +30,7 @@ NOT_FINITE = (
 _logger = logging.getLogger("harmony_ds")
 
 
-class WarnOnce:
+class OneTimeWarnings:
     """The warnings that have been given; each is given once."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What backward passes of the program's own leave on host parameters, where an update puts its gradients, too."""
+"""Gradients that the program's own backward passes leave on `.grad` of host parameters."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.offload.updater import Updater
 
 
-class OwnGradients:
-    """Finds them, and takes them away."""
+class UserGradients:
+    """Finds and removes the program's gradients, told from those that an update has put on `.grad`."""
 
     def __init__(self, store: HostStore, updater: Updater | None) -> None:
         self._store = store
         self._updater = updater
 
-    def are_there(self, names: Iterable[str] | None = None) -> bool:
-        """Whether `take` would find any of `names` (None: of any parameter)."""
+    def exist(self, names: Iterable[str] | None = None) -> bool:
+        """Return whether any of `names` (None: any parameter) has such a gradient."""
         parameters = self._store.parameters
         with ungated():
             found = [name for name in (parameters if names is None else names) if parameters[name].grad is not None]
         return not all(map(self.is_updating, found))
 
-    def take(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Those of `names`, which are taken from there."""
+    def pop(self, names: Iterable[str]) -> dict[str, Tensor]:
         taken: dict[str, Tensor] = {}
         with ungated():
             for name in names:
@@ -35,16 +34,14 @@ class OwnGradients:
         return taken
 
     def find(self, name: str) -> Tensor | None:
-        """That of `name`, if there is one."""
         with ungated():
             return None if self.is_updating(name) else self._store.parameters[name].grad
 
     def put(self, name: str, value: Tensor | None) -> None:
-        """Puts `value` in its place."""
         if not self.is_updating(name):
             with ungated():
                 self._store.parameters[name].grad = value
 
     def is_updating(self, name: str) -> bool:
-        """Whether what is on the `.grad` of `name` is an update's."""
+        """Return whether the `.grad` of `name` belongs to an update."""
         return self._updater is not None and self._updater.is_updating(name)

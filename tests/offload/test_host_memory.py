@@ -1,14 +1,25 @@
-"""What is needed of host memory, against what the machine and its cgroups leave."""
+"""Host memory: needs against the limits of machine and cgroups; mapped files; freed memory."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from harmony_ds.errors import HostMemoryError
-from harmony_ds.offload import host_limits
-from harmony_ds.offload.host_limits import HostNeed, HostRoom, check_host_memory, free_host_bytes, host_rooms
+from harmony_ds.offload import host_memory
+from harmony_ds.offload.host_memory import (
+    HostNeed,
+    HostRoom,
+    MappedFiles,
+    check_host_memory,
+    free_host_bytes,
+    host_rooms,
+    trim_allocator,
+)
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 600 kB\nSwapTotal: 500 kB\nSwapFree: 200 kB\n"
 NEED = HostNeed({"weights": 300, "masters": 600, "optimizer": 1200, "gradients": 0}, there_bytes=100)
@@ -108,7 +119,46 @@ def test_page_locked_memory_has_to_fit_without_swap() -> None:
 
 def test_what_is_free_is_what_the_tightest_limit_leaves_without_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms = [HostRoom(700, 10**6, "machine"), HostRoom(600, 0, "cgroup")]
-    monkeypatch.setattr(host_limits, "host_rooms", lambda: rooms)
+    monkeypatch.setattr(host_memory, "host_rooms", lambda: rooms)
     assert free_host_bytes() == 600
     rooms.clear()
     assert free_host_bytes() is None
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+_COUNT = 2**20  # 4 MiB in fp32
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    save_file({"a": torch.arange(_COUNT, dtype=torch.float32), "b": torch.ones(_COUNT)}, path)
+    return path
+
+
+@linux
+def test_a_mapped_tensor_is_told_from_one_in_memory(file: Path) -> None:
+    tensors = load_file(file)
+    mapped = MappedFiles()
+
+    assert mapped.holds(tensors["a"])
+    assert mapped.holds(tensors["b"][5:])
+    assert not mapped.holds(torch.ones(8))
+    assert not mapped.holds(tensors["a"].clone())
+    assert not mapped.holds(torch.empty(0))
+
+
+@linux
+def test_freed_memory_that_the_allocator_kept_is_returned() -> None:
+    def anonymous() -> int:
+        rows = Path("/proc/self/status").read_text().splitlines()
+        return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("RssAnon"))
+
+    pieces = [torch.ones(2**14) for _ in range(1024)]  # 64 MiB in blocks that the allocator does not map one by one
+    kept = pieces[::64]
+    with_all = anonymous()
+    del pieces
+    trim_allocator()
+
+    assert anonymous() < with_all - 48 * 2**20
+    assert all(piece.sum() == 2**14 for piece in kept)

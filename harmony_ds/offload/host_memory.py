@@ -1,21 +1,24 @@
-"""Host memory: what training is going to take of it, and what the system lets this process have.
+"""Host memory that training needs, and that the system lets this process have.
 
-What limits it is the machine's memory and the cgroups that this process is in (containers, batch systems). The limit on
-locked memory (`ulimit -l`, RLIMIT_MEMLOCK) is not among them: CUDA's driver page-locks by taking references on pages
-(os_lock_user_pages in NVIDIA/open-gpu-kernel-modules), not by mlock, and asks that limit nothing. A page-locked page
-cannot be swapped out, though, so page-locked memory has to fit beside everything else without swap.
+The limits are the machine's memory and the cgroups that this process is in (containers, batch systems). `ulimit -l`
+(RLIMIT_MEMLOCK) is none: CUDA's driver page-locks by taking references on pages (os_lock_user_pages in
+NVIDIA/open-gpu-kernel-modules), not by mlock. But page-locked memory cannot be swapped out, so it must fit without swap.
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from harmony_ds.errors import HostMemoryError
 
 _UNLIMITED = 1 << 60
-"""cgroup v1 says so by a number like 2**63 - 4096."""
+"""Limits above are none: cgroup v1 writes a number like 2**63 - 4096."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,8 @@ class HostNeed:
     """Bytes of host memory that training takes, by kind.
 
     Attributes:
-        there_bytes: of memory in use now that goes as the rest comes: the model's own tensors, but not mapped files.
-        page_locked_bytes: what cannot be swapped out, of all of it.
+        there_bytes: in use already, and freed during setup: the model's own tensors, but not mapped files.
+        page_locked_bytes: the part that cannot be swapped out.
     """
 
     by_kind: Mapping[str, int]
@@ -37,7 +40,7 @@ class HostNeed:
 
     @property
     def more_bytes(self) -> int:
-        """What has to be free now."""
+        """Bytes that have to be free now."""
         return max(0, self.total_bytes - self.there_bytes)
 
     def __str__(self) -> str:
@@ -52,7 +55,7 @@ class HostRoom:
 
     Attributes:
         swap_bytes: on top of `free_bytes`, for what may be swapped out.
-        source: who says so.
+        source: of the numbers, for errors.
     """
 
     free_bytes: int
@@ -61,10 +64,10 @@ class HostRoom:
 
 
 def check_host_memory(need: HostNeed, rooms: list[HostRoom] | None = None) -> None:
-    """Compares what is needed with what there is (None: ask this system).
+    """Compare the bytes needed with those available (None: read from this system).
 
     Raises:
-        HostMemoryError: it is too little; says by how much, by whose limit, and what helps.
+        HostMemoryError: they do not suffice; with the numbers, the limit and what helps.
     """
     for room in host_rooms() if rooms is None else rooms:
         if need.more_bytes > room.free_bytes + room.swap_bytes:
@@ -92,15 +95,15 @@ _WAYS_OUT = (
 
 
 def free_host_bytes() -> int | None:
-    """Memory that this process can still get without swap; None: the system does not say."""
+    """Return the bytes that this process can still get without swap; None: not known."""
     return min((room.free_bytes for room in host_rooms()), default=None)
 
 
 def host_rooms(root: Path = Path("/")) -> list[HostRoom]:
-    """What this machine's memory and every cgroup above this process leave; empty where the system does not say.
+    """Return the room left by the machine and by every cgroup above this process; empty: not known.
 
     Args:
-        root: where /proc and /sys are.
+        root: the folder of /proc and /sys.
     """
     machine = _machine(root)
     return [*([] if machine is None else [machine]), *_cgroups(root)]
@@ -127,7 +130,7 @@ def _cgroups(root: Path) -> Iterator[HostRoom]:
         else:
             continue
         mount = next((mount for mount in mounts if mount.is_dir()), mounts[-1])
-        # A limit may be set at any level. In a container the path may be the host's, and only the root be there.
+        # A limit may be set at any level. In a container the path may be the host's, and only the root exists.
         for folder in _upwards(mount, path):
             room = _cgroup(folder, *names)
             if room is not None:
@@ -145,7 +148,7 @@ def _cgroup(folder: Path, limit_file: str, usage_file: str, prefix: str) -> Host
     usage = next(iter(_lines(folder / usage_file)), "")
     if limit == "max" or not usage or int(limit) >= _UNLIMITED:
         return None
-    # Pages of files count as used, and go when somebody needs the memory.
+    # Pages of files count as used, but are freed when memory is needed.
     rows = _numbers(folder / "memory.stat")
     files = rows.get(f"{prefix}inactive_file", 0) + rows.get(f"{prefix}active_file", 0)
     used = max(0, int(usage) - files)
@@ -164,3 +167,28 @@ def _lines(file: Path) -> list[str]:
 def _numbers(file: Path) -> dict[str, int]:
     rows = (line.split() for line in _lines(file))
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+
+
+# ---- memory of this process (Linux only; elsewhere nothing happens)
+
+
+def trim_allocator() -> None:
+    """Return freed memory to the system; glibc keeps blocks of up to 32 MiB, once some have been freed."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+class MappedFiles:
+    """Files that this process has mapped at the time of construction."""
+
+    def __init__(self) -> None:
+        maps = Path("/proc/self/maps")
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.is_file() else []
+        rows = [line.split(maxsplit=5) for line in lines]
+        spans = [row[0].split("-") for row in rows if row[4] != "0"]  # files have an inode
+        self._ranges = [range(int(begin, 16), int(end, 16)) for begin, end in spans]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether the tensor's memory is a mapped file."""
+        return tensor.numel() > 0 and any(tensor.data_ptr() in addresses for addresses in self._ranges)

@@ -1,0 +1,163 @@
+"""Checks of a ds_config against processes, devices, optimizer and host memory, before an engine takes anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from harmony_ds.config import Config
+from harmony_ds.config.optimizers import state_numbers
+from harmony_ds.decomposer.find import Decomposition
+from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
+from harmony_ds.device import Device
+from harmony_ds.errors import ConfigError, OptimizerError, UnsupportedError
+from harmony_ds.offload.device_optimizer import DeviceOptimizer
+from harmony_ds.offload.host_memory import HostNeed, MappedFiles, check_host_memory
+from harmony_ds.offload.host_store import HostStore
+from harmony_ds.offload.optimizers import ClientOptimizer, parameters_in
+from harmony_ds.parallel import SingleProcess
+from harmony_ds.scheduler.plan import Plan
+
+_SWAPPED = ("auto", "kept", "off", 0)
+"""Values of `harmony.residency` with which no pack is updated on the device."""
+
+
+def read_plan(path: str | None) -> Plan | None:
+    """Return the plan in the file `harmony.plan`.
+
+    Raises:
+        ConfigError: the file holds none.
+    """
+    if path is None:
+        return None
+    try:
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"harmony.plan cannot be read: {error}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"harmony.plan: {path} is no plan of this version of harmony_ds ({error!r}).") from error
+
+
+def check_processes(config: Config, world: SingleProcess) -> None:
+    """Raise UnsupportedError for settings that several processes cannot run."""
+    if config.harmony.micro_batch == "auto":
+        world.refuse('harmony.micro_batch "auto"')
+    if config.harmony.residency not in _SWAPPED:
+        world.refuse("harmony.residency: packs that stay on the device and are updated there")
+    if config.harmony.reduce == "host" and world.servers > 1:
+        raise UnsupportedError(
+            f'harmony.reduce "host": the {world.servers} servers of this training share no memory; leave it out.'
+        )
+    if config.values["gradient_allreduce_op"] == "sum":
+        world.refuse('gradient_allreduce_op "sum"')
+
+
+def check_devices(config: Config, device: Device, saved: Plan | None) -> None:
+    """Raise UnsupportedError for settings that several devices of one process cannot run."""
+    if device.count == 1:
+        return
+    if config.harmony.residency not in _SWAPPED:
+        raise UnsupportedError(
+            f"harmony.residency is {config.harmony.residency}, and {device.count} devices run one plan (harmony.devices): "
+            'none of their packs stays from step to step. Set it to "auto", "kept" or "off".'
+        )
+    if saved is not None and (saved.policy.resident or len(saved.packing.covering) > len(saved.packing.backward)):
+        raise UnsupportedError(
+            f"harmony.plan was made for one device: packs of it stay there, or the passes are cut differently, and "
+            f"{device.count} devices (harmony.devices) do neither. Plan again."
+        )
+
+
+def residency_for(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: SingleProcess) -> str | int:
+    """Return the search's use of spare device memory in this run: "auto", "kept", "off", or a number of packs."""
+    settings = config.harmony
+    if settings.residency != "auto":
+        return settings.residency
+    # Packs that were given are run as they are; a device without a budget has no memory that could be spare.
+    if settings.pack_layers is not None or settings.plan is not None or device.budget_bytes is None:
+        return "off"
+    # Each of several processes updates pieces of a pack: none could update it on its device.
+    able = world.size == device.count == 1 and optimizer is not None and optimizer.refusal is None
+    return "auto" if able else "kept"
+
+
+def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOptimizer | None) -> LayerGraph:
+    """Return the graph with the bytes that each parameter takes on the device when it is updated there.
+
+    Raises:
+        OptimizerError: it cannot be updated there.
+    """
+    if optimizer is None:
+        return graph
+    if optimizer.refusal is not None:
+        raise OptimizerError(f'harmony.residency needs updates on the device: {optimizer.refusal}. Set it to "off".')
+    specs = []
+    for spec in graph.parameters:
+        if spec.trainable and optimizer.trains(spec.name):
+            master = 0 if store.compute_copy(spec.name) is None else slab_bytes(spec.numel, 4)
+            spec = replace(  # noqa: PLW2901
+                spec,
+                state_bytes=master + optimizer.state_bytes(spec.name, spec.numel),
+                update_bytes=optimizer.working_bytes(spec.name, spec.numel),
+            )
+        specs.append(spec)
+    return replace(graph, parameters=tuple(specs))
+
+
+def check_host_room(need: HostNeed, world: SingleProcess) -> None:
+    """Raise HostMemoryError if a server has too little: checked once for all of its processes, before any takes some."""
+    if world.is_local_first:
+        check_host_memory(replace(need, there_bytes=world.local_size * need.there_bytes))
+    world.agree("the host has room")
+
+
+def host_need(
+    decomposition: Decomposition,
+    model: nn.Module,
+    config: Config,
+    optimizer: tuple[ClientOptimizer | None, list[Any]],
+    device: Device,
+) -> HostNeed:
+    """Return the host memory that is needed whatever the plan: without the stash, and gradients at their least.
+
+    Args:
+        optimizer: the user's, and the parameters or groups to make one over without it.
+    """
+    dtype, accumulation = config.compute_dtype, config.accumulation_dtype
+    parameters = dict(model.named_parameters())
+    trainable = {name: p.numel() for name, p in parameters.items() if p.requires_grad}
+    weights = sum(slab_bytes(p.numel(), dtype.itemsize) for p in parameters.values())
+    gradients = 0
+    if optimizer[0] is not None or config.optimizer is not None:
+        layers = [sum(trainable.get(name, 0) for name in layer.parameters) for layer in decomposition.layers]
+        count = sum(trainable.values()) if config.deferred_update else max(layers, default=0)
+        gradients = accumulation.itemsize * count
+    mapped = MappedFiles()
+    there = (p for p in parameters.values() if not p.is_meta and not mapped.holds(p))
+    by_kind = {
+        "weights": weights,
+        "masters": 0 if dtype == config.master_dtype else 4 * sum(trainable.values()),
+        "optimizer": _state_bytes(config, *optimizer),
+        "gradients": gradients,
+    }
+    return HostNeed(
+        by_kind,
+        there_bytes=sum(p.numel() * p.element_size() for p in there),
+        page_locked_bytes=weights + gradients if device.pins_host else 0,
+    )
+
+
+def _state_bytes(config: Config, client: ClientOptimizer | None, given: list[Any]) -> int:
+    """Return the bytes of optimizer state not yet allocated; 0 for an optimizer whose state is not known."""
+    groups, numbers = given, None
+    if isinstance(client, torch.optim.Optimizer):
+        groups = client.param_groups
+        numbers = 0 if client.state else state_numbers(type(client).__name__, client.defaults)
+    elif client is None and config.optimizer is not None:
+        numbers = state_numbers(config.optimizer.type, config.optimizer.params)
+    elements = sum({id(p): p.numel() for p in parameters_in(groups) if p.requires_grad}.values())
+    return config.state_dtype.itemsize * (numbers or 0) * elements
