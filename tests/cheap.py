@@ -61,7 +61,7 @@ def constant_rates(
 
 
 def constant_times(timing: Timing, costs: CostTable, sample: Sample) -> CostTable:
-    """The same time for every layer call, as `Timing.time` would give it; where no clock is read, what that gives."""
+    """Return the same time for every layer call, in place of `Timing.time`; without a clock, its own result."""
     if not timing._device.has_values:  # an estimate: its times are computed
         return _time(timing, costs, sample)
     return replace(costs, costs=tuple(map(_timed, costs.costs)), head_ms=0.05, tail_ms=0.1)

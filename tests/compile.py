@@ -1,4 +1,4 @@
-"""Compiles what the tests use, side by side, once for each machine: what DeepSpeed compiles, and the test device.
+"""Compilation of the ops that tests use (DeepSpeed's, the test device's), in parallel, once for each machine.
 
 python -m tests.compile            everything
 python -m tests.compile NAME ...   of it, these
@@ -23,7 +23,7 @@ BUILDERS = ("FusedAdamBuilder", "ShareMemCommBuilder")
 
 
 def compile_one(name: str) -> str:
-    """What came of it: where there is no compiler, tests say themselves what they need."""
+    """Return the outcome: without a compiler, tests say themselves what they need."""
     if name == DEVICE:
         reason = simdevice.unavailable_reason()
         if reason is None:

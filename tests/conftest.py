@@ -1,4 +1,4 @@
-"""What all tests share.
+"""Fixtures of all tests.
 
 One thread: the models are tiny, and torch's threads wait for each other by spinning, thirty times longer when other
 programs run. The same examples at every run: hypothesis draws them from the tests' own names, and none is late.

@@ -1,4 +1,4 @@
-"""Fewer rows than a product: settings spread over cases, so that each value, or each pair of values, comes up."""
+"""Combinations of settings: fewer than their product, but each value, or each pair of values, occurs."""
 
 from __future__ import annotations
 

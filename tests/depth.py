@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves out: they are marked `deep`, by the folder, file or test that they are.
+"""Tests that `make test` leaves out: they are marked `deep`, by folder, file or name.
 
 `make test` is to say within minutes whether anything is broken: every mechanism once, each family once. `make test-all`
 runs everything.
@@ -162,15 +162,15 @@ SLOW = """
     integrations/test_trainer.py::test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock
     late_device/test_engine.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
     parallel/test_failures.py::test_a_model_that_waits_for_the_others_is_measured_by_all_as_often
-    parallel/test_failures.py::test_an_exception_behind_first_updates_ends_all
+    parallel/test_failures.py::test_an_exception_after_first_updates_ends_all
     parallel/test_failures.py::test_reading_is_right_in_every_process
-    parallel/test_failures.py::test_what_is_not_there_is_refused_by_name
-    parallel/test_failures.py::test_what_would_be_done_by_every_process_is_refused_by_name
-    parallel/test_host_room.py::test_each_has_its_share_of_the_least_that_any_sees_and_all_run_one_plan
+    parallel/test_failures.py::test_unsupported_calls_are_refused_by_name
+    parallel/test_failures.py::test_side_effects_in_every_process_are_refused_by_name
+    parallel/test_host_room.py::test_each_process_has_a_share_of_the_least_room_and_all_run_one_plan
     scheduler/test_devices.py::test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step
     scheduler/test_search.py::test_a_larger_budget_never_gives_a_slower_plan
     scheduler/test_search.py::test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen
-    simdevice/test_engine_exactness.py::test_so_it_is_with_mechanisms_switched_off
+    simdevice/test_engine_exactness.py::test_same_weights_and_peak_with_mechanisms_switched_off
     simdevice/test_engine_memory.py::test_a_model_trains_under_a_limit_that_plain_pytorch_exceeds
     simdevice/test_engine_peaks.py::test_a_budget_is_filled_but_never_exceeded
     simdevice/test_engine_residency.py::test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device

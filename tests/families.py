@@ -60,7 +60,7 @@ class Family:
 
 
 def generator_of(index: int) -> torch.Generator:
-    """The random source of micro-batch `index`: local, so that a batch neither reads nor moves the global stream."""
+    """Return the generator of micro-batch `index`, so that a batch does not use the global one."""
     return torch.Generator().manual_seed(1000 + index)
 
 
@@ -141,7 +141,7 @@ def image_and_text_batch(index: int) -> Batch:
 
 
 def build_transformer(architecture: str, **settings: Any) -> nn.Module:
-    """A model of `architecture` (a class name in transformers) with the configuration its class names."""
+    """Return a model of `architecture` (a class name in transformers) with its class's configuration."""
     import transformers
 
     model_class = getattr(transformers, architecture)
@@ -201,7 +201,7 @@ def transformer(
     *,
     bitwise: bool,
 ) -> Family:
-    """A family of transformers. The settings named in `dropouts` take the rate of dropout."""
+    """Make a family of transformers. The settings named in `dropouts` take the rate of dropout."""
 
     def build(dropout: float) -> nn.Module:
         return build_transformer(architecture, **settings, **dict.fromkeys(dropouts, dropout))
@@ -384,7 +384,7 @@ FAMILIES: tuple[Family, ...] = (
 
 @dataclass
 class NetOutput:
-    """What most of the modules return: no mapping, no registered pytree, only attributes."""
+    """Output of most of the modules: no mapping, no registered pytree, only attributes."""
 
     loss: Tensor
     prediction: Tensor
@@ -410,7 +410,7 @@ def block_list(count: int, dropout: float) -> nn.ModuleList:
 
 
 class BareParameterNet(nn.Module):
-    """The root owns parameters itself: a 0-dim scale before the blocks and a vector after them."""
+    """A model whose root owns parameters itself: a 0-dim scale before the blocks and a vector after them."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -554,7 +554,7 @@ class BatchNormNet(nn.Module):
 
 
 class LayerDropNet(nn.Module):
-    """Skips each block at random, four times as often as `dropout`, so that a short test sees skips.
+    """A model that skips each block at random, four times as often as `dropout`, so that a short test sees skips.
 
     Micro-batches of one group then run different blocks, and a block that none of them ran has no gradient at all.
     """
@@ -619,7 +619,7 @@ class PartlyUsedBlock(nn.Module):
 
 
 class UntouchedNet(nn.Module):
-    """Has parameters without gradients: in each block, in a block never called, in the root. They must not move."""
+    """A model with unused parameters: in each block, in a block never called, in the root. They must not move."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -651,7 +651,7 @@ class OutsideParameterNet(nn.Module):
 
 
 class InPlaceNet(nn.Module):
-    """Changes each block's output in place between the blocks; a cut there must not hand out a leaf."""
+    """A model that changes each block's output in place between the blocks; a cut there must not hand out a leaf."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -675,7 +675,7 @@ def regression_batch(index: int) -> Batch:
 
 
 def two_view_batch(index: int) -> Batch:
-    """The two views have different lengths."""
+    """Return two views of different lengths."""
     generator = generator_of(index)
     length = ragged_length(index)
     left = torch.randn(2, length, WIDTH, generator=generator)

@@ -1,4 +1,4 @@
-"""Plans that keep autograd graphs where no search would have chosen so."""
+"""Plans that keep autograd graphs where a search would not."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def keep_graphs(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]) -> Non
 
 
 def graphs_in(plan: Plan) -> int:
-    """Of how many packs and micro-batches they are kept."""
+    """Return the number of packs and micro-batches whose graphs are kept."""
     return sum(task.kind is TaskKind.FORWARD_FOR_GRAPH for task in plan.tasks)

@@ -1,4 +1,4 @@
-"""The private parts of an engine that tests read: the one place that knows their names."""
+"""Private parts of an engine that tests read; only this file knows their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The naive training loops that define a right answer, and the comparison with one.
+"""Naive training loops, which define the right results, and comparisons with them.
 
 `train_plainly` is ordinary PyTorch gradient accumulation. `train_plainly_bf16` is the ordinary mixed-precision loop
 with fp32 masters. Both change the model they are given, run everything where it lies, and know nothing of the engine.
@@ -24,7 +24,7 @@ Weights = nn.Module | Mapping[str, Tensor]
 
 
 def loss_in(outputs: Any) -> Tensor:
-    """The loss in what a model returned: the tensor itself, `outputs["loss"]` or `outputs.loss`."""
+    """Return the loss of a model's output: the tensor itself, `outputs["loss"]` or `outputs.loss`."""
     if isinstance(outputs, Tensor):
         return outputs
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs.loss
@@ -33,7 +33,7 @@ def loss_in(outputs: Any) -> Tensor:
 
 
 def seed_generators(seed: int) -> None:
-    """What the engine does before a micro-batch's forward pass."""
+    """Seed all generators as the engine does before a micro-batch's forward pass."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -82,7 +82,7 @@ def autocast_to(dtype: torch.dtype | None, model: nn.Module) -> AbstractContextM
 
 @dataclass(frozen=True)
 class Bf16Run:
-    """What `train_plainly_bf16` leaves beside the bf16 model: losses, fp32 masters by name, the optimizer."""
+    """Results of `train_plainly_bf16` besides the bf16 model: losses, fp32 masters by name, the optimizer."""
 
     losses: list[list[float]]
     masters: dict[str, nn.Parameter]
@@ -152,7 +152,7 @@ def move_gradients(parameters: Mapping[str, nn.Parameter], masters: Mapping[str,
 
 
 def with_floating_dtype(batch: MicroBatch, dtype: torch.dtype) -> dict[str, Any]:
-    """A copy of `batch` with its floating-point tensors in `dtype`, for models that do not convert their inputs."""
+    """Return a copy of `batch` with floating-point tensors in `dtype`, for models that do not convert their inputs."""
     return {
         name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in batch.items()
@@ -206,7 +206,7 @@ def paired_tensors(actual: Weights, expected: Weights) -> dict[str, tuple[Tensor
 
 
 def tensors_of(weights: Weights) -> dict[str, Tensor]:
-    """A module's parameters and buffers, persistent or not; a tied parameter appears once, under its first name."""
+    """Return a module's parameters and buffers, persistent or not; a tied parameter once, under its first name."""
     if isinstance(weights, nn.Module):
         return tensors_of(dict(weights.named_parameters()) | dict(weights.named_buffers()))
     return {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
@@ -217,7 +217,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def difference_between(actual: Tensor, expected: Tensor) -> tuple[float, float]:
-    """The largest absolute difference, and it as a fraction of the largest magnitude in `expected`."""
+    """Return the largest absolute difference, and its fraction of the largest magnitude in `expected`."""
     if actual.numel() == 0:
         return 0.0, 0.0
     absolute = elementwise_difference(actual, expected).max().item()

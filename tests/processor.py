@@ -1,4 +1,4 @@
-"""DeepSpeed asks what the processor is, in a process of its own, two or three times for each of its optimizers."""
+"""A cache of DeepSpeed's query of the processor, made in a new process two or three times for each optimizer."""
 
 from __future__ import annotations
 

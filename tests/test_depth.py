@@ -1,4 +1,4 @@
-"""The rules that say what `make test` leaves out name what there is, and leave nothing out of every run."""
+"""Rules of tests that `make test` leaves out: they name existing tests, and every test is in some run."""
 
 from __future__ import annotations
 

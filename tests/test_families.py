@@ -1,4 +1,4 @@
-"""The test material itself is sound: every family trains, deterministically, and looks at its input."""
+"""The test models themselves: every family trains, deterministically, and depends on its input."""
 
 from __future__ import annotations
 

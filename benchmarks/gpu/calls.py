@@ -51,8 +51,9 @@ class Step:
     least_s: float = 20
 
 
-def _race(name: str, options: str, limit_s: float, least_s: float = 90) -> Step:
-    script = f"benchmarks/gpu/head_to_head.py {options} --no-sweep --resume --limit-s {{left}}"
+def _race(name: str, options: str, limit_s: float, least_s: float = 90, sweep: bool = False) -> Step:
+    """Return a comparison; with `sweep` the others run at their best micro-batch, which takes some minutes to find."""
+    script = f"benchmarks/gpu/head_to_head.py {options} {'' if sweep else '--no-sweep '}--resume --limit-s {{left}}"
     return Step(name, script, limit_s, least_s)
 
 
@@ -83,7 +84,9 @@ CALLS: dict[int, tuple[Step, ...]] = {
         _race(
             "3b-micro-batch-8",
             f"--model llama-3b {_SAME} --micro-batch 8 --steps 2 --engines {_TWO} --uncapped torch-checkpoint",
+            450,
             300,
+            sweep=True,
         ),
     ),
     3: (

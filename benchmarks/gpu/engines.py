@@ -2,8 +2,7 @@
 
 None of them has run yet. `fsdp2-offload`: PyTorch's `fully_shard` with everything on the host. `roundpipe`: RoundPipe
 (`pip install roundpipe`) in its synchronous mode, for the models it has presets of. `deepspeed-super-offload`: the host's
-Adam in a process of its own beside the backward pass. `deepspeed-zenflow`: important gradients are applied on the device,
-the others a step or more late on the host.
+Adam in a process of its own beside the backward pass.
 """
 
 from __future__ import annotations
@@ -99,14 +98,6 @@ class RoundPipe:
         return {"settings": {"is_async": False, "optim_dtype": "fp32", "num_microbatch": self._micro_batches}}
 
 
-def zenflow(workload: Workload) -> ZeroOffload:
-    """Return ZeRO-2 with ZenFlow, which updates the host's part once a step."""
-    block = {"topk_ratio": 0.05, "select_strategy": "step", "select_interval": 1, "overlap_step": True}
-    block["update_interval"] = workload.accumulation
-    zero = Zero({"stage": 2, "zenflow": block}, {"optimizer": {}}, lambda _: 1, lambda n: n - 1, lambda n: n)
-    return ZeroOffload(workload, zero)
-
-
 def on_cuda(why_not: Callable[[Workload], str | None] = lambda _: None) -> Callable[[Workload], str | None]:
     """Return the reasons of `why_not`, and where there is no CUDA device, that."""
     return lambda workload: why_not(workload) if workload.device == "cuda" else "it needs a CUDA device"
@@ -125,5 +116,4 @@ ENGINES = {
     "fsdp2-offload": Adapter(Fsdp2Offload, on_cuda(needs_adam)),
     "roundpipe": Adapter(RoundPipe, on_cuda(lacks_preset)),
     "deepspeed-super-offload": Adapter(partial(ZeroOffload, zero=SUPER), on_cuda()),
-    "deepspeed-zenflow": Adapter(zenflow, on_cuda(), is_exact=False),
 }

@@ -1,4 +1,4 @@
-"""What joined calls save: eight micro-batches of one short row, one by one and several rows to a layer call.
+"""Savings by joined calls: eight micro-batches of one short row, one by one and several rows to a layer call.
 
     OMP_NUM_THREADS=1 python benchmarks/joined/run.py          # a minute; writes benchmarks/results/joined.json
 
@@ -27,7 +27,7 @@ STEPS, WARM_UP = 9, 2
 
 
 def made(micro_batch: Any) -> Any:
-    """An engine over a Llama of 46 million parameters."""
+    """Return an engine over a Llama of 46 million parameters."""
     torch.manual_seed(0)
     shape = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 12, "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=VOCABULARY, max_position_embeddings=256, use_cache=False))

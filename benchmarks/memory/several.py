@@ -27,7 +27,7 @@ ROWS, TOKENS = 1, 32
 
 
 def work(width: int, layers: int) -> None:
-    """In one of the processes."""
+    """Train in one of the processes."""
     import torch
     import transformers
     from torch import distributed as dist
@@ -70,7 +70,7 @@ def work(width: int, layers: int) -> None:
 
 
 def _own_numbers(engine: Any, rank: int, size: int) -> int:
-    """Of how many numbers this process steps the optimizer."""
+    """Return how many numbers' optimizer state this process keeps."""
     from harmony_ds.decomposer.graph import piece_of
 
     pieces = (piece_of(p.numel(), rank, size) for p in engine.module.parameters())
@@ -78,7 +78,7 @@ def _own_numbers(engine: Any, rank: int, size: int) -> int:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes of this process: all of them, and those of what processes of one training share."""
+    """Return the bytes of this process: all of them, and those that processes of one training share."""
     maps = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(encoding="utf-8"))
     pss = {"pss": 0, "shared": 0}
     for one in maps:
@@ -89,7 +89,7 @@ def _memory() -> dict[str, int]:
 
 
 def measured(size: int, arguments: list[str]) -> list[dict[str, int]]:
-    """What `size` processes tell, by rank."""
+    """Measure `size` processes, and return their answers by rank."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)] if size > 1 else []
     command = [sys.executable, *launch, __file__, "--work", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

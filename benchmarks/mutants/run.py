@@ -62,7 +62,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a mutant: "killed", "survived" or "error", by which test (or what else), after how long."""
+    """Outcome of a mutant: "killed", "survived" or "error", by which test (or what else), after how long."""
 
     name: str
     file: str
@@ -74,7 +74,7 @@ class Trial:
 
 
 def read_mutants() -> list[Mutant]:
-    """All of mutants.json, each of which can be planted; exits with the names of those that cannot."""
+    """Read mutants.json; exit with the names of those that cannot be planted."""
     mutants = [Mutant(**fields) for fields in json.loads(MUTANTS.read_text())]
     wrong = [name for name, count in Counter(mutant.name for mutant in mutants).items() if count > 1]
     for mutant in mutants:
@@ -89,7 +89,7 @@ def read_mutants() -> list[Mutant]:
 
 
 def copy_tree(target: Path) -> None:
-    """Copies the working tree as git sees it, with files that are not yet committed."""
+    """Copy the working tree as git sees it, with files that are not yet committed."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
         if name and (ROOT / name).is_file():
@@ -98,7 +98,7 @@ def copy_tree(target: Path) -> None:
 
 
 def run_tests(tree: Path, paths: list[str], deep: bool) -> tuple[str, str]:
-    """The outcome of one run of pytest in `tree`, and the first test that failed or the end of what pytest said."""
+    """Run pytest in `tree`; return the outcome, and the first test that failed or the end of the output."""
     marks = "not gpu" if deep else "not deep and not gpu"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "worksteal", "-m", marks]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}  # of processes that tests start, too
@@ -126,7 +126,7 @@ def run_tests(tree: Path, paths: list[str], deep: bool) -> tuple[str, str]:
 
 
 def run_all(tree: Path, room: str, deep: bool) -> tuple[str, str]:
-    """The outcome of a room's runs, up to the first that is not "survived"."""
+    """Return the outcome of a room's runs, up to the first that is not "survived"."""
     for paths in PATHS[room]:
         outcome, by = run_tests(tree, paths, deep)
         if outcome != "survived":
@@ -135,7 +135,7 @@ def run_all(tree: Path, room: str, deep: bool) -> tuple[str, str]:
 
 
 def try_out(mutant: Mutant, tree: Path, deep: bool) -> Trial:
-    """Plants `mutant` in `tree`, runs the tests, and takes it away."""
+    """Plant `mutant` in `tree`, run the tests, and take it away."""
     file, begin = tree / mutant.file, perf_counter()
     source = file.read_text()
     file.write_text(source.replace(mutant.old, mutant.new))
@@ -147,7 +147,7 @@ def try_out(mutant: Mutant, tree: Path, deep: bool) -> Trial:
 
 
 def report(trials: list[Trial]) -> Iterator[str]:
-    """A table by room, and what survived or could not be tried."""
+    """Yield a table by room, and the mutants that survived or could not be tried."""
     count = Counter((trial.room, trial.outcome) for trial in trials)
     yield f"{'room':<12}{'killed':>8}{'survived':>10}{'error':>7}"
     for room in dict.fromkeys(trial.room for trial in trials):

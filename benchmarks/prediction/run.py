@@ -15,7 +15,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ import torch
 from slow_link import SlowLinkDevice
 
 import harmony_ds
+from harmony_ds.bench.results import environment
 
 RESULTS = Path(__file__).parent.parent / "results"
 GIB = 2**30
@@ -62,31 +62,12 @@ def build(shape: Shape) -> torch.nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    if shape.family == "llama":
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=shape.hidden,
-                intermediate_size=3 * shape.hidden,
-                num_hidden_layers=shape.layers,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-                vocab_size=VOCABULARY,
-                max_position_embeddings=shape.tokens,
-                use_cache=False,
-            )
-        ).train()
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_layer=shape.layers,
-            n_embd=shape.hidden,
-            n_head=4,
-            vocab_size=VOCABULARY,
-            n_positions=shape.tokens,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
-    ).train()
+    sizes = {"hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": shape.tokens}
+    ends = {"bos_token_id": 0, "eos_token_id": 0} if shape.family == "gpt2" else {}
+    inner = {"intermediate_size": 3 * shape.hidden, "num_key_value_heads": 4} if shape.family == "llama" else {}
+    config = transformers.AutoConfig.for_model(shape.family, use_cache=False, **sizes, **ends, **inner)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
 def batches(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
@@ -120,7 +101,7 @@ def weight_bytes(shape: Shape) -> int:
 
 
 def measure(shape: Shape, steps: int, harmony: dict[str, Any], link: float | None = None) -> Any:
-    """Trains `steps` steps in a fresh engine; its plan report. `link`: MiB/s in each direction (None: as it is)."""
+    """Train `steps` steps in a new engine, and return its plan report. `link`: MiB/s in each direction (None: as it is)."""
     engine = engine_for(shape, link, **harmony)
     data = batches(shape)
     for _ in range(steps + 2):
@@ -131,7 +112,7 @@ def measure(shape: Shape, steps: int, harmony: dict[str, Any], link: float | Non
 
 
 def say(line: str) -> None:
-    """Once for all processes."""
+    """Print once for all processes."""
     if RANK == 0:
         print(line, flush=True)
 
@@ -141,7 +122,7 @@ def _chosen(only: str | None) -> list[Shape]:
 
 
 def accuracy(rounds: int, steps: int, only: str | None, link: float | None) -> list[dict[str, Any]]:
-    """Predicted over measured step time, the median over rounds, each with a profile and an engine of its own."""
+    """Compare predicted with measured step times: medians over rounds, each with a profile and an engine of its own."""
     rows = []
     for shape in _chosen(only):
         weights = weight_bytes(shape)
@@ -170,7 +151,7 @@ def accuracy(rounds: int, steps: int, only: str | None, link: float | None) -> l
 
 
 def top(rounds: int, steps: int, only: str | None) -> list[dict[str, Any]]:
-    """The first choice's measured time over the best measured time among the ten best by prediction."""
+    """Compare the first choice's measured time with the best measured time among the ten best by prediction."""
     rows = []
     for shape in _chosen(only):
         budget = shape.budgets[1] * weight_bytes(shape) / GIB
@@ -226,21 +207,15 @@ def main() -> int:
         launcher = ["torchrun", "--nproc_per_node", str(PROCESSES)]
     if arguments.link is not None:
         name += "-slow-link"
-    environment = {
-        "command": " ".join([*launcher, "benchmarks/prediction/run.py", *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        "seconds": round(time.time() - begin),
-    }
+    command = " ".join([*launcher, "benchmarks/prediction/run.py", *sys.argv[1:]])
+    found = {**environment("cpu"), "command": command, "threads": torch.get_num_threads()}
+    found["seconds"] = round(time.time() - begin)
     path = RESULTS / f"{name}.json"
     if arguments.only is not None and path.is_file():
         kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
         rows = [row for row in kept if row["shape"]["name"] != arguments.only] + rows
     RESULTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"environment": found, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -23,13 +23,13 @@ _COPY = torch.ops.aten.copy_.default
 
 
 class SlowLinkDevice(CpuDevice):
-    """Host memory under a byte budget, behind a link of so many bytes per second in each direction."""
+    """Host memory under a byte budget, over a link of so many bytes per second in each direction."""
 
     copies_overlap = True
 
     def __init__(self, bytes_per_s: float, budget_bytes: int | None = None) -> None:
         super().__init__(budget_bytes)
-        self.name = f"cpu behind {bytes_per_s / 2**20:g} MiB/s"
+        self.name = f"cpu over {bytes_per_s / 2**20:g} MiB/s"
         self._ways = {stream: _Way(bytes_per_s) for stream in (Stream.SWAP_IN, Stream.SWAP_OUT)}
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
@@ -72,12 +72,12 @@ class _Way:
         return passing
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Carries the bytes; the link is busy until they would be there."""
+        """Carry the bytes; the link is busy until they would be there."""
         self._free_at = max(self._free_at, time.perf_counter()) + target.nbytes / self._bytes_per_s
         target.copy_(source)
 
     def _settle(self) -> float:
-        """Waits until the link is free; when that was."""
+        """Wait until the link is free, and return that time."""
         while (left := self._free_at - time.perf_counter()) > 0:
             time.sleep(left)
         return time.perf_counter()

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -57,30 +56,27 @@ class Server:
         """Count the bytes of one step: copied, as CUDA's profiler saw them, and sent to other processes."""
         from torch.profiler import ProfilerActivity, profile
 
-        several = self.task.devices > 1
-        if not self._on_cuda and not several:
-            return {}
+        counted: dict[str, Any] = {}
         batches = self.task.batches(step, self._rank)
-        # harmony_ds counts itself, and takes no modes of torch.
-        sent = SentBytes(self.task.devices) if several and "sent_bytes" not in self.engine.report() else None
-        with (
-            profile(activities=[ProfilerActivity.CUDA]) if self._on_cuda else nullcontext() as profiler,
-            nullcontext() if sent is None else sent,
-        ):
-            float(self.engine.step(batches))
-            self.engine.drain()
-        counted: dict[str, Any] = {} if sent is None else {"sent_bytes": sent.nbytes}
-        if profiler is not None:
+        if self._on_cuda:
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                self.engine.step(batches)
+                self.engine.drain()
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "trace.json"
                 profiler.export_chrome_trace(str(path))
                 counted["copied_bytes"] = copied_bytes(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+        # harmony_ds counts itself, and takes no modes of torch.
+        if self.task.devices > 1 and "sent_bytes" not in self.engine.report():
+            with SentBytes(self.task.devices) as sent:
+                self.engine.step(batches)
+            counted["sent_bytes"] = sent.nbytes
         return counted
 
     def report(self) -> dict[str, Any]:
         """Return the engine's report and peaks of memory; of several processes each its share of shared memory."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if self.task.devices == 1 else _own_bytes()
-        report = {"host_peak_bytes": peak, "affinity": len(os.sched_getaffinity(0))}
+        report = {"host_peak_bytes": peak}
         if self._on_cuda:
             report["device_peak_bytes"] = torch.cuda.max_memory_allocated()
             report["device_reserved_bytes"] = torch.cuda.max_memory_reserved()

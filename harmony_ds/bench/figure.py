@@ -27,9 +27,9 @@ def draw(results: Results, path: Path) -> bool:
         _draw_curve(times, timed, results.unit)
     else:
         _draw_throughput(times, timed, results.unit)
-    peaks = {kind: [getattr(one, f"{kind}_peak_bytes") or 0 for one in timed] for kind in ("device", "host")}
+    peaks = {kind: [one.memory[kind] or 0 for one in timed] for kind in ("device", "host")}
     _draw_bytes(places, timed, peaks, 2**30, "peak of memory, GiB")
-    moved = {way: [getattr(one, way) or 0 for one in timed] for way in ("host_to_device", "device_to_host")}
+    moved = {way: [one.moved[way] or 0 for one in timed] for way in ("to device", "to host")}
     _draw_bytes(swaps, timed, moved, 2**20, "MiB between host and device in one step")
     for axes in (times, places, swaps):
         axes.spines[["top", "right"]].set_visible(False)
@@ -37,9 +37,13 @@ def draw(results: Results, path: Path) -> bool:
     return True
 
 
+def _name(one: Summary) -> str:
+    return f"{one.label}, {one.accumulation} x {one.micro_batch}" if one.is_best else one.label
+
+
 def _draw_throughput(axes: Any, timed: list[Summary], unit: str) -> None:
     colours = [_OURS if one.engine == "harmony" else _OTHERS for one in timed]
-    axes.barh([one.label for one in timed], [one.items_per_s for one in timed], color=colours)
+    axes.barh([_name(one) for one in timed], [one.items_per_s for one in timed], color=colours)
     for index, one in enumerate(timed):
         assert one.step_ms is not None
         ends = [one.items / ms * 1e3 for ms in (one.step_ms.high, one.step_ms.low)]
@@ -60,7 +64,7 @@ def _draw_curve(axes: Any, timed: list[Summary], unit: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.set(xlabel=f"{unit} per step", ylabel=f"{unit} per second", ylim=(0, None))
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _draw_worth(axes: Any, timed: list[Summary]) -> None:
@@ -81,8 +85,8 @@ def _draw_bytes(axes: Any, timed: list[Summary], kinds: dict[str, list[int]], un
     """Draw two bars for every engine."""
     for offset, (kind, values) in zip((-0.2, 0.2), kinds.items(), strict=True):
         places = [index + offset for index in range(len(timed))]
-        axes.barh(places, [value / unit for value in values], height=0.36, label=kind.replace("_", " "))
-    axes.set_yticks(range(len(timed)), [one.label for one in timed])
+        axes.barh(places, [value / unit for value in values], height=0.36, label=kind)
+    axes.set_yticks(range(len(timed)), [_name(one) for one in timed])
     axes.invert_yaxis()
     axes.set_xlabel(label)
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))

@@ -51,9 +51,9 @@ class Child:
     def _answer(self) -> dict[str, Any]:
         answers: dict[_Process, dict[str, Any]] = {}
         while len(answers) < len(self._processes):
-            waiting = {process.pipe: process for process in self._processes if process not in answers}
-            for pipe, process in waiting.items():
-                if pipe in wait(list(waiting)):  # the first to fail is heard, whichever rank it has
+            ready = wait([process.pipe for process in self._processes if process not in answers])
+            for process in self._processes:
+                if process.pipe in ready:  # the first to fail is heard, whichever rank it has
                     answers[process] = process.answer()
         return merged([answers[process] for process in self._processes])
 

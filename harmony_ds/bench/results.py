@@ -92,22 +92,11 @@ class Results:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path} holds no results of harmony-ds bench: {error}") from error
 
-    def check_same(self, wanted: dict[str, Any]) -> None:
-        """Refuse to go on with a comparison of other settings.
-
-        Raises:
-            ConfigError: naming the settings that differ.
-        """
-        differing = sorted(key for key in {*wanted, *self.wanted} if wanted.get(key) != self.wanted.get(key))
-        if differing:
-            says = "; ".join(f"{key} was {self.wanted.get(key)!r} and is {wanted.get(key)!r}" for key in differing)
-            raise ConfigError(f"these results were begun with other settings: {says}. Leave --resume away.")
-
 
 def environment(device: str) -> dict[str, Any]:
     """Return what the numbers depend on: command, date, versions, CPU, memory, load, and the GPU."""
     found = {
-        "command": _command(),
+        "command": command_line(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
@@ -127,7 +116,7 @@ def environment(device: str) -> dict[str, Any]:
     return found
 
 
-def _command() -> str:
+def command_line() -> str:
     """Return the command line of `harmony-ds`, or of the script that calls it."""
     script = Path(sys.argv[0])
     if script.suffix == ".py" and script.stem != "__main__":

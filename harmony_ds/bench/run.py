@@ -15,6 +15,7 @@ from typing import Any
 
 from harmony_ds.bench.processes import Child, ChildFailedError
 from harmony_ds.bench.results import Contestant, Results, Row, environment
+from harmony_ds.errors import ConfigError
 
 Tell = Callable[[str], None]
 _CLEARLY_SLOWER = 1.1
@@ -64,7 +65,7 @@ def run(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool,
             if timing.limit_s is not None and now - began > timing.limit_s:
                 tell(f"stopped after {timing.limit_s:.0f} s, {left} turns left: --resume goes on")
                 break
-            minutes = f", about {(now - first_turn) / taken * left / 60:.0f} min" if taken else ""
+            minutes = f", about {(now - first_turn) / taken * left / 60:.1f} min" if taken else ""
             tell(f"{contestant.label}: round {number + 1} of {timing.rounds}, {left} turns left{minutes}")
             race.take(number, contestant)
         else:
@@ -75,7 +76,11 @@ def run(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool,
 
 
 def begin(contestants: list[Contestant], timing: Rounds, path: Path, resume: bool) -> Results:
-    """Return the results so far, or empty ones."""
+    """Return the results so far, or empty ones.
+
+    Raises:
+        ConfigError: naming the settings of `path` that are not those of this comparison.
+    """
     first = contestants[0].task
     wanted: dict[str, Any] = {
         "contestants": {c.label: {"engine": c.engine, "task": c.task.as_json()} for c in contestants},
@@ -84,7 +89,9 @@ def begin(contestants: list[Contestant], timing: Rounds, path: Path, resume: boo
     }
     if resume and path.is_file():
         results = Results.load(path)
-        results.check_same(wanted)
+        if differing := sorted(key for key in wanted if wanted[key] != results.wanted.get(key)):
+            was = "; ".join(f"{key} was {results.wanted.get(key)!r} and is {wanted[key]!r}" for key in differing)
+            raise ConfigError(f"these results were begun with other settings: {was}. Leave --resume away.")
         for row in results.rows.values():
             if row.error is not None and not row.out_of_memory:
                 row.error = None  # any other failure is tried once more
@@ -100,28 +107,32 @@ def begin(contestants: list[Contestant], timing: Rounds, path: Path, resume: boo
 def best_micro_batch(contestant: Contestant, core: int | None, tell: Tell) -> tuple[Contestant, dict[str, Any]]:
     """Return the contestant at its fastest micro-batch, and all times measured.
 
-    The micro-batch is doubled until the step's samples are one, memory ends, or the step takes a tenth longer than before.
+    Multiples by two of its own are tried, from the largest down where a cap on CUDA stops what is too large, else upward;
+    until the step takes a tenth longer than the best.
     """
     found: dict[str, Any] = {}
     best, best_ms, task = contestant, float("inf"), contestant.task
-    rows = task.micro_batch
-    while task.samples // task.devices % rows == 0:
+    whole = task.samples // task.devices // task.micro_batch
+    sizes = [task.micro_batch * 2**power for power in range(whole.bit_length()) if whole % 2**power == 0]
+    downward = task.device == "cuda"
+    for rows in sorted(sizes, reverse=downward):
         cut = task.cut(rows)
         tell(f"{contestant.label}: looking for its best micro-batch, {rows} rows")
         try:
             with Child(contestant.engine, cut, core) as child:
                 child.start()
                 child.ask("run", 0, 1)
-                step_ms = child.ask("run", 1, 1)["drained_ms"]
+                step_ms = min(child.ask("run", step, 1)["drained_ms"] for step in (1, 2))
         except ChildFailedError as error:
-            found[str(rows)] = {"error": str(error), "out_of_memory": error.out_of_memory}
+            found[str(rows)] = {"error": "out of memory" if error.out_of_memory else str(error)}
+            if downward:
+                continue
             break  # a larger one needs more still
         found[str(rows)] = {"step_ms": step_ms}
         if step_ms > _CLEARLY_SLOWER * best_ms:
             break
         if step_ms < best_ms:
             best, best_ms = replace(contestant, task=cut), step_ms
-        rows *= 2
     return best, found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from harmony_ds.checkpoint.data_position import ResumableLoader
@@ -50,7 +51,7 @@ def capture(
         origin="harmony_ds",
         progress=progress,
         parameters={name: _source(p) for name, p in store.parameters.items() if name not in excluded},
-        masters={name: _source(m) for name, m in store.masters.items() if m is not store.parameters[name]},
+        masters=masters_of(store),
         buffers={
             name: Source.of(trained.buffers.get(name, buffer))
             for name, buffer in persistent_buffers(trained.module).items()
@@ -71,6 +72,17 @@ def capture(
 def _source(parameter: Tensor) -> Source:
     with ungated():
         return Source.of(parameter.data)
+
+
+def masters_of(store: HostStore) -> dict[str, Source]:
+    """Return the values of masters that hold more than their weights."""
+    if not store.has_fp32_masters:
+        return {}
+
+    def source(name: str, shape: torch.Size) -> Source:
+        return Source(tuple(shape), store.master_dtype, lambda: store.read_master(name))
+
+    return {name: source(name, master.shape) for name, master in store.masters.items()}
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

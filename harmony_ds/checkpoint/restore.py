@@ -16,6 +16,7 @@ from harmony_ds.checkpoint.optimizer_match import matching, refusals_of_optimize
 from harmony_ds.checkpoint.random_state import restore_random
 from harmony_ds.checkpoint.snapshot import Snapshot, listed
 from harmony_ds.errors import CheckpointError
+from harmony_ds.offload.host_store import HostStore
 
 CustomLoad = Callable[..., Any]
 
@@ -145,27 +146,28 @@ def _put_weights(trained: Trained, snapshot: Snapshot, wanted: LoadOptions) -> N
     if wanted.custom is not None:
         values = {name: source.read() for name, source in snapshot.tensors.items()}
         wanted.custom(src=snapshot.with_tied(values), dst=trained.module)
-        for name, master in store.masters.items():
-            if master is not store.parameters[name]:
-                master.data.copy_(store.parameters[name].data)
+        for name in store.masters:
+            if store.has_fp32_masters:
+                store.write_master(name, store.weight(name))
         return
-    for name, parameter in store.parameters.items():
+    for name in store.parameters:
         if name in snapshot.parameters:
-            _put_parameter(parameter, store.masters.get(name), snapshot, name)
+            _put_parameter(store, name, snapshot)
     for name, buffer in persistent_buffers(trained.module).items():
         if name in snapshot.buffers:
             buffer.copy_(snapshot.buffers[name].read())
     _put_extra(trained.module, snapshot.extra)
 
 
-def _put_parameter(parameter: nn.Parameter, master: nn.Parameter | None, snapshot: Snapshot, name: str) -> None:
-    saved = snapshot.parameters[name]
-    if master is None or master is parameter:
-        parameter.data.copy_(snapshot.fp32(name).read())
+def _put_parameter(store: HostStore, name: str, snapshot: Snapshot) -> None:
+    saved, weight = snapshot.parameters[name], store.weight(name)
+    if name not in store.masters or not store.has_fp32_masters:
+        weight.copy_(snapshot.fp32(name).read())
         return
-    master.data.copy_(snapshot.fp32(name).read())
+    store.write_master(name, snapshot.fp32(name).read())
     # What was saved in the dtype of compute is taken as it was; another dtype is made from the most precise value.
-    parameter.data.copy_(saved.read() if saved.dtype == parameter.dtype else master.data)
+    if saved.dtype == weight.dtype and store.split is None:
+        weight.copy_(saved.read())
 
 
 def _put_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:

@@ -20,15 +20,8 @@ from harmony_ds.cli import bench, convert, estimate, machines, plan, profile, tr
 from harmony_ds.config.hints import nearest
 from harmony_ds.errors import HarmonyError
 
-COMMANDS = {
-    "estimate": estimate,
-    "plan": plan,
-    "profile": profile,
-    "trace": trace,
-    "machines": machines,
-    "bench": bench,
-    "convert": convert,
-}
+_MODULES = (estimate, plan, profile, trace, machines, bench, convert)
+COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 WRONG_INPUT, INTERRUPTED = 1, 130
 
 

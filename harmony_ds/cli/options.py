@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harmony_ds.config import Config, load_config
+from harmony_ds.config.harmony import help_of
 from harmony_ds.errors import ConfigError
 from harmony_ds.estimate.subject import BatchShape
 
@@ -47,7 +48,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=count, metavar="N", help="Devices that one process drives as a pipeline, instead of the "
         "ds_config's (or 1).")  # fmt: skip
     gib = at_least(0.001, float)
-    add("--device-memory-gib", type=gib, metavar="GIB", help="Device memory that may be used, in GiB.")
+    add("--device-memory-gib", type=gib, metavar="GIB", help=help_of("device_memory_gib"))
 
 
 def add_accumulation(parser: argparse.ArgumentParser) -> None:

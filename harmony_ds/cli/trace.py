@@ -7,7 +7,6 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -36,16 +35,6 @@ _WARM_UP = 2  # the first step of a plan touches memory for the first time, the 
 _STEP = "the whole step"
 
 
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    """A trace, and the numbers that are printed of it."""
-
-    name: str
-    choice: Choice
-    trace: Mapping[str, Any]
-    executed: ExecutedStep | None
-
-
 def register(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_accumulation(parser)
@@ -68,21 +57,28 @@ def command(args: argparse.Namespace) -> int:
     try:
         with progress(f"{'training' if args.run else 'planning'} {args.model}"):
             if args.run:
-                traced = _executed(load_subject(args.model, shape, "cpu"), config, args.steps)
+                subject = load_subject(args.model, shape, "cpu")
+                choice, trace, executed = _executed(subject, config, args.steps)
             else:
-                traced = _simulated(*survey_here(known, args.model, shape, config), config, known)
+                subject, survey = survey_here(known, args.model, shape, config)
+                choice, trace, executed = *_simulated(survey, config, known), None
     except DoesNotFitError as error:
         print(f"does not fit: {error}", file=sys.stderr)
         return DOES_NOT_FIT
-    args.output.write_text(json.dumps(traced.trace), encoding="utf-8")
+    args.output.write_text(json.dumps(trace), encoding="utf-8")
+    simulated = {"step_ms": choice.prediction.step_ms, "busy_ms": busy_of(choice.prediction.spans)}
+    done = None if executed is None else {"step_ms": executed.step_ms, "busy_ms": dict(executed.busy_ms)}
     if args.json:
-        print(json.dumps(_as_json(traced, args.output), indent=1))
+        names = {"model": subject.name, "plan": choice.reason, "trace": str(args.output)}
+        print(json.dumps({**names, "simulated": simulated, "executed": done}, indent=1))
     else:
-        _show(traced, args.output)
+        print(wrapped(f"{subject.name}, {choice.reason}"), end="\n\n")
+        print(_table(simulated, done))
+        print(f"\n{args.output}: open it in https://ui.perfetto.dev")
     return 0
 
 
-def _simulated(subject: Subject, survey: Survey, config: Config, known: Profile | None) -> _Traced:
+def _simulated(survey: Survey, config: Config, known: Profile | None) -> tuple[Choice, dict[str, Any]]:
     rates, costs = survey.profile.machine, survey.costs
     saved = read_plan(config.harmony.plan)
     if saved is None:
@@ -92,12 +88,11 @@ def _simulated(subject: Subject, survey: Survey, config: Config, known: Profile 
     else:
         choice = adopt(saved, survey.graph, costs, rates, survey.element, survey.request)
     names = tuple(layer.name for layer in survey.graph.layers)
-    return _Traced(subject.name, choice, trace_of(choice.plan, choice.prediction, costs, layer_names=names), None)
+    return choice, trace_of(choice.plan, choice.prediction, costs, layer_names=names)
 
 
-def _executed(subject: Subject, config: Config, steps: int) -> _Traced:
-    assembly = assemble(subject.model, config, None, None, None)
-    engine = HarmonyEngine(subject.model, config, assembly)
+def _executed(subject: Subject, config: Config, steps: int) -> tuple[Choice, dict[str, Any], ExecutedStep]:
+    engine = HarmonyEngine(subject.model, config, assemble(subject.model, config, None, None, None))
     try:
         for _ in range(_WARM_UP):
             engine.train_batch(repeat(subject.inputs))
@@ -106,33 +101,18 @@ def _executed(subject: Subject, config: Config, steps: int) -> _Traced:
                 engine.train_batch(repeat(subject.inputs))
         middle = statistics.median_low(step.step_ms for step in recorded)
         shown = next(step for step in recorded if step.step_ms == middle)
-        return _Traced(subject.name, engine.plan_report().choices[0], engine.trace(shown), shown)
+        return engine.plan_report().choices[0], engine.trace(shown), shown
     finally:
         engine.destroy()
 
 
-def _as_json(traced: _Traced, output: Path) -> dict[str, Any]:
-    prediction, executed = traced.choice.prediction, traced.executed
-    return {
-        "model": traced.name,
-        "plan": traced.choice.reason,
-        "trace": str(output),
-        "simulated": {"step_ms": prediction.step_ms, "busy_ms": busy_of(prediction.spans)},
-        "executed": None if executed is None else {"step_ms": executed.step_ms, "busy_ms": dict(executed.busy_ms)},
-    }
-
-
-def _show(traced: _Traced, output: Path) -> None:
-    simulated, executed = traced.choice.prediction, traced.executed
-    done = {} if executed is None else {**executed.busy_ms, _STEP: executed.step_ms}
+def _table(simulated: Mapping[str, Any], executed: Mapping[str, Any] | None) -> str:
+    """Return milliseconds by stream, and of the whole step."""
+    sides = [{**side["busy_ms"], _STEP: side["step_ms"]} for side in (simulated, executed) if side is not None]
     rows = []
-    for name, ms in {**busy_of(simulated.spans), _STEP: simulated.step_ms}.items():
-        cells = [f"{ms:,.1f}"]
-        if executed is not None:
-            took = done.get(name, 0.0)
-            cells += [f"{took:,.1f}", f"{ms / took - 1:+.0%}" if took else ""]
-        if ms or done.get(name):
-            rows.append([name if name == _STEP else name_of(name), *cells])
-    print(wrapped(f"{traced.name}, {traced.choice.reason}"), end="\n\n")
-    print(columns(("busy, ms of one step", "simulated", *(("executed", "error") if executed else ())), rows))
-    print(f"\n{output}: open it in https://ui.perfetto.dev")
+    for name in sides[0]:
+        times = [side.get(name, 0.0) for side in sides]
+        error = [f"{times[0] / times[1] - 1:+.0%}" if times[1] else ""] if len(times) > 1 else []
+        if any(times):
+            rows.append([name if name == _STEP else name_of(name), *(f"{ms:,.1f}" for ms in times), *error])
+    return columns(("busy, ms of one step", "simulated", "executed", "error")[: len(rows[0])], rows)

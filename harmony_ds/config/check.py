@@ -1,170 +1,154 @@
-"""From JSON to the value of every key in the table, or to an error that names the key."""
+"""From JSON to the checked values of all keys, or to an error that names the key, what it takes and the way out."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
-from harmony_ds.config.hints import AUTO, meant_by, nearest
-from harmony_ds.config.key import Effect, Key
-from harmony_ds.config.keys import BLOCKS, BY_PATH, names_in
+from pydantic import BaseModel, ValidationError
+
+from harmony_ds.config.harmony import HARMONY_KEYS, HarmonySettings, help_of
+from harmony_ds.config.hints import AUTO, unknown_key
+from harmony_ds.config.keys import REFUSED_VALUES, RULES, rule_of
+from harmony_ds.config.paths import value_at
 from harmony_ds.errors import ConfigError
 
-Raw = Mapping[str, Any]
-Values = dict[str, Any]
-
-_ZERO = "zero_optimization"
-_SPOKEN = {"": "the ds_config", "harmony": '"harmony"'}
-_IN_PARAMS = (
-    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "momentum", "torch_adam")),
-    *(f"scheduler.params.warmup_{name}" for name in ("num_steps", "max_lr", "min_lr", "type")),
-    "scheduler.params.total_num_steps",
-)
-_MICRO_BATCH = "train_micro_batch_size_per_gpu"
-_OF_ACCELERATE = {"compute_environment", "distributed_type", "deepspeed_config", "deepspeed_plugin"}
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
-def read_values(raw: Raw) -> tuple[Values, tuple[str, ...]]:
-    """The value of every key by its path: what `raw` says, else the default. And the keys of it that mean nothing here.
+@dataclass(slots=True)
+class Checked:
+    """A ds_config that was checked.
+
+    Attributes:
+        model: the value of every key, as `harmony_ds.config.model.DsConfig`.
+        values: the same by path.
+        known: the part of the JSON that DeepSpeed takes.
+        ignored, unknown: paths of keys that mean nothing here, and that nobody knows; the others are `used`.
+    """
+
+    model: Any = None
+    values: dict[str, Any] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    used: list[str] = field(default_factory=list)
+
+    @property
+    def without_meaning(self) -> tuple[str, ...]:
+        """Unknown and ignored keys; a block's own name where all that was given of it is ignored."""
+        whole = {path.split(".")[0] for path in self.ignored} - {path.split(".")[0] for path in self.used}
+        single = {path for path in self.ignored if path.split(".")[0] not in whole}
+        return tuple(sorted(whole | single | {*self.unknown}))
+
+
+def check(raw: Mapping[str, Any]) -> Checked:
+    """Check every key of `raw`.
 
     Raises:
-        ConfigError: a key is unknown or refused, or a value is none that the key takes.
+        ConfigError: a key is unknown or refused, or does not take its value.
     """
-    given, unknown = _flattened(_with_old_names_replaced(raw))
-    values = {path: key.default for path, key in BY_PATH.items()}
-    for path, value in given.items():
-        key = BY_PATH[path]
-        if value == "auto" and key.effect is not Effect.OURS and path != _MICRO_BATCH:
-            _refuse_auto(key)
-            continue
-        try:
-            values[path] = key.form.read(path, value)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        _refuse(key, values[path])
-    if unknown and values["harmony.unknown_keys"] == "error":
-        theirs = sorted(_OF_ACCELERATE & set(unknown))
-        raise ConfigError(_accelerates(theirs[0]) if theirs else _unknown(unknown[0]))
-    _follow_aliases(given, values)
-    _check_zero(values)
-    return values, tuple(sorted({*_without_meaning(given), *unknown}))
+    ds_config = ds_config_type()
+    checked = Checked()
+    if isinstance(raw.get("zero_optimization"), bool):  # a deprecated form
+        raw = {**raw, "zero_optimization": {"stage": int(raw["zero_optimization"])}}
+    checked.known = _sorted(raw, ds_config, "", checked)
+    lenient = value_at(raw, "harmony.unknown_keys") == "warn"
+    for path in checked.unknown:
+        if not lenient or path.startswith("harmony."):
+            raise ConfigError(unknown_key(path, checked.unknown, (*RULES, *paths_of(ds_config))))
+    try:
+        checked.model = model = ds_config(**checked.known)
+    except ValidationError as error:
+        raise _error_of(error, raw, set(".".join(paths_of(ds_config)).split("."))) from None
+    model.bf16 = model.bf16 or model.bfloat16
+    checked.values = dict(_flat(model.model_dump()))
+    for path, (value, reason) in REFUSED_VALUES.items():
+        if checked.values.get(path) == value:
+            raise ConfigError(f'"{path}" is {json.dumps(value)}: {reason}.')
+    checked.known.pop("harmony", None)
+    return checked
 
 
-def _without_meaning(paths: Iterable[str]) -> set[str]:
-    """Those of `paths` that mean nothing here, as high up as possible."""
-    idle = {path for path in paths if BY_PATH[path].effect is Effect.NONE}
-    whole = {path.split(".")[0] for path in idle} - {path.split(".")[0] for path in paths if path not in idle}
-    return whole | {path for path in idle if path.split(".")[0] not in whole}
+def ds_config_type() -> Any:
+    """Import the pydantic model; without DeepSpeed's line on standard output about the device that it finds."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        from harmony_ds.config.model import DsConfig
+    finally:
+        logging.disable(disabled)
+    return DsConfig
 
 
-def _flattened(block: Raw, path: str = "") -> tuple[dict[str, Any], list[str]]:
-    """The values in `block` and in the blocks in it by their paths, and the paths that nobody knows."""
-    flat: dict[str, Any] = {}
-    unknown: list[str] = []
-    known = names_in(path)
+def fields_of(model: Any) -> dict[str, Any]:
+    """Return the fields of a pydantic model or dataclass by name and by alias."""
+    own = HARMONY_KEYS if model is HarmonySettings else model.model_fields
+    return {name: info for key, info in own.items() for name in (key, info.alias or key)}
+
+
+def block_of(info: Any) -> Any:
+    """Return the model of a field that is a block; None of one that is a value."""
+    kinds = (info.annotation, *get_args(info.annotation))
+    return next((k for k in kinds if isinstance(k, type) and (issubclass(k, BaseModel) or k is HarmonySettings)), None)
+
+
+def paths_of(model: Any, at: str = "") -> Iterator[str]:
+    """Yield the paths of all keys of `model` and of the blocks in it."""
+    for name, info in fields_of(model).items():
+        inner = block_of(info)
+        yield from [f"{at}{name}"] if inner is None else paths_of(inner, f"{at}{name}.")
+
+
+def _sorted(block: Mapping[str, Any], model: Any, at: str, checked: Checked) -> dict[str, Any]:
+    """Return a copy of `block` with what `model` is to check: no refused key that is off, no unknown one, no "auto"."""
+    known: dict[str, Any] = {}
+    fields = fields_of(model)
     for name, value in block.items():
-        inner = f"{path}.{name}" if path else str(name)
-        if name not in known:
-            if path == "harmony":
-                raise ConfigError(_unknown(inner))
-            unknown.append(inner)
-        elif inner not in BLOCKS:
-            flat[inner] = value
-        elif isinstance(value, Mapping):
-            below, not_known = _flattened(value, inner)
-            flat |= below
-            unknown += not_known
-        elif value is not None:
-            raise ConfigError(f'"{inner}" must be an object, not {value!r}.')
-    return flat, unknown
+        path, rule = f"{at}{name}", rule_of(f"{at}{name}")
+        inner = block_of(fields[name]) if name in fields else None
+        if rule is not None and rule.effect == "refused":
+            if rule.refuses(value):
+                raise ConfigError(f'"{path}": {rule.note}.')
+        elif name not in fields:
+            checked.unknown.append(path)
+        elif inner is not None and isinstance(value, Mapping):
+            known[name] = _sorted(value, inner, f"{path}.", checked)
+        elif inner is None or value is not None:
+            ignored = rule is not None and rule.effect == "ignored"
+            (checked.ignored if ignored else checked.used).append(path)
+            automatic = value == "auto" and path != MICRO_BATCH and at != "harmony."
+            if automatic and not ignored:
+                raise ConfigError(f'"{path}" still says "auto": {AUTO}')
+            if not automatic and (fields[name].alias in (None, name) or fields[name].alias not in block):
+                known[name] = value  # where both names of a key are given, DeepSpeed's alias counts
+    return known
 
 
-def _with_old_names_replaced(raw: Raw) -> Raw:
-    """DeepSpeed's deprecated forms: zero_optimization as a flag, and cpu_offload."""
-    zero = raw.get(_ZERO)
-    if isinstance(zero, bool):
-        return {**raw, _ZERO: {"stage": int(zero)}}
-    if not isinstance(zero, Mapping):
-        return raw
-    changed = dict(zero)
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-        if old not in zero or zero[old] is None:
-            continue
-        if zero.get(new) is not None:
-            raise ConfigError(f"Cannot provide deprecated parameter '{old}' and replacing parameter '{new}' together")
-        if changed.pop(old) is True:
-            changed[new] = {"device": "cpu"}
-    return {**raw, _ZERO: changed}
+def _flat(block: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in block.items():
+        yield from _flat(value, f"{at}{name}.") if isinstance(value, dict) else [(f"{at}{name}", value)]
 
 
-def _unknown(path: str) -> str:
-    block, _, name = path.rpartition(".")
-    there = names_in(block)
-    near = nearest(name, there)
-    if near is None:
-        near = _nearest_place(name)
-    hint = f'Did you mean "{near}"?' if near else f"Known keys: {', '.join(sorted(there))}."
-    pardon = "" if block == "harmony" else ' ("harmony": {"unknown_keys": "warn"} lets such keys pass.)'
-    return f'unknown key "{name}" in {_SPOKEN.get(block, block)}. {hint}{pardon}'
+_BETTER = {"2, 3 or 3": "2 or 3", "a valid dictionary": "an object", "a dictionary": "an object", "valid tuple": "list"}
 
 
-def _accelerates(name: str) -> str:
-    return (
-        f'this is accelerate\'s file, not a ds_config: it says "{name}". Give it to `accelerate launch --config_file`; its '
-        "deepspeed_config_file names a ds_config."
-    )
-
-
-def _nearest_place(name: str) -> str | None:
-    """The path of a key of this name, or of what others call so, in another block."""
-    places = {path.rpartition(".")[2]: path for path in (*reversed(BY_PATH), *_IN_PARAMS) if "." in path}
-    return places.get(meant_by(name))
-
-
-def _refuse_auto(key: Key) -> None:
-    if key.effect is not Effect.NONE:  # DeepSpeed takes its default
-        raise ConfigError(f'"{key.path}" still says "auto": {AUTO}')
-
-
-def _refuse(key: Key, value: object) -> None:
-    if value in key.refuses:
-        raise ConfigError(f'"{key.path}" is {json.dumps(value)}: {key.reason}.')
-    if key.effect is Effect.REFUSED and _is_on(key, value):
-        raise ConfigError(f'"{key.path}": {key.note}.')
-
-
-def _is_on(key: Key, value: object) -> bool:
-    if isinstance(value, Mapping):
-        value = value.get(key.switch[0], key.switch[1]) if key.open else value
-    if isinstance(value, bool) or value is None:
-        return value is True
-    return value not in (0, 1, "auto")
-
-
-def _follow_aliases(given: Mapping[str, Any], values: Values) -> None:
-    """ZeRO-3's keys have two names each."""
-    for path in [path for path in values if path.startswith(f"{_ZERO}.stage3_")]:
-        short = path.replace(".stage3_", ".")
-        if short in values:
-            source = path if path in given else short
-            values[path] = values[short] = values[source]
-    if given.get(f"{_ZERO}.stage3_gather_fp16_weights_on_model_save") is True:
-        for prefix in ("stage3_", ""):
-            values[f"{_ZERO}.{prefix}gather_16bit_weights_on_model_save"] = True
-
-
-def _check_zero(values: Values) -> None:
-    if values[f"{_ZERO}.overlap_comm"] is None:
-        values[f"{_ZERO}.overlap_comm"] = values[f"{_ZERO}.stage"] == 3
-    if values[f"{_ZERO}.offload_optimizer.ratio"] < 1.0 and values[f"{_ZERO}.stage"] != 3:
-        raise ConfigError("Partial offloading only supported for ZeRO Stage 3.")
-    if not values[f"{_ZERO}.compute_grad_norm"] and values[f"{_ZERO}.stage"] not in (1, 2):
-        raise ConfigError("compute_grad_norm=false is supported only with ZeRO Stage 1 or 2")
-    if values["gradient_allreduce_op"] == "sum" and values[f"{_ZERO}.stage"] == 3:
-        raise ConfigError("gradient_allreduce_op='sum' is not supported with ZeRO stage 3")
-    for key in ("communication_data_type", "seq_parallel_communication_data_type"):
-        if values[key] is not None and str(values[key]).lower() not in ("fp16", "bf16", "fp32"):
-            raise ConfigError(
-                f"Invalid communication_data_type. Supported data types: ['fp16', 'bf16', 'fp32']. Got: {values[key]}"
-            )
+def _error_of(error: ValidationError, raw: Mapping[str, Any], names: set[str]) -> ConfigError:
+    """Return pydantic's first error as ours: the key, what it takes, what was given. `names` are those of keys."""
+    first, *others = error.errors()
+    if first["type"] in ("assertion_error", "value_error"):  # DeepSpeed's own words
+        return ConfigError(first["msg"].partition(", ")[2])
+    path = ".".join(one for one in first["loc"] if isinstance(one, str) and one in names)
+    takes, hint = first["msg"].partition(" or instance")[0].partition(" or an instance")[0], ""
+    for theirs, better in _BETTER.items():
+        takes = takes.replace(theirs, better)
+    if path.startswith("harmony."):
+        hint = f" {help_of(path.removeprefix('harmony.'))}"
+        if any(other["loc"][:2] == first["loc"][:2] for other in others):  # of several types, which the help lists
+            takes = "Input should be something else"
+    elif path.startswith(("optimizer", "scheduler")):
+        hint = ' Write {"type": "AdamW", "params": {...}}, for example.'
+    return ConfigError(f'"{path}": {takes}, not {value_at(raw, path)!r}.{hint}')

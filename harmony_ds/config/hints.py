@@ -1,15 +1,15 @@
-"""Names that nobody knows, and those that may have been meant."""
+"""Errors about unknown names: the nearest one that is known."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from harmony_ds.errors import ConfigError
 
-# What other programs call it.
 _ELSEWHERE = {
     "learning_rate": "lr",
     "epsilon": "eps",
@@ -23,7 +23,14 @@ _ELSEWHERE = {
     "grad_accum_steps": "gradient_accumulation_steps",
     "monitor_config": "tensorboard",
 }
-
+"""Names in other programs."""
+_IN_PARAMS = (
+    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "momentum", "torch_adam")),
+    *(f"scheduler.params.warmup_{name}" for name in ("num_steps", "max_lr", "min_lr", "type")),
+    "scheduler.params.total_num_steps",
+)
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.IGNORECASE)
+_OF_ACCELERATE = {"compute_environment", "distributed_type", "deepspeed_config", "deepspeed_plugin"}
 
 AUTO = (
     "Hugging Face's Trainer and accelerate fill it in before they call initialize. Without them, write a value or leave "
@@ -31,28 +38,43 @@ AUTO = (
 )
 
 
-def meant_by(name: str) -> str:
-    """A key's name here, for what other programs call it."""
-    return _ELSEWHERE.get(name.lower(), name.lower())
+def unknown_key(path: str, unknown: Sequence[str], known: Iterable[str]) -> str:
+    """Return an error about the key at `path`, one of `unknown`, where the keys at `known` are."""
+    theirs = sorted(_OF_ACCELERATE.intersection(unknown))
+    if theirs:
+        return (
+            f'this is accelerate\'s file, not a ds_config: it says "{theirs[0]}". Give it to `accelerate launch '
+            "--config_file`; its deepspeed_config_file names a ds_config."
+        )
+    block, _, name = path.rpartition(".")
+    prefix = f"{block}." if block else ""
+    there = {one.removeprefix(prefix).split(".")[0] for one in known if one.startswith(prefix)}
+    near = nearest(name, there)
+    if near is None and block != "harmony":
+        elsewhere = {one.rpartition(".")[2]: one for one in (*known, *_IN_PARAMS) if "." in one}
+        near = elsewhere.get(_ELSEWHERE.get(name.lower(), name.lower()))
+    hint = f'Did you mean "{near}"?' if near else f"Known keys: {', '.join(sorted(there))}."
+    pardon = "" if block == "harmony" else ' ("harmony": {"unknown_keys": "warn"} lets such keys pass.)'
+    return f'unknown key "{name}" in {block or "the ds_config"}. {hint}{pardon}'
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that is most likely meant; None if none is like it."""
+    """Return the one of `known` that is most likely meant; None if none is like it."""
     by_letters = {one.lower(): one for one in known}
-    meant = meant_by(name)
+    meant = _ELSEWHERE.get(name.lower(), name.lower())
     close = [meant] if meant in by_letters else difflib.get_close_matches(name.lower(), by_letters, n=1)
     return by_letters[close[0]] if close else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """As the end of an error; what there is, where nothing is like it."""
+    """Return the end of an error about `name`: the nearest of `known`, or all of them."""
     known = sorted(known)
     near = nearest(name, known)
     return f'Did you mean "{near}"?' if near else f"Known: {', '.join(known)}."
 
 
 def check_params(path: str, taker: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a name in `params`, the block at `path`, that `taker` has no parameter for."""
+    """Raise ConfigError for a name in `params`, the block at `path`, that `taker` has no parameter for."""
     takes = [one for one in inspect.signature(taker).parameters.values() if one.name != "self"][1:]
     names = {one.name for one in takes if one.kind is not one.VAR_KEYWORD}
     for name in params:
@@ -61,19 +83,11 @@ def check_params(path: str, taker: Callable[..., Any], params: Mapping[str, Any]
 
 
 def refuse_text_numbers(path: str, params: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a number in quotes in the block at `path`: optimizers and schedulers calculate with it."""
+    """Raise ConfigError for a number in quotes in the block at `path`: optimizers and schedulers calculate with it."""
     for name, value in params.items():
         for one in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, str) and _is_number(one):
+            if isinstance(one, str) and _NUMBER.fullmatch(one):
                 raise ConfigError(
                     f'"{path}.{name}" is the text {one!r}: write the number {one}, without quotation marks (YAML takes '
                     "1e-4 for text, and 1.0e-4 for a number)."
                 )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -1,51 +1,45 @@
-"""Every key of a ds_config, once, in `keys.json`: what it does here, the values it takes, its default.
-
-Defaults of ours are those of `HarmonySettings`; DeepSpeed's keys have the names and defaults of DeepSpeed 0.19.8 (a test
-compares them with its models). Dots lead into blocks. Checks, the engine's getters, options of the command line,
-ablations and `docs/config.md` are made from this table.
-"""
+"""DeepSpeed's keys that are refused, differ or mean nothing here: `keys.json`. All others mean what DeepSpeed says."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harmony_ds.config.forms import FORMS
-from harmony_ds.config.harmony import HarmonySettings
-from harmony_ds.config.key import Ablation, Effect, Getter, Key, Option
+_TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
 
 
-def _keys() -> Iterator[Key]:
-    ours = {f"harmony.{one.name}": one.default for one in fields(HarmonySettings)}
-    table = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
-    for effect, rows in table.items():
-        for row in rows:
-            if row["path"] in ours:
-                row["default"] = ours[row["path"]]
-            yield _key(Effect(effect), **row)
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The effect of a key or a block ("refused", "differs" or "ignored"), and the reason, or what is done instead."""
+
+    effect: str
+    note: str
+    switch: tuple[str, object] = ("enabled", True)  # of a refused block: the key that turns it on, and its default
+
+    def refuses(self, value: object) -> bool:
+        """Return whether `value` asks for what is refused."""
+        if isinstance(value, Mapping):
+            value = value.get(*self.switch)
+        return value is True if isinstance(value, bool) or value is None else value not in (0, 1, "auto")
 
 
-def _key(effect: Effect, path: str, values: str = "any", **more: Any) -> Key:
-    if "option" in more:
-        more["option"] = Option(**more["option"])
-    asked = [Getter(name, *question) for name, question in more.pop("asked", {}).items()]
-    more["getters"] = (*([Getter(more.pop("getter"))] if "getter" in more else []), *asked)
-    more["ablations"] = tuple(Ablation(**row) for row in more.pop("ablations", ()))
-    return Key(path, effect, FORMS[values], **more)
+RULES: dict[str, Rule] = {
+    key: Rule(effect, note, tuple(_TABLE["switched on by, and without it"].get(key, ("enabled", True))))
+    for effect in ("refused", "differs", "ignored")
+    for note, keys in _TABLE[effect].items()
+    for key in keys
+}
+"""By path; the rule of a block holds for all keys in it that have none of their own."""
+REFUSED_VALUES: dict[str, tuple[object, str]] = {path: tuple(row) for path, row in _TABLE["refused values"].items()}
+"""Values that DeepSpeed takes and that are refused here, each with the reason."""
 
 
-KEYS: tuple[Key, ...] = tuple(_keys())
-BY_PATH: dict[str, Key] = {key.path: key for key in KEYS}
-BLOCKS: frozenset[str] = frozenset(
-    ".".join(parts[:depth]) for key in KEYS for parts in [key.path.split(".")] for depth in range(1, len(parts))
-)
-"""Paths of blocks whose keys are listed."""
-
-
-def names_in(block: str) -> frozenset[str]:
-    """The keys that `block` may hold ("": the top)."""
-    prefix = f"{block}." if block else ""
-    return frozenset(path[len(prefix) :].split(".")[0] for path in BY_PATH if path.startswith(prefix))
+def rule_of(path: str) -> Rule | None:
+    """Return the rule of the key at `path`, under any of its names, or of the block around it."""
+    path = path.replace("bfloat16.", "bf16.").replace(".stage3_", ".")
+    while path not in RULES and "." in path:
+        path = path.rpartition(".")[0]
+    return RULES.get(path)

@@ -1,4 +1,4 @@
-"""Every optimizer that a ds_config, a program or a checkpoint may name and that is not just any of torch's: one row."""
+"""The optimizers that a ds_config, a program or a checkpoint may name, beside torch's others: one row each."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ class Native:
     """DeepSpeed's compiled optimizer for the host.
 
     Attributes:
-        cls, module: its class, and where that is.
+        cls, module: its class, and the module of it.
         op, update: the attribute that holds its compiled op, and the update function in it.
-        numbers, tensors: what the C++ function behind it takes: the types of numbers, as C++ compilers spell them, and then
-            so many tensors.
+        numbers, tensors: parameters of the C++ function: types of numbers, as compilers mangle them, and so many tensors.
     """
 
     cls: str
@@ -35,14 +34,13 @@ class OptimizerRow:
 
     Attributes:
         names: in a ds_config, in small letters.
-        keeps: its state for every number of a parameter, by the names of DeepSpeed's class.
+        keeps: tensors of its state, by their names in DeepSpeed's class.
         needs: an option without which it keeps nothing.
-        classes: of the same formula: each may go on with the state of another. DeepSpeed's own first.
-        native: how DeepSpeed compiles it for the host.
-        on_device: the class of torch's that takes the compiled one's place on an accelerator; of Lion's size, not formula.
+        classes: of the same formula and state, DeepSpeed's own first.
+        native: DeepSpeed's compiled version for the host.
+        on_device: torch's class that replaces it on an accelerator; for Lion, of the same size only.
         kept_as: names of its state in that class, where they differ.
-        refusal: why it is not run.
-        of_deepspeed: whether DeepSpeed 0.19.8 knows the name.
+        refusal: the reason why it is not run.
         whole: it does not treat parameters one by one.
     """
 
@@ -54,7 +52,6 @@ class OptimizerRow:
     on_device: str = ""
     kept_as: Mapping[str, str] = field(default_factory=dict)
     refusal: str = ""
-    of_deepspeed: bool = True
     whole: bool = False
 
 
@@ -83,13 +80,13 @@ OPTIMIZERS = (
         on_device="Adagrad",
         kept_as={"exp_avg_sq": "sum"},
     ),
-    OptimizerRow(("sgd",), ("momentum_buffer",), needs="momentum", classes=("SGD",), of_deepspeed=False),
-    OptimizerRow((), ("sum",), classes=("Adagrad",), of_deepspeed=False),
-    OptimizerRow(("asgd",), ("ax",), classes=("ASGD",), of_deepspeed=False),
-    OptimizerRow(("rmsprop",), ("square_avg",), classes=("RMSprop",), of_deepspeed=False),
-    OptimizerRow(("adafactor",), classes=("Adafactor",), of_deepspeed=False),
-    OptimizerRow(("lbfgs",), classes=("LBFGS",), of_deepspeed=False, whole=True),
-    OptimizerRow(("sparseadam",), ("exp_avg", "exp_avg_sq"), classes=("SparseAdam",), of_deepspeed=False, whole=True),
+    OptimizerRow(("sgd",), ("momentum_buffer",), needs="momentum", classes=("SGD",)),
+    OptimizerRow((), ("sum",), classes=("Adagrad",)),
+    OptimizerRow(("asgd",), ("ax",), classes=("ASGD",)),
+    OptimizerRow(("rmsprop",), ("square_avg",), classes=("RMSprop",)),
+    OptimizerRow(("adafactor",), classes=("Adafactor",)),
+    OptimizerRow(("lbfgs",), classes=("LBFGS",), whole=True),
+    OptimizerRow(("sparseadam",), ("exp_avg", "exp_avg_sq"), classes=("SparseAdam",), whole=True),
     OptimizerRow(("lamb",), refusal="its kernel is CUDA's and steps whole layers on the device"),
     OptimizerRow(("muadam", "muadamw", "musgd"), refusal=_MUP),
     OptimizerRow(
@@ -97,31 +94,29 @@ OPTIMIZERS = (
         refusal="which parameters it takes stands on them (use_muon), and the others go to an Adam: say so in groups, "
         "and pass optimizer=SingleDeviceMuonWithAuxAdam(groups), of deepspeed.runtime.zero.muon.original_muon",
     ),
-    OptimizerRow(
-        ("onebitadam", "zerooneadam", "onebitlamb"), refusal=_ONE_BIT, of_deepspeed=False
-    ),  # an older DeepSpeed's
+    OptimizerRow(("onebitadam", "zerooneadam", "onebitlamb"), refusal=_ONE_BIT),  # an older DeepSpeed's
 )
 NOT_RUN = {name: row.refusal for row in OPTIMIZERS if row.refusal for name in row.names}
-"""What a ds_config may name and is not run, each with its reason."""
+"""Names in a ds_config that are not run, each with the reason."""
 
 
 def named(name: str) -> OptimizerRow | None:
-    """The row of a name in a ds_config, in any case of letters."""
+    """Return the row of a name in a ds_config, in any case of letters."""
     return next((row for row in OPTIMIZERS if name.lower() in row.names), None)
 
 
 def of_class(classes: Iterable[type]) -> OptimizerRow | None:
-    """The row of the first of `classes`, a class and its bases, that has one."""
+    """Return the row of the first of `classes`, a class and its bases, that has one."""
     return next((row for cls in classes for row in OPTIMIZERS if cls.__name__ in row.classes), None)
 
 
 def same_formula(one: str, other: str) -> bool:
-    """Whether an optimizer of one class can go on with the state of one of another."""
+    """Return whether an optimizer of one class can go on with the state of one of another."""
     return one == other or any({one, other} <= set(row.classes) for row in OPTIMIZERS)
 
 
 def keeper_of(keys: Iterable[str], counts_in_tensors: bool) -> str | None:
-    """The class that keeps states of these names; torch's count steps in tensors, DeepSpeed's do not."""
+    """Return the class that keeps states of these names; torch's count steps in tensors, DeepSpeed's do not."""
     kept = set(keys) - {"step", "max_exp_avg_sq"}  # amsgrad keeps the latter beside
     row = next((row for row in OPTIMIZERS if row.keeps and not row.whole and set(row.keeps) == kept), None)
     if row is None:
@@ -130,14 +125,14 @@ def keeper_of(keys: Iterable[str], counts_in_tensors: bool) -> str | None:
 
 
 def refuse_what_is_not_run(section: Section | None) -> None:
-    """Raises ConfigError if `section` names an optimizer that DeepSpeed knows and that is not run here."""
+    """Raise ConfigError if `section` names an optimizer that DeepSpeed knows and that is not run here."""
     reason = None if section is None else NOT_RUN.get(section.type.lower())
     if section is not None and reason is not None:
         raise ConfigError(f'"optimizer.type": {section.type} is not run: {reason}.')
 
 
 def state_numbers(name: str, options: Mapping[str, Any]) -> int | None:
-    """fp32 numbers that the optimizer of this name, or of this class, keeps per parameter; None if it is not known."""
+    """Return the fp32 numbers per parameter that the optimizer of this name or class keeps; None if unknown."""
     name = name.lower()
     row = next((row for row in OPTIMIZERS if name in (*row.names, *map(str.lower, row.classes))), None)
     if row is None or row.refusal:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def value_at(config: Mapping[str, Any], path: str) -> Any:
-    """The value at `path`; None if it is not there."""
+    """Return the value at `path`; None if it is not there."""
     value: Any = config
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -15,7 +15,7 @@ def value_at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def with_values(config: Mapping[str, Any], values: Mapping[str, object]) -> dict[str, Any]:
-    """A copy of `config` with `values`, by path, in the place of its own."""
+    """Return a copy of `config` in which `values`, by path, replace its own."""
     changed = dict(config)
     for path, value in values.items():
         first, _, rest = path.partition(".")

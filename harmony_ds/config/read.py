@@ -18,7 +18,7 @@ _EXPECTED = "Expected a string path to an existing deepspeed config, or a dictio
 
 
 def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """The object in `source`: a mapping, the path of a file, or url-safe base64 of JSON."""
+    """Return the object in `source`: a mapping, the path of a file, or url-safe base64 of JSON."""
     if isinstance(source, Mapping):
         return dict(source)
     if not isinstance(source, (str, Path)):

@@ -1,4 +1,4 @@
-"""What the engine knows about its ds_config: frozen data."""
+"""The settings of an engine, read from its ds_config: frozen data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SCALER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything the engine wants to know.
+    """Everything that an engine is told by its ds_config.
 
     Attributes:
         master_dtype: of the parameters that the optimizer steps.
@@ -51,8 +51,9 @@ class Config:
         autocast_dtype: of torch.autocast around every call of the model; None: of the caller's alone.
         skip_overflow: whether a step whose gradients hold inf or NaN is skipped.
         raw: the JSON as it was given.
-        values: of every key in `harmony_ds.config.keys`, by its path; defaults where `raw` says nothing.
-        without_meaning: keys that DeepSpeed knows and that mean nothing here.
+        known: what DeepSpeed's own `DeepSpeedConfig` takes of it.
+        values: of every key, by its path; defaults where `raw` says nothing.
+        without_meaning: keys that were given and mean nothing here.
     """
 
     micro_batch: int
@@ -71,8 +72,16 @@ class Config:
     steps_per_print: int | None
     harmony: HarmonySettings
     raw: dict[str, Any]
+    known: dict[str, Any]
     values: dict[str, Any]
     without_meaning: tuple[str, ...]
+
+    @property
+    def master_bytes(self) -> int:
+        """Host bytes of the master beside each weight."""
+        if self.compute_dtype == self.master_dtype:
+            return 0
+        return 2 if self.harmony.split_masters else 4
 
     @property
     def deferred_update(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from harmony_ds.config import Config
+from harmony_ds.config.harmony import ResidentPacks
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
@@ -46,6 +47,8 @@ def check_processes(config: Config, world: SingleProcess) -> None:
     """Raise UnsupportedError for settings that several processes cannot run."""
     if config.harmony.micro_batch == "auto":
         world.refuse('harmony.micro_batch "auto"')
+    if config.harmony.split_masters:
+        world.refuse("harmony.split_masters")
     if config.harmony.residency not in _SWAPPED:
         world.refuse("harmony.residency: packs that stay on the device and are updated there")
     if config.harmony.reduce == "host" and world.servers > 1:
@@ -72,7 +75,9 @@ def check_devices(config: Config, device: Device, saved: Plan | None) -> None:
         )
 
 
-def residency_for(config: Config, device: Device, optimizer: DeviceOptimizer | None, world: SingleProcess) -> str | int:
+def residency_for(
+    config: Config, device: Device, optimizer: DeviceOptimizer | None, world: SingleProcess
+) -> ResidentPacks:
     """Return the search's use of spare device memory in this run: "auto", "kept", "off", or a number of packs."""
     settings = config.harmony
     if settings.residency != "auto":
@@ -140,7 +145,7 @@ def host_need(
     there = (p for p in parameters.values() if not p.is_meta and not mapped.holds(p))
     by_kind = {
         "weights": weights,
-        "masters": 0 if dtype == config.master_dtype else 4 * sum(trainable.values()),
+        "masters": config.master_bytes * sum(trainable.values()),
         "optimizer": _state_bytes(config, *optimizer),
         "gradients": gradients,
     }

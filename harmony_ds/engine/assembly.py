@@ -38,6 +38,8 @@ from harmony_ds.offload.optimizers import (
 )
 from harmony_ds.offload.piece_optimizer import PieceOptimizer
 from harmony_ds.offload.residency import Residency
+from harmony_ds.offload.split_masters import SplitMasters
+from harmony_ds.offload.split_optimizer import SplitOptimizer
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
 from harmony_ds.offload.user_gradients import UserGradients
@@ -164,7 +166,8 @@ def assemble(
 def _to_slabs(
     model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: SingleProcess
 ) -> HostStore:
-    store = HostStore(model, decomposition, config.compute_dtype, device, world, config.master_dtype)
+    masters = SplitMasters() if config.harmony.split_masters else config.master_dtype
+    store = HostStore(model, decomposition, config.compute_dtype, device, world, masters)
     world.agree("weights are there")
     world.broadcast(store.tensors())
     _share_buffers(model, world)
@@ -182,6 +185,8 @@ def _share_buffers(model: nn.Module, world: SingleProcess) -> None:
 
 
 def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess) -> HostOptimizer:
+    if store.split is not None:
+        return SplitOptimizer(optimizer, store.parameters, store.split)
     apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
     if isinstance(world, World):
         return PieceOptimizer(optimizer, store.masters, world, apart)

@@ -19,7 +19,7 @@ from harmony_ds.engine.lifetime import release
 from harmony_ds.engine.loop import Loop
 from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.reporting import StepReports
-from harmony_ds.engine.settings import FIXED_ATTRIBUTES, Settings, table_getters
+from harmony_ds.engine.settings import Settings, deepspeed_names
 from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.timers import Throughput
 from harmony_ds.engine.training import Training
@@ -53,6 +53,7 @@ class HarmonyEngine(nn.Module):
         self.local_rank, self.global_rank = world.local_rank, world.rank
         self.world_size = self.dp_world_size = self.seq_dp_world_size = world.size
         self._settings = settings = Settings(config, world)
+        settings.client_optimizer = client.optimizer
         self._data = TrainingData(settings, client.training_data, client.collate_fn, world)
         self._training = training = Training(model, assembly, settings, self._data, client.lr_scheduler)
         self._reports = StepReports(training)
@@ -69,7 +70,11 @@ class HarmonyEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            owner = self._settings if name in deepspeed_names() else super().__getattr__("module")
+            return getattr(owner, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *deepspeed_names()})  # type: ignore[no-untyped-call]
 
     # ---- what a training loop calls
 
@@ -136,7 +141,7 @@ class HarmonyEngine(nn.Module):
         """The factor that losses are multiplied with now (1.0 without fp16)."""
         return self._training.scaler.scale
 
-    # ---- settings; getters of single keys are added after the class
+    # ---- settings; `__getattr__` has the others of DeepSpeed's
 
     gradient_accumulation_steps = delegated("_settings", Settings.gradient_accumulation_steps)
     train_micro_batch_size_per_gpu = delegated("_settings", Settings.train_micro_batch_size_per_gpu)
@@ -145,8 +150,6 @@ class HarmonyEngine(nn.Module):
     set_train_batch_size = delegated_alive("_settings", Settings.set_train_batch_size)
     set_train_micro_batch_size = delegated_alive("_settings", Settings.set_train_micro_batch_size)
     get_data_parallel_rank = delegated("_settings", Settings.get_data_parallel_rank)
-    optimizer_name = delegated("_settings", Settings.optimizer_name)
-    bfloat16_enabled = delegated("_settings", Settings.bfloat16_enabled)
     get_data_types = delegated("_settings", Settings.get_data_types)
 
     @property
@@ -156,13 +159,8 @@ class HarmonyEngine(nn.Module):
 
     @property
     def _config(self) -> Any:
-        """DeepSpeed's own view of the ds_config, made when it is first read."""
-        return self._settings.of_deepspeed()
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """The dtype that DeepSpeed's processes would exchange gradients in."""
-        return self._settings.communication_data_type()
+        """DeepSpeed's own view of the ds_config."""
+        return self._settings._config
 
     @property
     def param_names(self) -> dict[nn.Parameter, str]:
@@ -271,9 +269,3 @@ class HarmonyEngine(nn.Module):
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Do nothing: gradients are reduced in `step()`."""
-
-
-for _name, _getter in table_getters():
-    setattr(HarmonyEngine, _name, delegated("_settings", _getter))
-for _name, _value in FIXED_ATTRIBUTES.items():
-    setattr(HarmonyEngine, _name, _value)

@@ -1,4 +1,4 @@
-"""Models that were built under DeepSpeed's own `zero.Init`: their parameters are made whole again."""
+"""Models that were built under DeepSpeed's own `zero.Init`: their parameters get their whole values back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harmony_ds.errors import ModelError
 
 
 def make_whole(model: nn.Module) -> None:
-    """Gives every parameter that DeepSpeed has partitioned its values back, one by one, in host memory.
+    """Give every parameter that DeepSpeed has partitioned its values back, one by one, in host memory.
 
     One process holds all of each: nothing is copied unless DeepSpeed has put it on an accelerator.
 
@@ -28,12 +28,12 @@ def make_whole(model: nn.Module) -> None:
 def _values(name: str, parameter: Any) -> Tensor:
     if parameter.ds_status.name == "AVAILABLE" and parameter.shape == parameter.ds_shape:
         whole: Tensor = parameter.data  # gathered now
-        return whole.cpu() if not whole.is_meta else whole
+        return whole if whole.is_meta else whole.cpu()
     held: Tensor | None = getattr(parameter, "ds_tensor", None)
-    if held is None or held.numel() < parameter.ds_numel:
-        there = 0 if held is None else held.numel()
+    in_memory = 0 if held is None else held.numel()
+    if held is None or in_memory < parameter.ds_numel:
         raise ModelError(
-            f"{name} was built under deepspeed.zero.Init, and {there} of its {parameter.ds_numel} numbers are in this "
+            f"{name} was built under deepspeed.zero.Init, and {in_memory} of its {parameter.ds_numel} numbers are in this "
             "process's memory: build the model in one process and without NVMe offload, or without zero.Init "
             "(harmony_ds.zero.Init takes its place)."
         )
@@ -41,9 +41,7 @@ def _values(name: str, parameter: Any) -> Tensor:
 
 
 def _is_deepspeeds(key: str, value: object) -> bool:
-    function = getattr(value, "func", value)
+    module = str(getattr(getattr(value, "func", value), "__module__", ""))
     return (
-        key.startswith("ds_")
-        or key in ("is_external_param", "nvme_swapper")
-        or str(getattr(function, "__module__", "")).split(".")[0] == "deepspeed"
+        key.startswith("ds_") or key in ("is_external_param", "nvme_swapper") or module.partition(".")[0] == "deepspeed"
     )

@@ -23,7 +23,7 @@ from harmony_ds.engine.arguments import require_module
 from harmony_ds.engine.assembly import assemble
 from harmony_ds.engine.core import HarmonyEngine, UserObjects
 from harmony_ds.engine.partitioned import make_whole
-from harmony_ds.engine.zero_optimizer import the_one_that_steps
+from harmony_ds.engine.zero_optimizer import unwrap_optimizer
 from harmony_ds.errors import ConfigError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
 from harmony_ds.parallel import SingleProcess, join_world
@@ -70,7 +70,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     """
     trained = _check_model(model, mpu, mesh_param)
     given = _choose_config(args, config if config is not None else config_params)
-    optimizer = the_one_that_steps(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     client = UserObjects(optimizer, lr_scheduler, training_data, collate_fn)
     return _start(trained, _load_settings(given, optimizer, dist_init_required), client, model_parameters, device)
 

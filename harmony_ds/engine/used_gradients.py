@@ -1,12 +1,12 @@
 """Gradients that `optimizer.step()` by hand has used, until the program drops them.
 
-Plain PyTorch keeps them, and adds the next ones to them. An engine has let go of them, layer by layer: what it shows on
-`.grad` meanwhile can be dropped and zeroed, and whoever wants its values is told.
+Plain PyTorch keeps them, and adds the next ones to them. The engine has released them, layer by layer: the placeholder
+on `.grad` can be dropped and zeroed, and reading its values is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ _ITSELF = frozenset("data detach detach_ requires_grad_".split())
 
 
 class UsedGradient(torch.Tensor):
-    """On a parameter's `.grad` there was one."""
+    """The placeholder of a parameter's gradient that has been used."""
 
     harmony_name: str
     harmony_parameter: nn.Parameter
@@ -48,15 +48,15 @@ class UsedGradient(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if name in _ITSELF:
             return args[0]
-        if name in ("zero_", "_foreach_zero_"):
-            return [_zero(gradient) for gradient in args[0]] if name == "_foreach_zero_" else _zero(args[0])
-        raise _gone(next(_used_in((args, kwargs))))
+        if name == "_foreach_zero_":
+            return [_zero(gradient) for gradient in args[0]]
+        return _zero(args[0]) if name == "zero_" else _refuse(args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        raise _gone(next(_used_in((args, kwargs))))
+        _refuse(args, kwargs)
 
 
 def _zero(gradient: Tensor) -> Tensor:
@@ -66,51 +66,45 @@ def _zero(gradient: Tensor) -> Tensor:
     return gradient.zero_()
 
 
-def _used_in(tree: Any) -> Iterator[UsedGradient]:
-    return (leaf for leaf in torch.utils._pytree.tree_iter(tree) if isinstance(leaf, UsedGradient))
-
-
-def _gone(used: UsedGradient) -> UnsupportedError:
-    return UnsupportedError(
-        f"the gradient of {used.harmony_name} has been used by optimizer.step() and is gone: gradients are not kept behind "
+def _refuse(*arguments: Any) -> None:
+    used = next(one for one in torch.utils._pytree.tree_iter(arguments) if isinstance(one, UsedGradient))
+    raise UnsupportedError(
+        f"the gradient of {used.harmony_name} has been used by optimizer.step() and is gone: gradients are not kept after "
         "the update. Read, log or clip them between backward and optimizer.step() (engine.get_global_grad_norm() has their "
-        "norm behind it), and let no second optimizer step what the engine's optimizer trains."
+        "norm after it), and let no second optimizer step what the engine's optimizer trains."
     )
 
 
-def _named(names: set[str]) -> str:
-    others = len(names) - 1
-    return f"{min(names)}{f' and {others} other parameters' * bool(others)}"
-
-
 class UsedGradients:
-    """Which parameters have one."""
+    """The names of the parameters whose gradients have been used and not dropped."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
     def add(self, names: Iterable[str]) -> None:
-        """Those of `names` have been used."""
+        """Note that the gradients of `names` have been used."""
         self._names.update(names)
 
     def drop(self, name: str) -> None:
-        """That of `name` is not wanted."""
+        """Note that the program has dropped the gradient of `name`."""
         self._names.discard(name)
 
     def clear(self) -> None:
-        """None is wanted."""
+        """Note that the program has dropped all."""
         self._names.clear()
 
     def show(self, name: str, parameter: nn.Parameter) -> Tensor | None:
-        """What is on `.grad`; None where nothing has been used, or it has been dropped."""
+        """Return the placeholder for `.grad`; None where nothing has been used, or it has been dropped."""
         return UsedGradient.of(name, parameter) if name in self._names else None
 
     def check(self) -> None:
-        """Raises UnsupportedError if plain PyTorch would add to used gradients now, or use them again."""
+        """Raise UnsupportedError if plain PyTorch would add to used gradients now, or use them again."""
         if self._names:
+            others = len(self._names) - 1
+            named = f"{min(self._names)}{f' and {others} other parameters' * bool(others)}"
             raise UnsupportedError(
-                f"a backward pass or a step comes to {_named(self._names)} whose gradient the last optimizer.step() has "
+                f"a backward pass or a step comes to {named} whose gradient the last optimizer.step() has "
                 "used and no zero_grad() has dropped: plain PyTorch would add to it, and the engine has used it up. Call "
-                "optimizer.zero_grad() right behind optimizer.step(), before anything else propagates through this model "
+                "optimizer.zero_grad() right after optimizer.step(), before anything else propagates through this model "
                 "(a generator's loss through its discriminator, say); or take steps by engine.step(), which drops them."
             )

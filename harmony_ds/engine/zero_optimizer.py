@@ -1,4 +1,4 @@
-"""What `engine.optimizer` is: the names of DeepSpeed's ZeRO optimizer around the optimizer that steps."""
+"""The object that `engine.optimizer` is: the optimizer that steps, with the names of DeepSpeed's ZeRO optimizer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import UnsupportedError
 
 
-class ShownNames:
-    """What one of the objects on DeepSpeed's optimizer answers to, to be read."""
+class ReadOnlyView:
+    """One of the objects on DeepSpeed's optimizer, to be read."""
 
     def __init__(self, owner: str, names: Callable[[], dict[str, Any]]) -> None:
         vars(self).update(_owner=owner, _names=names)
@@ -37,6 +37,7 @@ class ShownNames:
 
 
 def _scaler_names(scaler: LossScaler, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the names of DeepSpeed's loss scaler."""
     state = scaler.state_dict()
     shown: dict[str, Any] = {"cur_scale": scaler.scale, "loss_scale": scaler.scale, "dynamic": state is not None}
     if state is not None:
@@ -46,76 +47,62 @@ def _scaler_names(scaler: LossScaler, dtype: torch.dtype) -> dict[str, Any]:
     return shown
 
 
-def _loss_scale_config_names(scaler: LossScaler, dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's `LossScaleConfig`, which its optimizers of stage 0 have; steps are counted where the scale moves."""
-    state = scaler.state_dict()
-    shown: dict[str, Any] = dict.fromkeys(("last_overflow_iter", "scale_factor", "scale_window", "min_loss_scale"))
-    shown |= {"use_grad_scaling": dtype == torch.float16, "dynamic_loss_scale": state is not None}
-    shown["cur_scale"] = scaler.scale
-    if state is not None:
-        rules = state["settings"]
-        shown |= {"cur_iter": state["step"], "last_overflow_iter": state["last_overflow"], "scale_factor": 2.0}
-        shown |= {"scale_window": rules["loss_scale_window"], "min_loss_scale": rules["min_loss_scale"]}
-    return shown
-
-
-def _key(path: str) -> Callable[[Settings], Any]:
-    return lambda settings: settings.now.values[f"zero_optimization.{path}"]
+def _scale_config_names(scaler: LossScaler, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the names of DeepSpeed's `LossScaleConfig`, which its optimizers of stage 0 have."""
+    names = _scaler_names(scaler, dtype)
+    moving = ("cur_iter", "last_overflow_iter", "scale_factor", "scale_window") if names["dynamic"] else ()
+    shown: dict[str, Any] = dict.fromkeys(("last_overflow_iter", "scale_factor", "scale_window"))
+    shown |= {name: names[name] for name in moving}
+    shown |= {"use_grad_scaling": dtype == torch.float16, "dynamic_loss_scale": names["dynamic"]}
+    return {**shown, "cur_scale": names["cur_scale"], "min_loss_scale": names.get("min_scale")}
 
 
 def _is_fp16(settings: Settings) -> bool:
     return settings.now.compute_dtype == torch.float16
 
 
-def _offloads(part: str) -> Callable[[Settings], bool]:
-    return lambda settings: settings.now.values[f"zero_optimization.{part}.device"] == "cpu"
+def _offloads_parameters(settings: Settings) -> bool:
+    block = settings.zero_offload_param()
+    return block is not None and block.device == "cpu"
 
 
 _OF_SETTINGS: dict[str, Callable[[Settings], Any]] = {
     "clip_grad": lambda settings: settings.now.gradient_clipping,
-    "gradient_accumulation_steps": Settings.gradient_accumulation_steps,
     "dtype": lambda settings: settings.now.compute_dtype,
     "gradient_accumulation_dtype": lambda settings: settings.now.accumulation_dtype,
-    "communication_data_type": Settings.communication_data_type,
-    "cpu_offload": _offloads("offload_optimizer"),
-    "offload_optimizer": _offloads("offload_optimizer"),
-    "offload_param": _offloads("offload_param"),
+    "master_weights_and_grads_dtype": lambda settings: settings.now.master_dtype,
+    "low_precision_master_weights_and_grads": lambda settings: settings.now.master_dtype != torch.float32,
+    "communication_data_type": lambda settings: settings.communication_data_type,
+    "offload_param": _offloads_parameters,
     "check_grad_overflow": lambda settings: _is_fp16(settings) or settings.now.skip_overflow,
-    "zero_stage_string": lambda settings: f"ZeRO-{settings.now.values['zero_optimization.stage']}",
-    "partition_gradients": lambda settings: settings.now.values["zero_optimization.stage"] >= 2,
-    "reduce_bucket_size": _key("reduce_bucket_size"),
-    "allgather_bucket_size": _key("allgather_bucket_size"),
-    "contiguous_gradients": _key("contiguous_gradients"),
-    "sub_group_size": _key("sub_group_size"),
-    "reduce_scatter": _key("reduce_scatter"),
-    "elastic_checkpoint": _key("elastic_checkpoint"),
-    "ignore_unused_parameters": _key("ignore_unused_parameters"),
+    "zero_stage_string": lambda settings: f"ZeRO-{settings.zero_optimization_stage()}",
+    "partition_gradients": lambda settings: settings.zero_optimization_partition_gradients(),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer"), lambda settings: settings.zero_cpu_offload()),
 }
-"""Names that the ds_config answers."""
-_FIXED: dict[str, Any] = {
-    "custom_loss_scaler": False,
-    "external_loss_scale": None,
-    "master_weights_and_grads_dtype": torch.float32,
-    "torch_autocast_gradscaler": None,
-    "mpu": None,
-    "model_parallel_group": None,
-    "model_parallel_rank": 0,
-    "model_parallel_world_size": 1,
-    "sequence_parallel_size": 1,
-    "has_moe_layers": False,
-    "ep_process_group": None,
-    "expert_dp_process_group": None,
-    "gradient_average": True,
-    "zenflow": False,
-    "use_muon": False,
-    "swap_optimizer": False,
-    "optimizer_swapper": None,
-    "bf16_master_weights_and_gradients": False,
-    "fp16_master_weights_and_gradients": False,
-    "low_precision_master_weights_and_grads": False,
-    "bf16_optimizer_states": False,
+_OF_ENGINE = """
+    gradient_accumulation_steps bf16_master_weights_and_gradients fp16_master_weights_and_gradients
+    bf16_optimizer_states
+""".split()
+_OF_ZERO_CONFIG = """
+    reduce_bucket_size allgather_bucket_size contiguous_gradients sub_group_size reduce_scatter elastic_checkpoint
+    ignore_unused_parameters
+""".split()
+_SAME: dict[str, Any] = {
+    **dict.fromkeys(
+        """
+        external_loss_scale torch_autocast_gradscaler mpu model_parallel_group ep_process_group expert_dp_process_group
+        optimizer_swapper
+        """.split()
+    ),
+    **dict.fromkeys(("custom_loss_scaler", "has_moe_layers", "zenflow", "use_muon", "swap_optimizer"), False),
+    **{"model_parallel_rank": 0, "model_parallel_world_size": 1, "sequence_parallel_size": 1, "gradient_average": True},
 }
-"""Names with one answer: one process, masters in fp32, no tensors on disks."""
+"""Names with one answer: no parallelism but that of data, no tensors on disks."""
+_SET_BY = {"clip_grad": "gradient_clipping", "cur_scale": "fp16.loss_scale", "loss_scale": "fp16.loss_scale"}
+_SHOWN = {
+    *("optimizer", "overflow", "loss_scaler", "loss_scale_config", "cur_scale", "loss_scale", "dynamic_loss_scale"),
+    *(*_OF_SETTINGS, *_OF_ENGINE, *_OF_ZERO_CONFIG, *_SAME),
+}
 
 
 class ZeroOptimizer:
@@ -125,13 +112,12 @@ class ZeroOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, scaler: LossScaler) -> None:
+        dtype = settings.now.compute_dtype
         vars(self).update(
             optimizer=optimizer,
             overflow=False,
-            loss_scaler=ShownNames("loss_scaler", partial(_scaler_names, scaler, settings.now.compute_dtype)),
-            loss_scale_config=ShownNames(
-                "loss_scale_config", partial(_loss_scale_config_names, scaler, settings.now.compute_dtype)
-            ),
+            loss_scaler=ReadOnlyView("loss_scaler", partial(_scaler_names, scaler, dtype)),
+            loss_scale_config=ReadOnlyView("loss_scale_config", partial(_scale_config_names, scaler, dtype)),
             _settings=settings,
             _scaler=scaler,
         )
@@ -144,8 +130,12 @@ class ZeroOptimizer:
         settings, optimizer = vars(self)["_settings"], vars(self)["optimizer"]
         if name in _OF_SETTINGS:
             return _OF_SETTINGS[name](settings)
-        if name in _FIXED:
-            return _FIXED[name]
+        if name in _OF_ENGINE:
+            return getattr(settings, name)()
+        if name in _OF_ZERO_CONFIG:
+            return getattr(settings._config.zero_config, name)
+        if name in _SAME:
+            return _SAME[name]
         try:
             return getattr(optimizer, name)
         except AttributeError:
@@ -166,7 +156,7 @@ class ZeroOptimizer:
         return sorted({*dir(vars(self)["optimizer"]), *_SHOWN, *(n for n in vars(ZeroOptimizer) if n[0] != "_")})
 
     def __eq__(self, other: object) -> bool:
-        return vars(self)["optimizer"] is the_one_that_steps(other)
+        return vars(self)["optimizer"] is unwrap_optimizer(other)
 
     def __hash__(self) -> int:
         return hash(vars(self)["optimizer"])
@@ -179,7 +169,7 @@ class ZeroOptimizer:
 
     @property
     def cur_scale(self) -> float:
-        """What losses are multiplied with now (1.0 without fp16)."""
+        """The factor of losses now (1.0 without fp16)."""
         scale: float = vars(self)["_scaler"].scale
         return scale
 
@@ -191,42 +181,31 @@ class ZeroOptimizer:
         return vars(self)["_scaler"].state_dict() is not None
 
     def needs_scaler(self) -> bool:
-        """Whether losses have to be scaled, by `engine.backward` or `engine.scale`."""
+        """Return whether losses have to be scaled, by `engine.backward` or `engine.scale`."""
         return _is_fp16(vars(self)["_settings"])
 
     def get_lr(self) -> float:
-        """The learning rate of the first parameter group."""
+        """Return the learning rate of the first parameter group."""
         rate: float = vars(self)["optimizer"].param_groups[0]["lr"]
         return rate
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of every parameter group."""
+        """Set the learning rate of every parameter group."""
         for group in vars(self)["optimizer"].param_groups:
             group["lr"] = lr
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """Refused: the loss scale is the ds_config's.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Raise UnsupportedError: the loss scale is the ds_config's."""
         raise _read_only("the loss scale (optimizer.override_loss_scale)", "fp16.loss_scale")
 
 
-_SHOWN = {
-    "optimizer", "overflow", "loss_scaler", "loss_scale_config",
-    "cur_scale", "loss_scale", "dynamic_loss_scale", *_OF_SETTINGS, *_FIXED,
-}  # fmt: skip
-_SET_BY = {"clip_grad": "gradient_clipping", "cur_scale": "fp16.loss_scale", "loss_scale": "fp16.loss_scale"}
-
-
 def note_overflow(optimizer: ZeroOptimizer, overflow: bool) -> None:
-    """Whether the last step was skipped for inf or NaN in its gradients."""
+    """Record whether the last step was skipped for inf or NaN in its gradients."""
     vars(optimizer)["overflow"] = overflow
 
 
-def the_one_that_steps(optimizer: Any) -> Any:
-    """What a `ZeroOptimizer` of another engine is around; anything else as it is."""
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside a `ZeroOptimizer`; anything else as it is."""
     return vars(optimizer)["optimizer"] if type(optimizer) is ZeroOptimizer else optimizer
 
 

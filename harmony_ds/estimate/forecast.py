@@ -1,5 +1,6 @@
-"""What a plan means to the one who waits for it: time, tokens per second, memory on both sides, what limits it and what
-would help. Arithmetic over a survey: nothing runs.
+"""Forecast of a plan: time, tokens per second, memory on both sides, its bottleneck, and changes that would help.
+
+Arithmetic over a survey: nothing runs.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ STREAM_NAMES = {
 
 
 def name_of(stream: str) -> str:
-    """A stream's name for people, with its device's number where that is not the first."""
+    """Return a stream's name for people, with its device's number where that is not the first."""
     kind, _, device = stream.partition(" ")
     return STREAM_NAMES[kind] + (f" (device {device})" if device else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """A survey, and what a step is judged by.
+    """Survey, with the measures that a step is judged by.
 
     Attributes:
-        update: what the optimizer keeps and moves for each trainable parameter.
+        update: state that the optimizer keeps and moves for each trainable parameter.
         host_budget_bytes: host memory (None: not known).
-        items: what a micro-batch holds, tokens or samples.
+        items: tokens or samples of a micro-batch.
     """
 
     survey: Survey
@@ -120,7 +121,7 @@ class Forecast:
 
 
 def forecast(situation: Situation) -> Forecast:
-    """The fastest plan, and what it means.
+    """Return the forecast of the fastest plan.
 
     Raises:
         DoesNotFitError: nothing fits the device.
@@ -141,7 +142,7 @@ def forecast(situation: Situation) -> Forecast:
 
 
 def _searched(situation: Situation) -> Choice:
-    """The fastest plan, for which the host has room if it has any for one."""
+    """Return the fastest plan that the host has room for, or the fastest of all if it has none for any."""
     survey, request, room = situation.survey, situation.survey.request, situation.host_budget_bytes
     if room is not None:
         left = max(0, room - sum(_state_bytes(situation).values()))
@@ -150,9 +151,7 @@ def _searched(situation: Situation) -> Choice:
 
 
 def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
-    """What lies in host memory while the plan runs, by kind (see docs/memory.md), for all devices: weights, masters and
-    optimizer state are there once.
-    """
+    """Return bytes of host memory while the plan runs, by kind, for all devices (weights and state are there once)."""
     plan = choice.plan
     waiting = waiting_of(plan, situation.survey.costs)
     return {
@@ -163,7 +162,7 @@ def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
 
 
 def _state_bytes(situation: Situation) -> dict[str, int]:
-    """What is there whatever the plan is."""
+    """Return the bytes that every plan needs."""
     weight, parameters = situation.survey.element.weight, situation.survey.graph.parameters
     update = situation.update
     elements = sum(spec.numel for spec in parameters if spec.trainable)
@@ -175,9 +174,7 @@ def _state_bytes(situation: Situation) -> dict[str, int]:
 
 
 def smallest_peak_bytes(survey: Survey) -> int:
-    """The least device memory that a plan needs, as far as the request leaves it open: every call a pack, nothing
-    swapped in early, the stash on the host.
-    """
+    """Return the least device memory that a plan needs: every call a pack, no prefetch, the stash on the host."""
     request = survey.request
     early = request.policy.prefetch and request.is_manual and not survey.profile.machine.copies_overlap
     away = 0 if request.settings.stash == "device" else ALL_PACKS
@@ -196,10 +193,10 @@ def joining(survey: Survey, now: Choice) -> Advice | None:
 
 
 def changes(situation: Situation, now: Forecast) -> tuple[Change, ...]:
-    """What would be faster: one thing changed at a time, best first.
+    """Return changes that would be faster, one thing at a time, best first.
 
-    What each brings is a lower bound: other rates are simulated with the plan as it is, more memory and longer steps with
-    that, where it fits, or one that is found by a quick search.
+    Each is a lower bound: other rates are simulated with this plan, more memory and longer steps with it or one that a
+    quick search finds.
     """
     found = [*_other_rates(situation, now), *_other_requests(situation, now)]
     return tuple(sorted(found, key=lambda change: -change.items_per_s))
@@ -243,14 +240,6 @@ def _twice(machine: Machine, *rates: str) -> Machine:
 
 
 def _faster(costs: CostTable) -> CostTable:
-    calls = tuple(
-        replace(
-            c,
-            forward_ms=c.forward_ms / 2,
-            backward_ms=c.backward_ms / 2,
-            fused_ms=c.fused_ms / 2,
-            propagate_ms=c.propagate_ms / 2,
-        )
-        for c in costs.costs
-    )
+    times = ("forward_ms", "backward_ms", "fused_ms", "propagate_ms")
+    calls = tuple(replace(call, **{name: getattr(call, name) / 2 for name in times}) for call in costs.costs)
     return replace(costs, costs=calls, head_ms=costs.head_ms / 2, tail_ms=costs.tail_ms / 2)

@@ -1,4 +1,4 @@
-"""From what the user calls MODEL to a module and one micro-batch of inputs.
+"""Load MODEL of a command line: a module and one micro-batch of inputs.
 
     path of a config.json, or of a directory with one    a Hugging Face model
     module:function                                       a function that returns a module, or (module, inputs)
@@ -9,6 +9,7 @@ On the meta device nothing is allocated; on the CPU the weights are random, whic
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,11 +26,11 @@ _DEFAULT_SEQUENCE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is to be trained.
+    """Model that is to be trained.
 
     Attributes:
         inputs: keyword arguments of one micro-batch, for which the model returns a loss.
-        items: what one micro-batch holds, in `unit`.
+        items: size of one micro-batch, in `unit`.
         unit: "tokens" or "samples".
     """
 
@@ -52,7 +53,7 @@ class BatchShape:
 
 
 def load_subject(spec: str, shape: BatchShape, device: str) -> Subject:
-    """The model that `spec` names, on `device` ("meta" or "cpu"), in training mode.
+    """Load the model that `spec` names, on `device` ("meta" or "cpu"), in training mode.
 
     Raises:
         ConfigError: there is no such model, or no inputs can be made for it.
@@ -70,10 +71,9 @@ def load_subject(spec: str, shape: BatchShape, device: str) -> Subject:
 
 def _missing(spec: str) -> str:
     text = f'there is no model "{spec}": name a Hugging Face config.json (or its directory), or module:function.'
-    owner, slash, name = spec.partition("/")
-    if spec.endswith(".json") or spec.startswith((".", "/", "~")) or "/" in name or (slash and not name):
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", spec) or spec.endswith(".json"):
         return text
-    folder = name or owner
+    folder = spec.rpartition("/")[2]
     return (
         f"{text} If it is a model of the Hugging Face Hub, fetch its config.json first (nothing is downloaded here): "
         f"hf download {spec} config.json --local-dir {folder}; then name the folder, {folder}."
@@ -115,23 +115,21 @@ def _hugging_face(path: Path, shape: BatchShape, device: torch.device) -> Subjec
     try:
         config = transformers.AutoConfig.from_pretrained(str(file))
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{file} describes no model that transformers knows: {_first_line(error)}") from error
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{file} describes no model that transformers knows: {line}") from error
     with device:
         model = _class_for(transformers, config)._from_config(config)
     return _with_inputs(model, shape, device)
 
 
 def _class_for(transformers: Any, config: Any) -> Any:
-    """The class that the config names, else the language model of its type."""
+    """Return the class that the config names, else the language model of its type."""
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
         if found is not None:
             return found
-    for auto in (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForSeq2SeqLM,
-        transformers.AutoModelForMaskedLM,
-    ):
+    for kind in ("CausalLM", "Seq2SeqLM", "MaskedLM"):
+        auto = getattr(transformers, f"AutoModelFor{kind}")
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise ConfigError(
@@ -141,7 +139,7 @@ def _class_for(transformers: Any, config: Any) -> Any:
 
 
 def _with_inputs(model: nn.Module, shape: BatchShape, device: torch.device) -> Subject:
-    """A micro-batch for a Hugging Face model, by what its forward takes."""
+    """Make a micro-batch for a Hugging Face model, by what its forward takes."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rows = shape.rows
@@ -172,7 +170,3 @@ def _sequence(config: Any, wanted: int | None) -> int:
 
 def _numbers(device: torch.device, end: int, *shape: int) -> Tensor:
     return torch.randint(end, shape, device=device)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

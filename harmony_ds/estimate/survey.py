@@ -1,8 +1,8 @@
-"""A model on a machine, before it is trained: its layers, what they cost, and what a plan is wanted for.
+"""Survey of a model on a machine, before it is trained: its layers, their costs, and the request for a plan.
 
 `measure` runs one micro-batch on the device. `estimate` does the same on a device that does not exist: model and inputs
 are on torch's meta device, so that nothing is allocated or computed, and a clock says what a described machine would
-take (`profiler.roofline`). Layers are found, intercepted and cut by the code that trains, in both. What depends on
+take (`profiler.roofline`). Layers are found, intercepted and cut by the code that trains, in both. Costs that depend on
 values (how many tokens an expert gets) cannot be estimated.
 """
 
@@ -44,7 +44,7 @@ _NO_RATES = KernelRates(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is known of a model on a machine.
+    """Knowledge of a model on a machine.
 
     Attributes:
         graph: layers, parameters and the call order.
@@ -52,7 +52,7 @@ class Survey:
             machine's rates.
         costs: of the configured micro-batch, in the slices that its layer calls are cut into.
         element: bytes per element on the link.
-        request: what the ds_config asks of a plan.
+        request: the ds_config's wishes for a plan.
         may_join: whether layer calls may take the rows of several micro-batches.
     """
 
@@ -64,7 +64,7 @@ class Survey:
     may_join: bool = False
 
     def among(self, devices: int) -> Survey:
-        """What each of so many such devices sees that train the model on one host, each with the same micro-batches."""
+        """Return the survey of each of so many such devices that train the model on one host."""
         if devices == 1:
             return self
         request, residency = self.request, self.request.settings.residency
@@ -79,7 +79,7 @@ class Survey:
 
 
 def estimate(model: nn.Module, inputs: Mapping[str, Any], config: Config, hardware: Hardware) -> Survey:
-    """The survey of a machine that is only described.
+    """Survey a machine that is only described.
 
     Args:
         model: on the meta device, in the mode (training) that is meant; its parameters are left in the compute dtype.
@@ -100,11 +100,11 @@ def estimate(model: nn.Module, inputs: Mapping[str, Any], config: Config, hardwa
 
 
 def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Survey:
-    """The survey of this machine, with one micro-batch of `inputs` (keyword arguments, on the host).
+    """Survey this machine, with one micro-batch of `inputs` (keyword arguments, on the host).
 
     Raises:
         ModelError: the model cannot be decomposed.
-        BaseException: whatever the model raised.
+        BaseException: the model raised it.
     """
     config = replace(config, optimizer=config.optimizer or _ADAM, harmony=replace(config.harmony, profile=None))
     assembly = assemble(model, config, None, None, None)
@@ -117,7 +117,7 @@ def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Surv
 
 
 def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, profile: Profile) -> Survey:
-    """The survey of a machine that was measured before, of which `profile` was saved.
+    """Survey a machine that was measured before, of which `profile` was saved.
 
     Args:
         model, inputs: on the meta device.
@@ -143,17 +143,17 @@ def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, pr
 
 
 def _of_model(profile: Profile) -> dict[str, str]:
-    """The part of a profile's key that does not speak of the machine."""
+    """Return the part of a profile's key that does not depend on the machine."""
     return {name: profile.key[name] for name in _MODEL_KEYS if name in profile.key}
 
 
 def update_cost(config: Config) -> UpdateCost:
-    """What the configured optimizer moves in host memory per parameter."""
+    """Return the bytes that the configured optimizer moves in host memory per parameter."""
     section = config.optimizer
     states = 2 if section is None else state_numbers(section.type, section.params)
     states = 2 if states is None else states  # taken for Adam-like
-    master, copied = config.master_dtype.itemsize, config.compute_dtype != config.master_dtype
-    copy = config.compute_dtype.itemsize if copied else 0
+    master = config.master_bytes or config.master_dtype.itemsize
+    copy = config.compute_dtype.itemsize if config.master_bytes else 0
     return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, config.state_dtype.itemsize)
 
 
@@ -195,7 +195,7 @@ def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, opti
 
 
 def _bare(config: Config) -> Config:
-    """Without files, and with an optimizer."""
+    """Return the config without files, and with an optimizer."""
     optimizer, residency = config.optimizer or _ADAM, config.harmony.residency
     options = optimizer.params
     if options.get("bias_correction") is False and not options.get("torch_adam"):

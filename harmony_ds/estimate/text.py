@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from textwrap import fill, wrap
+from collections.abc import Sequence
+from textwrap import fill
 
 _WIDTH, _LABEL = 80, 13
 
 
 def labelled(label: str, text: str) -> str:
-    """`text` beside its label."""
+    """Return `text` beside its label."""
     return fill(f"{label:<{_LABEL}}{text}", _WIDTH, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
 
 
@@ -18,14 +18,9 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table: the first column to the left, and wrapped where it must be; the others to the right."""
-    widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
-    widths[0] = min(widths[0], _WIDTH - sum(widths[1:]) - 2 * len(widths[1:]))
-    return "\n".join(line for row in (head, *rows) for line in _lines(row, widths))
-
-
-def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    first, *below = wrap(row[0], widths[0]) or [""]
-    cells = (f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-    yield "  ".join([f"{first:<{widths[0]}}", *cells]).rstrip()
-    yield from (f"  {line}" for line in below)
+    """Return a table: the first column to the left, the others to the right."""
+    padded = []
+    for number, column in enumerate(zip(head, *rows, strict=True)):
+        width, align = max(map(len, column)), ">" if number else "<"
+        padded.append([f"{cell:{align}{width}}" for cell in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))

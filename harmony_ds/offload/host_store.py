@@ -7,6 +7,7 @@ compute dtype, the parameter is its own master.
     fp32              parameter = slab view = master                     4 bytes per parameter
     bf16, fp16        parameter = slab view (2), master (4)              6 bytes per trainable parameter
     16-bit masters    parameter = slab view = master                     2 bytes per parameter
+    split masters     parameter = slab view (2), the bits below (2)      4 bytes per trainable parameter
 
 A model whose weights are a mapped file is read once, layer by layer; the system frees its pages when it needs memory.
 """
@@ -24,6 +25,7 @@ from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
 from harmony_ds.offload.host_memory import trim_allocator
 from harmony_ds.offload.layout import Region, layout_of
+from harmony_ds.offload.split_masters import SplitMasters
 from harmony_ds.parallel import SingleProcess
 
 ungated = torch._C.DisableTorchFunctionSubclass
@@ -52,13 +54,18 @@ class HostStore:
         dtype: torch.dtype,
         device: Device,
         world: SingleProcess = _ALONE,
-        master_dtype: torch.dtype = torch.float32,
+        masters: torch.dtype | SplitMasters = torch.float32,
     ) -> None:
         """Move `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
 
-        Where several processes share the slabs, their values are those of the first. `master_dtype` is fp32 or `dtype`.
+        Where several processes share the slabs, their values are those of the first.
+
+        Args:
+            masters: the dtype of the masters, fp32 or `dtype`; or what holds the low bits of fp32 masters that are split.
         """
-        self.dtype, self.master_dtype = dtype, master_dtype
+        self.dtype = dtype
+        self.split = masters if isinstance(masters, SplitMasters) else None
+        self.master_dtype = torch.float32 if isinstance(masters, SplitMasters) else masters
         self._world = world
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
@@ -89,7 +96,10 @@ class HostStore:
                 if parameter.requires_grad:
                     self.masters[name] = self._master(parameter)
                 if self._world.is_local_first:
-                    view.copy_(parameter)
+                    if self.split is not None and parameter.requires_grad:
+                        self.split.add(name, view, parameter)
+                    else:
+                        view.copy_(parameter)
                     slab[place.start + view.numel() : place.end].zero_()
             before = parameter.data
             parameter.data = view
@@ -100,7 +110,7 @@ class HostStore:
         return freed_bytes
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        if self.dtype == self.master_dtype:
+        if self.dtype == self.master_dtype or self.split is not None:
             return parameter
         master = self._world.empty(parameter, self.master_dtype)
         if self._world.is_local_first:
@@ -108,13 +118,33 @@ class HostStore:
         return nn.Parameter(master, requires_grad=True)
 
     def tensors(self) -> list[Tensor]:
-        own = [] if self.dtype == self.master_dtype else [master.detach() for master in self.masters.values()]
+        own = [master.detach() for name, master in self.masters.items() if master is not self.parameters[name]]
         return [*self._slabs, *own]
 
     def weight(self, name: str) -> Tensor:
         """Return the memory of the parameter `name` as a plain tensor."""
         slab, place = self._places[name]
         return place.view(self._slabs[slab])
+
+    @property
+    def has_fp32_masters(self) -> bool:
+        """Whether masters hold more than the weights do."""
+        return self.dtype != self.master_dtype
+
+    def read_master(self, name: str) -> Tensor:
+        """Return the values that the optimizer steps, in the masters' dtype; not to be written into."""
+        if self.split is not None:
+            return self.split.read(name).view(self.masters[name].shape)
+        return self.masters[name].detach()
+
+    @torch.no_grad()
+    def write_master(self, name: str, values: Tensor) -> None:
+        """Make `values` the master's, and what they round to the weight's."""
+        if self.split is not None:
+            self.split.write(name, values)
+            return
+        self.masters[name].detach().copy_(values)
+        self.weight(name).copy_(self.masters[name].detach())
 
     @torch.no_grad()
     def copy_masters_to_weights(self, names: Iterable[str]) -> None:
@@ -158,7 +188,7 @@ class HostStore:
             for name, master in self.masters.items()
             if master is not self.parameters[name]
         )
-        return {"weights": slabs, "masters": masters}
+        return {"weights": slabs, "masters": masters if self.split is None else self.split.host_bytes}
 
     def release(self) -> None:
         """Unlock the page-locked memory; the parameters stay readable."""

@@ -35,6 +35,19 @@ _MOST_STATES = 5
 _STATE_BYTES = 4
 
 
+def check_elementwise(host: HostOptimizer, where: str) -> None:
+    """Raise OptimizerError if the result of `host` for one number depends on others of its parameter."""
+    optimizer = host.optimizer
+    stepping = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
+    known = stepping.__module__.split(".")[0] in ("torch", "deepspeed") and stepping.__name__ in _ELEMENTWISE
+    if not known or host.steps_whole:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} (its step is {stepping.__module__}.{stepping.__name__}'s"
+            f"{', with hooks or a step of its own' if known else ''}) cannot be stepped {where}. Those that can: "
+            f"{', '.join(sorted(_ELEMENTWISE))}."
+        )
+
+
 class PieceOptimizer(HostOptimizer):
     """`HostOptimizer` of one of several processes."""
 
@@ -47,7 +60,7 @@ class PieceOptimizer(HostOptimizer):
     ) -> None:
         """Raise OptimizerError if the step of `optimizer` is not elementwise."""
         super().__init__(optimizer, masters, apart)
-        self._check_elementwise()
+        check_elementwise(self, "by several processes, each of which has a piece of every parameter")
         self._world = world
         self._pieces: dict[str, nn.Parameter] = {}
         self._scratch: set[str] = set()  # parameters of which this process has no element
@@ -63,16 +76,6 @@ class PieceOptimizer(HostOptimizer):
                 self._scratch.add(name)
                 piece = torch.zeros(1, dtype=master.dtype)
             self._pieces[name] = nn.Parameter(piece)
-
-    def _check_elementwise(self) -> None:
-        stepping = next(cls for cls in type(self.optimizer).__mro__ if "step" in cls.__dict__)
-        known = stepping.__module__.split(".")[0] in ("torch", "deepspeed") and stepping.__name__ in _ELEMENTWISE
-        if not known or self.steps_whole:
-            raise OptimizerError(
-                f"{type(self.optimizer).__name__} (its step is {stepping.__module__}.{stepping.__name__}'s"
-                f"{', with hooks or a step of its own' if known else ''}) cannot be stepped by several processes, each of "
-                f"which has a piece of every parameter. Those that can: {', '.join(sorted(_ELEMENTWISE))}."
-            )
 
     # ---- stepping
 

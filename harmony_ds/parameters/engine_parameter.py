@@ -147,6 +147,7 @@ class ParameterLinks:
         for link in self._links:
             if link.has_aliases:
                 self._owner.materialize(link.name)
+                link.keep_weight()
 
     def remove(self) -> None:
         """Make the parameters plain ones again."""

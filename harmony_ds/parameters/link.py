@@ -36,6 +36,9 @@ class ParameterLink:
         self._apart = None if self._master is self._parameter else self._master  # the master that follows the weight
         self._aliases = WeakIdKeyDictionary()  # living tensors that share its memory
         self._is_touched = False  # it may have been written since its master followed
+        self._store = store
+        self._is_split = self._master is not None and store.split is not None
+        self._before: Tensor | None = None  # the weight when it was touched, where no master tells what was written
 
     # ---- the gate
 
@@ -45,6 +48,13 @@ class ParameterLink:
             self.owner.before_write(self.name)
         self.owner.materialize(self.name)
         self._is_touched = True
+        if self._before is None:
+            self.keep_weight()
+
+    def keep_weight(self) -> None:
+        """Keep a copy of the weight of a split master, so that what is written into it from now on can be found."""
+        if self._is_split:
+            self._before = self._weight.clone()
 
     @torch.no_grad()
     def replace(self, value: Tensor) -> None:
@@ -79,14 +89,20 @@ class ParameterLink:
     @property
     def may_be_newer(self) -> bool:
         """Whether the weight may be newer than its master; writes through aliases raise no version that tells."""
-        return self._apart is not None and (self._is_touched or self.has_aliases)
+        return (self._apart is not None or self._is_split) and (self._is_touched or self.has_aliases)
 
     @torch.no_grad()
     def update_master(self) -> None:
         """Copy weights that differ from the master into it. Both must be up to date on the host."""
         self._is_touched = False
         master, weight = self._apart, self._weight
-        if master is not None:
+        if self._is_split:
+            before, self._before = self._before, None
+            if before is not None and self._store.split is not None:
+                self._store.split.round(self.name, weight != before)
+            if self.has_aliases:
+                self.keep_weight()
+        elif master is not None:
             changed = weight != master.to(weight.dtype)
             if changed.any():
                 master.copy_(torch.where(changed, weight.to(master.dtype), master))
@@ -128,9 +144,11 @@ class ParameterLink:
         found = self._trained(optim_state_key)
         if found is None:
             return
-        found.copy_(value)
         if optim_state_key is None:
-            self._weight.copy_(found)
+            self._store.write_master(self.name, value)
+            self.keep_weight()
+        else:
+            found.copy_(value)
 
     def _trained(self, key: str | None) -> Tensor | None:
         self.owner.finish()
@@ -138,7 +156,7 @@ class ParameterLink:
             return None
         if key is None:
             self.update_master()
-            return self._master
+            return self._store.read_master(self.name)
         state = self._optimizer.optimizer.state
         found = state[self._master].get(key) if self._master in state else None
         if not isinstance(found, Tensor) or found.shape != self._master.shape:

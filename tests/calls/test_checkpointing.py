@@ -1,4 +1,4 @@
-"""Checkpoints of the program's own, with operations behind the layers in them: nothing is computed differently."""
+"""Checkpoints of the program's own, with operations after the layers in them: results are those of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.oracle import assert_same
 Checkpoint = Callable[..., Any]
 Block = Callable[[Tensor], Tensor]
 
-BEHIND: dict[str, Callable[[Block, Tensor], Tensor]] = {
+AFTER: dict[str, Callable[[Block, Tensor], Tensor]] = {
     "scaled": lambda block, x: block(x) * 2,
     "residual": lambda block, x: block(x) + x,
     "dropout": lambda block, x: F.dropout(block(x), 0.3),
@@ -35,18 +35,18 @@ BEHIND: dict[str, Callable[[Block, Tensor], Tensor]] = {
 
 
 class Checkpointed(Net):
-    """Calls each of its blocks in a checkpoint, with something behind it."""
+    """Calls each of its blocks, and an operation after it, in a checkpoint."""
 
-    def __init__(self, behind: str, checkpoint: Checkpoint) -> None:
+    def __init__(self, after: str, checkpoint: Checkpoint) -> None:
         super().__init__()
         self.entry = nn.Linear(WIDTH, WIDTH)
-        self.behind = behind
+        self.after = after
         self.checkpoint = checkpoint
 
     def run(self, x: Tensor) -> Tensor:
         x = self.entry(x)
         for block in self.blocks:
-            x = self.checkpoint(lambda h, block=block: BEHIND[self.behind](block, h), x)
+            x = self.checkpoint(lambda h, block=block: AFTER[self.after](block, h), x)
         return x
 
 
@@ -67,10 +67,10 @@ WAYS: dict[str, Checkpoint] = {
 }
 
 
-@pytest.mark.parametrize(("behind", "way", "pack"), pairs(BEHIND, WAYS, [1, 2, 100]))
-def test_operations_behind_a_layer_in_a_checkpoint(behind: str, way: str, pack: int) -> None:
+@pytest.mark.parametrize(("after", "way", "pack"), pairs(AFTER, WAYS, [1, 2, 100]))
+def test_operations_after_a_layer_in_a_checkpoint(after: str, way: str, pack: int) -> None:
     # A tensor that two operations take: the gradients are added up in another order.
-    assert_equals_plain(lambda: Checkpointed(behind, WAYS[way]), bitwise=behind != "residual", pack_layers=pack)
+    assert_equals_plain(lambda: Checkpointed(after, WAYS[way]), bitwise=after != "residual", pack_layers=pack)
 
 
 def test_random_numbers_that_a_checkpoint_does_not_keep_are_those_of_the_forward_pass() -> None:
@@ -90,12 +90,12 @@ def deepspeeds(function: Block, x: Tensor) -> Any:
     return pytest.importorskip("deepspeed").checkpointing.checkpoint(function, x)
 
 
-@pytest.mark.parametrize(("behind", "pack"), pairs(BEHIND, [1, 100]))
-def test_deepspeeds_checkpoints(behind: str, pack: int) -> None:
-    assert_equals_plain(lambda: Checkpointed(behind, deepspeeds), bitwise=behind != "residual", pack_layers=pack)
+@pytest.mark.parametrize(("after", "pack"), pairs(AFTER, [1, 100]))
+def test_deepspeeds_checkpoints(after: str, pack: int) -> None:
+    assert_equals_plain(lambda: Checkpointed(after, deepspeeds), bitwise=after != "residual", pack_layers=pack)
 
 
-def test_deepspeeds_checkpoints_elsewhere_are_what_they_were() -> None:
+def test_deepspeeds_checkpoints_elsewhere_are_unchanged() -> None:
     deepspeed = pytest.importorskip("deepspeed")
     runs = []
 
@@ -163,7 +163,7 @@ class Recomputing(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("pack", [1, 100])
-def test_checkpoints_that_nobody_knows_are_refused_by_the_layers_name(pack: int) -> None:
+def test_unknown_checkpoints_are_refused_with_the_layers_name(pack: int) -> None:
     with training(lambda: Checkpointed("scaled", Recomputing.apply), pack_layers=pack) as (model, engine):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         with pytest.raises(UnsupportedError, match=r"layer blocks\.3 is called in the middle of a backward pass"):
@@ -207,7 +207,7 @@ def test_deepspeeds_tiles_as_layers(pack: int) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Checkpointed("scaled", WAYS["reentrant"]), TiledNet], ids=["plain", "tiles"])
-def test_gradients_that_are_looked_at_are_those_of_plain_pytorch(make: Callable[[], nn.Module]) -> None:
+def test_gradients_read_by_hand_are_those_of_plain_pytorch(make: Callable[[], nn.Module]) -> None:
     plain = built(make)
     with training(make) as (model, engine):
         for batch in GROUPS[0][:2]:

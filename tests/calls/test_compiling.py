@@ -1,4 +1,4 @@
-"""Layers that somebody compiles are run compiled; around an engine, compiled code runs as it is written."""
+"""Layers that the program compiles run compiled; code compiled around an engine runs uncompiled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def nothing_compiled_before() -> Iterator[None]:
 
 
 class Graphs:
-    """How often graphs were run that `backend` compiled: as they are."""
+    """Counts runs of the graphs that `backend` compiles to themselves."""
 
     def __init__(self) -> None:
         self.run = 0
@@ -86,7 +86,7 @@ def assert_trained_like_plain(model: nn.Module, bitwise: bool = True) -> None:
 @needs_compiler
 @pytest.mark.parametrize("compiled", [layers_in_place, whole])
 def test_compiled_by_inductor(compiled: Callable[[Any, str], Any]) -> None:
-    """What inductor computes is not bit for bit what eager code does."""
+    """Inductor's results equal eager ones up to rounding."""
     try:
         torch.compile(torch.nn.Linear(8, 8), backend="inductor")(torch.ones(2, 8))
     except torch._dynamo.exc.BackendCompilerFailed as error:  # as with ATEN_CPU_CAPABILITY=default in torch 2.13
@@ -204,7 +204,7 @@ def test_compiled_code_around_an_engine_trains_like_plain(program: Callable[[Any
     assert_trained_like_plain(model)
 
 
-def test_a_function_that_is_watched_first_is_compiled_later() -> None:
+def test_a_function_first_run_under_a_dispatch_mode_is_compiled_later() -> None:
     graphs = Graphs()
     double = torch.compile(lambda x: x * 2, backend=graphs.backend)
     with LiveBytes() as probe:

@@ -1,4 +1,4 @@
-"""While a model is installed its parameters are phantoms; afterwards all is as it was, and copies are plain."""
+"""An installed model has phantom parameters, afterwards its own again; copies are plain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 class Installed:
-    """A model with its installation, and how often somebody waited."""
+    """A model with its installation, and a count of waits."""
 
     def __init__(self) -> None:
         self.model = Net()
@@ -73,7 +73,7 @@ def parametrize(model: Net) -> None:
     ("change", "installed"),
     [(assign, False), (delete, False), (register, False), (parametrize, False), (assign, True), (delete, True)],
 )
-def test_which_parameters_a_module_has_cannot_change(change: Any, installed: bool) -> None:
+def test_a_modules_parameters_cannot_be_replaced(change: Any, installed: bool) -> None:
     one = Installed()
     before = one.model.first.weight
     with (
@@ -105,7 +105,7 @@ def test_a_copy_is_a_plain_module_of_its_own(copied: Any) -> None:
 # ---- installed: phantoms
 
 
-def test_phantoms_answer_what_they_are_asked_about_themselves() -> None:
+def test_phantoms_have_shape_dtype_and_device() -> None:
     one = Installed()
     with one.installation.installed({}):
         weight, scale = one.model.first.weight, one.model.scale
@@ -155,7 +155,7 @@ def test_a_layer_call_sees_the_copies_it_is_given_and_only_it() -> None:
             assert isinstance(one.model.first.weight, PhantomParameter)
 
 
-def test_what_a_layer_call_is_not_given_is_what_is_there_at_each_call() -> None:
+def test_parameters_without_a_copy_are_the_current_ones_at_each_call() -> None:
     one = Installed()
     first = one.installation.parameters_of(one.model.first)
     copies = Leaves({"first.weight": nn.Parameter(torch.zeros(3, 3))})
@@ -187,7 +187,7 @@ def test_removing_leaves_plain_dictionaries() -> None:
 # ---- buffers
 
 
-def test_buffers_are_installed_as_copies_and_come_back_changed() -> None:
+def test_buffers_are_installed_as_copies_and_copied_back_if_changed() -> None:
     one = Installed()
     host = dict(one.model.named_buffers())
     with one.installation.installed({}):
@@ -201,7 +201,7 @@ def test_buffers_are_installed_as_copies_and_come_back_changed() -> None:
     assert one.model.norm.running_mean.tolist() == [4.0] * 3
 
 
-def test_a_buffer_that_is_replaced_comes_back() -> None:
+def test_a_replaced_buffer_is_copied_back() -> None:
     one = Installed()
     with one.installation.installed({}):
         one.model.steps = torch.tensor(8)
@@ -215,7 +215,7 @@ def test_a_buffer_that_is_replaced_comes_back() -> None:
 
 
 @pytest.mark.parametrize("ends", ["kept", "not kept", "failed"])
-def test_changes_are_kept_only_if_wanted_and_never_of_a_pass_that_failed(ends: str) -> None:
+def test_buffer_changes_are_kept_only_on_request_and_never_after_a_failure(ends: str) -> None:
     one = Installed()
     weight = one.model.first.weight
     with (

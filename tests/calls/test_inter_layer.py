@@ -16,7 +16,7 @@ from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 
 
 def one_output(x: Tensor) -> tuple[Tensor, OutputGradient, InterLayerGraph]:
-    """The output of a call as the next one gets it, its gradient, and the graph between."""
+    """Return the output of a call, cut for the next one, its gradient, and an empty inter-layer graph."""
     output_gradient = OutputGradient(0, x)
     (y,) = cut([x.detach()], [output_gradient])
     return y, output_gradient, InterLayerGraph()
@@ -44,7 +44,7 @@ def test_the_inter_layer_graph_passes_a_gradient_on_when_it_is_due() -> None:
     assert output_gradient.take() is None
 
 
-def test_what_is_made_from_several_calls_is_due_before_the_newest() -> None:
+def test_a_tensor_made_from_several_calls_is_due_before_the_newest() -> None:
     x = torch.ones(2)
     output_gradients = [OutputGradient(call, x) for call in range(3)]
     first, _, third = (cut([x.detach()], [output_gradient])[0] for output_gradient in output_gradients)
@@ -67,7 +67,7 @@ def test_a_tensor_that_feeds_several_layers_has_one_target() -> None:
     assert output_gradient.take().tolist() == [6.0, 6.0]
 
 
-def test_inputs_that_share_a_graph_are_settled_one_after_another() -> None:
+def test_inputs_that_share_a_graph_are_propagated_one_after_another() -> None:
     y, output_gradient, inter_layer = one_output(torch.full((2,), 0.5))
     common = y.exp()
     left, right = inter_layer.target(common * 2), inter_layer.target(common * 3)
@@ -99,7 +99,7 @@ def test_whether_a_loss_runs_through_the_inter_layer_graph(made_from_input: bool
     assert not inter_layer.touches(torch.ones(1))
 
 
-def test_a_micro_batch_that_is_over_is_kept_by_no_cycle() -> None:
+def test_a_finished_micro_batch_is_freed_without_garbage_collection() -> None:
     gc.disable()
     try:
         inter_layer = InterLayerGraph()

@@ -1,4 +1,4 @@
-"""Layer calls go to whoever is active on the thread; copies of an intercepted layer are layers of their own."""
+"""Layer calls go to the thread's active handler; copies of an intercepted layer are independent layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.families import WIDTH, Block, build_seeded
 
 
 class Doubling:
-    """Runs each layer and doubles what it gives."""
+    """Runs each layer and doubles its output."""
 
     device_type = "cpu"
 
@@ -60,7 +60,7 @@ def test_a_handler_decides_what_a_layer_call_gives() -> None:
     assert request.autocast is not None and not request.autocast.enabled
 
 
-def test_handlers_nest_and_none_switches_off() -> None:
+def test_handlers_nest_and_none_disables_them() -> None:
     model, _ = intercepted()
     outer, inner = Doubling(), Doubling()
     with handled_by(outer):

@@ -1,4 +1,4 @@
-"""Each micro-batch draws its own random numbers, whatever runs between."""
+"""Random streams of micro-batches do not depend on what runs between."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def draw() -> float:
     return torch.rand(()).item()
 
 
-def test_seeds_are_what_they_always_were_and_depend_on_all_three_numbers() -> None:
+def test_seeds_never_change_and_depend_on_all_three_numbers() -> None:
     """They are part of what makes a run repeatable: a change here changes every user's dropout."""
     assert micro_batch_seed(0, 0, 0) == 3051931488724851722
     assert micro_batch_seed(5, 1, 2) == 2001467980314101415
@@ -66,7 +66,7 @@ def test_a_replay_draws_the_same_and_does_not_move_its_stream(streams: RandomStr
     assert draw() == drawn_plainly(1, 4)[3]
 
 
-def test_the_users_generator_comes_back_as_it_was() -> None:
+def test_the_users_generator_is_restored() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(9)
         streams = RandomStreams(CpuDevice())

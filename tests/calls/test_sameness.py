@@ -1,4 +1,4 @@
-"""The same but for rounding."""
+"""Comparison up to rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harmony_ds.calls.sameness import close
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_the_same_but_for_rounding(dtype: torch.dtype) -> None:
+def test_tensors_are_close_up_to_rounding(dtype: torch.dtype) -> None:
     a = torch.linspace(-1.0, 1.0, 16, dtype=dtype)
     for difference, same in ((0.0, True), (torch.finfo(dtype).eps, True), (0.1, False)):
         b = a.clone()
@@ -19,7 +19,7 @@ def test_the_same_but_for_rounding(dtype: torch.dtype) -> None:
 
 
 def test_large_tensors_are_compared_as_a_whole() -> None:
-    """Whatever they are cut into for it: what is large in one piece says what is rounding in another."""
+    """The largest value of all pieces sets the tolerance of each."""
     a = torch.zeros(2**20 + 2)
     b = a.clone()
     b[-1] = 1e-3
@@ -46,5 +46,5 @@ NAN, INF = float("nan"), float("inf")
         (torch.tensor([100_000]), torch.tensor([100_001]), False),
     ],
 )
-def test_shapes_dtypes_and_numbers_that_are_none_must_agree(a: Tensor, b: Tensor, same: bool) -> None:
+def test_shapes_dtypes_and_nans_must_agree(a: Tensor, b: Tensor, same: bool) -> None:
     assert close(a, b) is same

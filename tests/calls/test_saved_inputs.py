@@ -1,4 +1,4 @@
-"""What several layers are given is kept once, and each layer gets what the model gives it."""
+"""Inputs that several layers share are saved once, and each recomputation gets the inputs of its call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harmony_ds.errors import ModelError
 from tests.engine.test_paths import WIDTH, Net, assert_equals_plain
 
 
-def test_a_layer_is_not_run_again_over_a_tensor_that_was_changed() -> None:
+def test_a_layer_is_not_recomputed_from_a_changed_tensor() -> None:
     mask = torch.ones(2)
     kept = SavedTensor(mask, mask._version, "blocks.1")
     kept.check()
@@ -45,7 +45,7 @@ GIVEN: dict[str, Given] = {
 
 
 class GivenNet(Net):
-    """Blocks whose arguments are what `given` makes of them."""
+    """Blocks that are called with the arguments that `given` returns."""
 
     def __init__(self, given: Given) -> None:
         super().__init__(Layer)

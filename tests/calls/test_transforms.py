@@ -1,4 +1,4 @@
-"""`torch.func` over an engine is refused by name; over its model it is what it always was."""
+"""`torch.func` over an engine is refused by name; over its model it works as in plain PyTorch."""
 
 from __future__ import annotations
 

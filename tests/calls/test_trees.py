@@ -1,4 +1,4 @@
-"""Nested arguments come apart into their leaves and together again, dataclasses that torch does not know included."""
+"""Nested arguments to leaves and back, dataclasses included that torch does not know."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TREES = st.recursive(LEAVES, containers, max_leaves=12)
 
 
 def parts(value: Any) -> list[Any] | None:
-    """What a container holds, keys left out; None for a leaf."""
+    """Return a container's children without keys; None for a leaf."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple, collections.deque)):
@@ -73,7 +73,7 @@ def parts(value: Any) -> list[Any] | None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """The same types all through, and the same leaves, tensors by identity."""
+    """Return whether two trees have the same types and the same leaves, tensors by identity."""
     mine, others = parts(a), parts(b)
     if mine is None or others is None:
         return a is b if isinstance(a, Tensor) else type(a) is type(b) and a == b
@@ -88,7 +88,7 @@ def walked(value: Any) -> list[Any]:
 
 
 @given(TREES)
-def test_it_comes_apart_as_a_walk_meets_it_and_together_as_it_was_in_fresh_containers(tree: Any) -> None:
+def test_flattening_and_unflattening_gives_equal_trees_in_fresh_containers(tree: Any) -> None:
     leaves, shape = flatten(tree)
     found = walked(tree)
     assert len(leaves) == len(found)
@@ -99,7 +99,7 @@ def test_it_comes_apart_as_a_walk_meets_it_and_together_as_it_was_in_fresh_conta
 
 
 @given(TREES)
-def test_mapping_twice_is_mapping_once_with_both(tree: Any) -> None:
+def test_mapping_two_functions_equals_mapping_their_composition(tree: Any) -> None:
     before = [t.tolist() for t in tensors_in(tree)]
     twice = map_tensors(lambda t: t * 3, map_tensors(lambda t: t + 1, tree))
     once = map_tensors(lambda t: (t + 1) * 3, tree)
@@ -109,7 +109,7 @@ def test_mapping_twice_is_mapping_once_with_both(tree: Any) -> None:
     assert same(map_tensors(lambda t: t, tree), tree)
 
 
-def test_attributes_that_are_no_fields_are_kept() -> None:
+def test_attributes_that_are_not_fields_are_kept() -> None:
     original = Carried(torch.ones(1))
     original.extra = "kept"  # type: ignore[attr-defined]
 
@@ -134,7 +134,7 @@ def test_modules_types_functions_and_a_librarys_settings_are_leaves() -> None:
     assert flatten(tree)[0] == tree
 
 
-def test_what_contains_itself_is_refused() -> None:
+def test_a_tree_that_contains_itself_is_refused() -> None:
     tree = Carried([torch.ones(1)])
     tree.rest = tree
     with pytest.raises(UnsupportedError, match="contains itself"):

@@ -1,4 +1,4 @@
-"""What counts as a layer, and which parameters are left over."""
+"""Layers that are found in modules, and parameters outside layers."""
 
 from __future__ import annotations
 
@@ -147,11 +147,11 @@ def parts_of(block: int) -> str:
         ("InPlaceNet", ("blocks.0", "blocks.1", "blocks.2.widen"), f"blocks.0 blocks.1 {parts_of(2)} head"),
     ],
 )
-def test_patterns_take_the_place_of_the_blocks(name: str, patterns: tuple[str, ...], expected: str) -> None:
+def test_patterns_replace_the_repeated_blocks(name: str, patterns: tuple[str, ...], expected: str) -> None:
     assert names(find_layers(family(name).build(0.0), patterns)) == expected
 
 
-def test_a_pattern_reaches_into_blocks_and_is_no_list() -> None:
+def test_a_pattern_may_match_inside_blocks_but_no_list() -> None:
     model = family("gpt2").build(0.0)
 
     assert "transformer.h.1.mlp" in names(find_layers(model, ("transformer.h.*.mlp",))).split()

@@ -74,7 +74,7 @@ def test_positions_are_the_earliest() -> None:
 
 
 @pytest.mark.parametrize("calls", [(3,), (1, 0), (0, 0)])
-def test_positions_of_what_is_no_subsequence_is_an_error(calls: tuple[int, ...]) -> None:
+def test_positions_of_calls_that_are_no_subsequence_are_an_error(calls: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="not in tuple"):
         positions_of(calls, (0, 1, 2))
 

@@ -12,7 +12,7 @@ from harmony_ds.device.live_bytes import LiveBytes
 # ---- the budget
 
 
-def test_buffers_count_from_empty_to_free_and_those_of_the_host_do_not() -> None:
+def test_device_buffers_are_counted_from_empty_to_free_and_host_buffers_are_not() -> None:
     device = CpuDevice(46)
     first = device.empty(10, torch.float32)
     second = device.empty(3, torch.bfloat16)
@@ -30,7 +30,7 @@ def test_buffers_count_from_empty_to_free_and_those_of_the_host_do_not() -> None
     assert device.peak_bytes() == 0
 
 
-def test_what_exceeds_the_budget_is_not_charged_and_the_error_says_what_to_change() -> None:
+def test_bytes_above_the_budget_are_not_charged_and_the_error_says_what_to_change() -> None:
     device = CpuDevice(4000)
     device.charge(1000, "something")
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -52,7 +52,7 @@ def test_what_exceeds_the_budget_is_not_charged_and_the_error_says_what_to_chang
 # ---- streams and random state
 
 
-def test_a_random_state_comes_back() -> None:
+def test_a_random_state_is_restored() -> None:
     device = CpuDevice()
     with torch.random.fork_rng(devices=[]):
         device.seed(3)
@@ -91,7 +91,7 @@ def test_cuda_on_a_machine_without_is_an_error_with_the_number(name: str, monkey
 # ---- the probe
 
 
-def test_the_probe_counts_what_is_alive_and_the_most_that_was() -> None:
+def test_the_probe_counts_living_bytes_and_their_peak() -> None:
     with CpuDevice().probe() as probe:
         kept = (torch.ones(100) + 1) * 2  # a temporary is in the peak
         assert (probe.live_bytes(), probe.peak_bytes()) == (400, 800)
@@ -134,7 +134,7 @@ def test_an_operation_with_several_results_counts_each_storage() -> None:
     assert len(parts) + values.numel() + indices.numel() == 4
 
 
-def test_what_autograd_keeps_is_counted_until_backward() -> None:
+def test_tensors_that_autograd_keeps_are_counted_until_backward() -> None:
     weight = torch.ones(100, requires_grad=True)
     with LiveBytes() as probe:
         loss = weight.exp().sum()

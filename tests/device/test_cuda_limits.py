@@ -1,4 +1,4 @@
-"""What CUDA devices do to their process, seen without one: the share of memory that the allocator may reserve."""
+"""Limits that CUDA devices set on their process, tested without one: the allocator's share of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOTAL = 1_000
 
 @pytest.fixture
 def shares(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """Of each device's memory, what this process may have."""
+    """Replace torch's calls; return the memory fraction of this process by device."""
     now = {0: 1.0, 1: 0.8}
 
     def limit(share: float, index: int) -> None:
@@ -36,7 +36,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     return now
 
 
-def test_a_budget_holds_the_process_while_it_is_limited_and_not_before_or_after(shares: dict[int, float]) -> None:
+def test_a_budget_limits_the_process_only_while_it_is_in_force(shares: dict[int, float]) -> None:
     device = CudaDevice(0, 250)
     assert shares == {0: 1.0, 1: 0.8}
     device.limit_process()
@@ -83,7 +83,7 @@ def test_the_last_of_several_budgets_is_in_force_until_all_have_ended(
     assert shares == {0: 1.0, 1: 0.8}
 
 
-def test_the_devices_of_a_pipeline_are_there_and_alike(shares: dict[int, float]) -> None:
+def test_the_devices_of_a_pipeline_exist_and_are_of_one_model(shares: dict[int, float]) -> None:
     wrong: dict[Any, str] = {
         5: r"asks for 5 CUDA devices, and this process sees 4 \(cuda:0, cuda:1, cuda:2, cuda:3\)",
         ("cuda:0", "cuda:7"): '"cuda:7" but this machine has 4',
@@ -98,7 +98,7 @@ def test_the_devices_of_a_pipeline_are_there_and_alike(shares: dict[int, float])
     assert DeviceGroup([CpuDevice(300), CpuDevice(200)]).budget_bytes == 200  # what all of them have
 
 
-def test_logical_devices_share_what_their_gpu_has(shares: dict[int, float]) -> None:
+def test_logical_devices_share_the_memory_of_their_gpu(shares: dict[int, float]) -> None:
     group = make_devices("cuda", ("cuda:0", "cuda:0"), None)
     assert isinstance(group, DeviceGroup) and not group.has_distinct_devices and group.budget_bytes == 450
     make_devices("cuda", ("cuda:0", "cuda:0"), 200).limit_process()

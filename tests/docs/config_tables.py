@@ -1,53 +1,89 @@
-"""The tables in docs/config.md are made from the table of keys: `python -m tests.docs.config_tables` writes them anew."""
+"""The tables of ds_config keys: `python -m tests.docs.config_tables` writes those in docs/config.md anew."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from harmony_ds.config.key import Effect, Key
-from harmony_ds.config.keys import KEYS
+from harmony_ds.config import load_config
+from harmony_ds.config.check import ds_config_type, paths_of
+from harmony_ds.config.harmony import HARMONY_KEYS
+from harmony_ds.config.keys import RULES, rule_of
 from harmony_ds.config.optimizers import NOT_RUN
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 _BEGIN, _END = "<!-- {part}: made by python -m tests.docs.config_tables -->", "<!-- end of what is made -->"
-_TITLES = {
-    Effect.SAME: "Honoured, same meaning",
-    Effect.DIFFERENT: "Honoured differently",
-    Effect.NONE: "Not applicable",
-    Effect.REFUSED: "Refused",
-}
-_LEADS = {
-    Effect.NONE: "Accepted, checked, and named once in the log. What the last column calls *several processes* or "
-    "*DeepSpeed's own buffers* has nothing here that it could steer.",
-    Effect.REFUSED: "An error, unless switched off. The last column is what it says.",
+_UNLESS_GIVEN = {
+    "device_memory_gib": "",
+    "pack_layers": "searched",
+    "layers": "found",
+    "seed": "",
+    "plan": "",
+    "profile": "",
 }
 
 
 def tables() -> dict[str, str]:
-    """Every key, by what becomes of it: ours and DeepSpeed's."""
-    parts: list[str] = []
-    for effect, title in _TITLES.items():
-        parts += [f"## {title}", "", *([_LEADS[effect], ""] if effect in _LEADS else []), *_table(effect), ""]
-    parts += ["## Optimizers that are not run", "", "| `optimizer.type` | reason |", "|---|---|"]
-    parts += [f"| `{name}` | {reason} |" for name, reason in NOT_RUN.items()]
-    return {"ours": "\n".join(_table(Effect.OURS)) + "\n", "DeepSpeed's": "\n".join(parts) + "\n"}
+    """Return the tables on the page: our keys, and DeepSpeed's that differ or are refused."""
+    return {"ours": _ours(), "differs": _by_rule("differs"), "refused": _by_rule("refused") + "\n" + _optimizers()}
 
 
-def _table(effect: Effect) -> list[str]:
-    rows = [_row(key) for key in KEYS if key.effect is effect]
-    return ["| key | values | default | |", "|---|---|---|---|", *rows]
+def all_keys() -> str:
+    """Return a page of every key, with its default and what becomes of it."""
+    defaults = load_config({"train_micro_batch_size_per_gpu": 1}).values
+    rows = ["# All keys of a ds_config", "", "| key | default | |", "|---|---|---|"]
+    for path in sorted({*paths_of(ds_config_type()), *RULES}):
+        rule = rule_of(path)
+        default = f"`{json.dumps(defaults[path], default=str)}`" if path in defaults else ""
+        rows.append(f"| `{path}` | {default} | {f'{rule.effect}: {rule.note}' if rule else 'as in DeepSpeed'} |")
+    return "\n".join([*rows, "", "Ours, under `harmony`:", "", _ours()])
 
 
-def _row(key: Key) -> str:
-    name = key.path.removeprefix("harmony.")
-    default = "" if key.older else key.shown or f"`{json.dumps(key.default)}`"
-    note = f"{key.note} (of an older DeepSpeed)" if key.older and "older" not in key.note else key.note
-    return f"| `{name}` | {key.form.name} | {default} | {note} |"
+def _ours() -> str:
+    rows = ["| key | values | default | |", "|---|---|---|---|"]
+    for name, info in HARMONY_KEYS.items():
+        default = _UNLESS_GIVEN.get(name, f"`{json.dumps(info.default)}`")
+        rows.append(f"| `{name}` | {_kind(info.annotation)} | {default} | {' '.join(info.description.split())} |")
+    return "\n".join(rows) + "\n"
+
+
+def _kind(annotation: Any) -> str:
+    """Return the values of a type, as JSON has them."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(inner[0])
+    if origin is Literal:
+        return ", ".join(f"`{json.dumps(one)}`" for one in inner)
+    if origin in (Union, UnionType):
+        return ", ".join(_kind(one) for one in inner)
+    if origin is tuple:
+        return "names" if inner[-1] is ... else "two integers"
+    return {bool: "flag", int: "integer", float: "number", str: "text", NoneType: "null"}[annotation]
+
+
+def _by_rule(effect: str) -> str:
+    notes: dict[str, list[str]] = {}
+    for path, rule in RULES.items():
+        if rule.effect == effect:
+            notes.setdefault(rule.note, []).append(f"`{path}`")
+    return (
+        "\n".join(["| key | |", "|---|---|", *(f"| {', '.join(keys)} | {note} |" for note, keys in notes.items())])
+        + "\n"
+    )
+
+
+def _optimizers() -> str:
+    reasons: dict[str, list[str]] = {}
+    for name, reason in NOT_RUN.items():
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    rows = [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
+    return "\n".join(["| `optimizer.type` | |", "|---|---|", *rows]) + "\n"
 
 
 def with_tables(text: str) -> str:
-    """`text` with what stands between the marks made anew."""
+    """Return `text` with the tables between the marks made anew."""
     for part, made in tables().items():
         begin = _BEGIN.format(part=part)
         head, _, rest = text.partition(begin)
@@ -57,6 +93,7 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
+    """Write the tables into docs/config.md."""
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -1,7 +1,8 @@
 """The built site: `python -m tests.docs.site FOLDER [--quick]`, which `make docs` runs.
 
-All pages as HTML, those that are generated from the code among them (every file, every answer that DeepSpeed and harmony_ds
-give), and the reference of the public names. `--quick` leaves out what takes minutes: the answers.
+All pages as HTML, those that are generated from the code among them (every file, every key of a ds_config, every answer
+that DeepSpeed and harmony_ds give), and the reference of the public names. `--quick` leaves out the answers, which take
+minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import markdown2
 
-from tests.docs import house
+from tests.docs import config_tables, house
 from tests.docs.pages import DOCUMENTS, EXAMPLES, ROOT
 
 FURTHER = ("CONTRIBUTING.md", "CHANGELOG.md", "ds_configs/README.md", "tests/exactness/outcomes.md")
@@ -31,6 +32,7 @@ def build(folder: Path, quick: bool = False) -> None:
         _write(folder / page.relative_to(ROOT).with_suffix(".html"), page.read_text(encoding="utf-8"))
     shutil.copytree(ROOT / "docs" / "images", folder / "docs" / "images", dirs_exist_ok=True)
     _write(folder / "docs" / "files.html", house.page())
+    _write(folder / "docs" / "keys.html", config_tables.all_keys())
     if not quick:
         answers = folder / "answers.md"
         subprocess.run([sys.executable, "-m", "tests.compatibility.run", str(answers)], cwd=ROOT, check=True)

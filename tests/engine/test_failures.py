@@ -139,7 +139,7 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("place", "kind", "way", "residency"), pairs(PLACES, list(FAILURES), ("train_batch", "loop"), (0, 4))
 )
-def test_a_failed_step_is_as_if_it_had_not_been_tried(
+def test_a_failed_step_changes_nothing(
     place: tuple[str, int], kind: str, way: str, residency: int, undisturbed: dict[str, Tensor]
 ) -> None:
     """Clipping on: no layer is updated before all is known, so the engine is usable whatever failed."""

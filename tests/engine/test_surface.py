@@ -307,7 +307,7 @@ def test_progress_times_and_memory_are_logged_as_asked(caplog: pytest.LogCapture
         times = engine.get_wall_clock_timers()
     lines = [record.getMessage() for record in caplog.records if record.name == "harmony_ds.progress"]
     steps = [line for line in lines if line.startswith("step=")]
-    assert steps == ["step=2, skipped=0, lr=[0.01], mom=[0.0]", "step=4, skipped=0, lr=[0.01], mom=[0.0]"]
+    assert steps == ["step=2, skipped=0, lr=[0.01], mom=[0]", "step=4, skipped=0, lr=[0.01], mom=[0]"]
     assert len([line for line in lines if line.startswith("time (ms) | fwd: ")]) == 4
     assert len([line for line in lines if line.startswith("device peak")]) == 4
     assert any("RunningAvgSamplesPerSec=" in line for line in lines)

@@ -151,7 +151,7 @@ def test_bf16_gradients_halve_their_traffic_and_are_the_same_grouped_or_not() ->
 @pytest.mark.parametrize(
     ("off", "where", "at"), [(EVERYTHING.harmony, "forward", 2), (EVERYTHING.harmony, "backward", 1)]
 )
-def test_a_failed_step_is_as_if_it_had_not_been_tried(off: dict[str, Any], where: str, at: int) -> None:
+def test_a_failed_step_changes_nothing(off: dict[str, Any], where: str, at: int) -> None:
     groups = groups_of(LLAMA, 2, 4)
     plain, _ = plainly(LLAMA, 0.1, groups, adamw, 0.5)
     trap = Trap(at)

@@ -1,4 +1,4 @@
-"""What a plan means, over costs that were made up."""
+"""Forecasts over costs that were made up."""
 
 from __future__ import annotations
 

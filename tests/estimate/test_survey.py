@@ -1,4 +1,4 @@
-"""What is said of a model without running it, against what the engine measures."""
+"""Estimates of a model that is not run, against the engine's measurements."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""A CPU device whose copies are as late as its events allow, and which says what its events do not order.
+"""A CPU device whose copies are as late as its events allow, and which reports accesses that no event orders.
 
-    swap streams     their copies wait in a queue until somebody waits for an event behind them, or (with a seed) until
-                     some random moment before; what nobody waits for is never done
-    compute          kernels run at once, since torch runs them so; what is late is what the host sees of them: their
+    swap streams     copies wait in a queue until some stream or the host waits for a later event, or (with a seed) until
+                     a random time before that; copies that nothing waits for are never done
+    compute          kernels run at once, since torch runs them so; late are their effects on the host: their
                      copies into page-locked memory, and the passing of their events
-    device memory    NaN until it is written; not there any more for a queued copy once it was dropped; what a stream
+    device memory    NaN until it is written; gone for a queued copy once it was dropped; memory that a stream
                      gave back may be handed out to it by its next allocation (as CUDA's caching allocator would), so
                      every other stream's use must be ordered before that
     host memory      page-locked buffers must be given back before they are dropped, and be left alone while a queued
                      copy reads or writes them
 
-Several of them (`beside`) make a DeviceGroup: a kernel runs where its operands lie, which must be one device; copies from
+Several of them (`beside`) make a DeviceGroup: a kernel runs on the device of its operands, which must be one; copies from
 another one on a PEER stream are as late as those of the swap streams.
 
-What is not ordered by events is reported even where it does no harm in this run (see `order`), and does harm wherever
-lateness can: a copy out of freed memory brings NaN, one out of memory that was overwritten brings what is there then.
+Unordered accesses are reported even where they do no harm in this run (see `order`), and do harm wherever
+lateness can: a copy out of freed memory gives NaN, one out of overwritten memory gives the later values.
 
 Not simulated: kernels that run late (that a swap stream overtakes one is reported, not done); copies of pageable memory
 (CUDA stages those before the call returns, so they are done at once); how much memory fragmentation takes. All threads
@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harmony_ds.device import CpuDevice, Event, Stream
 from tests.late_device.order import Block, Clock, Order, Who, name_of
-from tests.late_device.tensors import Place, operands, poisoned, same_bits, tensors_in
+from tests.late_device.tensors import TensorRef, operands, poisoned, same_bits, tensors_in
 
 _GRAIN = 512
 """Bytes; CUDA's caching allocator hands out multiples of it."""
@@ -51,11 +51,11 @@ _SHARED = (
     *("order", "registered", "waste", "_spare", "_chance", "_queues", "_done", "_blocks", "_storages"),
     *("_queued_writes", "_lock", "_here", "_group"),
 )
-"""What the devices of a group have in common."""
+"""Attributes that the devices of a group share."""
 
 
 class LateDevice(CpuDevice):
-    """Use it under `watched`; then `assert_in_order`."""
+    """The late device: to be used under `watched`, and checked by `assert_in_order`."""
 
     copies_overlap = True
     pins_host = True
@@ -155,7 +155,7 @@ class LateDevice(CpuDevice):
                 self._queues[self.place, stream].append(lambda: self.pass_to(event.who, event.position))
 
     def pass_to(self, who: Who, position: int) -> None:
-        """Does everything that was queued on the stream `who` before `position`."""
+        """Do all work that was queued on the stream `who` before `position`."""
         with self._lock, self._here.unwatched():
             queue = self._queues[who]
             while self._done[who] < position:
@@ -172,7 +172,7 @@ class LateDevice(CpuDevice):
             self.pass_to(who, self._done[who] + min(ahead, self._chance.randrange(4)))
 
     def synchronize(self) -> None:
-        """The host waits for every stream."""
+        """Let the host wait for every stream."""
         for stream in Stream:
             self.record(stream).synchronize()
 
@@ -266,12 +266,12 @@ class LateDevice(CpuDevice):
         return result
 
     def _places(self, func: Any, args: Any, kwargs: Any) -> list[int]:
-        """The devices of the operands."""
+        """Return the devices of the operands."""
         blocks = [self._block(tensor) for tensor, _ in operands(func, args, kwargs)]
         return [block.owner[0] for block in blocks if block is not None and block.owner is not _HOST]
 
     def _own(self, who: Who, tensor: Tensor, name: str) -> None:
-        """`tensor` is new, in memory of the stream `who`."""
+        """Note that `tensor` is new, in memory of the stream `who`."""
         what = f"{tuple(tensor.shape)} of {name} on {name_of(who)}"
         self._take(who, tensor.untyped_storage().nbytes(), what)
         block = self.order.allocate(who, what)
@@ -310,7 +310,7 @@ class LateDevice(CpuDevice):
             block = self._block(tensor)
             if block is not None:
                 self.order.access(who, block, write, "a copy")
-        there, here = Place(target), Place(source)
+        there, here = TensorRef(target), TensorRef(source)
         with self._here.unwatched():
             filled = not self._queued_writes.get(here.key)
             seen = source.detach().clone() if filled else None
@@ -327,13 +327,13 @@ class LateDevice(CpuDevice):
 
         def work() -> None:
             self._queued_writes[there.key] -= 1
-            self._do_copy(there, Place(kept) if kept is not None else here, seen, out, computes)
+            self._do_copy(there, TensorRef(kept) if kept is not None else here, seen, out, computes)
 
         self._queues[who].append(work)
         torch.autograd.graph.increment_version(target)
         return target
 
-    def _do_copy(self, there: Place, here: Place, seen: Tensor | None, out: bool, done: bool) -> None:
+    def _do_copy(self, there: TensorRef, here: TensorRef, seen: Tensor | None, out: bool, done: bool) -> None:
         source, target = here.tensor(), there.tensor()
         direction = "device to host" if out else "host to device"
         if source is None:
@@ -369,7 +369,7 @@ class _LateEvent:
 
 
 class _Here(threading.local):
-    """What the calling thread is doing."""
+    """State of the calling thread."""
 
     def __init__(self) -> None:
         self.who: Who = (0, Stream.COMPUTE)

@@ -1,8 +1,8 @@
-"""Who is known to be behind whom: vector clocks of the streams and the host, and the memory that they use.
+"""Happens-before order: vector clocks of the streams and the host, and the memory that they use.
 
 The algorithm is that of ThreadSanitizer and of `torch.cuda._sanitizer`: an access is in order if every other access to
-the same memory (but reads among each other) is known to be done when its own stream comes to it. Whether it is says the
-program's events alone, not how fast anything ran, so one run shows what any run could do.
+the same memory (except reads among each other) is known to be done before it. That depends on the
+program's events alone, not on how fast it runs, so that one run shows what any run could do.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from harmony_ds.device import Stream
 Who = tuple[int, Stream] | None
 """A stream of a device, by the device's number; None: the host."""
 Clock = dict[Who, int]
-"""Up to which of each one's accesses are known to be done."""
+"""By stream, the number of its accesses that are known to be done."""
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory in one piece: whose it is, and the last accesses to it by each stream.
+    """A block of memory: its owner, and the last accesses to it by each stream.
 
     Attributes:
-        used: streams that the allocator was told of: it waits until they have come to where the memory was given back.
-        done: what they had done there.
+        used: streams recorded with the allocator, which waits for their work up to the time of the free.
+        done: their clocks at that time.
     """
 
     owner: Who
@@ -36,7 +36,7 @@ class Block:
 
 
 class Order:
-    """The clocks, and an allocator's pools: what a stream gave back is the next thing that it may be given."""
+    """The clocks, and an allocator's pools: memory that a stream freed may be its next allocation."""
 
     def __init__(self) -> None:
         self.reports: list[str] = []
@@ -44,19 +44,19 @@ class Order:
         self._freed: defaultdict[Who, deque[Block]] = defaultdict(deque)
 
     def snapshot(self, who: Who) -> Clock:
-        """What is done once `who` has come to where it is now."""
+        """Return the accesses that are done when `who` reaches its current point."""
         return dict(self._known[who])
 
     def join(self, who: Who, done: Clock) -> None:
-        """From now on `who` comes behind all of `done`."""
+        """Order later accesses of `who` after all of `done`."""
         known = self._known[who]
         for other, at in done.items():
             known[other] = max(at, known.get(other, 0))
 
     def access(self, who: Who, block: Block, write: bool, what: str) -> None:
-        """`who` reads or writes `block`, in the order in which it was told to."""
+        """Note that `who` reads or writes `block`, and report unordered accesses to it."""
         if who is not None:
-            self.join(who, self._known[None])  # it was issued by the host, behind what that has waited for
+            self.join(who, self._known[None])  # issued by the host, after all that the host has waited for
         known = self._known[who]
         for kind, others in (("written", block.writes), ("read", block.reads if write else {})):
             for other, at in others.items():
@@ -69,14 +69,14 @@ class Order:
         (block.writes if write else block.reads)[who] = known[who]
 
     def free(self, block: Block) -> None:
-        """The program dropped `block`. May be called at any moment, on any thread."""
+        """Note that the program dropped `block`; on any thread."""
         for who in block.used:
             for other, at in list(self._known[who].items()):
                 block.done[other] = max(at, block.done.get(other, 0))
         self._freed[block.owner].append(block)
 
     def allocate(self, who: Who, what: str) -> Block:
-        """A block of `who`'s, which may be any that was given back to it."""
+        """Return a new block of `who`, which may reuse any that it has freed."""
         self.join(who, self._known[None])
         freed = self._freed[who]
         while freed:
@@ -92,7 +92,7 @@ class Order:
 
 
 def name_of(who: Who) -> str:
-    """As reports call it."""
+    """Return the name of a stream or the host in reports."""
     if who is None:
         return "the host"
     return who[1].name + (f" of device {who[0]}" if who[0] else "")

@@ -1,4 +1,4 @@
-"""What the late device does with tensors: where they lie, and which of them an operation takes and writes."""
+"""Tensors of operations on the late device: references, operands, and which of them are written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class Place:
-    """Where a tensor lies, without keeping its memory alive."""
+class TensorRef:
+    """Weak reference to a tensor, which does not keep its memory alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -26,7 +26,7 @@ class Place:
 
 
 def operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that an operation takes, and whether it writes them."""
+    """Yield the tensors that an operation uses, and whether it writes them."""
     collective = func.namespace == "c10d"  # whose schemas do not say what they write
     for place, argument in enumerate(func._schema.arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name)

@@ -1,4 +1,4 @@
-"""The late device itself: what is not ordered goes wrong on it and is reported; what is ordered is neither."""
+"""The late device itself: unordered accesses go wrong and are reported, ordered ones are not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_round_trip_that_events_order_is_exact_and_not_reported(device: LateDe
     device.assert_in_order()
 
 
-def test_what_was_not_waited_for_is_not_there() -> None:
+def test_a_copy_that_was_not_waited_for_has_not_happened() -> None:
     device = LateDevice()
     with device.watched():
         host = page_locked(device, [1.0])
@@ -85,7 +85,7 @@ def test_both_ends_of_a_copy_to_the_host_must_outlive_it() -> None:
         assert reported(device, "target of a copy (device to host) was freed before it ran")
 
 
-def test_memory_is_handed_out_again_behind_its_last_use_on_every_stream(device: LateDevice) -> None:
+def test_memory_is_reused_after_its_last_use_on_every_stream(device: LateDevice) -> None:
     host = page_locked(device, [1.0])
     for _ in range(3):  # a stream may take its own memory again at once
         weights = swap_in(device, host)
@@ -95,7 +95,7 @@ def test_memory_is_handed_out_again_behind_its_last_use_on_every_stream(device: 
     view = weights[:1]
     used = device.record(Stream.COMPUTE)
     device.wait(Stream.SWAP_IN, used)
-    view.add(1)  # behind the event
+    view.add(1)  # issued after the event
     del weights, view
     assert not device.order.reports
     swap_in(device, host)
@@ -147,7 +147,7 @@ def test_page_locked_memory_is_given_back_once_and_before_it_is_dropped(device: 
     assert reported(device, "a page-locked buffer of 8 bytes was dropped and is still page-locked")
 
 
-def test_what_costs_time_is_said_the_first_time_and_where_memory_is_used_again_no_more() -> None:
+def test_allocations_and_waits_are_reported_but_not_when_memory_is_reused() -> None:
     device = LateDevice()
     host = device.host_empty(1, torch.float32)
     with device.watched():

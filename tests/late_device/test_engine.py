@@ -1,4 +1,4 @@
-"""The engine on the late device: plain PyTorch's results, and no report, whatever is late."""
+"""The engine on the late device: plain PyTorch's results and no report, however late copies are."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def late_devices(
 def late_engine(
     model: nn.Module, config: dict[str, Any], seed: int | None = None, make: Any = adamw, device: Device | None = None
 ) -> Iterator[HarmonyEngine]:
-    """An engine on a late device, or a group; at the end it is destroyed, and everything must have been in order."""
+    """Return an engine on a late device or a group; at the end destroy it and check that everything was in order."""
     device = device or LateDevice(seed)
     home = device.members[0] if isinstance(device, DeviceGroup) else device
     assert isinstance(home, LateDevice)
@@ -71,7 +71,7 @@ def late_engine(
 
 @dataclass(frozen=True)
 class Setting:
-    """Which of the engine's ways a run takes."""
+    """Settings of a run."""
 
     harmony: dict[str, Any] = field(default_factory=dict)
     clip: float | None = None
@@ -133,7 +133,7 @@ def test_training_is_that_of_plain_pytorch(name: str, setting: Setting, monkeypa
     ("where", "at", "stash", "residency", "seed"),
     [("forward", 4, "device", 2, 1), ("backward", 0, "host", 2, None), ("backward", 1, "host", "off", 1)],
 )
-def test_after_a_failure_in_mid_step_everything_is_given_back(
+def test_after_a_failure_in_mid_step_all_memory_is_freed(
     where: str, at: int, stash: str, residency: Any, seed: int | None
 ) -> None:
     plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)
@@ -149,7 +149,7 @@ def test_after_a_failure_in_mid_step_everything_is_given_back(
     assert_same(unwrapped(model), weights_of(plain), bitwise=True)
 
 
-def test_an_engine_that_cannot_go_on_gives_everything_back_too() -> None:
+def test_an_engine_that_cannot_go_on_frees_all_memory_too() -> None:
     """Without clipping, late layers have been updated when an early one fails."""
     trap = Trap(1)
     config = config_of(3, None, {"pack_layers": 1, "stash": "host"})
@@ -195,7 +195,7 @@ def test_gradients_on_their_way_to_the_host_outlive_a_failure(seed: int | None) 
 
 
 def ema_around(evaluate: Callable[[nn.Module], Any], model: nn.Module, kept: list[Tensor]) -> None:
-    """Evaluates with other weights, and puts the model's own back as soon as that returns."""
+    """Evaluate with other weights, and restore the model's own as soon as that returns."""
     own = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
         for parameter, other in zip(model.parameters(), kept, strict=True):
@@ -206,7 +206,7 @@ def ema_around(evaluate: Callable[[nn.Module], Any], model: nn.Module, kept: lis
 
 
 @pytest.mark.parametrize(("way", "residency", "seed"), [("eval_batch", "off", None), ("module", 2, 1)])
-def test_weights_may_be_put_back_right_after_an_evaluation(way: str, residency: Any, seed: int | None) -> None:
+def test_weights_may_be_restored_right_after_an_evaluation(way: str, residency: Any, seed: int | None) -> None:
     batch = LLAMA.batch(9)
     plain, model = plain_model(LLAMA, 0.1), LLAMA.build(0.1)
     kept = [torch.full_like(p, 0.01) for p in plain.parameters()]
@@ -286,7 +286,7 @@ def built(**options: bool) -> nn.Module:
     [({}, 0.5), ({"late": True}, None), ({"recurrent": True}, 0.5), ({"expanded": True}, None)],
     ids=["first", "last", "recurrent", "expanded"],
 )
-def test_what_a_layer_returns_or_keeps_of_its_parameters_does_not_hold_evicted_memory(
+def test_results_in_parameter_memory_do_not_hold_evicted_memory(
     options: dict[str, bool], clip: float | None, seed: int | None
 ) -> None:
     plain, model, groups = built(**options), built(**options), inputs_of(3)
@@ -334,7 +334,7 @@ def test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary() ->
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_calls_of_several_micro_batches(seed: int | None, clip: float | None) -> None:
-    """What all rows share is compared on the device, and looked at before gradients are used."""
+    """Inputs that all rows share are compared on the device, and the result is read before gradients are used."""
     groups = [[group[0]] * 4 for group in GROUPS]
     plain, losses = plainly(LLAMA, 0.0, groups, sgd, clip)
     model = LLAMA.build(0.0)

@@ -1,4 +1,4 @@
-"""A fault on any device, in any kind of task: the error itself comes up, nothing is lost, and the next step is right."""
+"""A fault on any device, in any kind of task: its error is raised, nothing is lost, and the next step is right."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STREAMS = {
 """What copies."""
 COMPUTING = (K.FORWARD, K.BACKWARD, K.FUSED)
 WHERE = [
-    *product(STREAMS, ("before the copy", "behind the copy")),
+    *product(STREAMS, ("before the copy", "after the copy")),
     *product(COMPUTING, ("forward", "memory")),
     *((kind, "backward") for kind in (K.BACKWARD, K.FUSED)),
     *((kind, "begin") for kind in (*STREAMS, K.FORWARD, K.BACKWARD, K.EVICT, K.FREE_GRADIENTS)),
@@ -90,7 +90,7 @@ class Faulty(LateDevice):
         self.fault.at("before the copy", stream)
         with super().on(stream):
             yield
-            self.fault.at("behind the copy", stream)
+            self.fault.at("after the copy", stream)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self.fault.kind is K.SWAP_IN:
@@ -99,7 +99,7 @@ class Faulty(LateDevice):
 
 
 class Head(nn.Module):
-    """The last layer, which `Trapped` would be around, and not within."""
+    """The last layer, which calls the trap within its forward."""
 
     def __init__(self, weight: nn.Parameter, fault: Fault) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def undisturbed() -> Trained:
 
 
 def state_of(engine: HarmonyEngine, devices: Any) -> Any:
-    """What a failed step must leave as it was: weights, optimizer state, what is on the devices and held on the host."""
+    """Return what a failed step must not change: weights, optimizer state, device tensors and host buffers."""
     parts = assembly_of(engine).parts
     engine.finish_updates()
     gc.collect()
@@ -152,7 +152,7 @@ def state_of(engine: HarmonyEngine, devices: Any) -> Any:
 @pytest.mark.parametrize(
     ("where", "device"), [(w, d) for w in WHERE for d in range(DEVICES) if w[0] is not K.FUSED or d == 0], ids=str
 )
-def test_a_failed_step_is_as_if_it_had_not_been_tried(where: tuple[TaskKind, str], device: int) -> None:
+def test_a_failed_step_changes_nothing(where: tuple[TaskKind, str], device: int) -> None:
     kind, place = where
     Faulty.fault = fault = Fault(kind, place)
     group, model = late_devices(DEVICES, seed=device, kind=Faulty), build(fault)

@@ -1,4 +1,4 @@
-"""Several late devices: one device's results, and no report, whatever is late and however a plan deals its packs."""
+"""Several late devices: one device's results and no report, however late copies are and packs are distributed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STEPS, ACCUMULATION = 2, 4
 
 @dataclass(frozen=True)
 class Setting:
-    """Which of the engine's ways a run takes."""
+    """Settings of a run."""
 
     devices: int
     harmony: dict[str, Any] = field(default_factory=dict)
@@ -72,7 +72,7 @@ ROWS = [
 
 @cache
 def alone(name: str, clip: float | None) -> Trained:
-    """What one CPU device gives."""
+    """Return the results of one CPU device."""
     one = family(name)
     model = one.build(0.1)
     with engine_for(model, optimizer_for(one), config_of(ACCUMULATION, clip, {"pack_layers": 1})) as engine:
@@ -120,7 +120,7 @@ def test_steps_leave_no_more_on_the_devices_than_the_ones_before() -> None:
 
 
 def build(seed: int) -> tuple[nn.Module, Groups]:
-    """A tiny model, and micro-batches of it."""
+    """Return a tiny model, and micro-batches of it."""
     source = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

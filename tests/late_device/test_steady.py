@@ -1,4 +1,4 @@
-"""A step that is like the one before it takes no memory that it was not given before, and waits for nothing."""
+"""A step like the one before it allocates nothing new, and waits for nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.late_device.test_engine import late_engine
 
 
 class Block(nn.Module):
-    """Asks nothing of the device: a look of the model's own would be one more wait."""
+    """A block that reads no value on the device, which would be one more wait."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """Which of the engine's ways a run takes."""
+    """Settings of a run."""
 
     harmony: dict[str, Any] = field(default_factory=dict)
     clip: float | None = None
@@ -91,8 +91,9 @@ def test_norms_are_taken_before_gradients_leave_but_of_those_that_packs_share() 
 
 
 def steady_waste(setting: Setting) -> list[str]:
-    """What was wasted from the third step on. Its updates are slow, where those before kept up: no step before has kept
-    as many gradients on the host.
+    """Return the memory wasted from the third step on.
+
+    Its updates are slow, so that it keeps more gradients on the host than any step before.
     """
     device, generator = LateDevice(1), torch.Generator().manual_seed(1)
     data = iter(lambda: {"ids": torch.randint(0, 32, (2, 5), generator=generator)}, None)

@@ -1,4 +1,4 @@
-"""Small models, taken apart and put into host memory."""
+"""Small models, decomposed and moved into host slabs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def stored(model: nn.Module, dtype: torch.dtype = torch.float32) -> Stored:
 
 
 def gradients_for(parameters: dict[str, nn.Parameter], seed: int) -> dict[str, Tensor]:
-    """A random gradient for each parameter."""
+    """Return a random gradient for each parameter."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(p.shape, generator=generator) for name, p in parameters.items()}

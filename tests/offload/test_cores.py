@@ -1,4 +1,4 @@
-"""Beside a device that computes, updates leave a core to each thread that keeps it busy; other threads keep theirs."""
+"""Threads of updates: a core is left to each thread that feeds an accelerator; other threads' numbers stay."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def seen_on_another_thread() -> int:
     return seen[0]
 
 
-def test_the_number_is_that_of_the_thread_of_updates_alone() -> None:
+def test_the_number_of_threads_is_that_of_the_update_thread_alone() -> None:
     one = stored(odd_sizes(), torch.float32)
     optimizer = HostOptimizer(torch.optim.SGD(list(one.store.masters.values()), lr=0.5), one.store.masters)
     gradients = HostGradients(one.device, Ledger(), torch.float32, None, optimizer.trains)

@@ -1,4 +1,4 @@
-"""What a step on the device takes and does, and how optimizer state goes to and fro."""
+"""Optimizer steps on the device: their results, their memory, and state copied to and from the host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pair(make: Any) -> tuple[HostOptimizer, DeviceOptimizer, dict[str, nn.Parame
         (lambda p: torch.optim.Adagrad(p, weight_decay=0.1, maximize=True), 4096 + 512, 12000),
     ],
 )
-def test_no_step_takes_more_than_is_said(make: Any, state: int, working: int) -> None:
+def test_no_step_needs_more_memory_than_predicted(make: Any, state: int, working: int) -> None:
     host, device, _ = pair(make)
     assert device.refusal is None
     assert device.state_bytes("weight", 1000) == state
@@ -72,7 +72,7 @@ def test_an_optimizer_whose_memory_is_not_known_is_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad])
-def test_steps_on_host_and_device_in_turn_are_those_of_one_optimizer(make: Any) -> None:
+def test_alternating_steps_on_host_and_device_equal_those_of_one_optimizer(make: Any) -> None:
     host, device, parameters = pair(make)
     plain = copy.deepcopy(parameters)
     optimizer = make(list(plain.values()))
@@ -96,7 +96,7 @@ def test_steps_on_host_and_device_in_turn_are_those_of_one_optimizer(make: Any) 
     assert all(torch.equal(parameters[name], plain[name]) for name in plain)
 
 
-def test_a_watched_state_asks_before_it_answers() -> None:
+def test_a_synced_state_is_synced_before_it_is_read() -> None:
     looked: list[None] = []
     state = SyncedState({1: "one", 2: "two"}, lambda: looked.append(None))
     assert state[1] == "one"

@@ -12,11 +12,11 @@ from harmony_ds.offload.host_buffers import HostBuffers, size_class
 
 
 class User:
-    """Somebody who takes a buffer."""
+    """User of a buffer."""
 
 
 class Counting(CpuDevice):
-    """Counts what was page-locked, and what still is."""
+    """Counts page-locked allocations, all and living ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def test_a_size_class_is_less_than_an_eighth_larger(nbytes: int) -> None:
     assert size_class(size_class(nbytes)) == size_class(nbytes)
 
 
-def test_lengths_that_vary_neither_pile_up_nor_page_lock_for_ever() -> None:
+def test_varying_lengths_do_not_accumulate_buffers_or_page_locking() -> None:
     device, chance = Counting(), random.Random(1)
     buffers = HostBuffers(device)
     most, made = 0, []
@@ -58,7 +58,7 @@ def test_lengths_that_vary_neither_pile_up_nor_page_lock_for_ever() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[64, 8, 32, 8], [64, 64, 64]])
-def test_whoever_comes_first_what_was_reserved_is_enough(sizes: list[int]) -> None:
+def test_reserved_buffers_suffice_in_any_order(sizes: list[int]) -> None:
     device = Counting()
     buffers = HostBuffers(device, exact=True)
     buffers.reserve(sizes)
@@ -67,7 +67,7 @@ def test_whoever_comes_first_what_was_reserved_is_enough(sizes: list[int]) -> No
     assert (device.made, device.locked) == (len(sizes), sum(sizes))
 
 
-def test_what_is_reserved_follows_the_sizes_and_what_is_in_use_stays() -> None:
+def test_reserving_follows_the_sizes_and_keeps_buffers_in_use() -> None:
     device = Counting()
     buffers = HostBuffers(device, exact=True)
     buffers.reserve([64, 64])
@@ -81,7 +81,7 @@ def test_what_is_reserved_follows_the_sizes_and_what_is_in_use_stays() -> None:
     assert device.made == 3
 
 
-def test_the_buffer_of_a_user_that_was_dropped_is_handed_out_again() -> None:
+def test_the_buffer_of_a_dropped_user_is_reused() -> None:
     device = Counting()
     buffers = HostBuffers(device)
 

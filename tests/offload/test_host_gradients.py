@@ -1,4 +1,4 @@
-"""Gradients arrive on the host whole, in buffers that are used again."""
+"""Gradients arrive on the host whole, in buffers that are reused."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def release(gradients: HostGradients, transfer: GradientTransfer) -> None:
 
 
 class Beside(CpuDevice):
-    """Its copies overlap with compute, as it says: norms are taken before gradients leave."""
+    """A device whose copies overlap compute, so that norms are computed before gradients leave."""
 
     copies_overlap = True
 
 
-def test_norms_travel_with_gradients_and_are_forgotten_when_those_change() -> None:
+def test_norms_travel_with_gradients_and_are_dropped_when_those_change() -> None:
     ledger = Ledger()
     gradients = HostGradients(Beside(), ledger, torch.float32, None, lambda _: True)
     sent = {"w": torch.randn(3, 5), "b": torch.randn(7)}
@@ -77,7 +77,7 @@ def test_a_transposed_gradient_keeps_its_values() -> None:
     assert transfer.gradients["w"].is_contiguous()
 
 
-def test_a_released_buffer_is_used_again() -> None:
+def test_a_released_buffer_is_reused() -> None:
     gradients, _ = host()
     first, other = send(gradients, 100), send(gradients, 8)
     assert first.buffer is not other.buffer

@@ -36,7 +36,7 @@ def free_bytes(root: Path) -> list[int]:
     return [room.free_bytes for room in host_rooms(root)]
 
 
-def test_the_machines_memory_is_what_is_available_and_swap(tmp_path: Path) -> None:
+def test_the_machines_room_is_available_memory_and_swap(tmp_path: Path) -> None:
     assert host_rooms(tmp_path) == []  # a system without /proc
     (room,) = host_rooms(write(tmp_path, {"proc/meminfo": MEMINFO}))
 
@@ -65,7 +65,7 @@ def test_cgroup_2_counts_at_every_level_without_pages_of_files(tmp_path: Path) -
     assert "job/memory.max allows 1,000, of which 200 are in use" in room.source
 
 
-def test_cgroup_1_and_its_way_of_saying_unlimited(tmp_path: Path) -> None:
+def test_cgroup_1_and_its_large_number_for_unlimited(tmp_path: Path) -> None:
     top = "sys/fs/cgroup/memory"
     root = write(
         tmp_path,
@@ -82,7 +82,7 @@ def test_cgroup_1_and_its_way_of_saying_unlimited(tmp_path: Path) -> None:
     assert free_bytes(root) == [900 - 450]
 
 
-def test_in_a_container_whose_own_path_is_not_there_the_root_counts(tmp_path: Path) -> None:
+def test_in_a_container_without_its_own_path_the_root_counts(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/../outside\n", "sys/fs/cgroup/memory.max": "100\n"}
     current = "sys/fs/cgroup/memory.current"
 
@@ -90,7 +90,7 @@ def test_in_a_container_whose_own_path_is_not_there_the_root_counts(tmp_path: Pa
     assert free_bytes(write(tmp_path, {current: "130\n"})) == [0]  # more is in use than is allowed
 
 
-def test_what_fits_is_not_refused() -> None:
+def test_a_need_that_fits_is_not_refused() -> None:
     check_host_memory(NEED, [HostRoom(2000, 0, "exactly")])
     check_host_memory(NEED, [HostRoom(1500, 500, "with swap")])
     check_host_memory(NEED, [])
@@ -117,7 +117,7 @@ def test_page_locked_memory_has_to_fit_without_swap() -> None:
         check_host_memory(need, [HostRoom(999, 5000, "mostly swap")])
 
 
-def test_what_is_free_is_what_the_tightest_limit_leaves_without_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_bytes_are_those_of_the_tightest_limit_without_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms = [HostRoom(700, 10**6, "machine"), HostRoom(600, 0, "cgroup")]
     monkeypatch.setattr(host_memory, "host_rooms", lambda: rooms)
     assert free_host_bytes() == 600

@@ -1,4 +1,4 @@
-"""Stepping layer by layer is stepping at once, to the bit."""
+"""Steps layer by layer equal one step of all, to the bit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def hosted(
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_layer_by_layer_is_at_once(name: str) -> None:
+def test_steps_layer_by_layer_equal_one_step(name: str) -> None:
     plain = odd_sizes()
     optimizer = ELEMENTWISE[name](two_groups(plain))
     host, parameters = hosted(ELEMENTWISE[name])
@@ -97,7 +97,7 @@ def test_the_state_is_that_of_the_users_optimizer(name: str) -> None:
     assert host.state_bytes() == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def test_hyper_parameters_are_those_of_the_moment_they_were_taken() -> None:
+def test_hyper_parameters_are_those_of_the_time_they_were_read() -> None:
     host, parameters = hosted(lambda groups: torch.optim.SGD(groups, lr=1.0))
     host.optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
     before = parameters["0.weight"].detach().clone()
@@ -159,7 +159,7 @@ def native(parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
 
 
 @COMPILED
-def test_deepspeeds_adam_layer_by_layer_is_at_once() -> None:
+def test_deepspeeds_adam_layer_by_layer_equals_one_step() -> None:
     plain = odd_sizes()
     optimizer = native(two_groups(plain))
     setattr(optimizer, *gil_free_op(optimizer))
@@ -174,7 +174,7 @@ def test_deepspeeds_adam_layer_by_layer_is_at_once() -> None:
 
 @COMPILED
 @pytest.mark.parametrize("saved", [2, 8, 18])
-def test_deepspeeds_adam_goes_on_in_a_new_process_as_in_the_old_one(saved: int) -> None:
+def test_deepspeeds_adam_continues_in_a_new_process_to_the_bit(saved: int) -> None:
     host, parameters = hosted(native)
     for step in range(saved):
         layer_by_layer(host, parameters, step)
@@ -190,7 +190,7 @@ def test_deepspeeds_adam_goes_on_in_a_new_process_as_in_the_old_one(saved: int) 
 
 
 @COMPILED
-def test_what_deepspeeds_adam_would_misread_is_caught() -> None:
+def test_gradients_that_deepspeeds_adam_would_misread_are_caught() -> None:
     host, _ = hosted(native)
     with pytest.raises(RuntimeError, match="dtype"):
         host.step({"0.weight": torch.ones(5, 5, dtype=torch.bfloat16)}, host.hyper())
@@ -202,7 +202,7 @@ def test_what_deepspeeds_adam_would_misread_is_caught() -> None:
     ("make", "numbers"),
     [(torch.optim.AdamW, 2), (torch.optim.SGD, 0), (lambda groups: torch.optim.SGD(groups, momentum=0.9), 1)],
 )
-def test_state_that_is_still_to_come_comes_with_the_first_updates(make: Make, numbers: int) -> None:
+def test_unallocated_state_is_allocated_by_the_first_updates(make: Make, numbers: int) -> None:
     model = odd_sizes()
     parameters = parameters_of(model)
     trained = {name: p for name, p in parameters.items() if not name.startswith("1")}

@@ -76,7 +76,7 @@ def test_a_transposed_parameter_becomes_contiguous_with_the_same_values() -> Non
     assert one.model[0].weight.is_contiguous()
 
 
-def test_a_layers_parameters_are_one_piece() -> None:
+def test_a_layers_parameters_are_one_part() -> None:
     one = stored(odd_sizes())
     (piece,) = one.store.parts_of(["1.weight", "1.bias"])
 
@@ -87,7 +87,7 @@ def test_a_layers_parameters_are_one_piece() -> None:
     assert torch.equal(piece.memory[32:37], one.model[1].bias)
 
 
-def test_a_gap_makes_two_pieces() -> None:
+def test_a_gap_makes_two_parts() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])})
     store = stored(model).store
 

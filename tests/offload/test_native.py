@@ -1,4 +1,4 @@
-"""Without a compiler there is an error that says what to do."""
+"""DeepSpeed's compiled optimizers: without a compiler, the error says what to do."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def failing(*_: object, **__: object) -> object:
     raise RuntimeError("building\nadam.cpp:3: error: no such header\nmore")
 
 
-def test_what_the_compiler_said_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_quotes_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "import_module", lambda _: type("ops", (), {"DeepSpeedCPUAdam": failing}))
     with pytest.raises(OptimizerError, match=r"that failed \(adam.cpp:3: error: no such header\)"):
         make_native("DeepSpeedCPUAdam", weights(), {})
 
 
-def test_who_waits_for_a_compilation_says_so(
+def test_waiting_for_a_compilation_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))

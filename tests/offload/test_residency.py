@@ -1,4 +1,4 @@
-"""Gradients of each micro-batch are added to sums of another dtype layer by layer: the same bits as one by one."""
+"""Gradients are added to sums of another dtype layer by layer, to the bits of adding them one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harmony_ds.offload.residency import DeviceCopy, Leaves, Residency
 
 
 class Operators(TorchDispatchMode):
-    """The operators of a block of code that write into what they are given."""
+    """Records the operators of a block of code that write into their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def residency_in_bf16() -> tuple[Residency, DeviceCopy]:
     return Residency(device, store, Ledger(), torch.float32), copy
 
 
-def test_sums_of_a_layer_are_one_operator_and_the_bits_are_those_of_single_additions() -> None:
+def test_a_layers_sums_are_one_operator_with_the_bits_of_single_additions() -> None:
     residency, copy = residency_in_bf16()
     generator = torch.Generator().manual_seed(1)
     expected: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Stashed tensors move to the host and back as they were."""
+"""Stashed tensors move to the host and back unchanged."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_on_the_device_nothing_is_copied() -> None:
     assert entry.nbytes == 48
 
 
-def test_a_tensor_that_several_calls_take_is_stashed_once() -> None:
+def test_a_tensor_that_several_calls_use_is_stashed_once() -> None:
     one, ledger = stash()
     tensor = torch.randn(5)
     first, second = one.put(tensor, "block"), one.put(tensor, "block")
@@ -86,7 +86,7 @@ def test_a_released_entry_stays_for_its_other_users() -> None:
     assert entry.device_tensor is entry.host_tensor is None
 
 
-def test_asking_for_a_tensor_on_the_host_brings_it_in() -> None:
+def test_reading_a_tensor_on_the_host_swaps_it_in() -> None:
     one, ledger = stash()
     tensor = torch.randn(5)
     entry = one.put(tensor, "block")

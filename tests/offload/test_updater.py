@@ -1,4 +1,4 @@
-"""The background thread: order of updates, exact norms, failures that surface, and nothing that hangs."""
+"""The update thread: order of updates, exact norms, failures that are raised, no deadlocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKS = {pack: (f"{pack}.weight", f"{pack}.bias") for pack in range(3)}
 
 
 class Recording(HostOptimizer):
-    """Notes what it steps; waits before each step until `gate` is open; `before` may fail."""
+    """Records its steps; waits before each until `gate` is set; `before` may fail."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(optimizer, masters)
@@ -40,7 +40,7 @@ class Recording(HostOptimizer):
 
 
 class Bench:
-    """A stored model with its updater and what that works with."""
+    """A stored model with its updater, gradients and optimizer."""
 
     def __init__(self, one: Stored, limit: int | None) -> None:
         self.one = one
@@ -86,7 +86,7 @@ def assert_equal(actual: dict[str, nn.Parameter], expected: nn.Module) -> None:
         assert torch.equal(actual[name], parameter), name
 
 
-def test_immediate_updates_are_plain_ones_and_their_norm_is_known_behind_them() -> None:
+def test_immediate_updates_equal_plain_ones_and_their_norm_is_known_afterwards() -> None:
     gradients = random_gradients()
     with bench() as b:
         for pack in (2, 1, 0):
@@ -99,7 +99,7 @@ def test_immediate_updates_are_plain_ones_and_their_norm_is_known_behind_them() 
         assert norm.result(30).total == total
 
 
-def test_a_norm_is_that_of_its_own_step_however_late_the_thread_is() -> None:
+def test_a_norm_belongs_to_its_step_however_late_the_thread_is() -> None:
     gradients = random_gradients()
     with bench() as b:
         b.optimizer.gate.clear()
@@ -146,7 +146,7 @@ def test_deferred_updates_clip_as_torch_does_bit_for_bit(max_norm: float, scale:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_an_overflow_is_seen_and_its_gradients_can_be_dropped(value: float) -> None:
+def test_an_overflow_is_found_and_its_gradients_can_be_dropped(value: float) -> None:
     gradients = random_gradients()
     gradients["1.bias"][0] = value
     with bench() as b:
@@ -182,7 +182,7 @@ def failing() -> None:
 
 
 @pytest.mark.parametrize("wait", [lambda updater: updater.wait(0), Updater.wait_all], ids=["wait", "wait_all"])
-def test_a_failure_on_the_thread_surfaces_as_itself(wait: Callable[[Updater], None]) -> None:
+def test_a_failure_on_the_thread_is_raised_as_itself(wait: Callable[[Updater], None]) -> None:
     with bench() as b:
         b.optimizer.before = failing
         b.deliver(0, random_gradients())
@@ -194,7 +194,7 @@ def test_a_failure_on_the_thread_surfaces_as_itself(wait: Callable[[Updater], No
             b.update(1)
 
 
-def test_after_a_failure_nothing_hangs_and_what_was_queued_behind_it_fails() -> None:
+def test_after_a_failure_nothing_hangs_and_later_jobs_fail() -> None:
     with bench() as b:
         b.optimizer.before = failing
         b.optimizer.gate.clear()
@@ -209,7 +209,7 @@ def test_after_a_failure_nothing_hangs_and_what_was_queued_behind_it_fails() -> 
             b.updater.norm(Clipping())
 
 
-def test_after_a_failure_nobody_waits_for_room_that_the_thread_would_have_made() -> None:
+def test_after_a_failure_no_swap_out_waits_for_room() -> None:
     gradients = random_gradients()
     with bench(limit=1) as b:
         b.optimizer.before = failing
@@ -241,7 +241,7 @@ def test_waiting_on_the_thread_itself_does_not_deadlock() -> None:
         assert waited == ["harmony-update"]
 
 
-def test_stopping_finishes_what_is_queued() -> None:
+def test_stopping_finishes_queued_jobs() -> None:
     with bench() as b:
         b.optimizer.gate.clear()
         for pack in (2, 1, 0):

@@ -1,4 +1,4 @@
-"""Whatever the engine asks of the background thread in whatever order, it is what the same work in turn would give.
+"""Random sequences of requests to the update thread give the results of the same work done in turn.
 
 An example is a list of requests. The thread works on them beside the next ones; the model beside it works on each at
 once, with plain tensors. What an engine never does is left out: gradients for a pack whose update is pending.
@@ -19,7 +19,7 @@ from tests.offload.test_updater import PACKS, Bench, bench, random_gradients
 
 
 class InTurn:
-    """Every request done at once, on a plain model."""
+    """Reference that does every request at once, on a plain model."""
 
     def __init__(self) -> None:
         self.model = odd_sizes()
@@ -38,7 +38,7 @@ class InTurn:
         self._step(self.take(pack), 0.0)
 
     def clipped_updates(self, max_norm: float) -> float:
-        """Updates everything, and gives the norm."""
+        """Update everything, and return the norm."""
         sums, self.sums = self.sums, {}
         return self._step(sums, max_norm)
 
@@ -52,7 +52,7 @@ class InTurn:
 
 
 class Both:
-    """The thread beside the model; every request is made of both, and what comes back is compared."""
+    """Makes every request of the updater and of the reference, and compares the answers."""
 
     def __init__(self, beside: Bench) -> None:
         self.beside = beside
@@ -124,7 +124,7 @@ NUMBERS = st.integers(0, 8)
 
 
 def requests_of(*kinds: Callable[[Both, int, int], None]) -> st.SearchStrategy[list[Request]]:
-    """Lists of these, for any pack; half of them are transfers."""
+    """Return lists of requests for any pack; half of them are transfers."""
     some = st.sampled_from((*kinds, *[Both.deliver] * len(kinds)))
     return st.lists(st.tuples(some, st.sampled_from(sorted(PACKS)), NUMBERS), max_size=24)
 
@@ -142,8 +142,8 @@ def test_any_order_of_requests_is_the_same_work_in_turn(requests: list[Request])
 
 
 @given(requests_of(Both.update), st.integers(1, 3))
-def test_slabs_that_are_few_change_nothing_and_come_back(requests: list[Request], limit: int) -> None:
-    """As an engine does: a pack is updated behind its transfer."""
+def test_few_buffers_change_nothing_and_are_released(requests: list[Request], limit: int) -> None:
+    """Update each pack after its transfer, as an engine does."""
     with bench(limit=limit) as b:
         both = Both(b)
         for _, pack, number in requests:
@@ -154,7 +154,7 @@ def test_slabs_that_are_few_change_nothing_and_come_back(requests: list[Request]
 
 
 @given(st.lists(NUMBERS, min_size=3, max_size=6))
-def test_deliveries_that_have_gathered_are_added_up_in_their_order(seeds: list[int]) -> None:
+def test_several_transfers_are_added_up_in_their_order(seeds: list[int]) -> None:
     """The thread is held up meanwhile: no sum has been begun."""
     with bench() as b:
         both = Both(b)
@@ -171,7 +171,7 @@ def test_deliveries_that_have_gathered_are_added_up_in_their_order(seeds: list[i
 
 
 @given(st.permutations(range(3)), st.lists(st.integers(0, 2), max_size=8))
-def test_of_updates_that_wait_the_lowest_pack_goes_first(order: list[int], later: list[int]) -> None:
+def test_of_queued_updates_the_lowest_pack_is_first(order: list[int], later: list[int]) -> None:
     """The first one to be queued has begun; the others go by their numbers, and equal ones in turn."""
     with bench() as b:
         both = Both(b)

@@ -1,4 +1,4 @@
-"""What the processes of the tests have imported before they begin."""
+"""Imports of the tests' processes, done before they begin."""
 
 import torch._dynamo
 import torch.distributed.fsdp  # noqa: F401

@@ -1,4 +1,4 @@
-"""Runs a function in several processes that know of each other as under a launcher, and brings back what they return."""
+"""Runs of a function in several processes, which know of each other as under a launcher; their results are returned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT_S = 300  # seconds on a machine that does nothing else: only what hangs ta
 
 @dataclass
 class Ended:
-    """What became of one process: its result, or its exception's name and text; its exit code."""
+    """Outcome of one process: its result, or its exception's name and text; its exit code."""
 
     result: Any = None
     error: str | None = None
@@ -40,7 +40,7 @@ def run(size: int, function: Callable[..., Any], *arguments: Any, limit_s: float
 
 
 def run_to_end(size: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Ended]:
-    """As `run`, whatever becomes of them."""
+    """Run like `run`, and return every outcome, of failed processes too."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}

@@ -1,4 +1,4 @@
-"""accelerate's loop behind `install_as_deepspeed()`, in several processes."""
+"""accelerate's loop with `install_as_deepspeed()`, in several processes."""
 
 from __future__ import annotations
 

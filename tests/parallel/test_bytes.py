@@ -1,4 +1,4 @@
-"""What several processes move, counted in the collectives themselves and on the links, is what the plan says."""
+"""Bytes of several processes, counted in collectives and on the links, equal the plan's."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +42,7 @@ def _moved(several: Sequence[Training]) -> list[dict[str, Any]]:
 
 
 def _count_collectives(rank: int) -> dict[str, Any]:
-    """Counts, from here on, what leaves this process by torch's collectives over tensors."""
+    """Count from now on the bytes that this process sends by torch's collectives over tensors."""
     exchange = dist.all_to_all_single
     counted: dict[str, Any] = {"sent": 0}
 
@@ -67,7 +67,7 @@ def _count_collectives(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_each_way_moves_what_is_planned_and_accumulation_and_clipping_no_more(size: int) -> None:
+def test_each_setting_sends_the_planned_bytes_and_accumulation_and_clipping_no_more(size: int) -> None:
     ways = {"device": {"weights": "whole"}, "share": {"weights": "share"}, "host": {"reduce": "host"}}
     rows = [(way, *more) for way in ways for more in ((1, 0.0), (4, 0.01))]
     several = [

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: the same files, whoever saved them, and the same bits, whoever goes on."""
+"""Checkpoints of several processes: the same files as one process saves, and any number of processes resumes to the bit."""
 
 from __future__ import annotations
 
@@ -77,8 +77,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_any_number_of_processes_goes_on_from_what_any_number_saved(saved: Saved, size: int) -> None:
-    """As many as saved: to the bits of an uninterrupted run. Others: as if they had saved it themselves."""
+def test_any_number_of_processes_resumes_from_a_checkpoint_of_any_number(saved: Saved, size: int) -> None:
+    """Resume with `size` processes.
+
+    As many as saved train to the bits of an uninterrupted run, others as if they had saved the checkpoint themselves.
+    """
     found = run(size, resume, [folder for folder, _ in saved.values()], setups_of(size), limit_s=300)
     # One process takes the norm of norms, several sum squares: clipped by it, weights agree to rounding.
     for index, setup in enumerate(setups_of(size)):
@@ -117,7 +120,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_everywhere(tmp_path: Pa
 
 
 def loads_with_a_changed_byte(folder: str) -> tuple[str, int, int]:
-    """What is said of it, how often this process compared a file with its checksum, and how often of the good one."""
+    """Return the error, and how often this process compared files of the bad and of the good checkpoint with checksums."""
     engine = engine_of(SETUP)
     train_with(engine, SETUP)
     engine.save_checkpoint(folder)
@@ -166,7 +169,7 @@ class Numbers(torch.utils.data.Dataset[Any]):
 
 
 class Seen(torch.nn.Module):
-    """Notes the samples that it is called with."""
+    """Records the samples that it is called with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +191,7 @@ def engine_with_loader(accumulation: int) -> tuple[Any, Any]:
 
 
 def with_own_loader(folder: str, accumulation: int, load: bool) -> tuple[list[int], float]:
-    """The samples of three steps, and a number drawn behind them."""
+    """Return the samples of three steps, and a number drawn after them."""
     engine, loader = engine_with_loader(accumulation)
     torch.manual_seed(77 + engine.global_rank)
     if load:
@@ -208,7 +211,7 @@ def with_own_loader(folder: str, accumulation: int, load: bool) -> tuple[list[in
     return seen, drawn
 
 
-def test_data_and_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+def test_data_and_random_numbers_resume(tmp_path: Path) -> None:
     saved = run(2, with_own_loader, str(tmp_path), 2, False)
     again = run(2, with_own_loader, str(tmp_path), 2, True)
     for (seen, drawn), (seen_again, drawn_again) in zip(saved, again, strict=True):
@@ -234,7 +237,7 @@ def loads_data() -> tuple[list[int], list[int], Any]:
     return seen, in_order, told
 
 
-def test_data_is_dealt_as_deepspeeds_loaders_do() -> None:
+def test_data_is_distributed_as_by_deepspeeds_loaders() -> None:
     found = run(2, loads_data)
     assert sorted(n for seen, _, _ in found for n in seen) == list(range(48))
     assert found[0][1] == list(range(0, 48, 2)) and found[1][1] == list(range(1, 48, 2))

@@ -91,7 +91,9 @@ def test_losses_are_those_of_deepspeed(ours: Stock, stock: Stock, what: int, key
     assert ours[1][0][0]["losses"] != ours[1][1][0]["losses"]  # each rank has data of its own
 
 
-def test_two_processes_of_deepspeed_go_on_from_what_harmony_saved(ours: Stock, stock: Stock, tmp_path: Path) -> None:
+def test_two_processes_of_deepspeed_resume_from_a_checkpoint_of_harmony(
+    ours: Stock, stock: Stock, tmp_path: Path
+) -> None:
     for name, one in RUNS.items():
         layout = Layout.ZERO3 if one["stage"] == 3 else Layout.ZERO2
         convert(ours[0] / name, tmp_path / name, layout, processes=SIZE)

@@ -51,7 +51,7 @@ CLOSE = (
 
 
 def _at_random(seed: int) -> Training:
-    """A plan that nobody would ask for."""
+    """Return an unusual plan."""
     chance = random.Random(seed)
     layers = chance.choice([None, 1, 2, 3])
     harmony = {

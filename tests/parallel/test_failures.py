@@ -1,4 +1,4 @@
-"""What becomes of the other processes when one fails, and of what several processes cannot do."""
+"""Failures of one process reach all others, and unsupported things are refused with several processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_exception_reaches_all_and_nothing_is_updated() -> None:
             assert again == ("", ""), "with clipping nobody had updated anything: all go on"
 
 
-def test_an_exception_behind_first_updates_ends_all() -> None:
+def test_an_exception_after_first_updates_ends_all() -> None:
     for rank, [(seen, _, again)] in enumerate(run(2, fails_in_a_layer, 0.0, ("backward",))):
         assert seen[0] == ("RuntimeError" if rank == 1 else "PeerFailedError"), seen
         assert again[0] in ("EngineFailedError", "PeerFailedError"), again
@@ -108,7 +108,7 @@ def test_an_exception_while_the_model_is_measured_reaches_all() -> None:
 
 
 def waits_for_the_other(how: str) -> Any:
-    """What those who train on are told of process 1, to which something happens."""
+    """Return the errors that the other processes raise when something happens to process 1."""
     engine = engine_of(replace(MLP, harmony={"reduce": "device"}))
     for _ in range(2):
         engine.train_batch(batches())
@@ -218,7 +218,7 @@ def doors() -> dict[str, tuple[str, str]]:
     return {name: said(lambda door=door: through(door)) for name, door in several.items()}
 
 
-def test_what_would_be_done_by_every_process_is_refused_by_name() -> None:
+def test_side_effects_in_every_process_are_refused_by_name() -> None:
     for found in run(2, doors):
         for name, (kind, text) in found.items():
             assert kind == "UnsupportedError" or "UnsupportedError" in text or "not there with 2" in text, (name, text)
@@ -244,7 +244,7 @@ def refusals() -> dict[str, tuple[str, str]]:
     }
 
 
-def test_what_is_not_there_is_refused_by_name() -> None:
+def test_unsupported_calls_are_refused_by_name() -> None:
     for found in run(2, refusals):
         for name, (kind, text) in found.items():
             assert kind in ("UnsupportedError", "OptimizerError"), (name, kind, text)
@@ -273,7 +273,7 @@ def read_everything() -> Any:
 
 
 class Gathering(torch.nn.Module):
-    """Its forward waits for the other processes', as contrastive losses do, and Trainers that gather metrics."""
+    """A model whose forward waits for the other processes', as in contrastive losses and Trainers that gather metrics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Processes of one server share its memory, and search with the room of the one that has least."""
+"""Processes of a server share its memory, and all search with the least room of any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.parallel.training import Training, build, engine_of, train_with
 
 
 def rooms_of(several: Sequence[tuple[int | None, ...]]) -> list[tuple[int | None, str]]:
-    """What each search was asked with, and its plan."""
+    """Return the request of each search, and its plan."""
     found = []
     for free in several:
         engine, one = engine_of(Training(steps=1)), free[dist.get_rank()]
@@ -29,7 +29,7 @@ def rooms_of(several: Sequence[tuple[int | None, ...]]) -> list[tuple[int | None
     return found
 
 
-def test_each_has_its_share_of_the_least_that_any_sees_and_all_run_one_plan() -> None:
+def test_each_process_has_a_share_of_the_least_room_and_all_run_one_plan() -> None:
     share = (6 * 10**8 - 8 * sum(p.numel() for p in build("mlp").parameters())) // 2
     first, second = run(2, rooms_of, [(10**9, 6 * 10**8), (None, 6 * 10**8), (None, None), (0, 10**9)])
     assert first == second

@@ -1,4 +1,4 @@
-"""Several processes, each on a late device: what streams of copies and of the exchange do is ordered by events alone."""
+"""Several processes, each on a late device: copies and exchanges are ordered by events alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _on_late_devices(several: Sequence[Training], seed: int | None) -> list[Resu
 
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("seed", [None, 1])
-def test_gradients_are_reduced_behind_compute_and_behind_what_brings_them(seed: int | None, place: str) -> None:
+def test_gradients_are_reduced_after_compute_and_after_their_copies(seed: int | None, place: str) -> None:
     several = [replace(training, harmony={**training.harmony, "reduce": place}) for training in TRAININGS]
     found = run(2, _on_late_devices, several, seed, limit_s=300)
     for index, training in enumerate(several):

@@ -1,4 +1,4 @@
-"""Under torchrun: a script of one device on several, memory that exists once, and nothing that is left behind."""
+"""Under torchrun: a single-device script on several devices, shared memory, and nothing left over afterwards."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ torch.save((where, losses, model.state_dict(), optimizer.state_dict()), folder /
 """
 
 
-def test_a_launcher_that_restarts_goes_on_to_the_bits_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_a_restarted_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     script = tmp_path / "restarts.py"
     script.write_text(ENGINE + RESTARTS)
     ends = {}
@@ -108,7 +108,7 @@ def test_a_launcher_that_restarts_goes_on_to_the_bits_of_an_uninterrupted_run(tm
         assert ended.returncode == 0, ended.stderr[-3000:]
         ends[how] = [torch.load(folder / f"end{rank}.pt", weights_only=False) for rank in range(2)]
     for killed, whole in zip(ends["killed"], ends["whole"], strict=True):
-        assert (killed[0], whole[0]) == (2, 0), "it was killed behind the checkpoint of step 2"
+        assert (killed[0], whole[0]) == (2, 0), "it was killed after the checkpoint of step 2"
         assert killed[1] == whole[1][2:]
         assert all(torch.equal(killed[2][name], value) for name, value in whole[2].items())
         for index, state in whole[3]["state"].items():

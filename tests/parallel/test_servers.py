@@ -1,4 +1,4 @@
-"""Several servers: here they are processes of one machine that take each other for processes of others."""
+"""Several servers: processes of one machine that are told they are on different ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLACES = ("ab", "abc", "aabb", "abab")
 
 
 def _at(places: str) -> None:
-    """This process is on the server that the letter of its rank names."""
+    """Put this process on the server that the letter of its rank names."""
     name = places[dist.get_rank()]
     join._host = lambda: name  # type: ignore[assignment]
 
@@ -110,7 +110,7 @@ def _started_apart(places: str) -> dict[str, Any]:
     return {"first": first, "held": held, "mean": mean}
 
 
-def test_all_begin_with_the_weights_and_buffers_of_the_first() -> None:
+def test_all_servers_begin_with_the_weights_and_buffers_of_the_first() -> None:
     found = run(4, _started_apart, "aabb")
     for told in found:
         assert all(torch.equal(value, found[0]["first"][name]) for name, value in told["held"].items())
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_several_servers_goes_on_to_the_bits(tmp_path: Any) -> N
 
 
 class _OneServer(Servers):
-    """A server that speaks for all."""
+    """A server that is alone."""
 
     def _gather(self, said: Any) -> list[Any]:
         return [said]
@@ -162,7 +162,7 @@ def test_processes_agree_on_more_than_a_row_of_the_board_holds() -> None:
 
 
 def _fails(places: str) -> list[tuple[str, str, bool]]:
-    """In each of its steps but the first another process raises an error; all go on behind it."""
+    """In each step but the first another process raises an error; all go on after it."""
     _at(places)
     engine = engine_of(Training(clip=0.05))
     data = [batch("mlp", i) for i in range(2)]
@@ -204,7 +204,7 @@ def _dies(places: str, rank: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_process_that_is_gone_ends_all_servers(rank: int) -> None:
+def test_a_process_that_ends_ends_all_servers(rank: int) -> None:
     ended = run_to_end(4, _dies, "aabb", rank)
     for other, one in enumerate(ended):
         if other == rank:

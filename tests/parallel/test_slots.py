@@ -1,4 +1,4 @@
-"""Gradients that processes leave for each other in memory that all see; here all of them are one process's threads."""
+"""Exchange of gradients through slots in shared memory, here between threads of one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _together(*calls: object) -> list[threading.Thread]:
     return threads
 
 
-def test_a_slot_is_taken_again_when_all_are_through_with_it(views: list[GradientSlots]) -> None:
+def test_a_slot_is_reused_when_all_have_read_it(views: list[GradientSlots]) -> None:
     first = views[0]
     for _ in range(2):
         _leave(first, 1.0)
@@ -63,7 +63,7 @@ def test_a_slot_is_taken_again_when_all_are_through_with_it(views: list[Gradient
     waiting.join()
 
 
-def test_whoever_waits_for_himself_is_told_why_he_would_wait_for_ever(views: list[GradientSlots]) -> None:
+def test_a_process_that_would_wait_for_itself_raises_its_failure(views: list[GradientSlots]) -> None:
     for _ in range(2):
         _leave(views[0], 1.0)
 
@@ -74,7 +74,9 @@ def test_whoever_waits_for_himself_is_told_why_he_would_wait_for_ever(views: lis
         views[0].begin(failed)
 
 
-def test_nobody_waits_for_one_who_has_given_up(views: list[GradientSlots], boards: tuple[int, list[Board]]) -> None:
+def test_no_process_waits_for_one_that_has_given_up(
+    views: list[GradientSlots], boards: tuple[int, list[Board]]
+) -> None:
     number = _leave(views[0], 1.0)
     boards[1][2].give_up("it is out of memory")
     with pytest.raises(PeerFailedError, match="out of memory") as caught:
@@ -82,7 +84,7 @@ def test_nobody_waits_for_one_who_has_given_up(views: list[GradientSlots], board
     assert caught.value.rank == 2
 
 
-def test_other_sizes_take_the_place_of_what_was_there(views: list[GradientSlots]) -> None:
+def test_slots_of_other_sizes_replace_the_old_ones(views: list[GradientSlots]) -> None:
     assert all(slots.fits(2, 4 * LENGTH) and slots.fits(2, 1) for slots in views)
     assert not any(slots.fits(2, 4 * LENGTH + 1) or slots.fits(3, 1) for slots in views)
     _leave(views[0], 1.0)

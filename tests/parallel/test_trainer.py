@@ -77,7 +77,7 @@ def test_several_processes_train_as_the_stock_trainer_does(size: int, more: dict
 
 
 def _resumed(folder: str) -> list[dict[str, Any]]:
-    """A training as a whole, and one that goes on from a checkpoint."""
+    """Train as a whole, and train on from a checkpoint."""
     constant = {"lr_scheduler_type": "constant"}
     _trained(True, folder, {**SAVED, **constant, "max_steps": 4})
     dist.barrier()
@@ -85,7 +85,7 @@ def _resumed(folder: str) -> list[dict[str, Any]]:
     return [_trained(True, f"{folder}/whole", constant), _trained(True, folder, {**constant, "resume": resume})]
 
 
-def test_a_training_goes_on_from_its_checkpoint_to_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     for whole, again in run(2, _resumed, str(tmp_path), limit_s=200):
         assert torch.equal(whole["log"], again["log"])
         for name, value in whole["weights"].items():

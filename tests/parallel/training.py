@@ -1,4 +1,4 @@
-"""One training by several processes, and by one that takes their micro-batches in turn, in plain PyTorch."""
+"""A training by several processes, and its reference: plain PyTorch that takes their micro-batches in turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how."""
+    """Settings of a training."""
 
     model: str = "mlp"
     optimizer: str = "AdamW"
@@ -45,7 +45,7 @@ class Mlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """One expert for each value of `which`: those of other micro-batches take no part in this one's."""
+    """A model with one expert for each value of `which`, so that a micro-batch uses one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,12 +169,12 @@ def train_with(engine: Any, training: Training) -> Result:
 
 
 def number_of(training: Training, size: int, rank: int, step: int, i: int) -> int:
-    """Of a micro-batch's data: in the order in which one process would take them."""
+    """Return the seed of a micro-batch's data: in the order in which one process would take them."""
     return (step * training.accumulation + i) * size + rank
 
 
 def held(engine: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Copies of weights, masters and optimizer state."""
+    """Return copies of weights, masters and optimizer state."""
     from harmony_ds.utils import safe_get_full_fp32_param
 
     names = dict(engine.module.named_parameters())
@@ -196,8 +196,12 @@ def _added(several: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def train_plainly(training: Training, size: int, servers: Sequence[Sequence[int]] | None = None) -> list[Result]:
-    """What every rank should see: gradients are added up for each rank, then in the order of the ranks of each server, and
-    then of the `servers` (of whose processes there are the ranks; None: there is one).
+    """Train in plain PyTorch as every rank should.
+
+    Gradients are added up for each rank, then in the order of the ranks of each server, then in that of the servers.
+
+    Args:
+        servers: the ranks of each server's processes (None: there is one server).
     """
     servers = [range(size)] if servers is None else servers
     model = _built(training)
@@ -261,8 +265,11 @@ def trainings(several: Sequence[Training]) -> list[Result]:
 
 
 def differences(found: Sequence[Result], right: Sequence[Result], relative: float = 0.0) -> list[str]:
-    """What is not the same, bit for bit (or to `relative` of the largest number of a tensor, or of a hundredth: the
-    gradients of some biases are nothing but rounding); empty if nothing.
+    """Describe the tensors that differ in any bit; empty: none does.
+
+    Args:
+        relative: allowed difference, relative to the largest number of a tensor, or to a hundredth if that is less (the
+            gradients of some biases are nothing but rounding); 0: none.
     """
     told = []
     for rank, (a, b) in enumerate(zip(found, right, strict=True)):

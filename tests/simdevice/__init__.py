@@ -51,7 +51,7 @@ def unavailable_reason() -> str | None:
 
 
 def load() -> ModuleType:
-    """The compiled module; the first call builds it (once per machine) and registers the device."""
+    """Return the compiled module; the first call builds it (once per machine) and registers the device."""
     if _loaded:
         return _loaded[0]
     reason = unavailable_reason()
@@ -82,7 +82,7 @@ def allocated_bytes(index: int = 0) -> int:
 
 
 def peak_bytes(index: int = 0) -> int:
-    """The most bytes that device `index` held at once since the last `reset_peak`."""
+    """Return the most bytes that device `index` held at once since the last `reset_peak`."""
     return stats(index)["peak"]
 
 

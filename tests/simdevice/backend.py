@@ -1,4 +1,4 @@
-"""What ``torch.simdev`` is: the module that torch and libraries look for beside a device type."""
+"""The module ``torch.simdev``, which torch and libraries expect for a device type."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def set_device(device: _Device) -> None:
 
 
 def device(device: _Device) -> AbstractContextManager[object]:
-    """A context in which `device` is current."""
+    """Return a context in which `device` is current."""
     return torch.accelerator.device_index(_index(device))
 
 
@@ -55,7 +55,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Called by torch.manual_seed, which seeds the shared generator itself."""
+    """Do nothing: torch.manual_seed, which calls this, seeds the shared generator itself."""
 
 
 def get_rng_state(device: _Device = None) -> torch.Tensor:
@@ -83,7 +83,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def _index(device: _Device) -> int:
-    """The index of `device`, or the current one."""
+    """Return the index of `device`, or the current one."""
     if not isinstance(device, int):
         device = None if device is None else torch.device(device).index
     return current_device() if device in (None, -1) else device

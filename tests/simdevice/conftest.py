@@ -1,4 +1,4 @@
-"""Loads the test device before anything runs backward: torch starts its backward threads once, for the devices it knows."""
+"""Loading of the test device before any backward pass: torch starts backward threads once, for the devices it knows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if _REASON is None:
 
 
 @pytest.fixture(autouse=True)
-def _no_limit_left_behind() -> Iterator[None]:
+def _no_limit_left_over() -> Iterator[None]:
     yield
     limited = [index for index in range(4) if simdevice.stats(index)["limit"] >= 0]
     for index in limited:

@@ -1,4 +1,4 @@
-"""The test device behind the engine's device interface: every byte counted by its allocator, activations included."""
+"""The engine's device interface for the test device, whose allocator counts every byte, activations included."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.drive import config_of
 
 
 class SimDevice(HostStreamDevice):
-    """Host memory that is not the host, under a hard limit (None: none)."""
+    """A device in host memory, which torch does not take for the host, under a hard limit (None: none)."""
 
     def __init__(self, budget_bytes: int | None = None, index: int = 0) -> None:
         simdevice.load()
@@ -25,7 +25,7 @@ class SimDevice(HostStreamDevice):
         self.name = str(self.torch_device)
         self.budget_bytes = budget_bytes
         self._index = index
-        self._before = simdevice.allocated_bytes(index)  # what other tests left behind
+        self._before = simdevice.allocated_bytes(index)  # left over from other tests
         simdevice.set_limit(None if budget_bytes is None else budget_bytes + self._before, index)
 
     def as_current(self) -> AbstractContextManager[object]:
@@ -54,7 +54,7 @@ class SimDevice(HostStreamDevice):
 def engine_of(
     model: nn.Module, make: Any, group: int, clip: float = 0.0, budget_bytes: int | None = None, **config: Any
 ) -> tuple[Any, SimDevice]:
-    """An engine that the test destroys, and its device. `make`: from parameters to an optimizer; None: the config's."""
+    """Return an engine that the test destroys, and its device. `make`: makes the optimizer; None: the config's."""
     device = SimDevice(budget_bytes)
     optimizer = None if make is None else make(model.parameters())
     made = harmony_ds.initialize(

@@ -1,4 +1,4 @@
-"""One training step on the test device, and its peak beside the one that was planned."""
+"""The measured peak of a training step on the test device, and the planned one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Peak:
-    """What was planned, and what the device counted."""
+    """Planned and measured bytes."""
 
     planned_bytes: int
     measured_bytes: int

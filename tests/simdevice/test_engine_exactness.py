@@ -1,4 +1,4 @@
-"""The engine on a device that is not the host: a tensor made in the wrong place raises, and results are the CPU's bits."""
+"""The engine on a device that is not the host: tensors on the wrong device raise, and results are the CPU's bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = [one.name for one in EVERY_FAMILY]
 
 @dataclass(frozen=True)
 class Way:
-    """One combination of settings; each family goes one of them."""
+    """A combination of settings; each family is run with one."""
 
     dropout: float
     clip: float
@@ -71,7 +71,7 @@ def config_for(way: Way, **harmony: Any) -> Any:
 
 
 def assert_as_plainly_and_as_planned(one: Family, way: Way, most: float = math.inf, **harmony: Any) -> Plan:
-    """The weights are those of plain accumulation, and the peak is within the plan, which is returned."""
+    """Check weights against plain accumulation and the peak against the plan; return the plan."""
     groups, make = groups_of(one, STEPS, GROUP), optimizer_for(one)
     plain, _ = plainly(one, way.dropout, groups, make, way.clip or None)
     model, measured = one.build(way.dropout), 0
@@ -94,12 +94,12 @@ def test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan(name: str
 
 
 @pytest.mark.parametrize(("name", "way"), spread(NAMES, WAYS_WITH_GRAPHS), ids=str)
-def test_so_it_is_with_kept_graphs(name: str, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_weights_and_peak_with_kept_graphs(name: str, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_graphs(monkeypatch, way.graphs)
     plan = assert_as_plainly_and_as_planned(family(name), way)
     assert graphs_in(plan) or len(plan.packing.forward) < 2
 
 
 @pytest.mark.parametrize(("name", "way", "off"), WAYS_OFF, ids=str)
-def test_so_it_is_with_mechanisms_switched_off(name: str, way: Way, off: str) -> None:
+def test_same_weights_and_peak_with_mechanisms_switched_off(name: str, way: Way, off: str) -> None:
     assert_as_plainly_and_as_planned(family(name), way, MOST_OFF, **OFF[off])

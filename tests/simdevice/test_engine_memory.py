@@ -74,7 +74,7 @@ def moved(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().to("simdev") for parameter in model.parameters()]
 
 
-def test_tensors_that_are_on_the_device_already_are_taken_off_the_budget() -> None:
+def test_tensors_on_the_device_already_reduce_the_budget() -> None:
     engine, device = engine_under(None, group=2, pack_layers=1)
     engine.train_batch(batches())
     peak = engine.plan.peak_bytes
@@ -130,7 +130,7 @@ def test_larger_batches_are_measured_and_planned_before_they_run() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"pack_layers": 2, "residency": 3}, {"pack_layers": 1}], ids=str)
-def test_out_of_memory_in_a_step_surfaces_and_the_engine_goes_on(settings: dict[str, Any]) -> None:
+def test_out_of_memory_in_a_step_is_raised_and_the_engine_stays_usable(settings: dict[str, Any]) -> None:
     engine, _ = engine_of(build(), torch.optim.AdamW, 2, 0.5, harmony=settings)
     data = batches()
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_out_of_memory_in_a_step_surfaces_and_the_engine_goes_on(settings: dict[
     engine.destroy()
 
 
-def test_out_of_memory_while_measuring_leaves_nothing_on_the_device_whoever_holds_the_error() -> None:
+def test_out_of_memory_while_measuring_leaves_nothing_on_the_device_even_while_the_error_is_held() -> None:
     engine, device = engine_under(None, group=2, pack_layers=1)
     before = device.allocated_bytes()
     data = batches()

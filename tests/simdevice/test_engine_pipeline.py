@@ -1,4 +1,4 @@
-"""One process that drives several devices whose tensors do not mix: the bits are those of one device."""
+"""One process that drives several devices, whose tensors torch does not mix, gives the bits of one device."""
 
 from __future__ import annotations
 

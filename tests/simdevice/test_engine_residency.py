@@ -24,7 +24,7 @@ def engine_with(make: Any, residency: Any, model: nn.Module | None = None, **mor
 
 
 def peaks(make: Any, residency: Any, clip: float, layers: int = LAYERS, **more: Any) -> tuple[int, int]:
-    """The largest measured peak of three steps, and the planned one."""
+    """Return the largest measured peak of three steps, and the planned one."""
     engine, _ = engine_with(make, residency, build(layers), clip=clip, **more)
     data, measured = batches(), 0
     for _ in range(3):
@@ -48,7 +48,7 @@ def peaks(make: Any, residency: Any, clip: float, layers: int = LAYERS, **more: 
         (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), EVERY, 0.5),
     ],
 )
-def test_the_plan_knows_what_each_optimizer_takes(make: Any, residency: int, clip: float) -> None:
+def test_the_plan_knows_the_memory_of_each_optimizer(make: Any, residency: int, clip: float) -> None:
     measured, planned = peaks(make, residency, clip)
     assert measured <= planned <= 1.25 * measured
 

@@ -1,4 +1,4 @@
-"""Models that take more memory with some data than with other data of the same shape."""
+"""Models whose memory depends on data, not only on its shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, WIDE, EXPERTS, ROWS = 16, 128, 4, 64
 
 
 class Experts(nn.Module):
-    """Each row goes to one expert: the one whose router weight it is most like. Rows may all go one way."""
+    """A model that sends each row to the expert with the most similar router weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class RoutedNet(nn.Module):
 
 
 class Square(nn.Module):
-    """Takes a large amount of memory, between its layers, for inputs that are nowhere negative."""
+    """A model that needs much memory between its layers for inputs without negative numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_a_plan_made_with_even_routing_bounds_a_step_in_which_all_rows_go_one_wa
     engine.destroy()
 
 
-def test_a_step_that_takes_more_than_planned_says_so_and_the_next_plan_covers_it(
+def test_a_step_above_its_plan_is_logged_and_the_next_plan_covers_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, _ = engine_of_rows(Square(), pack_layers=1)
@@ -125,9 +125,7 @@ def test_a_plan_with_its_margin_that_does_not_fit_any_more_is_an_error_before_th
 
 
 @pytest.mark.parametrize("keep", [0, 20])
-def test_what_the_program_itself_keeps_on_the_device_is_not_the_models(
-    keep: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_device_memory_of_the_program_is_not_counted_as_the_models(keep: int, caplog: pytest.LogCaptureFixture) -> None:
     engine, _ = engine_of_rows(RoutedNet(), pack_layers=1)
     kept = []
     for _ in range(3):
@@ -137,7 +135,7 @@ def test_what_the_program_itself_keeps_on_the_device_is_not_the_models(
     assert not caplog.records
 
 
-def test_operators_with_sizes_from_data_are_seen_and_others_are_not() -> None:
+def test_operators_with_sizes_from_data_are_detected_and_others_are_not() -> None:
     rows = torch.randn(4, 4)
     with RoutingWatch() as watch:
         torch.softmax(rows @ rows, -1).sum().item()

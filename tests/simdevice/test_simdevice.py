@@ -1,4 +1,4 @@
-"""What the test device "simdev" promises to the tests that use it."""
+"""The test device "simdev" itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _seed() -> None:
 
 
 class Held:
-    """Bytes held, peak and traffic since this was made."""
+    """Bytes held, peak and traffic since its construction."""
 
     def __init__(self) -> None:
         gc.collect()  # what an earlier test left in a cycle must not be freed later
@@ -151,7 +151,7 @@ def test_copies_between_host_and_device_are_counted_by_direction() -> None:
     held = Held()
     y = x.to(DEVICE, torch.bfloat16)  # changed on the host
     assert held.traffic == (2000, 0)
-    torch.empty(1000).copy_(y)  # changed behind the copy
+    torch.empty(1000).copy_(y)  # changed after the copy was issued
     assert held.traffic == (2000, 2000)
 
 

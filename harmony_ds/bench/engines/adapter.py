@@ -38,13 +38,11 @@ class Adapter:
     Attributes:
         build: makes it for a workload.
         unavailable: returns why it cannot run a workload here, or None.
-        is_exact: whether its losses must be those of plain accumulation.
         several: whether it runs on several devices.
     """
 
     build: Callable[[Workload], Engine]
     unavailable: Callable[[Workload], str | None] = lambda _: None
-    is_exact: bool = True
     several: bool = False
 
     def refusal(self, workload: Workload) -> str | None:
