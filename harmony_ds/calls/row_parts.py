@@ -14,12 +14,7 @@ _PART = "_harmony_part"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Attributes of a tensor that is number `number` of `count` equal parts of `whole` along `dim`.
-
-    Attributes:
-        version: of the tensor when it was made: it has been changed in place if it has another one.
-        all: all parts of `whole`, which do not live for it.
-    """
+    """Where a tensor is in `whole`; `version`: of the tensor when it was made; `all`: the parts, not kept alive."""
 
     whole: Tensor
     number: int

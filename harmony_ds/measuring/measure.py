@@ -67,7 +67,6 @@ class Measurement(Passes):
             UnseenError: the model does something that was not known of it, and is now: to be measured again.
             ModelError: a layer gives something else when it is run again on what it was given.
             ModelError: a layer writes into its own parameters.
-            BaseException: whatever the model or the objective raised; perhaps for what `Installation.touched` names.
         """
         with self._opened() as copy, self._parts.layer_calls.collecting_unseen() as self._surprises:
             _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on

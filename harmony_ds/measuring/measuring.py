@@ -81,7 +81,6 @@ class Measuring:
 
         Raises:
             DoesNotFitError: it does not hold one layer with `sample` in slices of `sizes`, or of single rows.
-            BaseException: what the model or the objective raised.
         """
         with self._within_budget():
             profile = self._of_several_sizes(sample) if sizes is None else self._of_one_size(sample, sizes)
@@ -120,10 +119,7 @@ class Measuring:
         return self._saved(tuple(tables), key)
 
     def in_slices(self, sample: Sample, profile: Profile, sizes: Sizes) -> CostTable:
-        """Return bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them.
-
-        Raises: as `profile`.
-        """
+        """Return bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them."""
         with self._within_budget():
             return with_times(self._observe(sample, sizes), combined(profile, sizes, sample.rows))
 

@@ -41,9 +41,6 @@ class RowProbe(Passes):
 
         Returns:
             Which layers can be cut; and why others cannot, which is empty where nothing depends on the rows.
-
-        Raises:
-            BaseException: what the model raised.
         """
         self._counts = rows
         with self._opened():

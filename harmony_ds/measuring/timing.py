@@ -56,11 +56,7 @@ class Timing(Passes):
         """Bytes and milliseconds of every swap-in."""
 
     def time(self, costs: CostTable, sample: Sample) -> CostTable:
-        """Return `costs` with the times of its forward pass and of propagating its objective.
-
-        Raises:
-            BaseException: whatever the model or the objective raised.
-        """
+        """Return `costs` with the times of its forward pass and of propagating its objective."""
         self._lap()
         with self._opened():
             for _ in range(_PASSES if self._device.has_values else 1):

@@ -95,7 +95,6 @@ class Executor:
 
         Raises:
             OffPlanError: a micro-batch called a layer that `plan` has no place for; nothing has been updated.
-            BaseException: whatever the model, the loss, the optimizer or the device raised.
         """
         # Autograd's threads, one for each device, would add up gradients of one tensor in their order of arrival.
         in_one_thread = self._parts.device.count > 1 and torch.autograd.set_multithreading_enabled(False)
@@ -307,7 +306,7 @@ class Executor:
         if call is not None:
             if not self._needs_backward[position]:  # it returned its input when it was measured
                 raise OffPlanError
-            micro_batch.record(position, call)
+            micro_batch.calls.append((position, call))
         return outputs
 
     def _answer_attached(self, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.joined import Joined, Joins
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
-from harmony_ds.runtime.lane import Answer, IsLater, Lane, never
+from harmony_ds.runtime.lane import Answer, IsLater, Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 
 
@@ -38,18 +39,12 @@ class JointLane:
         """Whether all lanes have come to their ends."""
         return all(lane.finished for lane in self._lanes)
 
-    def start(self) -> None:
-        """Run all lanes up to their first layer calls."""
-        for lane in self._lanes:
-            lane.resume()
-
     def waiting_tensors(self) -> list[Tensor]:
         """Return the tensors among the arguments of the calls to be made, which are joined."""
         requests = [lane.request for lane in self._lanes if lane.request is not None]
-        self._join(requests)
-        return tensors_in([(call.request.args, call.request.kwargs) for call in self._calls])
+        return tensors_in([(call.request.args, call.request.kwargs) for call in self._joined(requests)])
 
-    def run_on(self, answer: Answer, is_later: IsLater = never) -> None:
+    def run_on(self, answer: Answer, is_later: IsLater | None = None) -> None:
         """Do what `Lane.run_on` does, with one call for all where they can be joined.
 
         Raises:
@@ -60,7 +55,7 @@ class JointLane:
                 requests = [lane.request for lane in self._lanes if lane.request is not None]
                 if len(requests) < len(self._lanes) or len({request.layer for request in requests}) > 1:
                     raise self._joins.refuse("micro-batches take different ways through the model")
-                if is_later(requests[0]):
+                if is_later and is_later(requests[0]):
                     return
                 replies = self._answered(requests, answer)
                 requests.clear()
@@ -71,16 +66,16 @@ class JointLane:
         except Exception as error:
             raise self._joins.refuse(f"the model raised {error!r}") from error
 
-    def _join(self, requests: list[Request]) -> None:
+    def _joined(self, requests: list[Request]) -> list[Joined]:
         if not self._calls and requests:
             with torch.enable_grad():
                 self._calls = self._joins.join(requests)
+        return self._calls
 
     def _answered(self, requests: list[Request], answer: Answer) -> list[Any]:
         """Return what each lane gets."""
-        self._join(requests)
         replies: dict[int, Any] = {}
-        for number, call in enumerate(self._calls):
+        for number, call in enumerate(self._joined(requests)):
             self._again(number > 0)
             call.begin()
             result = answer(call.request)
@@ -127,13 +122,10 @@ class JointMicroBatch(MicroBatch):
     def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Any:
         assert self.joins is not None
         lanes = [Lane(m.forward, m.grad, m.autocast, device, m.context, between_layers) for m in self.members]
-        joint = JointLane(lanes, self.joins, self._note_again)
-        self.lane = joint  # type: ignore[assignment]
-        joint.start()
-        return joint
-
-    def _note_again(self, again: bool) -> None:
-        self._is_again = again
+        self.lane = JointLane(lanes, self.joins, partial(setattr, self, "_is_again"))  # type: ignore[assignment]
+        for lane in lanes:
+            lane.resume()
+        return self.lane
 
     def place(self, layer: int, order: tuple[int, ...]) -> int:
         if self._is_again and self._cursor and order[self._cursor - 1] == layer:

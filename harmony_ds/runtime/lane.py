@@ -28,11 +28,6 @@ IsLater = Callable[[Request], bool]
 """Tell whether a layer call is to wait for a later task."""
 
 
-def never(_: Request) -> bool:
-    """Let no layer call wait."""
-    return False
-
-
 class LaneAborted(BaseException):
     """Raised in a suspended forward pass to unwind it, when its step has failed elsewhere."""
 
@@ -78,16 +73,13 @@ class Lane:
         """Return the tensors among the arguments of the layer call that it waits at."""
         return [] if self.request is None else tensors_in((self.request.args, self.request.kwargs))
 
-    def run_on(self, answer: Answer, is_later: IsLater = never) -> None:
+    def run_on(self, answer: Answer, is_later: IsLater | None = None) -> None:
         """Run on to the first layer call that is to wait, or to the end; `answer` answers the calls before it.
 
         What a layer has raised, the model's code gets; what else comes up in an answer is raised here.
-
-        Raises:
-            BaseException: what `function` or `answer` raised.
         """
         engines = self._thread.read()
-        while self.request is not None and not is_later(self.request):
+        while self.request is not None and not (is_later and is_later(self.request)):
             try:
                 self._reply = answer(self.request)
             except BaseException as error:
@@ -98,11 +90,7 @@ class Lane:
                 self._go_on(engines, self._greenlet.switch)
 
     def resume(self, reply: Any = None) -> None:
-        """Run on, with `reply` as the outputs of the layer call it waits at, until the next one or the end.
-
-        Raises:
-            BaseException: what `function` raised.
-        """
+        """Run on, with `reply` as the outputs of the layer call it waits at, until the next one or the end."""
         self._reply = reply
         del reply
         self._go_on(self._thread.read(), self._greenlet.switch)

@@ -80,14 +80,6 @@ class MicroBatch:
         """Training and requires_grad flags that it was called in."""
         return b"" if self.state is None else self.state.modes.flags
 
-    def serve(self, objective: Objective) -> None:
-        """Propagate back from what `objective` makes of its outputs."""
-        self.objective = objective
-
-    def note_caller(self, autocast: Autocast | None) -> None:
-        """Propagate back under `autocast`, as the caller of its backward pass does."""
-        self.backward_autocast = autocast
-
     # ---- its forward pass
 
     def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Lane:
@@ -112,10 +104,6 @@ class MicroBatch:
         self._cursor = position + 1
         self._numbers += 1
         return self._numbers - 1
-
-    def record(self, position: int, call: RecordedCall) -> None:
-        """Keep a call for the backward pass."""
-        self.calls.append((position, call))
 
     def calls_in(self, pack: Pack) -> list[RecordedCall]:
         """Return the recorded calls of `pack`."""

@@ -59,12 +59,7 @@ class CallSizes:
     def measured(
         self, sample: Sample, chosen: Sizes | None, ranked: Callable[[Sample, Profile], SizedCosts]
     ) -> SizedCosts:
-        """Yield costs in the wanted size, or in every size that promises to fit, the fastest first.
-
-        Args:
-            chosen: slices of the plan in force, if it joins calls.
-            ranked: ranks all sizes.
-        """
+        """Yield costs in the wanted size, or as `ranked` does; `chosen`: slices of the plan in force, if it joins calls."""
         if chosen is not None:
             self._see_alone(sample)
             yield chosen, self._of_set(sample, self.together, chosen).tables[0][1]
@@ -78,14 +73,11 @@ class CallSizes:
                 yield self.wanted, profile.tables[0][1]
 
     def ranked(self, sample: Sample, profile: Profile, choose: Choose) -> SizedCosts:
-        """Yield sizes of layer calls below and above the micro-batch with their costs, those of the fastest plan first.
+        """Yield sizes below and above the micro-batch with their costs, those of the fastest plan first.
 
         Args:
             profile: of `sample` in slices of several sizes.
-            choose: returns the best plan with given costs, quickly.
-
-        Raises:
-            DoesNotFitError: none fits.
+            choose: returns the best plan with given costs; raises DoesNotFitError, as this does if none fits.
         """
         in_slices: list[Sizes] = []
         failure: DoesNotFitError | None = None
@@ -109,7 +101,7 @@ class CallSizes:
         wanted = self.wanted
         if wanted is None or not self.may_join:
             return None
-        asked, rows = (wanted.forward, wanted.backward), self._world.most("rows to join", sample.rows)
+        asked, rows = (wanted.forward, wanted.backward), self._world.max("rows to join", sample.rows)
         if max(asked) <= rows:
             return None
         together = min(-(-max(asked) // rows), self._group_size)
@@ -144,16 +136,13 @@ class CallSizes:
         found: list[tuple[float, int, CostTable]] = []
         best_ms = one_by_one.prediction.step_ms
         for together in tuple(doubling(self._group_size))[1:]:
-            table = None
+            ms, table = float("inf"), None
             with suppress(DoesNotFitError):
                 table = self._of_set(sample, together, WHOLE).tables[0][1]
-            if self._world.any("join fewer", table is None):
+            if self._world.any("join fewer", table is None) or table is None:
                 break
-            assert table is not None
-            try:
+            with suppress(DoesNotFitError):
                 ms = choose(table, WHOLE).prediction.step_ms
-            except DoesNotFitError:
-                break
             if ms > _GAIN * best_ms:  # larger ones are not tried: they take more memory
                 break
             best_ms = ms

@@ -14,8 +14,7 @@ from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
 from harmony_ds.stepping.planner import Planner
 
-_MOST_PLANS = 256
-"""Composed plans to keep: which losses a program reads before its step may differ from step to step."""
+_MOST_PLANS = 256  # to keep: which losses a program reads before its step may differ from step to step
 _Compose = Callable[[Packing, Group, Policy], tuple[Task, ...]]
 
 
@@ -71,9 +70,8 @@ class GroupPlans:
 
     def _fits(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Return whether the budget holds their step; the plan's peaks then cover it."""
-        plan = self._planner.plan
-        assert plan is not None
-        return self._planner.cover(self._of_group(compose_step, micro_batches, False, plan.policy).device_peaks)
+        policy = self._planner.plan_for(1).policy
+        return self._planner.cover(self._of_group(compose_step, micro_batches, False, policy).device_peaks)
 
     def step(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
         """Return the step over `micro_batches`; `begun`: something of it has run."""
@@ -102,10 +100,7 @@ class GroupPlans:
         return self._of_group(compose_evaluation, micro_batches, begun, policy)
 
     def _policy_for(self, micro_batches: Sequence[MicroBatch], begun: bool, count: int) -> Policy:
-        """Return the policy for a group that all processes run.
-
-        They share swap-ins unless some of the group has run in one of them.
-        """
+        """Return the policy for a group of all processes: they share swap-ins unless some of it has run in one."""
         policy = self._planner.plan_for(count).policy
         if not policy.shared:
             return policy
@@ -130,19 +125,11 @@ class GroupPlans:
         plan = self._in_force
         assert plan is not None
         tasks = compose(plan.packing, group, policy)
-        costs, alone = self._planner.costs, self._planner.costs_alone
+        costs, alone = self._planner.costs
         if compose is compose_evaluation:  # keeps nothing
             calls = tuple(replace(cost, stash_bytes=0) for cost in alone.costs)
             alone = replace(alone, costs=calls, held_bytes=0)
         walked = walk_memory(plan.packs, tasks, alone, dict.fromkeys(joint, costs))
         peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)
-        return replace(
-            plan,
-            policy=policy,
-            tasks=tasks,
-            micro_batches=len(group.all),
-            activation_bytes=walked.activation_bytes,
-            peak_bytes=max(peaks),
-            device_peaks=peaks,
-            rows=self._planner.rows,
-        )
+        plan = replace(plan, policy=policy, tasks=tasks, micro_batches=len(group.all), rows=self._planner.rows)
+        return replace(plan, activation_bytes=walked.activation_bytes, peak_bytes=max(peaks), device_peaks=peaks)

@@ -87,16 +87,11 @@ class Planner:
         return self.choices[0].plan if self.choices else None
 
     @property
-    def costs(self) -> CostTable:
-        """Costs of a micro-batch, or of a set of them whose calls are joined."""
-        assert self._costs is not None
-        return self._costs
-
-    @property
-    def costs_alone(self) -> CostTable:
-        """Costs of a single micro-batch."""
-        alone = self.sizes.alone
-        return alone if alone is not None and alone.calls == self.costs.calls else self.costs
+    def costs(self) -> tuple[CostTable, CostTable]:
+        """Costs of a set of micro-batches whose calls are joined, and of a single one."""
+        costs, alone = self._costs, self.sizes.alone
+        assert costs is not None
+        return costs, alone if alone is not None and alone.calls == costs.calls else costs
 
     @property
     def swaps(self) -> Swaps:
@@ -119,7 +114,6 @@ class Planner:
 
         Raises:
             DoesNotFitError: no plan fits, or not even one layer at a time.
-            BaseException: what the model raised.
         """
         if self._before_bytes is None:
             self._before_bytes = others_bytes(self._parts)
@@ -129,14 +123,7 @@ class Planner:
         return moved
 
     def ranked(self, sample: Sample, profile: Profile) -> Iterator[tuple[Sizes, CostTable]]:
-        """Yield sizes of layer calls below and above the micro-batch with their costs, those of the fastest plan first.
-
-        Args:
-            profile: of `sample` in slices of several sizes.
-
-        Raises:
-            DoesNotFitError: none fits.
-        """
+        """Call `CallSizes.ranked` with plans that are found quickly."""
         graph = self.graph_with(profile.calls)
 
         def choose(costs: CostTable, sizes: Sizes) -> Choice:

@@ -136,7 +136,6 @@ class Runner:
 
         Raises:
             DoesNotFitError: no plan fits, or not even one layer at a time.
-            BaseException: what the model raised.
         """
         self.check_usable()
         self._make_room()
@@ -175,7 +174,6 @@ class Runner:
 
         Raises:
             OffPlanError, UnseenError: the step must be measured and run again; nothing has been updated.
-            BaseException: whatever was raised on the way; `failed` says whether the engine is still usable.
         """
         self.check_usable()
         self._check_can_run(micro_batches)
@@ -198,10 +196,7 @@ class Runner:
             self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
 
     def part(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
-        """Run forward and backward of a part of an optimizer step, whose gradients wait; `end` ends the step.
-
-        Raises: as `step`.
-        """
+        """Run forward and backward of a part of an optimizer step, whose gradients wait; `end` ends the step."""
         self.check_usable()
         self._check_can_run(micro_batches)
         part, end = self.plans.part_of_step(micro_batches, self.executor.begun, first=self._end is None)

@@ -66,7 +66,7 @@ class QueuedMicroBatch:
         aside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.micro_batch = micro_batch
-        micro_batch.serve(self.objective)
+        micro_batch.objective = self.objective
         self.arguments = arguments
         self.call = call
         self.aside = aside
@@ -133,7 +133,7 @@ class QueuedMicroBatch:
 
     def _note_caller(self) -> None:
         """Note the autocast under which its loss is propagated back from."""
-        self.micro_batch.note_caller(self._open_group().autocast())
+        self.micro_batch.backward_autocast = self._open_group().autocast()
 
     def check_not_propagated(self) -> None:
         """Raise UsageError if its backward pass is over, or its engine destroyed."""

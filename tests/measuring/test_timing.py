@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Stream
-from harmony_ds.measuring import timing
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.measuring.timing import Timing, typical
 from harmony_ds.profiler.costs import CallCost, CostTable
@@ -98,7 +97,8 @@ def test_cold_calls_do_not_count() -> None:
 def test_what_the_host_issues_is_timed_where_a_device_computes_beside_it(
     overlaps: bool, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=itertools.count(0, 1e-3).__next__))
+    issued = itertools.count()
+    monkeypatch.setattr(ScriptedDevice, "issued_ms", lambda self: float(next(issued)))
     monkeypatch.setattr(ScriptedDevice, "copies_overlap", overlaps)
     device = ScriptedDevice()
     table, _ = timed(Net(device, [Layer(device, 2.0, 5.0) for _ in range(3)], 0.5, inter_layer=0.25, tail=0.25))
