@@ -98,7 +98,6 @@ bench-overhead: venv
 bench-prediction: export OMP_NUM_THREADS = 1
 bench-prediction: venv
 	$(BIN)/python benchmarks/prediction/run.py
-	$(BIN)/python benchmarks/prediction/run.py --top
 
 bench-memory: export OMP_NUM_THREADS = 1
 bench-memory: venv

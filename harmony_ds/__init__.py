@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from harmony_ds.calls.random_streams import micro_batch_seed
     from harmony_ds.checkpoint.weights import load_weights
     from harmony_ds.engine import HarmonyEngine, initialize
-    from harmony_ds.engine.arguments import add_config_arguments
     from harmony_ds.engine.reports import MemoryReport, PlanReport, SwapReport
+    from harmony_ds.engine.start import add_config_arguments
     from harmony_ds.errors import *
     from harmony_ds.integrations.as_deepspeed import install_as_deepspeed
     from harmony_ds.parallel.distributed import init_distributed
@@ -32,7 +32,7 @@ _HOMES = {
     "SwapReport": "engine.reports",
     "Task": "scheduler.plan",
     "TaskKind": "scheduler.plan",
-    "add_config_arguments": "engine.arguments",
+    "add_config_arguments": "engine.start",
     "format_plan": "scheduler.grid",
     "init_distributed": "parallel.distributed",
     "initialize": "engine",

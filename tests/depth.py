@@ -66,7 +66,7 @@ RULES: dict[str, Rule] = {
     "tests/checkpoint/test_export.py": one,
     "tests/checkpoint/test_refusals.py": one,
     "tests/checkpoint/test_resume.py": one,
-    "tests/checkpoint/test_tree.py": every,
+    "tests/checkpoint/test_tensor_files.py": every,
     "tests/compatibility": none,
     "tests/docs/test_site.py": none,
     "tests/engine": one,
@@ -116,7 +116,7 @@ SLOW = """
     checkpoint/test_resume.py::test_an_engine_goes_back_to_what_it_saved
     checkpoint/test_resume.py::test_another_accumulation_goes_on_as_if_it_had_been_changed_on_the_way
     checkpoint/test_resume.py::test_another_plan_goes_on_bit_for_bit
-    checkpoint/test_resume.py::test_saving_changes_nothing_and_moves_resident_packs_back_for_nobody
+    checkpoint/test_resume.py::test_saving_changes_nothing_and_leaves_resident_packs_on_the_device
     checkpoint/test_resume.py::test_the_familiar_loop_goes_on_at_its_boundary
     cli/test_commands.py::test_a_batch_that_processes_do_not_divide_is_an_error
     cli/test_commands.py::test_a_model_too_large_for_the_device_exits_with_3_and_names_ways_out

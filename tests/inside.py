@@ -28,4 +28,4 @@ def updater_of(engine: HarmonyEngine) -> Updater:
 
 def scaler_of(engine: HarmonyEngine) -> LossScaler:
     """Return its loss scaler."""
-    return engine._scaler
+    return engine._training.scaler

@@ -69,7 +69,7 @@ CALLS: dict[int, tuple[Step, ...]] = {
     1: (
         Step(_COMPILE, "benchmarks/gpu/compile_adam.py", 240),
         Step("demo", "examples/pretrain_gpt2/train.py --text {kit}/text/wikipedia.xml.bz2 --out {work}/demo", 120, 60),
-        Step("correctness", "benchmarks/gpu/correctness.py --resume --limit-s {left}", 420),
+        Step("correctness", "benchmarks/gpu/correctness.py", 420),
     ),
     2: (
         Step(_COMPILE, "benchmarks/gpu/compile_adam.py", 240),

@@ -101,7 +101,7 @@ def build(source: str, config: LlamaConfig, folder: Path, dtype: str) -> nn.Modu
 
 
 def resident(which: str = "VmRSS") -> int:
-    """Resident memory of this process, or its high-water mark (VmHWM), pages of files included."""
+    """Return the resident memory of this process, or its high-water mark (VmHWM), pages of files included."""
     rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(rows[which].split()[0]) * 1024
 
@@ -139,7 +139,7 @@ def child(options: argparse.Namespace) -> None:
         LlamaForCausalLM(llama(options)).to(torch.bfloat16).save_pretrained(options.folder)
     small = argparse.Namespace(layers=1, width=64, vocabulary=64)
     engine, *_ = harmony_ds.initialize(model=LlamaForCausalLM(llama(small)), config=ds_config("bf16"))
-    engine.destroy()  # whatever is loaded on first use is there now
+    engine.destroy()  # modules that are loaded on first use are there now
     for case in options.cases:
         print(json.dumps(asdict(measure(*case.split(":"), options))))
 

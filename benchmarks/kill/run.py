@@ -6,7 +6,7 @@ A run trains a small network with dropout, clipping and momentum, and saves afte
 over the tag "again". Half of the kills are the process's own, before the n-th of its moments (a write, an fsync, a
 rename, an unlink, a task of a step): all moments have the same chance, and a seed gives the same ones again. The other
 half come from outside after a random time. After every kill: what had been saved is there and whole. Every run that
-goes on must give, step by step, the losses, weights, optimizer state and generators of the run that nobody killed.
+goes on must give, step by step, the losses, weights, optimizer state and generators of an undisturbed run.
 
 Processes are forked from one that has imported torch, so a kill costs a fraction of a second.
 """
@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 
 def train(folder: Path, told: Callable[[dict[str, Any]], None], moment: Callable[[], None]) -> None:
-    """One process's life: goes on from what is saved in `folder`, and ends after `STEPS` steps."""
+    """Run one process: resume from `folder`, and end after `STEPS` steps."""
     engine = engine_from(folder, clip=0.5)
     engine.on_progress(lambda *_: moment())
     while engine.global_steps < STEPS:
@@ -79,7 +79,7 @@ def train(folder: Path, told: Callable[[dict[str, Any]], None], moment: Callable
 
 
 def engine_from(folder: Path, clip: float, **harmony: Any) -> harmony_ds.HarmonyEngine:
-    """The engine over the network, which goes on from what is saved in `folder`."""
+    """Return an engine over the network, resumed from `folder`."""
     torch.manual_seed(1)
     model = Net()
     engine, *_ = harmony_ds.initialize(
@@ -102,7 +102,7 @@ def batch(index: int) -> Tensor:
 
 
 def digest(engine: harmony_ds.HarmonyEngine) -> str:
-    """Of everything that later steps depend on."""
+    """Hash everything that later steps depend on."""
     tensors = [*engine.module.parameters(), torch.get_rng_state()]
     assert engine.optimizer is not None
     for parameter in engine.module.parameters():
@@ -130,7 +130,7 @@ class Moments:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(self) -> None:
-        """From now on, for the rest of this process's life."""
+        """Count, for the rest of this process."""
         write = tensor_files._NewFile.write
         fsync = os.fsync
 
@@ -158,7 +158,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Life:
-    """What a process told before it ended, how many moments it had (if it was not killed), and how long it took."""
+    """Result of a process: messages, the number of its moments (if it was not killed), and its duration."""
 
     told: list[dict[str, Any]]
     moments: int
@@ -169,7 +169,7 @@ class Life:
 
 
 def live(folder: Path, fatal: int | None = None, delay: float | None = None) -> Life:
-    """Forks a process that trains; it ends by itself, before moment `fatal`, or after `delay` seconds."""
+    """Fork a process that trains; it ends by itself, before moment `fatal`, or after `delay` seconds."""
     read_end, write_end = os.pipe()
     began = time.perf_counter()
     child = os.fork()
@@ -210,7 +210,7 @@ def _be(folder: Path, fatal: int | None, write_end: int) -> None:
 
 
 def fates(seed: int, whole: Life) -> Iterator[dict[str, Any]]:
-    """How each process ends."""
+    """Yield how each process ends."""
     chance = random.Random(seed)
     while True:
         yield {"fatal": chance.randint(1, whole.moments)}
@@ -218,7 +218,7 @@ def fates(seed: int, whole: Life) -> Iterator[dict[str, Any]]:
 
 
 def check_whole(folder: Path, life: Life, kept: dict[str, int]) -> None:
-    """What had been saved when the process was killed is there, and whole."""
+    """Check that everything that had been saved when the process was killed is there, and whole."""
     for what in ("saved", "again"):
         kept[what] = max(kept[what], life.last(what))
     if kept["saved"]:
@@ -231,7 +231,7 @@ def check_whole(folder: Path, life: Life, kept: dict[str, int]) -> None:
 
 
 def check_same(life: Life, expected: dict[int, dict[str, Any]]) -> int:
-    """Every step told is the uninterrupted run's; returns how many there were."""
+    """Check that every step reported is the uninterrupted run's; return how many there were."""
     steps = [line for line in life.told if "step" in line]
     for line in steps:
         assert line == expected[line["step"]], (line, expected[line["step"]])
@@ -239,7 +239,7 @@ def check_same(life: Life, expected: dict[int, dict[str, Any]]) -> int:
 
 
 def check_tidy(folder: Path) -> None:
-    """A save that ran to its end has removed what others left."""
+    """Check that a save that ran to its end has removed the rests of killed ones."""
     assert not list(folder.glob(".*")), list(folder.glob(".*"))
     for tag in (child for child in folder.iterdir() if child.is_dir()):
         assert len(list(tag.glob("data-*"))) == 1, tag
@@ -262,19 +262,19 @@ def main() -> None:
             _one_run(Path(scratch) / f"run{tally['runs']}", ways, options.kills, expected, tally)
     print(
         f"{tally['kills']} kills, {tally['in a save']} of them during a save, over {tally['runs']} runs: every "
-        f"checkpoint that had been saved was whole, and all {tally['steps']} steps were bit for bit those of the run that "
-        f"nobody killed ({whole.moments} moments)."
+        f"checkpoint that had been saved was whole, and all {tally['steps']} steps were bit for bit those of an "
+        f"undisturbed run ({whole.moments} moments)."
     )
 
 
 def _warm_up() -> None:
-    """Imports, once for all processes, what the first engine and the first optimizer import."""
+    """Import, once for all processes, what the first engine and the first optimizer import."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     assert harmony_ds.HarmonyEngine
 
 
 def _one_run(folder: Path, ways: Iterator[dict[str, Any]], kills: int, expected: Any, tally: dict[str, int]) -> None:
-    """Kills the processes of one run until one lives to the end."""
+    """Kill the processes of one run until one lives to the end."""
     kept = {"saved": 0, "again": 0}
     folder.mkdir()
     while True:

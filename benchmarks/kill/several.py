@@ -1,15 +1,15 @@
-"""What becomes of several processes when one fails? Breaks one of them at every kind of task, and lets all go on.
+"""Do all processes of a training end well when one fails? Breaks one at every kind of task, and resumes them all.
 
     OMP_NUM_THREADS=1 python benchmarks/kill/several.py --out benchmarks/results/kill-several.json
 
 Three processes train one small network, and save after every step. In the second step of their life one of them is
-killed (SIGKILL), loses its connections, or raises an exception: behind the first and the last task of
+killed (SIGKILL), loses its connections, or raises an exception: after the first and the last task of
 every kind, in the exchange of gradients, and where a save begins; each rank in its turn, with clipping and without. Then:
 
     all others have ended within the limit, with an error that names the rank
     no process of the training is left, and nothing in /dev/shm
     the next three, which go on from what was saved, take one step with the losses, weights, optimizer state and
-    generators of a run that nobody broke, before one of them is broken in its turn
+    generators of an unbroken run, before one of them is broken in its turn
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CLIPS = (0.0, 0.5)
 
 @dataclass(frozen=True)
 class Fault:
-    """`what` happens to `rank` in its second step, `where`: behind a task ("R last"), in an "exchange", or in a "save"."""
+    """A failure of `rank` in its second step; `where`: after a task ("R last"), in an "exchange", or in a "save"."""
 
     what: str
     where: str
@@ -64,7 +64,7 @@ class Fault:
 
 @dataclass
 class Ended:
-    """What a process told, what it printed, how it ended and when (by the clock that all share)."""
+    """Result of a process: messages, output, exit code, and the time of its end (by the clock that all share)."""
 
     told: list[dict[str, Any]]
     printed: str
@@ -79,9 +79,9 @@ class Ended:
 
 
 def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Callable[[dict[str, Any]], None]) -> None:
-    """Goes on from what is saved in `folder`, and ends after `STEPS` steps, or by `fault`."""
+    """Resume from `folder`, and end after `STEPS` steps, or by `fault`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), LOCAL_WORLD_SIZE=str(SIZE))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # for who asks; the processes have met
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # for other libraries; the processes have met
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{os.getppid()}", rank=rank, world_size=SIZE)
     engine = engine_from(folder, clip, profile=str(folder.parent / f"profile{clip}"), weights=WEIGHTS, reduce=REDUCE)
     begin = engine.global_steps
@@ -90,7 +90,7 @@ def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Calla
     def here(where: str) -> None:
         if fault is not None and (fault.rank, fault.where, begin + 1) == (rank, where, engine.global_steps):
             told({"fault": time.monotonic()})
-            happens(fault.what)
+            break_process(fault.what)
 
     def noted(done: int, _: int, task: Task) -> None:
         if engine.global_steps == begin:
@@ -117,7 +117,7 @@ def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Calla
 
 
 def _announce_exchanges(here: Callable[[str], None]) -> None:
-    """From now on `here` is called in front of each."""
+    """Call `here` before each exchange, from now on."""
     for module, name in ((dist, "all_to_all_single"), (exchange_module, "_all_gather"), (GradientSlots, "others")):
         setattr(module, name, _announced(getattr(module, name), here))
 
@@ -131,12 +131,12 @@ def _announced(function: Callable[..., Any], here: Callable[[str], None]) -> Cal
 
 
 def places(tasks: list[tuple[int, str]]) -> tuple[dict[str, int], dict[str, int]]:
-    """Of every kind of task: the number of its first in a step, and of its last."""
+    """Return the number of the first task in a step, and of the last, by kind."""
     return {kind: done for done, kind in reversed(tasks)}, {kind: done for done, kind in tasks}
 
 
-def happens(what: str) -> None:
-    """To this process."""
+def break_process(what: str) -> None:
+    """Break this process."""
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "exception":
@@ -156,7 +156,7 @@ def happens(what: str) -> None:
 
 
 def live(folder: Path, clip: float, fault: Fault | None = None) -> list[Ended]:
-    """Forks the processes of a training, and waits for them; who is left after the limit is an error."""
+    """Fork the processes of a training, and wait for them; one that is left after the limit is an error."""
     folder.mkdir(exist_ok=True)
     (folder / f"store{os.getpid()}").unlink(missing_ok=True)
     children: dict[int, int] = {}
@@ -212,7 +212,7 @@ def _be(folder: Path, rank: int, fault: Fault | None, clip: float, write_end: in
 
 
 def check_ended(fault: Fault, ended: list[Ended]) -> tuple[float, list[str]]:
-    """Everybody has, in time, and says who has failed; the seconds of the last, and how each other ended."""
+    """Check that all ended in time and name the rank that failed; return the seconds of the last, and how each ended."""
     began = ended[fault.rank].find("fault")
     assert began is not None, (fault, "did not happen", [one.told[-1] for one in ended])
     how = []
@@ -230,18 +230,18 @@ def check_ended(fault: Fault, ended: list[Ended]) -> tuple[float, list[str]]:
 
 
 def shared_memory() -> set[str]:
-    """Files in /dev/shm, but for those of multiprocessing and of DeepSpeed, which no training here uses."""
+    """Return files in /dev/shm, except those of multiprocessing and of DeepSpeed, which no training here uses."""
     return {file.name for file in Path("/dev/shm").iterdir() if not file.name.startswith(("sem.mp-", "deepspeed_"))}
 
 
 def saved_steps(folder: Path) -> int:
-    """How many steps of the run there are behind its last checkpoint."""
+    """Return the number of steps in the last checkpoint of a run."""
     latest = folder / folders.LATEST
     return read_any(folder / latest.read_text()).progress.global_steps if latest.exists() else 0
 
 
 def check_same(ended: list[Ended], expected: list[dict[int, Any]]) -> int:
-    """Every step told is that of the run that nobody broke; how many there were."""
+    """Check that every step reported is that of the unbroken run; return how many there were."""
     count = 0
     for rank, one in enumerate(ended):
         for line in one.told:
@@ -299,15 +299,7 @@ def main() -> None:
             rows.append(row)
             if options.out:
                 options.out.write_text(
-                    json.dumps(
-                        {
-                            "processes": SIZE,
-                            "weights": WEIGHTS,
-                            "reduce": REDUCE,
-                            "faults": rows,
-                        }
-                    )
-                    + "\n"
+                    json.dumps({"processes": SIZE, "weights": WEIGHTS, "reduce": REDUCE, "faults": rows}) + "\n"
                 )
     for what in FAULTS:
         times = [row["seconds"] for row in rows if row["what"] == what and row["wrong"] is None]
@@ -322,7 +314,7 @@ def main() -> None:
         raise SystemExit(f"{wrong} of {len(rows)} faults ended otherwise than they should")
     print(
         f"{len(rows)} faults: all ended, the rank was named, nothing was left, and all {steps} steps were bit for bit "
-        "those of the run that nobody broke."
+        "those of the unbroken run."
     )
 
 

@@ -22,7 +22,7 @@ from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Sourc
 
 
 def state(number: int) -> Snapshot:
-    """A state that is told apart by its number."""
+    """Make a state that is told apart by its number."""
     values = {f"layer{i}": Source.of(torch.full((40, 30), float(number + i))) for i in range(4)}
     optimizer = OptimizerState(
         "SGD", (ParameterGroup(tuple(values), {"lr": 0.1}),), {n: {"m": v} for n, v in values.items()}
@@ -31,7 +31,7 @@ def state(number: int) -> Snapshot:
 
 
 def number_in(folder: Path) -> int:
-    """Which state is there; raises if it is not whole."""
+    """Return the number of the state that is there; raise if it is not whole."""
     found = read_any(folder)
     number = found.progress.global_steps
     for i, source in enumerate(found.parameters.values()):
@@ -40,7 +40,7 @@ def number_in(folder: Path) -> int:
 
 
 def save(folder: Path, tag: str, fatal: int | None) -> int | None:
-    """Saves state 2 in a process that ends before moment `fatal`; how many moments it had, if it was not killed."""
+    """Save state 2 in a process that ends before moment `fatal`; return its moments, if it was not killed."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -62,7 +62,7 @@ def save(folder: Path, tag: str, fatal: int | None) -> int | None:
 
 
 def sweep(scratch: Path, tag: str) -> int:
-    """Kills a save under `tag` everywhere; returns at how many moments."""
+    """Kill a save under `tag` before each moment; return how many there are."""
     good = scratch / "good"
     write(state(1), good, "first")
     fatal = 0

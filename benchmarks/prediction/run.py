@@ -1,7 +1,6 @@
 """How good are the predictions? Trains small models under several plans and compares.
 
     python benchmarks/prediction/run.py            predicted against measured step time, four models, three plans each
-    python benchmarks/prediction/run.py --top      the search's first choice against its own ten best, as measured
     torchrun --nproc_per_node 2 benchmarks/prediction/run.py       the first with two processes that share the gradients
     ... run.py --link 16     either with a link of 16 MiB/s in each direction, beside compute (see slow_link.py)
 
@@ -150,42 +149,8 @@ def accuracy(rounds: int, steps: int, only: str | None, link: float | None) -> l
     return rows
 
 
-def top(rounds: int, steps: int, only: str | None) -> list[dict[str, Any]]:
-    """Compare the first choice's measured time with the best measured time among the ten best by prediction."""
-    rows = []
-    for shape in _chosen(only):
-        budget = shape.budgets[1] * weight_bytes(shape) / GIB
-        first = measure(shape, 1, {"device_memory_gib": budget})
-        times: list[list[float]] = [[] for _ in first.choices]
-        for _ in range(rounds):
-            for place, choice in enumerate(first.choices):
-                path = RESULTS / ".plan.json"
-                path.write_text(choice.plan.to_json(), encoding="utf-8")
-                report = measure(shape, steps, {"device_memory_gib": budget, "plan": str(path)})
-                times[place].append(report.typical_step_ms)
-                path.unlink()
-        typical = [statistics.median(samples) for samples in times]
-        row = {
-            "shape": asdict(shape),
-            "plans": [choice.reason for choice in first.choices],
-            "predicted_ms": [choice.prediction.step_ms for choice in first.choices],
-            "measured_ms": typical,
-            "first_over_best": typical[0] / min(typical),
-        }
-        rows.append(row)
-        print(
-            f"{shape.name:<24} first choice {typical[0]:.1f} ms, best of {len(typical)} {min(typical):.1f} ms: "
-            f"{row['first_over_best']:.3f}",
-            flush=True,
-        )
-        for reason, predicted, measured in zip(row["plans"], row["predicted_ms"], typical, strict=True):
-            print(f"    predicted {predicted:8.1f}  measured {measured:8.1f}  {reason}", flush=True)
-    return rows
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--top", action="store_true", help="measure the ten best plans of each search")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--link", type=float, metavar="MIB/S", help="a link of that rate, beside compute")
@@ -194,14 +159,10 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     begin = time.time()
-    if arguments.top:
-        rows = top(arguments.rounds, arguments.steps, arguments.only)
-    else:
-        rows = accuracy(arguments.rounds, arguments.steps, arguments.only, arguments.link)
+    rows = accuracy(arguments.rounds, arguments.steps, arguments.only, arguments.link)
     if RANK != 0:
         return 0
-    name = "prediction-top" if arguments.top else "prediction"
-    launcher = ["python"]
+    name, launcher = "prediction", ["python"]
     if PROCESSES > 1:
         name += f"-{PROCESSES}-processes"
         launcher = ["torchrun", "--nproc_per_node", str(PROCESSES)]

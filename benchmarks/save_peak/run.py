@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 def anonymous_bytes() -> int:
-    """Resident memory of this process that is not pages of files."""
+    """Return the resident memory of this process that is not pages of files."""
     rows = dict(
         line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Rss")
     )
@@ -63,7 +63,7 @@ def anonymous_bytes() -> int:
 
 
 class Peak:
-    """The most that `anonymous_bytes` said while it was watched, sampled every millisecond."""
+    """Maximum of `anonymous_bytes` while it is watched, sampled every millisecond."""
 
     def __init__(self) -> None:
         self.bytes = 0

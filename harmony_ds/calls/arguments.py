@@ -144,9 +144,6 @@ class CallInputs:
         return result
 
 
-# ---- containers that layers write into
-
-
 @functools.cache
 def _is_container(cls: type) -> bool:
     return issubclass(cls, (dict, list, UserDict))
@@ -176,9 +173,6 @@ def has_changed(container: Any, before: tuple[list[Any], list[Any]]) -> bool:
     """Return whether `container` has changed since `contents` returned `before`."""
     keys, values = contents(container)
     return keys != before[0] or len(values) != len(before[1]) or not all(map(is_, values, before[1]))
-
-
-# ---- transformers' output collector
 
 
 def _variable() -> Any:

@@ -26,9 +26,7 @@ from harmony_ds.errors import ModelError, UnsupportedError
 
 class _BoundaryNode(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, tensors: Sequence[Tensor], targets: Sequence[GradientTarget]
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> Any:
         ctx.set_materialize_grads(False)
         ctx.harmony_targets = targets
         return tuple(tensors)

@@ -72,11 +72,7 @@ class _Copy:
 
 
 class DeviceBuffers:
-    """A model's buffers on the device: copied once, and copied back if the forward pass changed them.
-
-    Attributes:
-        are_written: whether forward passes have been seen to change any.
-    """
+    """A model's buffers on the device: copied once, and copied back if the forward pass changed them."""
 
     def __init__(self, modules: Sequence[nn.Module], device: Device, ledger: Ledger) -> None:
         self._owners = [module for module in modules if buffers_of([module])]
@@ -85,7 +81,7 @@ class DeviceBuffers:
         self._copies: dict[int, _Copy] = {}  # by the id of the host's
         self._unversioned: set[nn.Module] = set()  # modules whose forward writes to buffers through `.data`
         self._places: Mapping[nn.Module, int] = {}
-        self.are_written = False
+        self.are_written = False  # whether forward passes have been seen to change any
         self.nbytes = sum(b.nbytes for b in {id(b): b for b in buffers_of(self._owners)}.values())
 
     @property
@@ -127,9 +123,8 @@ class DeviceBuffers:
         """
         copies = {id(copy.device): copy for copy in self._copies.values()}
         for module in self._owners:
-            known = [
-                copy for b in buffers_of([module]) if (copy := copies.get(id(b))) and b._version == copy.device_version
-            ]
+            now = buffers_of([module])
+            known = [c for b in now if (c := copies.get(id(b))) and b._version == c.device_version]
             same = all(c.device.is_meta or equal(c.device.cpu(), c.host) for c in known)
             if not same and not updates_statistics(module):
                 self._unversioned.add(module)

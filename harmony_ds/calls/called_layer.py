@@ -14,7 +14,7 @@ from harmony_ds.calls.caches import restore_caches, snapshot_caches
 from harmony_ds.calls.installed import LayerParameters
 from harmony_ds.calls.outputs import storages_of
 from harmony_ds.calls.recorded_call import RecordedCall
-from harmony_ds.calls.targets import DeadEnd, GradientTarget
+from harmony_ds.calls.targets import DeadEnd, Targets
 from harmony_ds.calls.trees import flatten_all
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.offload.residency import Leaves
@@ -80,9 +80,7 @@ class CalledLayer:
             found = copies.cache[self.dead_end] = self.dead_end.guarded(own)
         return found
 
-    def run(
-        self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: list[GradientTarget | None]
-    ) -> CallOutputs:
+    def run(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: Targets) -> CallOutputs:
         """Run the call with `tensors`, whose gradients go to `targets`."""
         request, arguments = call.request, call.arguments
         inputs = list(tensors)
@@ -126,9 +124,8 @@ class CalledLayer:
         self._gathering.update(filter(updates_statistics, self.buffered))
         self._reading.update(filter(reads_statistics, self.buffered))
         after = versions(self.buffered)
-        seen = len(after) != len(before) or any(
-            a is not b or v != w for (a, v), (b, w) in zip(after, before, strict=True)
-        )
+        pairs = zip(after, before, strict=False)
+        seen = len(after) != len(before) or any(a is not b or v != w for (a, v), (b, w) in pairs)
         self.replayed |= seen or not self._gathering.isdisjoint(self._reading)
         self.changes_buffers |= seen or bool(self._gathering)
 

@@ -65,11 +65,7 @@ class CallState:
 
 
 class Contract:
-    """Records the state of one model at each call, checks it, and restores its modes.
-
-    Attributes:
-        is_running: the engine runs the model now.
-    """
+    """Records the state of one model at each call, checks it, and restores its modes."""
 
     def __init__(self, model: nn.Module) -> None:
         names = dict(model.named_modules())
@@ -78,7 +74,7 @@ class Contract:
         self._parameters = list(model.parameters())
         self._written: set[Key] = set()  # by forward
         self._is_said = False
-        self.is_running = False
+        self.is_running = False  # by the engine
         self._record()
         self._newest = CallState(self._modes(), self._attributes)
 
@@ -92,11 +88,7 @@ class Contract:
         return self._newest
 
     def check(self, states: Sequence[CallState | None]) -> None:
-        """Check, before micro-batches run that were called in `states`, that the program has changed no attribute since.
-
-        Raises:
-            ModelError: it has, so that those micro-batches would see the new value.
-        """
+        """Raise ModelError if the program has changed attributes since calls in `states` that run now."""
         now = self.take().attributes
         for seen in [state.attributes for state in states if state is not None]:
             changed = set() if seen is now else _changed(seen, now) - self._written
@@ -166,8 +158,6 @@ class Contract:
         """Return the attributes that forward has been seen to set, in words."""
         return ", ".join(map(self._name, sorted(self._written))) or "none that was seen"
 
-    # ---- snapshots
-
     def _modes(self) -> CallModes:
         with ungated():
             trained = tuple(map(attrgetter("requires_grad"), self._parameters))
@@ -232,8 +222,6 @@ def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
         return one[1] == other[1]
     return type(one[0]) is type(other[0]) and isinstance(one[0], _SCALARS) and bool(one[0] == other[0])
 
-
-# ---- torch's process-wide switches that change numbers
 
 _C: Any = torch._C  # whose functions are read at every layer call
 _cuda = torch.backends.cuda

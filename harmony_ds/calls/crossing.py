@@ -47,23 +47,15 @@ class Crossings:
             self._numbers.setdefault(member.torch_device, number)
         self._leaving: dict[int, tuple[Event, Tensor]] = {}
         self._of_leaves: list[_Copies] = []  # freed by hand: copies and leaves refer to each other
-        self._input_copies: list[
-            tuple[Tensor, Tensor, int]
-        ] = []  # to the layer that runs: tensor, copy, the copy's version
+        self._input_copies: list[tuple[Tensor, Tensor, int]] = []  # of the running layer: tensor, copy, its version
 
     @property
     def between_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
         """A maker of the context that code between layers runs in; None: it needs none."""
         return None if self._group is None else lambda: _Alignment(self)
 
-    # ---- the device of a tensor
-
     def device_of(self, tensor: Tensor) -> int | None:
-        """Return the number of the device of `tensor`; None: it is on the host.
-
-        Raises:
-            ModelError: a layer changed a copy of `tensor` in place; on one device it would have changed `tensor`.
-        """
+        """Return the number of the device of `tensor`; None: the host. Raise ModelError if a layer changed its copy."""
         if hasattr(tensor, _CHANGED):
             raise ModelError(
                 f"layer {getattr(tensor, _CHANGED)} changes its input of shape {tuple(tensor.shape)} in place, and other "
@@ -90,8 +82,6 @@ class Crossings:
             return tensor
 
         return put
-
-    # ---- moving tensors
 
     def to_current(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return `tensors` on the current device."""

@@ -45,7 +45,7 @@ class PhantomParameter(torch.Tensor):
         """Return a phantom of `like` on `device`.
 
         When an operation wants its values, `touched` is called with its name: the operation runs on the tensor that is
-        returned, and raises ParameterOutsideLayerError if that is None.
+        returned, and raises ModelError if that is None.
         """
         phantom: PhantomParameter = torch.Tensor._make_wrapper_subclass(
             PhantomParameter, like.shape, dtype=like.dtype, device=device, requires_grad=like.requires_grad
@@ -66,8 +66,7 @@ class PhantomParameter(torch.Tensor):
             if tensor is None:
                 raise ModelError(
                     f"the parameter {phantom.harmony_name} was used ({func}) outside the call of the layer that owns it, "
-                    "where it is not on the device. Name a module that contains both the layer and this use in "
-                    "harmony.layers."
+                    "where it is not on the device. Name a module that contains both in harmony.layers."
                 )
             return tensor
 
@@ -194,9 +193,8 @@ class LayerParameters:
                 # It computes with a list. If it made that itself, it would move parameters into cuDNN's memory.
                 weights = [parameters.get(name) for name in module._flat_weights_names]
                 items.append((module.__dict__, "_flat_weights", weights))
-                items.append(
-                    (module.__dict__, "_flat_weight_refs", [w if w is None else weakref.ref(w) for w in weights])
-                )
+                refs = [w if w is None else weakref.ref(w) for w in weights]
+                items.append((module.__dict__, "_flat_weight_refs", refs))
         if copies.keys() >= self._all:  # other entries of the modules may change until the next call
             copies.cache[self] = items
         return items

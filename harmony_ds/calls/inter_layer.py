@@ -14,10 +14,9 @@ from harmony_ds.calls.targets import GradientTarget, InterLayerGradient, OutputG
 class InterLayerGraph:
     """Graph of the inter-layer operations of one micro-batch, and gradients that wait to go back through it.
 
-    A layer input that is not itself an output of an earlier layer was computed by inter-layer operations. Its gradient
-    goes through their graph to the Boundaries that it began at: once, after all layers that use the input have been
-    propagated through, and before the latest layer call that it was computed from. Graphs are kept until the micro-batch
-    is done, since several inputs may share parts.
+    The gradient of a layer input that is no output of an earlier layer goes through that graph to the Boundaries it began
+    at: once, after all layers that use the input, and before the latest layer call that the input was computed from.
+    Graphs are kept until the micro-batch is done, since several inputs may share parts.
     """
 
     def __init__(self) -> None:
@@ -43,11 +42,7 @@ class InterLayerGraph:
 
     def propagate_due(self, call: int) -> None:
         """Propagate gradients of all inputs that were computed from call `call` or a later one (-1: all)."""
-        due = [
-            (edge, target)
-            for edge, target in self._edges.values()
-            if target.gradient is not None and target.deadline >= call
-        ]
+        due = [(e, t) for e, t in self._edges.values() if t.gradient is not None and t.deadline >= call]
         if due:
             propagate([edge for edge, _ in due], [target.take() for _, target in due], retain_graph=True)
 

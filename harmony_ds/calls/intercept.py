@@ -69,9 +69,7 @@ class Request:
     Attributes:
         layer: index of the layer.
         forward: the layer's own forward, bound.
-        context: the caller's context variables.
-        grad: the caller's grad mode.
-        autocast: the caller's autocast.
+        context, grad, autocast: the caller's context variables, grad mode and autocast.
         around: makes the context of torch's modes and switches that the caller has set; None: none.
         raised: ids of exceptions of the layer's forward (the exceptions would keep the request, by their tracebacks).
     """

@@ -29,7 +29,7 @@ from harmony_ds.calls.random_streams import State, states_differ
 from harmony_ds.calls.recorded_call import CallTrial, RecordedCall, norms_of
 from harmony_ds.calls.saved_inputs import SavedInputs, SavedTensor
 from harmony_ds.calls.slices import Piece, SliceAssembler, Slicing, slicing_of
-from harmony_ds.calls.targets import GradientTarget
+from harmony_ds.calls.targets import Targets
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
@@ -42,19 +42,13 @@ SetState = Callable[[State], None]
 
 
 class LayerCalls:
-    """Runs the layer calls of one model.
+    """Runs the layer calls of one model."""
 
-    Attributes:
-        checks_recomputation: outputs of recomputations are compared with those of forward.
-    """
-
-    def __init__(
-        self, layers: tuple[Layer, ...], installation: Installation, stash: Stash, crossings: Crossings
-    ) -> None:
+    def __init__(self, layers: Sequence[Layer], installation: Installation, stash: Stash, crossings: Crossings) -> None:
         self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self._saved = SavedInputs(stash)
         self._crossings = crossings
-        self.checks_recomputation = True
+        self.checks_recomputation = True  # compares its outputs with those of forward
         self._unseen: list[str] | None = None  # None: not collected
 
     @property
@@ -101,9 +95,8 @@ class LayerCalls:
             if layer.replayed and call.buffers is None:
                 raise ModelError(
                     f"layer {layer.name} was seen to change buffers that it reads (as normalization does in training and "
-                    "evaluation mode in turn) after the forward pass of a micro-batch whose loss or outputs were looked "
-                    "at, which cannot be run again as it was. Nothing has been updated. Read losses after "
-                    "engine.step()."
+                    "evaluation mode in turn) after the forward pass of a micro-batch whose loss or outputs were read, "
+                    "which cannot be run again. Nothing has been updated. Read losses after engine.step()."
                 )
 
     def name_of(self, layer: int) -> str:
@@ -117,8 +110,6 @@ class LayerCalls:
     def may_keep_graphs(self, layer: int) -> bool:
         """Return whether graphs of `layer` can be kept while other micro-batches go through it."""
         return self._layers[layer].may_keep_graphs
-
-    # ---- attached to the caller's graph, or without one
 
     def run_attached(self, request: Request, copies: Leaves) -> Any:
         """Run the call as the model wrote it, on device copies of the layer's parameters."""
@@ -150,8 +141,6 @@ class LayerCalls:
                 outcome = self._run_slices(call, given.tensors, copies, State)
                 return given.deliver(outcome, outcome.leaves)
         return self.run_attached(request, copies)
-
-    # ---- forward with outputs cut from the graph, backward later
 
     def forward(
         self,
@@ -215,9 +204,8 @@ class LayerCalls:
             inputs = [t.detach() for t in tensors]
         else:
             call.tensors = [self._saved.save(tensor, layer.name) for tensor in tensors]
-            inputs = [
-                k.tensor if type(k) is SavedTensor else t.detach() for k, t in zip(call.tensors, tensors, strict=True)
-            ]
+            pairs = zip(call.tensors, tensors, strict=True)
+            inputs = [k.tensor if type(k) is SavedTensor else t.detach() for k, t in pairs]
         try:
             outcome = self._run_slices(call, inputs, copies, state)
         except BaseException:
@@ -289,7 +277,7 @@ class LayerCalls:
         """Run a call with gradients, whole or sliced, and return its inputs and outputs; nothing is kept for backward."""
         request = replace(request, context=request.context.copy())  # gets a collector of its own
         layer, given = self._layers[request.layer], CallInputs.of(request)
-        targets: list[GradientTarget | None] = [layer.dead_end if t.requires_grad else None for t in given.tensors]
+        targets: Targets = [layer.dead_end if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request, 0, given.arguments, targets, slicing)
         outcome = self._run_slices(call, [t.detach() for t in given.tensors], copies, State)
         places = tuple(places[0] for places in given.arguments.places)
@@ -298,7 +286,7 @@ class LayerCalls:
     def _run_slices(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState) -> CallOutputs:
         """Run the call's forward with detached `tensors`, slice by slice if it is sliced."""
         layer = self._layers[call.request.layer]
-        targets: list[GradientTarget | None] = [layer.dead_end if target else None for target in call.targets]
+        targets: Targets = [layer.dead_end if target else None for target in call.targets]
         copies = layer.guarded(copies)
         call.states.append(state())
         if call.slicing is None:
@@ -315,9 +303,7 @@ class LayerCalls:
         assert first is not None
         if not call.slicing.draws and states_differ(call.states[0], state()):
             layer.draws = True
-            self._report_unseen(
-                f"layer {layer.name} draws random numbers, which was not seen when the model was measured."
-            )
+            self._report_unseen(f"layer {layer.name} draws random numbers, which measuring had not seen.")
         return first
 
     def discard(self, call: RecordedCall) -> None:
@@ -337,7 +323,7 @@ def _apart(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[Non
 
 
 def _run_again(
-    layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: list[GradientTarget | None]
+    layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: Targets
 ) -> list[Tensor]:
     """Run the call (or a slice of it) again, keep its graph, and return the outputs."""
     outputs = layer.run(call, tensors, copies, targets).tensors

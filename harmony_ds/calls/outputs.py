@@ -14,18 +14,13 @@ from harmony_ds.calls.recorded_call import RecordedCall, SharedOutput
 from harmony_ds.calls.targets import OutputGradient
 
 
-def cut_outputs(
-    call: RecordedCall, outcome: CallOutputs, sources: list[Tensor], own: set[int], layer: str
-) -> list[Any]:
+def cut_outputs(call: RecordedCall, outcome: CallOutputs, inputs: list[Tensor], own: set[int], name: str) -> list[Any]:
     """Return the output leaves for the model: inputs that were returned are its own tensors, others are cut once.
 
-    Sets the output gradients of `call`, and which outputs share memory.
-
-    Args:
-        own: storages of the parameters, which will be evicted: outputs that lie in them are copied.
+    Sets the output gradients and views of `call`. Outputs in storages `own`, which will be evicted, are copied.
     """
     leaves = list(outcome.leaves)
-    returned = dict(zip(map(id, outcome.inputs), sources, strict=True))
+    returned = dict(zip(map(id, outcome.inputs), inputs, strict=True))
     places: list[int] = []  # of leaves that are cut
     memories: list[int | None] = []
     gradients: list[OutputGradient] = []
@@ -52,9 +47,7 @@ def cut_outputs(
             leaves[place] = leaves[first]
     if memories:
         shared = _shared(memories, outcome)
-        call.views = [
-            SharedOutput(layer, leaves[p]) for p, lies_in in zip(places, memories, strict=True) if lies_in in shared
-        ]
+        call.views = [SharedOutput(name, leaves[p]) for p, one in zip(places, memories, strict=True) if one in shared]
     return leaves
 
 
@@ -67,9 +60,6 @@ def _shared(memories: list[int | None], outcome: CallOutputs) -> set[int | None]
     if len(set(memories)) == len(memories) and of_inputs.isdisjoint(memories):  # the common case
         return set()
     return {own for own in memories if own is not None and (own in of_inputs or memories.count(own) > 1)}
-
-
-# ---- storages, and copies of results that lie in a layer's parameters
 
 
 class _Copy(torch.autograd.Function):

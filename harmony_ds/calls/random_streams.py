@@ -43,12 +43,7 @@ def micro_batch_seed(seed: int, step: int, index: int) -> int:
 
 
 class RandomStreams:
-    """Switches the process's generators between micro-batches, one of which runs at a time.
-
-    Attributes:
-        draws_in_python: forward was seen to draw from Python's or NumPy's generators, whose states are kept and replayed
-            from then on. (Reading them takes 20 us.)
-    """
+    """Switches the process's generators between micro-batches, one of which runs at a time."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -56,6 +51,7 @@ class RandomStreams:
         self._current: object | None = None
         self._ambient: State | None = None
         self._seeded: _PythonState | None = None  # at the last stream's start, until forward is known to draw
+        # Whether forward was seen to draw from Python's or NumPy's generators: only then are they read, which takes 20 us.
         self.draws_in_python = False
 
     def open(self) -> None:
@@ -70,11 +66,7 @@ class RandomStreams:
         self._states.clear()
 
     def start(self, stream: object, seed: int) -> None:
-        """Begin a stream and make it current.
-
-        Raises:
-            UnseenError: see `check_drawn`.
-        """
+        """Begin a stream and make it current; raises like `check_drawn`."""
         self.check_drawn()
         self._suspend()
         self._device.seed(seed)

@@ -16,7 +16,7 @@ from harmony_ds.calls.random_streams import State
 from harmony_ds.calls.sameness import is_exact
 from harmony_ds.calls.saved_inputs import SavedTensor
 from harmony_ds.calls.slices import Slicing
-from harmony_ds.calls.targets import GradientTarget, OutputGradient
+from harmony_ds.calls.targets import OutputGradient, Targets
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.stash import StashEntry
 
@@ -42,7 +42,7 @@ class RecordedCall:
     request: Request
     number: int
     arguments: Arguments
-    targets: list[GradientTarget | None]
+    targets: Targets
     slicing: Slicing | None = None
     buffers: Buffers | None = None
     tensors: list[StashEntry | SavedTensor] = field(default_factory=list)
@@ -76,11 +76,7 @@ class RecordedCall:
                 output_gradient.propagated = True
 
     def check(self, outputs: list[Tensor], name: str) -> None:
-        """Compare the outputs of a recomputation with those of forward: number, dtypes, shapes and, if kept, norms.
-
-        Raises:
-            ModelError: they differ.
-        """
+        """Raise ModelError if outputs of a recomputation differ from forward's in number, dtypes, shapes or kept norms."""
         whole, pairs = self.slicing is None, zip(self.output_gradients, outputs, strict=False)
         alike = [s is None or (s.dtype == o.dtype and (not whole or s.shape == o.shape)) for s, o in pairs]
         if len(outputs) != len(self.output_gradients) or not all(alike):
@@ -88,8 +84,7 @@ class RecordedCall:
             found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(given, outputs, strict=False)]
             raise ModelError(
                 f"layer {name} returned {len(given)} tensors in forward, {given}, and {len(outputs)} when it was "
-                f"recomputed, {found}: its outputs must depend on its arguments, parameters and buffers and on random "
-                "numbers alone."
+                f"recomputed, {found}: outputs must depend on arguments, parameters, buffers and random numbers alone."
             )
         if self.norms and not all(map(_alike, self.norms, norms_of(outputs), outputs)):
             raise ModelError(

@@ -14,7 +14,7 @@ _PART = "_harmony_part"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Where a tensor is in `whole`; `version`: of the tensor when it was made; `all`: the parts, not kept alive."""
+    """Place of a tensor in `whole`; `version`: of the tensor when it was made; `all`: the parts, not kept alive."""
 
     whole: Tensor
     number: int

@@ -14,11 +14,7 @@ from harmony_ds.offload.stash import Stash, StashEntry
 
 @dataclass(slots=True, eq=False)  # not frozen: made for each layer call, and that is faster
 class SavedTensor:
-    """A tensor argument of `layer` that is not stashed, and its version when the layer was called.
-
-    Attributes:
-        tensor: an alias of the argument.
-    """
+    """Alias of a tensor argument of `layer` that is not stashed, and its version when the layer was called."""
 
     tensor: Tensor
     version: int
@@ -44,29 +40,18 @@ class SavedInputs:
         self._stash = stash
 
     def save(self, tensor: Tensor, layer: str) -> StashEntry | SavedTensor:
-        """Save `tensor`, an input of `layer`.
-
-        Raises:
-            UnsupportedError: it is not dense.
-        """
+        """Save `tensor`, an input of `layer`; raise UnsupportedError if it is not dense."""
         if tensor.layout is not torch.strided:
             raise UnsupportedError(
-                f"layer {layer} is given a tensor of layout {tensor.layout}, whose memory the engine cannot keep for the "
-                "layer's backward pass. Give it a dense one, or the parts of a sparse one (indices and values), and put "
-                "them together in the layer's forward."
+                f"layer {layer} is given a tensor of layout {tensor.layout}, which the engine cannot keep for backward. "
+                "Give it a dense one, or indices and values of a sparse one, to be put together in the layer's forward."
             )
-        return (
-            self._stash.put(tensor, layer)
-            if tensor.requires_grad
-            else SavedTensor(tensor.detach(), tensor._version, layer)
-        )
+        if tensor.requires_grad:
+            return self._stash.put(tensor, layer)
+        return SavedTensor(tensor.detach(), tensor._version, layer)
 
     def tensors(self, kept: Iterable[StashEntry | SavedTensor], apart: bool) -> list[Tensor]:
-        """Return the saved inputs, detached; `apart`: as copies, since the layer writes into them.
-
-        Raises:
-            ModelError: one has been changed in place since.
-        """
+        """Return the saved inputs, detached; raise ModelError if one was changed in place. `apart`: return copies."""
         tensors = [self._tensor(one) for one in kept]
         return [t.detach().clone() for t in tensors] if apart else tensors
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.targets import GradientSum, GradientTarget
+from harmony_ds.calls.targets import GradientSum, GradientTarget, Targets
 from harmony_ds.profiler.rows import RowDims, Rows
 
 
@@ -59,7 +59,7 @@ class RowSlice:
         return tensor.narrow(dim, self.first * width, (self.last - self.first) * width)
 
 
-Piece = tuple[list[Tensor], list[GradientTarget | None], list[Tensor | None]]
+Piece = tuple[list[Tensor], Targets, list[Tensor | None]]
 """Inputs of a slice in backward, the targets of their gradients, and the gradients of its outputs."""
 
 
@@ -79,7 +79,7 @@ class Slicing:
             yield RowSlice(first, min(first + size, self.rows), self.rows)
 
     def propagated(
-        self, tensors: Sequence[Tensor], targets: Sequence[GradientTarget | None], gradients: Sequence[Tensor | None]
+        self, tensors: Sequence[Tensor], targets: Targets, gradients: Sequence[Tensor | None]
     ) -> Iterator[Piece]:
         """Yield the slices of a backward pass; in the end, hand the gradients of whole inputs to `targets`."""
         split = [
@@ -159,8 +159,6 @@ class SliceTarget(GradientSum):
         if gradient is not None:
             self._whole.add(gradient)
 
-
-# ---- finding the rows
 
 Shapes = Sequence[torch.Size]
 

@@ -19,6 +19,9 @@ class GradientTarget(Protocol):
     def take(self) -> Tensor | None: ...
 
 
+Targets = list[GradientTarget | None]
+
+
 class GradientSum:
     """The gradient of one tensor: the sum of its consumers' gradients."""
 

@@ -29,8 +29,7 @@ def refuse_transforms(layer: str | None = None) -> None:
         call = f"layer {layer} is called"
         instead = "Transform within one layer's forward, or name a module that contains all of it in harmony.layers."
     raise UnsupportedError(
-        f"{call} inside {what}: micro-batches run later and layer by layer, and their derivatives are not the transform's "
-        f"to take. {instead}"
+        f"{call} inside {what}, which cannot differentiate micro-batches that run later, layer by layer. {instead}"
     )
 
 

@@ -108,11 +108,7 @@ def flatten(tree: Any) -> tuple[list[Any], Shape]:
 
 
 def flatten_all(trees: Iterable[Any]) -> tuple[list[Any], Shape]:
-    """Return all leaves of `trees`, tensors inside objects included, and their structure.
-
-    Raises:
-        UnsupportedError: a tree contains itself.
-    """
+    """Return all leaves of `trees` and their structure; raise UnsupportedError if a tree contains itself."""
     values = list(trees)
     if not any(map(_kind_of, map(type, values))):  # the common case
         return values, [None] * len(values)

@@ -1,17 +1,19 @@
-"""A running engine as a `Snapshot`. Nothing is copied: its sources are the engine's own tensors."""
+"""Capturing a running engine as a `Snapshot`. Nothing is copied: its sources are the engine's own tensors."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harmony_ds.checkpoint.data_position import ResumableLoader
-from harmony_ds.checkpoint.random_state import capture_random
-from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, SchedulerState, Snapshot, Source
+from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source
 from harmony_ds.device.base import Device
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_optimizer import HostOptimizer
@@ -20,11 +22,10 @@ from harmony_ds.offload.host_store import HostStore, ungated
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What of an engine a checkpoint is of, at rest: no update is under way.
+    """The parts of an engine at rest (no update is under way) that a checkpoint holds.
 
     Attributes:
-        loader: the engine's own data loader, if it made one.
-        queued: micro-batches that were taken from it, but whose step is not taken yet.
+        queued: micro-batches that were taken from `loader`, the engine's own, and whose step is not taken yet.
         buffers: those of the module that forward passes of these may have changed, as they were before.
     """
 
@@ -42,98 +43,105 @@ class Trained:
 def capture(
     trained: Trained, progress: Progress, client_state: dict[str, Any], plan: str | None, exclude_frozen: bool
 ) -> Snapshot:
-    """What `trained` is now. Must be written or read before the next step."""
+    """Return the state of `trained`, to be written or read before the next step."""
     trained.device_store.sync_to_host(to_be_read=True)
-    store = trained.store
+    store, scheduler, loader = trained.store, trained.scheduler, trained.loader
     frozen = tuple(name for name in store.parameters if name not in store.masters)
     excluded = frozen if exclude_frozen else ()
+    buffers = persistent_buffers(trained.module).items()
+    shapes = {name: tuple(master.shape) for name, master in store.masters.items() if store.has_fp32_masters}
+    masters = {name: Source(one, store.master_dtype, partial(store.read_master, name)) for name, one in shapes.items()}
+    with ungated():
+        parameters = {name: Source.of(p.data) for name, p in store.parameters.items() if name not in excluded}
     return Snapshot(
         origin="harmony_ds",
         progress=progress,
-        parameters={name: _source(p) for name, p in store.parameters.items() if name not in excluded},
-        masters=masters_of(store),
-        buffers={
-            name: Source.of(trained.buffers.get(name, buffer))
-            for name, buffer in persistent_buffers(trained.module).items()
-        },
+        parameters=parameters,
+        masters=masters,
+        buffers={name: Source.of(trained.buffers.get(name, buffer)) for name, buffer in buffers},
         tied=tied_names(trained.module),
         frozen=frozen,
         excluded=excluded,
-        extra=extra_states(trained.module),
+        extra={key: part.get_extra_state() for key, part in stateful_modules(trained.module).items()},
         optimizer=None if trained.optimizer is None else _optimizer(trained.optimizer),
-        scheduler=_scheduler(trained.scheduler),
+        scheduler=(type(scheduler).__name__, scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None,
         random=capture_random(trained.device),
-        data=None if trained.loader is None else trained.loader.state_dict(trained.queued),
-        client_state=dict(client_state),
+        data=None if loader is None else loader.state_dict(trained.queued),
+        client_state=client_state,
         plan=plan,
     )
 
 
-def _source(parameter: Tensor) -> Source:
-    with ungated():
-        return Source.of(parameter.data)
-
-
-def masters_of(store: HostStore) -> dict[str, Source]:
-    """Return the values of masters that hold more than their weights."""
-    if not store.has_fp32_masters:
-        return {}
-
-    def source(name: str, shape: torch.Size) -> Source:
-        return Source(tuple(shape), store.master_dtype, lambda: store.read_master(name))
-
-    return {name: source(name, master.shape) for name, master in store.masters.items()}
-
-
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state dict has."""
-    found: dict[str, Tensor] = {}
-    for prefix, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+    """Return the buffers in the module's state dict."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    }
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Other names of parameters that have several -> the first one."""
+    """Map the other names of tied parameters to their first one."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
-        # As a plain dict: what is only asked for its name need not be brought from the device.
-        for key, parameter in dict.items(part._parameters):
+        for key, parameter in dict.items(part._parameters):  # a plain dict's: nothing is brought from the device
             name = f"{prefix}.{key}" if prefix else key
             if parameter is not None and first.setdefault(id(parameter), name) != name:
                 tied[name] = first[id(parameter)]
     return tied
 
 
-def extra_states(module: nn.Module) -> dict[str, Any]:
-    """What modules save beside tensors, by its key in the state dict."""
-    has = nn.Module.get_extra_state
+def stateful_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that define `get_extra_state`, by its key in the state dict."""
     return {
-        f"{name}.{nn.modules.module._EXTRA_STATE_KEY_SUFFIX}".lstrip("."): part.get_extra_state()
+        f"{name}.{nn.modules.module._EXTRA_STATE_KEY_SUFFIX}".lstrip("."): part
         for name, part in module.named_modules()
-        if type(part).get_extra_state is not has
+        if type(part).get_extra_state is not nn.Module.get_extra_state
     }
 
 
 def _optimizer(optimizer: HostOptimizer) -> OptimizerState:
-    groups = tuple(
-        ParameterGroup(names, dict(v)) for names, v in zip(optimizer.groups(), optimizer.hyper(), strict=True)
-    )
-    states: dict[str, dict[str, Any]] = {}
-    for group in groups:
-        for name in group.parameters:
-            state = optimizer.state_of(name)
-            if state:
-                states[name] = {
-                    key: Source.of(value) if isinstance(value, Tensor) else value for key, value in state.items()
-                }
+    hyper = zip(optimizer.groups(), optimizer.hyper(), strict=True)
+    groups = tuple(ParameterGroup(names, dict(values)) for names, values in hyper)
+    states = {
+        name: {key: Source.of(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+        for names in optimizer.groups()
+        for name in names
+        if (state := optimizer.state_of(name))
+    }
     return OptimizerState(type(optimizer.optimizer).__name__, groups, states)
 
 
-def _scheduler(scheduler: Any) -> SchedulerState | None:
-    if scheduler is None or not hasattr(scheduler, "state_dict"):
-        return None
-    return SchedulerState(type(scheduler).__name__, scheduler.state_dict())
+def capture_random(device: Device) -> dict[str, Any]:
+    """Return the states of all generators, as plain data and tensors."""
+    states: dict[str, Any] = {"python": random.getstate(), "device": list(device.random_state())}
+    numpy: Any = sys.modules.get("numpy")  # a program that has not imported it has drawn nothing from it
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
+    return states
+
+
+def random_of(states: dict[str, Any] | None, rank: int, size: int) -> dict[str, Any] | None:
+    """Return the states of process `rank` of `size`; None if another number of processes saved them."""
+    if states is None or rank == 0:
+        return states
+    others: list[dict[str, Any]] = states.get("others", [])
+    return others[rank - 1] if len(others) == size - 1 else None
+
+
+def restore_random(states: dict[str, Any], device: Device) -> None:
+    """Set the generators, except those of a device of another kind than the saved one."""
+    random.setstate(states["python"])
+    saved, present = states["device"], device.random_state()
+    fits = [a.shape == b.shape and a.dtype == b.dtype for a, b in zip(saved, present, strict=False)]
+    kept = [old if ok else now for old, now, ok in zip(saved, present, fits, strict=False)]
+    device.set_random_state((*kept, *present[len(kept) :]))
+    if "numpy" in states:
+        import numpy as np
+
+        kind, keys, *rest = states["numpy"]
+        np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))

@@ -1,128 +1,157 @@
-"""Which folder is meant, which layout it has, and from that to any other."""
+"""Finding a checkpoint, opening it in the layout that it has, and writing it in another."""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 
 from harmony_ds.checkpoint import layout
-from harmony_ds.checkpoint.deepspeed.universal_read import is_universal, read_universal
-from harmony_ds.checkpoint.deepspeed.write import to_deepspeed
-from harmony_ds.checkpoint.deepspeed.zero_read import is_deepspeeds, read_zero
-from harmony_ds.checkpoint.export import export_weights
-from harmony_ds.checkpoint.folders import LATEST, MANIFEST
-from harmony_ds.checkpoint.snapshot import Layout, Snapshot, listed
+from harmony_ds.checkpoint.deepspeed.universal import is_universal, read_universal, write_universal
+from harmony_ds.checkpoint.deepspeed.zero_read import is_zero, read_zero
+from harmony_ds.checkpoint.folders import LATEST, MANIFEST, replace_text, replacing
+from harmony_ds.checkpoint.snapshot import Snapshot, Source, listed
+from harmony_ds.checkpoint.tensor_files import write_pickle, write_tensors
 from harmony_ds.errors import CheckpointError
 
-_LATEST_UNIVERSAL = "latest_universal"
+SHARD_BYTES = 5_000_000_000
 _logger = logging.getLogger(__name__)
-_LAYOUTS = ((layout.is_ours, layout.read), (is_universal, read_universal), (is_deepspeeds, read_zero))
+_LAYOUTS = ((layout.is_ours, layout.read), (is_universal, read_universal), (is_zero, read_zero))
+
+
+class Layout(str, Enum):
+    """Layouts that a checkpoint can be converted to. DeepSpeed reads a universal one with any ZeRO stage."""
+
+    HARMONY = "harmony"
+    UNIVERSAL = "universal"
+    HF = "hf"
 
 
 def find(load_dir: Path, tag: str | None) -> Path | None:
-    """The folder of `tag`, or of what `latest` names; None, with a warning, where there is no `latest`.
-
-    Raises:
-        CheckpointError: that folder does not exist.
-    """
-    latest = load_dir / LATEST
-    universal = load_dir / _LATEST_UNIVERSAL
+    """Return the folder of `tag`, or of the tag in `latest`; None, with a warning, where there is no `latest`."""
     if tag is None:
-        latest = latest if latest.is_file() or not universal.is_file() else universal
-        if not latest.is_file():
+        names = (load_dir / LATEST, load_dir / "latest_universal")
+        latest = next((name for name in names if name.is_file()), None)
+        if latest is None:
             _logger.warning(
                 "Unable to find latest file at %s, if trying to load latest checkpoint please ensure this file exists or "
                 "pass an explicit checkpoint tag when loading a checkpoint.",
-                latest,
+                names[0],
             )
             return None
-        tag = _tag_in(latest)
+        text = latest.read_bytes()[:4096]
+        tag = text.decode(errors="replace").strip()
+        if not tag.isprintable() or not tag or "\ufffd" in tag:
+            raise CheckpointError(f"{latest} names no tag: it must hold one line of text, not {text[:20]!r}.")
     folder = load_dir / str(tag)
     if not folder.is_dir():
-        there = sorted(child.name for child in load_dir.glob("*/") if not child.name.startswith("."))
-        raise CheckpointError(
-            f"there is no checkpoint {folder}; {load_dir} holds {listed(there) if there else 'no folder at all'}."
-        )
+        there = listed(sorted(child.name for child in load_dir.glob("*/") if not child.name.startswith(".")))
+        raise CheckpointError(f"there is no checkpoint {folder}; {load_dir} holds {there or 'no folder at all'}.")
     return folder
 
 
-def _tag_in(latest: Path) -> str:
-    text = latest.read_bytes()[:4096]
-    try:
-        tag = text.decode().strip()
-    except UnicodeDecodeError:
-        tag = ""
-    if not tag or not tag.isprintable():
-        raise CheckpointError(f"{latest} names no tag: it must hold one line of text, not {text[:20]!r}.")
-    return tag
-
-
 def verify(folder: Path) -> None:
-    """Read every byte of a checkpoint whose layout has checksums.
-
-    Raises:
-        CheckpointError: it is torn, or was changed.
-    """
+    """Read every byte of a checkpoint whose layout has checksums."""
     if layout.is_ours(folder):
         layout.verify(folder)
 
 
 def read_any(folder: Path, verified: bool = False) -> Snapshot:
-    """Open the checkpoint in a tag's folder, of any layout that is known, after `verify` unless it is `verified`.
-
-    Raises:
-        CheckpointError: it is of none, or torn.
-    """
-    if verified and layout.is_ours(folder):
-        return layout.read(folder, verified=True)
+    """Open the checkpoint in a tag's folder, of any layout that is known, after `verify` unless it is `verified`."""
+    if not verified:
+        verify(folder)
     for fits, read in _LAYOUTS:
         if fits(folder):
             return read(folder)
-    holds = sorted(child.name for child in folder.iterdir())
+    holds = listed(sorted(child.name for child in folder.iterdir())) or "nothing"
     raise CheckpointError(
-        f"{folder} is no checkpoint: it holds {listed(holds) if holds else 'nothing'}, neither {MANIFEST} of "
-        "harmony_ds nor the *_model_states.pt of DeepSpeed. A save that was killed leaves such a folder."
+        f"{folder} is no checkpoint: it holds {holds}, neither {MANIFEST} of harmony_ds nor the *_model_states.pt of "
+        "DeepSpeed. A save that was killed leaves such a folder."
     )
 
 
-def convert(
-    source: Path,
-    target: Path,
-    to: Layout,
-    tag: str | None = None,
-    sub_group_size: int = 1_000_000_000,
-    processes: int = 1,
-) -> Path:
-    """Writes the checkpoint at `source` into the folder `target`, under the same tag (weights alone: directly there).
+def open_checkpoint(source: Path, tag: str | None = None) -> tuple[Path, Snapshot]:
+    """Open a tag's folder, or a folder of several checkpoints: `tag`, or the latest."""
+    if not source.is_dir():
+        raise CheckpointError(f"there is no folder {source}.")
+    folder = source if tag is None and any(fits(source) for fits, _ in _LAYOUTS) else find(source, tag)
+    if folder is None:
+        raise CheckpointError(f"{source} is no checkpoint, and has no file `latest` that names one: give a tag.")
+    return folder, read_any(folder)
 
-    Args:
-        sub_group_size: of the ds_config that DeepSpeed will go on with (ZeRO-3).
-        processes: with so many DeepSpeed will go on (ZeRO-2 and 3; the universal layout is for any number).
 
-    Returns:
-        The folder that was written.
+def convert(source: Path, target: Path, to: Layout, tag: str | None = None) -> Path:
+    """Write the checkpoint at `source` into `target`, under the same tag (weights alone: directly), and return the folder.
 
     Raises:
         CheckpointError: it cannot be read, has no place in the other layout, or cannot be written there.
     """
-    folder, snapshot = _opened(source, tag)
+    folder, snapshot = open_checkpoint(source, tag)
     if to is Layout.HF:
-        export_weights(snapshot, target)
+        export_weights(snapshot.tensors, target)
         return target
     if (target / folder.name).exists():
         raise CheckpointError(f"{target / folder.name} exists already: choose another folder.")
-    if to is Layout.HARMONY:
-        return layout.write(snapshot, target, folder.name)
-    return to_deepspeed(snapshot, target, folder.name, to, sub_group_size, processes)
+    write = layout.write if to is Layout.HARMONY else write_universal
+    return write(snapshot, target, folder.name)
 
 
-def _opened(source: Path, tag: str | None = None) -> tuple[Path, Snapshot]:
-    """The checkpoint at `source`: a tag's folder, or a folder of several (then `tag`, or the latest)."""
-    folder = source if tag is None and source.is_dir() and any(fits(source) for fits, _ in _LAYOUTS) else None
-    if folder is None:
-        if not source.is_dir():
-            raise CheckpointError(f"there is no folder {source}.")
-        folder = find(source, tag)
-    if folder is None:
-        raise CheckpointError(f"{source} is no checkpoint, and has no file `latest` that names one: give a tag.")
-    return folder, read_any(folder)
+def export_weights(
+    tensors: Mapping[str, Source],
+    folder: Path,
+    shard_bytes: int = SHARD_BYTES,
+    whole: str = "model.safetensors",
+    tied: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Write the file `whole` into `folder`, or shards and their index; remove what an earlier export left there.
+
+    `tied` maps other names of tensors to those in `tensors`; torch.save's files have them too.
+    """
+    stem, suffix = Path(whole).stem, Path(whole).suffix
+    shards: list[dict[str, Source]] = [{}]
+    for name, source in tensors.items():
+        if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + source.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = source
+    names = [whole]
+    if len(shards) > 1:
+        names = [f"{stem}-{place:05d}-of-{len(shards):05d}{suffix}" for place in range(1, len(shards) + 1)]
+    written = [write_weights(shard, folder / name, tied) for name, shard in zip(names, shards, strict=True)]
+    index = folder / f"{whole}.index.json"
+    if len(shards) > 1:
+        total = sum(source.nbytes for source in tensors.values())
+        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        if suffix != ".safetensors":
+            places |= {name: places[first] for name, first in (tied or {}).items() if first in places}
+        with _complaining(index):
+            replace_text(index, json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
+        written.append(index)
+    for pattern in (whole, index.name, f"{stem}-?????-of-?????{suffix}"):  # an older whole file would be preferred
+        for path in set(folder.glob(pattern)).difference(written):
+            with _complaining(path):
+                path.unlink()
+    return written
+
+
+def write_weights(tensors: Mapping[str, Source], path: Path, tied: Mapping[str, str] | None = None) -> Path:
+    """Write one file: safetensors by its suffix, else a state dict by `torch.save`, with `tied` names too."""
+    with _complaining(path), replacing(path) as fresh:
+        if path.suffix == ".safetensors":
+            write_tensors(fresh, tensors)
+        else:
+            values = {name: source.compact() for name, source in tensors.items()}
+            values |= {name: values[first] for name, first in (tied or {}).items() if first in values}
+            write_pickle(fresh, values)
+    return path
+
+
+@contextmanager
+def _complaining(path: Path) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error

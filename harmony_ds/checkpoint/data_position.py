@@ -1,4 +1,4 @@
-"""A data loader that knows where it is, so that a resumed run is given the batches that the interrupted one was not."""
+"""A data loader that knows its position, so that a resumed run is given the batches that the interrupted one was not."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 
 
 class ResumableLoader:
-    """Wraps the loader that the engine made. Attributes of that are found here too; there is one pass at a time.
-
-    Of several processes, each has every so many batches of one order; a position counts the batches of all, so that any
-    number of processes goes on from it.
+    """The loader that the engine made, with its attributes, and one pass at a time.
 
     A position is the number of batches taken, and the state of torch's generator when the pass began, since samplers
     draw their order from it. Going on draws the same order and skips what was taken; the generator does not notice.
+    Several processes are dealt batches of one order in turn; a position counts the batches of all, so that any number of
+    processes goes on from it.
     """
 
     def __init__(self, loader: Any, processes: int = 1) -> None:
@@ -23,8 +22,7 @@ class ResumableLoader:
         self._processes = processes
         self._batches: Iterator[Any] | None = None
         self._began: torch.Tensor | None = None
-        self._taken = 0
-        self._passes = 0
+        self._taken = self._passes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
@@ -33,7 +31,7 @@ class ResumableLoader:
         return len(self._loader)
 
     def __iter__(self) -> ResumableLoader:
-        """A pass from the start, or the rest of the one that a checkpoint was saved in."""
+        """Begin a pass, or go on in the one that a checkpoint was saved in."""
         if self._batches is not None or self._began is None:
             self._began, self._taken = torch.get_rng_state(), 0
             self._batches = iter(self._loader)
@@ -45,9 +43,8 @@ class ResumableLoader:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._passes += 1
             self._batches = self._began = None
-            self._taken = 0
+            self._passes, self._taken = self._passes + 1, 0
             raise
         self._taken += 1
         return batch
@@ -55,28 +52,21 @@ class ResumableLoader:
     def _continued(self) -> Iterator[Any]:
         if self._began is None:
             raise StopIteration
-        now = torch.get_rng_state()
-        try:
+        with torch.random.fork_rng(devices=()):
             torch.set_rng_state(self._began)
             batches: Iterator[Any] = iter(self._loader)
             for _ in range(self._taken):
                 next(batches, None)
-        finally:
-            torch.set_rng_state(now)
         return batches
 
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
-        """The position, `unused` batches back (those that were taken but not trained on yet)."""
+        """Return the position, less the last `unused` batches, which were taken and not trained on yet."""
         began = None if self._began is None else self._began.clone()
         taken = max(self._taken - unused, 0) * self._processes
         return {"began": began, "taken": taken, "passes": self._passes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on at a position; a pass that is under way goes on there too.
-
-        Raises:
-            ValueError: that lies in the middle of what these processes take at a time.
-        """
+        """Go on at a position that so many processes can be at, also in a pass that is under way."""
         taken, rest = divmod(int(state["taken"]), self._processes)
         if rest:
             raise ValueError(

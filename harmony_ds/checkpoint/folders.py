@@ -1,23 +1,19 @@
-"""How a checkpoint's folder comes to be, so that a kill at any moment leaves the last good one whole.
+"""Writing a checkpoint's folder so that a kill at any moment leaves the last good one whole.
 
     save_dir/
-      .saving-<id>/          a save under way, or what a kill left of one; the next save removes it
-      zero_to_fp32.py, ...   DeepSpeed's scripts, which read what is here (see `scripts`)
+      .saving-<id>/          a save under way, locked by its process, or the rest of a killed one; the next save removes it
+      zero_to_fp32.py, ...   scripts that make plain weights of what is here (see `zero_to_fp32`)
       latest                 the tag of the newest checkpoint; replaced in one rename, last of all
-      <tag>/
-        manifest.json        which data folder is meant, and what its files must be
-        data-<id>/           never changed once it is here
+      <tag>/manifest.json    names the data folder and records its files
+      <tag>/data-<id>/       never changed once it is here
 
 A new tag is one rename of the finished folder. Where the tag exists already, the new data folder is put beside the old
-one and the manifest replaced in one rename: at every moment the tag is the old checkpoint or the new one. What an
-earlier rename names is on disk (fsync of files and folders) before the next one happens.
-
-A folder under way is locked by its process; a lock ends with its process, so what is not locked was left behind.
+one and the manifest replaced in one rename: at every moment the tag is the old checkpoint or the new one. What a rename
+names is on disk (fsync of files and folders) before the next one happens.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -31,89 +27,87 @@ from harmony_ds.checkpoint.tensor_files import write_bytes
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _SAVING = ".saving-"
-_DATA = "data-"
+DATA = "data-"
+_SCRIPT = '''#!/usr/bin/env python
+"""Make plain weights of the checkpoints beside this file: `python zero_to_fp32.py . OUTPUT_DIR`, or `--help`."""
+from harmony_ds.checkpoint.zero_to_fp32 import *
 
-
-def new_data_name() -> str:
-    """A name for a data folder that no other has."""
-    return _DATA + uuid.uuid4().hex[:12]
+if __name__ == "__main__":
+    main()
+'''
 
 
 @contextmanager
 def saving(target: Path) -> Iterator[Path]:
-    """A locked folder to put a manifest and a data folder in; published as `target` if nothing is raised.
+    """Yield a locked folder, and publish it as `target` unless the block raises; remove the rests of killed saves.
 
-    Left-overs of earlier saves beside `target` are removed.
+    If `target` exists, the folder must hold a manifest and a data folder.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _clean(target.parent)
-    with _staged(target.parent) as staging:
-        yield staging
-        _publish(staging, target)
-
-
-@contextmanager
-def making(target: Path) -> Iterator[Path]:
-    """A folder to write any layout in; it becomes `target`, which must not exist, if nothing is raised."""
-    if target.exists():
-        raise FileExistsError(errno.EEXIST, "it exists already", str(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _staged(target.parent) as staging:
-        yield staging
-        for part in (*staging.rglob("*"), staging):
-            sync_folder(part)
-        os.rename(staging, target)  # noqa: PTH104
-        sync_folder(target.parent)
-
-
-@contextmanager
-def _staged(parent: Path) -> Iterator[Path]:
-    """A locked folder for a save under way; what is still there afterwards goes."""
-    staging = parent / (_SAVING + uuid.uuid4().hex[:12])
+    staging = unique(target.parent / _SAVING)
     staging.mkdir()
     try:
         with _locked(staging, wait=True):
             yield staging
+            _publish(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write a file at that takes the place of `path`, which is the old file or the whole new one always."""
-    fresh = path.parent / f".{path.name}-{uuid.uuid4().hex[:12]}"
+    """Yield a path to write a file at, and rename that to `path`: always the old file or the whole new one."""
+    fresh = unique(path.parent / f".{path.name}-")
     try:
         yield fresh
-        os.replace(fresh, path)
-        sync_folder(path.parent)
+        _move(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
 
 
+def unique(prefix: Path) -> Path:
+    """Return a path that begins with `prefix` and that no other process makes."""
+    return prefix.with_name(prefix.name + uuid.uuid4().hex[:12])
+
+
+def put_scripts(save_dir: Path) -> None:
+    """Write the scripts that DeepSpeed puts beside its checkpoints, unless they are there already."""
+    for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+        path = save_dir / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != _SCRIPT:
+            replace_text(path, _SCRIPT, executable=True)
+
+
+def replace_text(path: Path, content: str, executable: bool = False) -> None:
+    """Write a small text file in the place of `path`, in one rename."""
+    with replacing(path) as fresh:
+        write_bytes(fresh, content.encode())
+        if executable:
+            fresh.chmod(fresh.stat().st_mode | 0o100)
+
+
 def _publish(staging: Path, target: Path) -> None:
-    data = next(staging.glob(_DATA + "*"))
-    sync_folder(data)
-    sync_folder(staging)
+    for folder in (*(part for part in staging.rglob("*") if part.is_dir()), staging):
+        _sync_folder(folder)
     if not target.exists():
-        os.rename(staging, target)  # noqa: PTH104
-        sync_folder(target.parent)
+        _move(staging, target)
         return
+    data = next(staging.glob(DATA + "*"))
     with _locked(target, wait=True):
-        os.rename(data, target / data.name)  # noqa: PTH104
-        sync_folder(target)
-        os.replace(staging / MANIFEST, target / MANIFEST)
-        sync_folder(target)
-    _remove_data(target, keep=data.name)
+        _move(data, target / data.name)
+        _move(staging / MANIFEST, target / MANIFEST)
+    _remove_old_data(target)
 
 
-def point_latest(save_dir: Path, tag: str, name: str = LATEST) -> None:
-    """Makes `tag` the one that is loaded by default; `name` is the file that says so."""
-    with replacing(save_dir / name) as fresh:
-        write_bytes(fresh, tag.encode())
+def _move(source: Path, target: Path) -> None:
+    """Rename, durably."""
+    os.replace(source, target)
+    _sync_folder(target.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` durable (or, of a file, its content)."""
+def _sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -123,7 +117,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path, wait: bool = False) -> Iterator[bool]:
-    """Holds a folder's lock; False if another process has it and we do not `wait`."""
+    """Hold a folder's lock; yield False if another process has it and we do not `wait`."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -145,19 +139,16 @@ def _clean(parent: Path) -> None:
             if ours:
                 shutil.rmtree(staging, ignore_errors=True)
     for manifest in parent.glob(f"*/{MANIFEST}"):
-        _remove_data(manifest.parent, keep=None)
+        _remove_old_data(manifest.parent)
 
 
-def _remove_data(target: Path, keep: str | None) -> None:
-    """Removes data folders that a tag's manifest does not mean (`keep`: it is known which it means)."""
-    folders = [folder for folder in target.glob(_DATA + "*") if folder.name != keep]
-    if keep is None and len(folders) < 2:
+def _remove_old_data(target: Path) -> None:
+    """Remove the data folders of a tag that its manifest does not name."""
+    folders = list(target.glob(DATA + "*"))
+    if len(folders) < 2:
         return
     with _locked(target) as ours:
-        if not ours:
-            return
-        if keep is None:
-            text = (target / MANIFEST).read_bytes()
-            folders = [folder for folder in folders if folder.name.encode() not in text]
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        text = (target / MANIFEST).read_bytes() if ours else b""
+        for folder in folders if ours else ():
+            if folder.name.encode() not in text:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A `Snapshot` into an engine: everything is compared first, so that a checkpoint that is refused changes nothing."""
+"""Restoring a `Snapshot` into an engine: everything is compared first, so a checkpoint that is refused changes nothing."""
 
 from __future__ import annotations
 
@@ -9,86 +9,68 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from harmony_ds.checkpoint.capture import Trained, extra_states, persistent_buffers, tied_names
-from harmony_ds.checkpoint.optimizer_match import matching, refusals_of_optimizer
-from harmony_ds.checkpoint.random_state import restore_random
-from harmony_ds.checkpoint.snapshot import Snapshot, listed
+from harmony_ds.checkpoint.capture import Trained, persistent_buffers, restore_random, stateful_modules, tied_names
+from harmony_ds.checkpoint.snapshot import OptimizerState, Snapshot, Source, listed
+from harmony_ds.config.optimizers import same_formula
 from harmony_ds.errors import CheckpointError
+from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
 
-CustomLoad = Callable[..., Any]
+_KERNEL_KEYS = frozenset(("foreach", "fused", "capturable", "differentiable"))
+"""Hyper-parameters that choose a kernel: the engine's own stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What of a checkpoint is loaded, in DeepSpeed's words.
-
-    Attributes:
-        strict: whether the model's parameters and buffers must be exactly the checkpoint's.
-        custom: loads the weights in our place: called with src=<state dict>, dst=<module>.
-    """
+    """The parts of a checkpoint to load; `custom` is DeepSpeed's custom_load_fn(src=<state dict>, dst=<module>)."""
 
     strict: bool = True
     optimizer: bool = True
     scheduler: bool = True
     module_only: bool = False
-    custom: CustomLoad | None = None
+    custom: Callable[..., Any] | None = None
 
 
-def restore(trained: Trained, snapshot: Snapshot, wanted: LoadOptions, where: str) -> None:
-    """Puts `snapshot` in the place of what `trained` holds. The engine is at rest, and all of it on the host.
-
-    Raises:
-        CheckpointError: it is of another model or optimizer; nothing has been changed.
-    """
-    found = _renamed(snapshot, trained)
-    complaints = [] if wanted.custom is not None else _refusals_of_model(trained, found, wanted.strict)
-    whole = not wanted.module_only
-    optimizer = trained.optimizer if whole and wanted.optimizer else None
-    scheduler = (
-        trained.scheduler if whole and wanted.scheduler and hasattr(trained.scheduler, "load_state_dict") else None
-    )
+def restore(trained: Trained, snapshot: Snapshot, options: LoadOptions, where: str) -> None:
+    """Replace what `trained`, an engine at rest and all on the host, holds by `snapshot`, unless that does not fit it."""
+    snapshot = _renamed(snapshot, trained)
+    whole, scheduler = not options.module_only, trained.scheduler
+    optimizer = trained.optimizer if whole and options.optimizer else None
+    if not (whole and options.scheduler and hasattr(scheduler, "load_state_dict")):
+        scheduler = None
+    complaints = [] if options.custom is not None else _refusals_of_model(trained, snapshot, options.strict)
     if optimizer is not None and not complaints:  # of another model, it would say all twice
-        complaints += refusals_of_optimizer(optimizer, found.optimizer)
+        complaints += _refusals_of_optimizer(optimizer, snapshot.optimizer)
     if scheduler is not None:
-        complaints += _refusals_of_scheduler(scheduler, found)
+        complaints += _refusals_of_scheduler(type(scheduler).__name__, snapshot)
     if complaints:
         raise CheckpointError(f"the checkpoint {where} does not fit this engine: {'; '.join(complaints)}.")
-    with _given_back_if_refused(trained, where):
-        if scheduler is not None and found.scheduler is not None:
-            scheduler.load_state_dict(copy.deepcopy(found.scheduler.state))
-        if found.data is not None and trained.loader is not None and whole:
-            trained.loader.load_state_dict(found.data)
+    with _undone_if_refused(trained, where):
+        if scheduler is not None and snapshot.scheduler is not None:
+            scheduler.load_state_dict(copy.deepcopy(snapshot.scheduler[1]))
+        if snapshot.data is not None and trained.loader is not None and whole:
+            trained.loader.load_state_dict(snapshot.data)
     with torch.no_grad():
-        _put_weights(trained, found, wanted)
-        if optimizer is not None and found.optimizer is not None:
-            for name, state in matching(optimizer, found.optimizer):
+        _put_weights(trained, snapshot, options)
+        if optimizer is not None and snapshot.optimizer is not None:
+            for name, state in _optimizer_states(optimizer, snapshot.optimizer):
                 optimizer.put_state(name, state)
-    if found.random is not None and whole:
-        restore_random(found.random, trained.device)
-
-
-# ---- what must be the same
+    if snapshot.random is not None and whole:
+        restore_random(snapshot.random, trained.device)
 
 
 def _renamed(snapshot: Snapshot, trained: Trained) -> Snapshot:
-    """The snapshot with tied parameters under the names that the model has for them."""
-    first = tied_names(trained.module)
-    parameters = dict(snapshot.parameters)
-    masters = dict(snapshot.masters)
-    for other, name in first.items():
-        for values in (parameters, masters):
-            value = values.pop(other, None)
-            if value is not None:
-                values.setdefault(name, value)
-    for other, name in snapshot.tied.items():  # tied when it was saved, and two parameters now
-        if other in trained.store.parameters and other not in parameters and name in parameters:
-            parameters[other] = parameters[name]
-            if name in masters:
-                masters[other] = masters[name]
-    return replace(snapshot, parameters=parameters, masters=masters)
+    """Return the snapshot with tied parameters under the names that the model has for them."""
+
+    def renamed(values: Mapping[str, Source]) -> dict[str, Source]:
+        named = snapshot.with_tied(dict(values))  # tied when it was saved, and maybe two parameters now
+        named |= {name: named[other] for other, name in tied.items() if other in named and name not in named}
+        return {k: v for k, v in named.items() if k not in tied and (k in values or k in trained.store.parameters)}
+
+    tied = tied_names(trained.module)
+    return replace(snapshot, parameters=renamed(snapshot.parameters), masters=renamed(snapshot.masters))
 
 
 def _refusals_of_model(trained: Trained, snapshot: Snapshot, strict: bool) -> list[str]:
@@ -97,13 +79,10 @@ def _refusals_of_model(trained: Trained, snapshot: Snapshot, strict: bool) -> li
     theirs = snapshot.tensors
     if strict:
         missing = [name for name in ours if name not in theirs]
-        left_out = [name for name in missing if name in snapshot.excluded]
-        lost = [name for name in missing if name not in snapshot.excluded]
-        if left_out:
-            complaints.append(
-                f"it was saved without frozen parameters ({listed(left_out)}): load it with load_module_strict=False"
-            )
-        if lost:
+        if left_out := [name for name in missing if name in snapshot.excluded]:
+            way_out = "load it with load_module_strict=False"
+            complaints.append(f"it was saved without frozen parameters ({listed(left_out)}): {way_out}")
+        if lost := [name for name in missing if name not in snapshot.excluded]:
             complaints.append(f"missing in the checkpoint: {listed(lost)}")
         if unexpected := [name for name in theirs if name not in ours]:
             complaints.append(f"not in this model: {listed(unexpected)}")
@@ -115,19 +94,39 @@ def _refusals_of_model(trained: Trained, snapshot: Snapshot, strict: bool) -> li
     return complaints
 
 
-def _refusals_of_scheduler(scheduler: Any, snapshot: Snapshot) -> list[str]:
-    found = snapshot.scheduler
-    ours = type(scheduler).__name__
+def _refusals_of_optimizer(optimizer: HostOptimizer, saved: OptimizerState | None) -> list[str]:
+    """Return the reasons why `saved` cannot go on in `optimizer`; empty if it can."""
+    kind = type(optimizer.optimizer).__name__
+    way_out = "load it with load_optimizer_states=False to start the optimizer afresh"
+    if saved is None:
+        return [f"it has no state for the optimizer {kind}: {way_out}"]
+    if not same_formula(kind, saved.kind):
+        return [f"its optimizer is {saved.kind} and this engine's {kind}: {way_out}"]
+    ours, theirs = ([set(names) for names in one] for one in (optimizer.groups(), (g.parameters for g in saved.groups)))
+    known, given = set().union(*ours), set().union(*theirs)
+    complaints = []
+    if known - given:
+        complaints.append(f"its optimizer has no {listed(sorted(known - given))}")
+    if given - known:
+        complaints.append(f"its optimizer has {listed(sorted(given - known))}, which this engine's does not")
+    if not complaints and ours != theirs:
+        both = f"its {len(theirs)} parameter groups divide the parameters otherwise than this engine's {len(ours)}"
+        complaints.append(f"{both}: {way_out}")
+    return complaints
+
+
+def _refusals_of_scheduler(ours: str, snapshot: Snapshot) -> list[str]:
+    found, way_out = snapshot.scheduler, "load it with load_lr_scheduler_states=False"
     if found is None:
-        return [f"it has no state for {ours}: load it with load_lr_scheduler_states=False to start that afresh"]
-    if found.kind is not None and found.kind != ours:
-        return [f"its scheduler is {found.kind} and this engine's {ours}: load it with load_lr_scheduler_states=False"]
+        return [f"it has no state for {ours}: {way_out} to start that afresh"]
+    if found[0] not in (None, ours):
+        return [f"its scheduler is {found[0]} and this engine's {ours}: {way_out}"]
     return []
 
 
 @contextmanager
-def _given_back_if_refused(trained: Trained, where: str) -> Iterator[None]:
-    """Foreign objects may refuse their state while taking it: they are given their old one back."""
+def _undone_if_refused(trained: Trained, where: str) -> Iterator[None]:
+    """Give scheduler and loader their old state back if one of them refuses the new one while taking it."""
     parts: tuple[Any, ...] = (trained.scheduler, trained.loader)
     kept = [(part, copy.deepcopy(part.state_dict())) for part in parts if hasattr(part, "load_state_dict")]
     try:
@@ -138,17 +137,13 @@ def _given_back_if_refused(trained: Trained, where: str) -> Iterator[None]:
         raise CheckpointError(f"the checkpoint {where} does not fit this engine: {error!r}.") from error
 
 
-# ---- putting it there
-
-
-def _put_weights(trained: Trained, snapshot: Snapshot, wanted: LoadOptions) -> None:
+def _put_weights(trained: Trained, snapshot: Snapshot, options: LoadOptions) -> None:
     store = trained.store
-    if wanted.custom is not None:
+    if options.custom is not None:
         values = {name: source.read() for name, source in snapshot.tensors.items()}
-        wanted.custom(src=snapshot.with_tied(values), dst=trained.module)
-        for name in store.masters:
-            if store.has_fp32_masters:
-                store.write_master(name, store.weight(name))
+        options.custom(src=snapshot.with_tied(values), dst=trained.module)
+        for name in store.masters if store.has_fp32_masters else ():
+            store.write_master(name, store.weight(name))
         return
     for name in store.parameters:
         if name in snapshot.parameters:
@@ -156,7 +151,9 @@ def _put_weights(trained: Trained, snapshot: Snapshot, wanted: LoadOptions) -> N
     for name, buffer in persistent_buffers(trained.module).items():
         if name in snapshot.buffers:
             buffer.copy_(snapshot.buffers[name].read())
-    _put_extra(trained.module, snapshot.extra)
+    for key, part in stateful_modules(trained.module).items():
+        if key in snapshot.extra:
+            part.set_extra_state(snapshot.extra[key])
 
 
 def _put_parameter(store: HostStore, name: str, snapshot: Snapshot) -> None:
@@ -165,15 +162,32 @@ def _put_parameter(store: HostStore, name: str, snapshot: Snapshot) -> None:
         weight.copy_(snapshot.fp32(name).read())
         return
     store.write_master(name, snapshot.fp32(name).read())
-    # What was saved in the dtype of compute is taken as it was; another dtype is made from the most precise value.
+    # The saved value in the dtype of compute, if there is one; otherwise made from the most precise value.
     if saved.dtype == weight.dtype and store.split is None:
         weight.copy_(saved.read())
 
 
-def _put_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
-    if not extra:
-        return
-    suffix = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-    for key in extra_states(module):
-        if key in extra:
-            module.get_submodule(key.removesuffix(suffix).rstrip(".")).set_extra_state(extra[key])
+def _optimizer_states(optimizer: HostOptimizer, saved: OptimizerState) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Give `optimizer` the saved hyper-parameters; yield, by parameter, a state of its own in the optimizer's form."""
+    same = type(optimizer.optimizer).__name__ == saved.kind
+    for present, group in zip(optimizer.optimizer.param_groups, saved.groups, strict=True):
+        for key, value in group.values.items():
+            if key not in _KERNEL_KEYS and (same or key in present):
+                present[key] = value.clone() if isinstance(value, Tensor) else value
+    for name in saved.names:
+        state = saved.states.get(name)
+        if state is not None:
+            present_state = optimizer.state_of(name) or {}
+            state = {key: _read_into(present_state.get(key), value) for key, value in state.items()}
+            if not same and "step" in state:  # a Python number in DeepSpeed's compiled optimizers, a tensor in torch's
+                state["step"] = int(state["step"]) if optimizer.native else torch.tensor(float(state["step"]))
+        yield name, state
+
+
+def _read_into(memory: Any, value: Any) -> Any:
+    """Read a saved tensor into `memory` where that has the same form, otherwise into new memory."""
+    if not isinstance(value, Source):
+        return value
+    if isinstance(memory, Tensor) and tuple(memory.shape) == value.shape and memory.dtype == value.dtype:
+        return memory.copy_(value.read())
+    return value.read().clone()

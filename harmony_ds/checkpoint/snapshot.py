@@ -1,58 +1,39 @@
-"""What a checkpoint holds, whoever wrote it and whoever reads it. Tensors are read one by one, when they are wanted.
-
-A running engine is captured as a `Snapshot`, each layout on disk is read as one and written from one: what can be saved
-can be converted.
-"""
+"""The content of a checkpoint, independent of its layout on disk; tensors are read one by one, when they are needed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Layout(str, Enum):
-    """What a checkpoint can be converted to. DeepSpeed reads a universal one with any ZeRO stage."""
-
-    HARMONY = "harmony"
-    ZERO2 = "deepspeed-zero2"
-    ZERO3 = "deepspeed-zero3"
-    UNIVERSAL = "universal"
-    HF = "hf"
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor whose form is known before it is read.
-
-    Attributes:
-        read: the tensor, in host memory. It may be somebody else's memory: who reads it must not write into it.
-    """
+    """A tensor whose shape and dtype are known before `read` returns it, in host memory that must not be written into."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @staticmethod
     def of(tensor: Tensor) -> Source:
-        """A tensor that is there; on a device, it is copied when it is read."""
+        """Wrap a tensor in memory; one on a device is copied when it is read."""
         return Source(tuple(tensor.shape), tensor.dtype, lambda: tensor.detach().cpu())
 
-    def alone(self) -> Tensor:
-        """The tensor for `torch.save`, which writes the whole memory that a view is part of: knowing only its own."""
+    def to(self, dtype: torch.dtype) -> Source:
+        """Convert values of floating point when they are read; leave others."""
+        return Source(self.shape, dtype, lambda: self.read().to(dtype)) if self.dtype.is_floating_point else self
+
+    def compact(self) -> Tensor:
+        """Return the tensor over memory of its own size alone: `torch.save` writes all of the memory that a view is of."""
         tensor = self.read().detach().contiguous()
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -70,12 +51,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """An optimizer.
-
-    Attributes:
-        kind: its class's name.
-        states: by parameter: tensors (`Source`) and plain numbers under the optimizer's own keys.
-    """
+    """An optimizer: its class's name, groups, and by parameter its tensors (`Source`) and numbers, under its own keys."""
 
     kind: str
     groups: tuple[ParameterGroup, ...]
@@ -87,22 +63,14 @@ class OptimizerState:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerState:
-    """A learning-rate scheduler: its class's name (None: not known) and its state_dict."""
-
-    kind: str | None
-    state: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Progress:
-    """How far training has come.
+    """Counters of a run.
 
     Attributes:
-        micro_steps: at the last accumulation boundary; None: not known, so it follows from `global_steps`.
+        micro_steps: at the last accumulation boundary; None: unknown, so it follows from `global_steps`.
         accumulation: micro-batches of a step when it was saved.
         seed: of the micro-batches' random numbers.
-        loss_scaler: what the dynamic loss scale depends on.
+        loss_scaler: the state of the dynamic loss scale.
     """
 
     global_steps: int
@@ -114,9 +82,10 @@ class Progress:
     loss_scaler: dict[str, Any] | None = None
 
     def micro_steps_with(self, accumulation: int) -> int:
-        """What a run counts on from that takes `accumulation` micro-batches in a step."""
-        same = self.micro_steps is not None and self.accumulation == accumulation
-        return self.micro_steps if same and self.micro_steps is not None else self.global_steps * accumulation
+        """Return the micro-steps of a run that goes on with `accumulation` micro-batches in a step."""
+        if self.micro_steps is None or self.accumulation != accumulation:
+            return self.global_steps * accumulation
+        return self.micro_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +93,15 @@ class Snapshot:
     """Everything a run goes on from.
 
     Attributes:
-        origin: who wrote it, for messages.
+        origin: the program that wrote it, for messages.
         parameters: by name, in the dtype of compute; tied ones under their first name.
-        masters: fp32 values beside those of `parameters` that are not fp32 themselves.
+        masters: fp32 values of those `parameters` that are not fp32 themselves.
         buffers: the persistent ones.
         tied: other names of tied parameters -> their first name.
-        frozen: parameters that are not trained.
-        excluded: frozen parameters that were left out.
-        extra: what modules save beside tensors (`get_extra_state`), by its key in the state dict.
-        random: states of generators, None where nobody saved them.
+        excluded: frozen (not trained) parameters that were left out.
+        extra: results of modules' `get_extra_state`, by their keys in the state dict.
+        scheduler: the class's name (None: unknown) and the state_dict of the learning-rate scheduler.
+        random: states of generators; None: not saved.
         data: the position in the engine's own data loader.
         plan: the plan that ran, as JSON text.
     """
@@ -147,7 +116,7 @@ class Snapshot:
     excluded: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimizerState | None = None
-    scheduler: SchedulerState | None = None
+    scheduler: tuple[str | None, Any] | None = None
     random: dict[str, Any] | None = None
     data: Any = None
     client_state: dict[str, Any] = field(default_factory=dict)
@@ -155,29 +124,19 @@ class Snapshot:
 
     @property
     def tensors(self) -> dict[str, Source]:
-        """What a state dict has, tied parameters once."""
+        """Parameters (tied ones once) and buffers."""
         return {**self.parameters, **self.buffers}
 
     def with_tied(self, values: dict[str, Any]) -> dict[str, Any]:
-        """`values` by the names in `tensors`, and under their other names too."""
+        """Return `values`, by the names in `tensors`, under the other names of tied parameters too."""
         return {**values, **{name: values[first] for name, first in self.tied.items() if first in values}}
 
     def fp32(self, name: str) -> Source:
-        """The most precise value of a parameter."""
+        """Return the most precise value of a parameter."""
         return self.masters.get(name, self.parameters[name])
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Names for a message, the first few of them."""
+    """Join names for a message, the first few of them."""
     found = list(names)
     return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
-
-
-def state_tensors(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Source]:
-    """Tensors of an optimizer's states, by "key/parameter", in the order of the parameters."""
-    return {
-        f"{key}/{name}": value
-        for name, state in states.items()
-        for key, value in state.items()
-        if isinstance(value, Source)
-    }

@@ -1,24 +1,30 @@
-"""Safetensors files, written tensor by tensor: no more than one of them is in memory for it.
+"""Files of a checkpoint, durable when written: safetensors, tensor by tensor, and torch.save's, read without executing any.
 
-The format (https://huggingface.co/docs/safetensors): eight bytes with the length of a JSON header, the header, and the
-tensors' bytes without gaps. Files are read by the stock library. The checksum is a CRC-32, taken while writing: about
-3 GB/s on one core, so it does not slow a disk down, and it finds torn writes and flipped bits (not malice).
+A safetensors file (https://huggingface.co/docs/safetensors) is eight bytes with the length of a JSON header, the header,
+and the tensors' bytes without gaps. The checksum is a CRC-32, taken while writing: about 3 GB/s on one core, so it does
+not slow a disk down, and it finds torn writes and flipped bits (not malice).
+
+torch's restricted unpickler makes tensors and plain containers. The few classes of DeepSpeed that its files name become
+inert records here: their code is neither run nor imported. Any other name in a file is refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from harmony_ds.checkpoint.snapshot import Source
@@ -26,55 +32,63 @@ from harmony_ds.errors import CheckpointError
 
 _CHUNK_BYTES = 4 << 20
 _NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
+    getattr(torch, dtype): name
+    for name, dtype in (
+        pair.split("=")
+        for pair in "BOOL=bool U8=uint8 I8=int8 I16=int16 U16=uint16 I32=int32 U32=uint32 I64=int64 U64=uint64 F16=float16 "
+        "BF16=bfloat16 F32=float32 F64=float64 F8_E4M3=float8_e4m3fn F8_E5M2=float8_e5m2 C64=complex64".split()
+    )
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+Record = SimpleNamespace
+"""The attributes of an object whose class is not imported."""
+_PLAIN = (list, tuple, set, frozenset, bool, int, float, str, bytes, bytearray)
+_INERT: list[Any] = [
+    *(bytes, frozenset),
+    (Record, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (Record, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (Record, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+]
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What tells a whole file from a torn or a changed one."""
+    """Size and checksum of a whole file."""
 
     bytes: int
     crc32: int
 
 
 def write_bytes(path: Path, content: bytes) -> FileRecord:
-    """A small file, durable when this returns."""
+    """Write a small file."""
     with _NewFile(path) as file:
-        file.write(memoryview(content))
+        file.write(content)
+    return file.record
+
+
+def write_pickle(path: Path, value: Any) -> FileRecord:
+    """Write a file of `torch.save`."""
+    with _NewFile(path) as file:
+        try:
+            torch.save(value, cast(Any, file))
+        except RuntimeError as error:  # torch's complaint that its archive is not whole, after the disk's error
+            raise error.__context__ or error from None
     return file.record
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Source]) -> FileRecord:
-    """A safetensors file, durable when this returns. Sources are read one after another.
-
-    Raises:
-        CheckpointError: safetensors has no name for a dtype.
-    """
+    """Write a safetensors file; its sources are read one after another."""
     # Large elements first, so that every tensor is aligned to its own; otherwise as given.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     with _NewFile(path) as file:
-        file.write(memoryview(_header(path, ordered)))
+        file.write(_header(path, ordered))
         for name, source in ordered:
             tensor = source.read()
             assert tuple(tensor.shape) == source.shape and tensor.dtype == source.dtype, name
-            file.write(_bytes_of(tensor))
+            octets: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            file.write(octets)
     return file.record
 
 
@@ -91,30 +105,28 @@ def _header(path: Path, tensors: list[tuple[str, Source]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
-
-
 class _NewFile:
-    """A new file that is written from front to end."""
+    """A new file, written from front to end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._written = 0
-        self._crc = 0
+        self.record = FileRecord(0, 0)
 
     def __enter__(self) -> _NewFile:
         self._file = self._path.open("xb", buffering=0)
         return self
 
-    def write(self, content: memoryview) -> None:
+    def write(self, content: Any) -> int:
+        content = memoryview(content)
         for start in range(0, len(content), _CHUNK_BYTES):
             chunk = content[start : start + _CHUNK_BYTES]
-            self._crc = zlib.crc32(chunk, self._crc)
-            self._written += len(chunk)
+            self.record = FileRecord(self.record.bytes + len(chunk), zlib.crc32(chunk, self.record.crc32))
             while chunk:
                 chunk = chunk[self._file.write(chunk) or 0 :]
+        return len(content)
+
+    def flush(self) -> None:
+        """Do nothing: there is no buffer. torch.save calls it."""
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
@@ -123,55 +135,71 @@ class _NewFile:
         finally:
             self._file.close()
 
-    @property
-    def record(self) -> FileRecord:
-        return FileRecord(self._written, self._crc)
+
+def plain(value: Any, where: str) -> Any:
+    """Return `value`, found at `where`, as plain data; subclasses of numbers, text and containers become their base."""
+    if isinstance(value, Tensor):
+        return Source.of(value).compact()
+    if isinstance(value, Mapping):
+        return {plain(key, f"{where}.keys"): plain(item, f"{where}.{key}") for key, item in value.items()}
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    kind: Any = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
+    if kind in _PLAIN[:4]:
+        return kind(plain(item, f"{where}.{place}") for place, item in enumerate(value))
+    if kind is not None:
+        return kind(value)
+    cls = type(value)
+    name = cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    raise CheckpointError(
+        f"{where} is {name}, which a checkpoint cannot hold: it takes None, booleans, numbers, text, bytes, tensors, and "
+        "lists, tuples, sets and dictionaries of them. Convert it (.item(), .tolist(), torch.from_numpy(), state_dict()) "
+        "before saving, and back after loading."
+    )
 
 
-# ---- reading
-
-
-def complaint_about(path: Path, record: FileRecord) -> str | None:
-    """What is wrong with a file, if anything is. Reads all of it."""
+def find_damage(path: Path, record: FileRecord) -> str | None:
+    """Read all of a file, and return how it differs from its record."""
     if not path.is_file():
         return f"{path.name} is missing"
-    found = path.stat().st_size
+    found, crc = path.stat().st_size, 0
+    if found != record.bytes:
+        return f"{path.name} has {found} bytes, not {record.bytes}"
     with path.open("rb") as file:
-        if found != record.bytes:
-            what = _pickled(file.read(2))
-            return f"{path.name} {what or f'has {found} bytes, not {record.bytes}'}"
-        crc, first = 0, b""
         while chunk := file.read(_CHUNK_BYTES):
-            first = first or chunk[:2]
             crc = zlib.crc32(chunk, crc)
     if crc != record.crc32:
-        what = _pickled(first)
-        return f"{path.name} {what or f'has the checksum {crc:08x}, not {record.crc32:08x}: bytes were changed'}"
-    return None
-
-
-def _pickled(first: bytes) -> str | None:
-    """Whether a file begins as Python's pickles do, or as torch.save's archives."""
-    if first == b"PK" or (first[:1] == b"\x80" and first[1:] in (b"\x02", b"\x03", b"\x04", b"\x05")):
-        return "is a pickle, which is never read here"
+        return f"{path.name} has the checksum {crc:08x}, not {record.crc32:08x}: bytes were changed"
     return None
 
 
 def read_tensors(path: Path) -> dict[str, Source]:
-    """The tensors of a safetensors file, mapped into memory.
-
-    Raises:
-        CheckpointError: it is none.
-    """
+    """Map the tensors of a safetensors file into memory."""
     try:
-        file: Any = safe_open(path, framework="pt")
-        forms = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        return {name: Source.of(tensor) for name, tensor in load_file(path).items()}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-    unknown = {form.get_dtype() for form in forms.values()} - _DTYPES.keys()
-    if unknown:
-        raise CheckpointError(f"{path} holds tensors of {', '.join(sorted(unknown))}, which torch does not have.")
-    return {
-        name: Source(tuple(form.get_shape()), _DTYPES[form.get_dtype()], partial(file.get_tensor, name))
-        for name, form in forms.items()
-    }
+
+
+def load_pickle(path: Path) -> Any:
+    """Return the content of a file of `torch.save`; its tensors are mapped from the file."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing.")
+    try:
+        with torch.serialization.safe_globals(_INERT):
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as error:
+                if "mmap can only be used" not in str(error):
+                    raise
+                return torch.load(path, map_location="cpu", weights_only=True)  # as torch wrote before version 1.6
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))  # the rest of torch's message advises to execute it
+        if named is None:
+            raise CheckpointError(f"{path} is no whole file of torch.save.") from error
+        raise CheckpointError(
+            f"{path} holds an object of {named[1]}, which is not executed here. Allowed are tensors, plain data and what "
+            "DeepSpeed itself saves: put such objects into the client state as plain data, or save without them."
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no whole file of torch.save: {error}") from error

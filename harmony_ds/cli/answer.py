@@ -203,6 +203,8 @@ def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
     if config.compute_dtype != config.master_dtype and config.loss_scale is None:
         half = now.host_bytes["optimizer"] // 2 + (gradients // 2 if config.accumulation_dtype.itemsize == 4 else 0)
         saved[_BF16_STATE] = now.host_bytes["masters"] + half
+        if config.master_bytes == 4 and config.compute_dtype.itemsize == 2:
+            saved['"harmony": {"split_masters": true} (the same bits)'] = now.host_bytes["masters"] // 2
     if update_cost(config).states == 2:
         elements = sum(spec.numel for spec in case.survey.graph.parameters if spec.trainable)
         saved['"optimizer": {"type": "Lion"}'] = 4 * elements

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from harmony_ds.checkpoint import Layout, convert
-from harmony_ds.cli.options import add_json, at_least
+from harmony_ds.cli.options import add_json
 from harmony_ds.cli.progress import progress
 
 ABOUT = "Write the checkpoint SRC into DST in another layout. Pickles of DeepSpeed are read without executing them."
@@ -19,16 +19,12 @@ def register(parser: argparse.ArgumentParser) -> None:
     add("target", type=Path, metavar="DST", help="The folder to write into; made if it is not there.")
     add("--to", choices=layouts, required=True, metavar="LAYOUT", help=f"One of {', '.join(layouts)}.")
     add("--tag", help="Which checkpoint in SRC.")
-    text = "deepspeed-zero2 and -zero3: with so many processes DeepSpeed will go on."
-    add("--processes", type=at_least(1), default=1, metavar="N", help=text)
-    text = "deepspeed-zero3: that of the ds_config it will go on with."
-    add("--sub-group-size", type=at_least(1), default=10**9, metavar="N", help=text)
     add_json(parser)
 
 
 def command(args: argparse.Namespace) -> int:
     with progress(f"converting {args.source}"):
-        written = convert(args.source, args.target, Layout(args.to), args.tag, args.sub_group_size, args.processes)
+        written = convert(args.source, args.target, Layout(args.to), args.tag)
     if args.json:
         print(json.dumps({"written": str(written), "layout": args.to}))
     else:

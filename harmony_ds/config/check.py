@@ -27,7 +27,7 @@ class Checked:
         model: the value of every key, as `harmony_ds.config.model.DsConfig`.
         values: the same by path.
         known: the part of the JSON that DeepSpeed takes.
-        ignored, unknown: paths of keys that mean nothing here, and that nobody knows; the others are `used`.
+        ignored, unknown: paths of keys without a meaning here, and of unknown ones; the others are `used`.
     """
 
     model: Any = None

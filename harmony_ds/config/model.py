@@ -12,10 +12,11 @@ from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
+from deepspeed.runtime.config import get_communication_data_type
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, StrictStr, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, StrictStr, create_model
 
 from harmony_ds.config.harmony import HarmonySettings
 
@@ -34,6 +35,11 @@ def _in_case(case: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: case(value) if isinstance(value, str) else value)
 
 
+def _communicated(name: str) -> str:
+    get_communication_data_type({"communication_data_type": name})  # raises
+    return name.lower()
+
+
 _FlopsProfiler = _checked_by_type("FlopsProfiler", DeepSpeedFlopsProfilerConfig({}))
 _ActivationCheckpointing = _checked_by_type("ActivationCheckpointing", DeepSpeedActivationCheckpointingConfig({}))
 _Dtype = Literal[
@@ -41,7 +47,7 @@ _Dtype = Literal[
     "torch.float16",
 ]  # fmt: skip
 _Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], _in_case(str.lower)]
-_Communicated = Annotated[Literal["fp16", "bf16", "fp32"], _in_case(str.lower)]
+_Communicated = Annotated[StrictStr, AfterValidator(_communicated)]
 _Interval = Annotated[StrictInt | None, BeforeValidator(lambda value: None if value == math.inf else value)]
 """accelerate writes infinity for "never"."""
 _Norm = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(lambda v: str(v) if v is True else v)]

@@ -36,8 +36,7 @@ def devices_of_process(name: str, devices: Devices, local_rank: int, processes: 
     Process `r` of a server drives devices `r * N` to `r * N + N - 1`.
 
     Raises:
-        ConfigError: all `processes` were given the same devices.
-        ConfigError: there are not enough.
+        ConfigError: all `processes` were given the same devices, or there are not enough.
     """
     if name == "cpu" or not torch.cuda.is_available():
         return ()
@@ -102,11 +101,7 @@ def make_devices(name: str, devices: Devices, budget_bytes: int | None, pin: boo
 
 
 def make_device(name: str, budget_bytes: int | None, pin: bool = True, logical: int = 1) -> Device:
-    """Return the device `name`: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"; one of `logical` on it.
-
-    Raises:
-        ConfigError: there is no such device on this machine.
-    """
+    """Return the device `name`, or one of `logical` on it; raise ConfigError if this machine has no such device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":

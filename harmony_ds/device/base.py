@@ -141,10 +141,7 @@ class Device(ABC):
 
     @abstractmethod
     def upload(self, tensor: Tensor) -> Tensor:
-        """Return a device copy of the host tensor as it is now; the compute stream waits for it.
-
-        The caller may write into the tensor, or drop it, at once.
-        """
+        """Return a device copy for the compute stream; the caller may write into `tensor`, or drop it, at once."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised flat buffer, counted against the budget until `free`.
@@ -175,11 +172,7 @@ class Device(ABC):
         """Keep the memory of `tensor`, which another stream allocated, until the compute stream has used it."""
 
     def charge(self, nbytes: int, what: str) -> None:
-        """Count `nbytes` of device memory that torch allocates. Does nothing where an allocator counts.
-
-        Raises:
-            torch.OutOfMemoryError: the budget would be exceeded; nothing is charged then.
-        """
+        """Count `nbytes` of device memory where no allocator does; torch.OutOfMemoryError: they exceed the budget."""
         return
 
     def discharge(self, nbytes: int) -> None:
@@ -194,6 +187,10 @@ class Device(ABC):
     def reserve_bytes(self) -> int:
         """Return the bytes of the budget that no plan may fill: those of libraries, and of fragmentation."""
         return 0
+
+    def available_bytes(self) -> int | None:
+        """Return the bytes that this process has or could get now; None: the device does not say."""
+        return None
 
     @abstractmethod
     def allocated_bytes(self) -> int:

@@ -38,16 +38,14 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
         self.model = torch.cuda.get_device_name(index)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-        self.budget_bytes = budget_bytes
-        if budget_bytes is None:
-            self.budget_bytes = int(0.9 * (free_bytes + torch.cuda.memory_reserved(index)) / logical)
+        self._logical = logical
+        _, total_bytes = torch.cuda.mem_get_info(index)
+        self.budget_bytes = int(0.9 * self.available_bytes()) if budget_bytes is None else budget_bytes
         self._share = None if budget_bytes is None else min(1.0, logical * budget_bytes / total_bytes)
         self._scattered_bytes = (budget_bytes or 0) // (_GROWING if _grow_segments() else _FIXED)
         self._limits = False
         self.pins_host = pin
         self._registered: dict[int, int] = {}  # address to bytes
-        self._logical = logical
         # A logical device may not compute on the current stream, which may be another's.
         self._streams = {one: torch.cuda.Stream(index) for one in Stream if logical > 1 or one is not Stream.COMPUTE}
 
@@ -190,6 +188,10 @@ class CudaDevice(Device):
         hopper = torch.cuda.get_device_capability(self.torch_device) == (9, 0)
         workspace = 32 * 2**20 if hopper else 8320 * 2**10
         return 2 * workspace + (len(Stream) - 1) * (2 + 20) * 2**20 + self._scattered_bytes
+
+    def available_bytes(self) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+        return (free_bytes + torch.cuda.memory_reserved(self.torch_device)) // self._logical
 
     def allocated_bytes(self) -> int:
         """Return the bytes in use now; an equal part of them for each logical device of the GPU."""

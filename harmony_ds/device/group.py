@@ -27,11 +27,7 @@ def _of_current(method: Any) -> Any:
 
 
 class DeviceGroup(Device):
-    """Several devices of one model; the smallest budget is the budget of each.
-
-    Attributes:
-        has_distinct_devices: whether torch tells the members' tensors apart.
-    """
+    """Several devices of one model; the smallest budget is the budget of each."""
 
     def __init__(self, members: Sequence[Device]) -> None:
         self.members = tuple(members)
@@ -48,6 +44,7 @@ class DeviceGroup(Device):
         self.model = home.model
         self.active = home
         self._copying: int | None = None
+        # Whether torch tells the members' tensors apart.
         self.has_distinct_devices = len({member.torch_device for member in members}) == len(members)
 
     @property
@@ -67,7 +64,8 @@ class DeviceGroup(Device):
         if self.active.torch_device != before.torch_device:
             self.active.set_random_state(before.random_state())
 
-    # ---- all members
+    def available_bytes(self) -> int | None:
+        return min((n for member in self.members if (n := member.available_bytes()) is not None), default=None)
 
     @contextmanager
     def watching_copies(self, watch: Callable[[Stream, StreamContext], StreamContext]) -> Iterator[None]:
@@ -139,8 +137,6 @@ class DeviceGroup(Device):
     def peaks(self) -> tuple[int, ...]:
         return tuple(member.peak_bytes() for member in self.members)
 
-    # ---- host memory, which is page-locked for all by the home device
-
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.members[HOME].host_empty(numel, dtype)
 
@@ -152,8 +148,6 @@ class DeviceGroup(Device):
             for stream in Stream:
                 member.record(stream).synchronize()
         self.members[HOME].host_free(buffer)
-
-    # ---- the current one
 
     on, record, wait = map(_of_current, (Device.on, Device.record, Device.wait))
     current, make_current, upload = map(_of_current, (Device.current, Device.make_current, Device.upload))

@@ -48,7 +48,7 @@ from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.stepping.runner import Runner
 
-_ALONE = SingleProcess()
+_SINGLE = SingleProcess()
 
 
 def _finish_updates(updater: Updater | None, device_store: DeviceStore) -> None:
@@ -125,7 +125,7 @@ def assemble(
     client_optimizer: ClientOptimizer | None,
     model_parameters: ParameterGroups | None,
     device: Device | None,
-    world: SingleProcess = _ALONE,
+    world: SingleProcess = _SINGLE,
 ) -> Assembly:
     """Build all parts; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
     if belongs_to_engine(model):

@@ -127,7 +127,8 @@ class Checkpoints:
         target = Path(save_dir) / save_filename
 
         def write() -> None:
-            checkpoint.save_16bit(self._captured({}, exclude_frozen_parameters), target)
+            snapshot = self._captured({}, exclude_frozen_parameters)
+            checkpoint.write_weights(snapshot.tensors, target, snapshot.tied)
 
         with self._world.reporting_failures():
             self._world.first(f"save the weights as {save_filename}", write)

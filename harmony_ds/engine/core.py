@@ -21,7 +21,7 @@ from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.settings import Settings, deepspeed_names
 from harmony_ds.engine.step_record import StepRecord
-from harmony_ds.engine.timers import Throughput
+from harmony_ds.engine.throughput import Throughput
 from harmony_ds.engine.training import Training
 from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.errors import UnsupportedError
@@ -90,38 +90,15 @@ class HarmonyEngine(nn.Module):
     streaming = delegated_alive("_loop", Loop.streaming)
     is_gradient_accumulation_boundary = delegated("_loop", Loop.is_gradient_accumulation_boundary)
     set_gradient_accumulation_boundary = delegated_alive("_loop", Loop.set_gradient_accumulation_boundary)
-    no_sync = delegated_alive("_loop", Loop.no_sync)
+    no_sync = coalesce_grad_reduction = delegated_alive("_loop", Loop.no_sync)
+    inside_no_sync_ctxt = PartAttribute[bool]("_loop")
+    zero_grad = delegated_alive("_open", OpenStep.zero_grad)
     was_step_applied = delegated("_training", Training.was_step_applied)
     get_global_grad_norm = delegated("_training", Training.get_global_grad_norm)
     global_steps = PartAttribute[int]("_training")
     global_samples = PartAttribute[int]("_training")
     micro_steps = PartAttribute[int]("_training")
     skipped_steps = PartAttribute[int]("_training")
-
-    @property
-    def inside_no_sync_ctxt(self) -> bool:
-        """Whether a `no_sync` context is open."""
-        return self._loop.inside_no_sync
-
-    def coalesce_grad_reduction(self) -> Any:
-        """Return `no_sync()`: gradients of a group are swapped out once anyway."""
-        return self.no_sync()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that have gathered since the last step."""
-        self.check_alive()
-        if self.optimizer is not None:
-            self._open.zero_grad()
-
-    def train(self, mode: bool = True) -> None:  # type: ignore[override]
-        """Set the model's mode."""
-        self.training = mode
-        if "module" in self._modules:
-            self.module.train(mode)
-
-    def eval(self) -> None:  # type: ignore[override]
-        """Set the model to evaluation mode."""
-        self.train(False)
 
     # ---- optimizer, learning rates, loss scale
 
@@ -193,9 +170,9 @@ class HarmonyEngine(nn.Module):
     swap_report = delegated("_record", StepRecord.swap_report)
     plan_report = delegated("_record", StepRecord.plan_report)
     memory_report = delegated("_record", StepRecord.memory_report)
+    on_progress = delegated_alive("_record", StepRecord.on_progress)
     record_steps = delegated_alive("_record", StepRecord.record_steps)
     trace = delegated("_record", StepRecord.trace)
-    on_progress = delegated_alive("_reports", StepReports.on_progress)
     get_wall_clock_timers = delegated("_reports", StepReports.get_wall_clock_timers)
 
     @property
@@ -236,9 +213,7 @@ class HarmonyEngine(nn.Module):
         """Do nothing: the next step brings states back."""
         self.check_alive()
 
-    def empty_partition_cache(self) -> None:
-        """Free the device memory that is held between steps."""
-        self.offload_states()
+    empty_partition_cache = offload_states
 
     def destroy(self) -> None:
         """Finish updates, end threads, free memory, and give the model its own forward and plain parameters back.

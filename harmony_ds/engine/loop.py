@@ -27,7 +27,7 @@ class Loop:
         self._model, self._scaler = training.model, training.scaler
         self._runner, self._world = training.assembly.runner, training.assembly.world
         self._boundary: bool | None = None  # as the caller has set it, in the place of counting
-        self.inside_no_sync = False
+        self.inside_no_sync_ctxt = False
 
     # ---- one micro-batch at a time
 
@@ -84,7 +84,7 @@ class Loop:
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Run the queued group, update the weights, and step the scheduler, at an accumulation boundary."""
-        if self.inside_no_sync:
+        if self.inside_no_sync_ctxt:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
         self._training.require_optimizer("step")
         training = self._training
@@ -119,13 +119,13 @@ class Loop:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Refuse `step()` inside. Allowed with every ZeRO stage: gradients are exchanged once a step anyway."""
-        if self.inside_no_sync:
+        if self.inside_no_sync_ctxt:
             raise UsageError("no_sync context manager reentry is unsupported")
-        self.inside_no_sync = True
+        self.inside_no_sync_ctxt = True
         try:
             yield
         finally:
-            self.inside_no_sync = False
+            self.inside_no_sync_ctxt = False
 
     # ---- a group at once
 

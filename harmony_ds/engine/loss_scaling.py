@@ -1,6 +1,6 @@
 """Loss scaling for fp16, by the rules of DeepSpeed's `DynamicLossScaler` (0.19, runtime/fp16/loss_scaler.py).
 
-Not DeepSpeed's class itself: it asks for a process group to log an overflow.
+Not DeepSpeed's class itself: it needs a process group to log an overflow.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ class LossScaler:
 
     def __init__(self, settings: LossScale | None) -> None:
         self._settings = settings
+        self._dynamic = settings is not None and settings.static <= 0
         self.scale = 1.0
-        self._hysteresis = 0
-        self._step = 0
-        self._last_overflow = -1
+        self._hysteresis = 0 if settings is None else settings.hysteresis
+        self._step, self._last_overflow = 0, -1
         self._scales = False  # inside engine.backward
         self._announced = 0  # backward passes of the caller's own, from losses that it has scaled
         if settings is not None:
-            self.scale = settings.static if settings.static > 0 else float(2**settings.initial_scale_power)
-            self._hysteresis = settings.hysteresis
+            self.scale = float(2**settings.initial_scale_power) if self._dynamic else settings.static
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return `loss` times the scale."""
@@ -63,25 +62,21 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state that the scale of later steps depends on; None if it never changes."""
-        settings = self._settings
-        if settings is None or settings.static > 0:
+        if not self._dynamic:
             return None
         return {
             "scale": self.scale,
             "hysteresis": self._hysteresis,
             "step": self._step,
             "last_overflow": self._last_overflow,
-            "settings": {name: getattr(settings, name) for name in SCALER_NAMES},
+            "settings": {name: getattr(self._settings, name) for name in SCALER_NAMES},
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on from `state` (None: there is none), by the rules of this ds_config, which may fix the scale."""
-        if state is None or self._settings is None or self._settings.static > 0:
-            return
-        self.scale = float(state["scale"])
-        self._hysteresis = int(state["hysteresis"])
-        self._step = int(state["step"])
-        self._last_overflow = int(state["last_overflow"])
+        if state is not None and self._dynamic:
+            self.scale, self._hysteresis = float(state["scale"]), int(state["hysteresis"])
+            self._step, self._last_overflow = int(state["step"]), int(state["last_overflow"])
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step; `overflow`: its gradients held inf or NaN.
@@ -90,17 +85,17 @@ class LossScaler:
             EngineFailedError: an overflow at the smallest scale.
         """
         settings = self._settings
-        if settings is None or settings.static > 0:
+        if settings is None or not self._dynamic:
             return
         if overflow:
             self._shrink(settings)
             self._last_overflow = self._step
         else:
-            if settings.consecutive_hysteresis:
-                self._hysteresis = settings.hysteresis
             clean = self._step - self._last_overflow - 1
-            if clean > 0 and clean % settings.loss_scale_window == 0:
+            grows = clean > 0 and clean % settings.loss_scale_window == 0
+            if grows or settings.consecutive_hysteresis:
                 self._hysteresis = settings.hysteresis
+            if grows:
                 self.scale *= _FACTOR
         self._step += 1
 

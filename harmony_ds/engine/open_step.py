@@ -134,7 +134,7 @@ class OpenStep:
         training, group = self._training, self.group
         full = len(group) == training.settings.gradient_accumulation_steps() and not group.propagated
         try:
-            with self._reports.step(len(group), full):
+            with self._reports.record.step(len(group), full):
                 ran = self._run()
             training.finish_step(self._runner.executor.updates.outcome if ran else Outcome(), schedule)
         except BaseException:
@@ -214,10 +214,11 @@ class OpenStep:
             return None
         return Clipping(config.gradient_clipping, self._training.scaler.scale, config.skip_overflow)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that have gathered since the last step."""
-        self.gradients.used.clear()
-        self.gradients.drop(self.propagate())
+        if self._optimizer is not None:
+            self.gradients.used.clear()
+            self.gradients.drop(self.propagate())
 
     # ---- what the model's parameters ask, see `parameters.link.Owner`
 

@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from harmony_ds.config import Config
 from harmony_ds.engine.step_record import StepRecord
-from harmony_ds.engine.timers import FIRST_TIMED, TaskTimes, Throughput
+from harmony_ds.engine.throughput import FIRST_TIMED, Throughput
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import ConfigError
 from harmony_ds.parallel.distributed import init_distributed
-from harmony_ds.runtime.executor import OnTask
-from harmony_ds.scheduler.plan import Task
 
 _logger = logging.getLogger("harmony_ds.progress")
 Event = tuple[str, float, int]
-_DEEPSPEEDS = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward_backward"}
-"""Timers whose events have another name in DeepSpeed."""
 
 
 class StepReports:
@@ -42,8 +36,6 @@ class StepReports:
         self._every = config.steps_per_print if speaks else None
         self._breakdown = speaks and bool(values["wall_clock_breakdown"])
         self._memory = speaks and bool(values["memory_breakdown"])
-        self._callback: OnTask | None = None
-        self._times = TaskTimes()
         self.record = StepRecord(training.assembly)
         self.throughput = Throughput()
         self.monitor = make_monitor(config) if speaks else NoMonitor()
@@ -55,33 +47,13 @@ class StepReports:
         if dumps:
             for path, value in sorted(values.items()):
                 _logger.info("  %s = %r", path, value)
-        self.on_progress(None)
-
-    def on_progress(self, callback: OnTask | None) -> None:
-        """Have `callback(done, total, task)` called after each task of a step."""
-        self._callback = callback
-        self._training.assembly.runner.executor.tell(self._note_task if self._breakdown else callback)
-
-    def _note_task(self, done: int, total: int, task: Task) -> None:
-        self._times.note(task.kind)
-        if self._callback is not None:
-            self._callback(done, total, task)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Return the milliseconds of the last step by timer, with `wall_clock_breakdown`."""
-        return dict(self._times.last)
-
-    @contextmanager
-    def step(self, micro_batches: int, as_planned: bool) -> Iterator[None]:
-        """Record an optimizer step; `as_planned`: a full group, run at once."""
-        self._times.begin()
-        with self.record.step(micro_batches, as_planned):
-            yield
+        """Return the milliseconds of the last step, with `wall_clock_breakdown`; `trace()` has those of every task."""
+        return {"step": self.record.step_ms} if self._breakdown else {}
 
     def finish_step(self) -> None:
         """Report the optimizer step that is over; the counters are those after it."""
-        if self._breakdown:
-            self._times.end()
         training = self._training
         size = training.settings.train_micro_batch_size_per_gpu() * training.assembly.world.size
         self.throughput.step(self.record.micro_batches * size)
@@ -90,7 +62,7 @@ class StepReports:
         if self.monitor.enabled:
             self.monitor.write_events(self._events())
         if self._breakdown:
-            _logger.info("time (ms) | %s", " | ".join(f"{n}: {ms:.2f}" for n, ms in self._times.last.items()))
+            _logger.info("time (ms) | step: %.2f", self.record.step_ms)
         if self._memory:
             _logger.info("%s", self.record.memory_report())
 
@@ -124,8 +96,7 @@ class StepReports:
         if training.settings.now.values["fp16.enabled"]:
             events.append(("Train/Samples/loss_scale", training.scaler.scale, samples))
         if self._breakdown:
-            for name, ms in self._times.last.items():
-                events.append((f"Train/Samples/elapsed_time_ms_{_DEEPSPEEDS.get(name, name)}", ms, samples))
+            events.append(("Train/Samples/elapsed_time_ms_step", self.record.step_ms, samples))
         return events
 
 

@@ -1,11 +1,11 @@
-"""`initialize`: from DeepSpeed's arguments to an engine."""
+"""From DeepSpeed's arguments to an engine: `initialize`."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,7 +19,6 @@ from torch import nn
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device, devices_of_process
-from harmony_ds.engine.arguments import require_module
 from harmony_ds.engine.assembly import assemble
 from harmony_ds.engine.core import HarmonyEngine, UserObjects
 from harmony_ds.engine.partitioned import make_whole
@@ -34,7 +33,7 @@ DsConfig = Mapping[str, Any] | str | Path
 
 
 def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
-    args: argparse.Namespace | None = None,
+    args: Namespace | None = None,
     model: nn.Module | None = None,
     optimizer: ClientOptimizer | None = None,
     model_parameters: ParameterGroups | None = None,
@@ -75,8 +74,27 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     return _start(trained, _load_settings(given, optimizer, dist_init_required), client, model_parameters, device)
 
 
-def _check_model(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
-    model = require_module(model)
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add --deepspeed and --deepspeed_config (and their deprecated forms), as `deepspeed.add_config_arguments` does."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="accepted; has no effect of its own")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="path of the ds_config (JSON)")
+    group.add_argument("--deepscale", default=False, action="store_true", help="deprecated form of --deepspeed")
+    group.add_argument("--deepscale_config", default=None, type=str, help="deprecated form of --deepspeed_config")
+    return parser
+
+
+def _check_model(model: object, mpu: Any, mesh_param: Any) -> nn.Module:
+    if model is None:
+        raise ConfigError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
+    if isinstance(model, type):
+        raise TypeError(f"model is the class {model.__name__}, not a module of it: model={model.__name__}(...).")
+    if isinstance(model, str):
+        raise TypeError(
+            f'model is the name "{model}": load it first, as AutoModelForCausalLM.from_pretrained("{model}").'
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: {model!r:.80}.")
     if mpu is not None or mesh_param is not None:
         raise UnsupportedError("harmony_ds trains with data parallelism alone: leave mpu and mesh_param out.")
     make_whole(model)
@@ -166,7 +184,7 @@ def _check_for_duplicates(model: nn.Module, optimizer: object, parameters: list[
 
 
 def _choose_config(args: Any, config: DsConfig | None) -> DsConfig:
-    named = getattr(args, "deepspeed_config", None)
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if named is not None and config is not None:
         raise ConfigError(
             "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and "

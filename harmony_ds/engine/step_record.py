@@ -11,6 +11,7 @@ from typing import Any
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.offload.ledger import SWAPPED, Traffic
+from harmony_ds.runtime.executor import OnTask
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
 from harmony_ds.scheduler.trace import ExecutedStep
@@ -23,16 +24,17 @@ class StepRecord:
 
     Attributes:
         micro_batches: in the last step.
+        step_ms: its time.
     """
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._planner = assembly.runner.planner
         self._peaks: tuple[int, ...] = (0,)
-        self._step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
-        self._plan: Plan | None = None  # that `_step_ms` is of
+        self._planned_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._plan: Plan | None = None  # that `_planned_ms` is of
         self._traffic: Traffic | None = None  # of the last step
-        self.micro_batches = 0
+        self.micro_batches, self.step_ms = 0, 0.0
         self._sent_bytes = self._sent_before = 0
 
     @contextmanager
@@ -46,17 +48,18 @@ class StepRecord:
         finally:  # the bytes of a step that fails are not the next one's
             traffic, sent = self._assembly.ledger.drain(), self._assembly.parts.world.sent_bytes
             sent_bytes, self._sent_before = sent - self._sent_before, sent
-        self._note_time((time.perf_counter() - begin) * 1e3, as_planned)
+        self.step_ms = (time.perf_counter() - begin) * 1e3
+        if self._plan is not self._planner.plan:  # the first step of a plan touches memory for the first time
+            self._plan = self._planner.plan
+            self._planned_ms.clear()
+        elif as_planned:
+            self._planned_ms.append(self.step_ms)
         self._peaks = device.peaks()
         self._traffic, self._sent_bytes, self.micro_batches = traffic, sent_bytes, micro_batches
 
-    def _note_time(self, step_ms: float, as_planned: bool) -> None:
-        """Keep the time of a step of the present plan but its first, which touches memory for the first time."""
-        if self._plan is not self._planner.plan:
-            self._plan = self._planner.plan
-            self._step_ms.clear()
-        elif as_planned:
-            self._step_ms.append(step_ms)
+    def on_progress(self, callback: OnTask | None) -> None:
+        """Have `callback(done, total, task)` called after each task of a step."""
+        self._assembly.runner.executor.tell(callback)
 
     def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
         """Record when each task of every optimizer step in the context ran, on each stream.
@@ -103,7 +106,7 @@ class StepRecord:
         swapped = sum(side[kind] for side in (traffic.host_to_device, traffic.device_to_host) for kind in SWAPPED)
         return PlanReport(
             self._planner.choices,
-            tuple(self._step_ms),
+            tuple(self._planned_ms),
             max(self._peaks),
             swapped,
             self._sent_bytes,

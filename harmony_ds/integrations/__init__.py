@@ -1,1 +1,1 @@
-"""harmony_ds under other people's training code: `transformers` (Trainer), `as_deepspeed` (accelerate)."""
+"""Adapters for training code of others: `transformers` (Trainer), `as_deepspeed` (accelerate)."""

@@ -5,29 +5,31 @@ from __future__ import annotations
 from importlib import import_module
 
 from harmony_ds import utils, zero
-from harmony_ds.checkpoint.deepspeed.zero_to_fp32 import teach
+from harmony_ds.checkpoint import zero_to_fp32
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.parallel.distributed import init_distributed
 
 LOCAL_HELPERS = tuple(name for name in vars(utils) if "_local_" in name)
 """Functions of `deepspeed.utils` that ask for ZeRO-3's partitions; the others find this engine by themselves."""
+CHECKPOINT_READERS = tuple(name for name in vars(zero_to_fp32) if "zero_checkpoint" in name)  # DeepSpeed's names
 
 
 def install_as_deepspeed() -> None:
-    """From now on, in this process, `deepspeed.initialize` is `harmony_ds.initialize`.
+    """Replace `deepspeed.initialize` by `harmony_ds.initialize` for the rest of this process.
 
     So are `deepspeed.DeepSpeedEngine` (accelerate unwraps models by it), `deepspeed.init_distributed`,
-    `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`, and `safe_get_local_*` and `safe_set_local_*` of
-    `deepspeed.utils`; `deepspeed.utils.zero_to_fp32` reads checkpoints of this engine, too; and `torch.distributed` is
-    initialized, as the launcher says. Call it before the training code imports any of these names. The installed
-    DeepSpeed stays what it is under its other names.
+    `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`, `safe_get_local_*` and `safe_set_local_*` of
+    `deepspeed.utils`, and the functions of `deepspeed.utils.zero_to_fp32`; `torch.distributed` is initialized, as the
+    launcher says. Call it before the training code imports any of these names; DeepSpeed's other names stay as they are.
 
     Raises:
-        UnsupportedError: a launcher speaks of several processes, and they cannot be found.
+        UnsupportedError: a launcher announces several processes, and they cannot be found.
     """
     init_distributed()
     deepspeed = import_module("deepspeed")
     vars(deepspeed).update(initialize=initialize, DeepSpeedEngine=HarmonyEngine, init_distributed=init_distributed)
-    teach(vars(import_module("deepspeed.utils.zero_to_fp32")))
+    vars(import_module("deepspeed.utils.zero_to_fp32")).update(
+        {name: getattr(zero_to_fp32, name) for name in CHECKPOINT_READERS}
+    )
     vars(deepspeed.utils).update({name: getattr(utils, name) for name in LOCAL_HELPERS})
     vars(deepspeed.zero).update(Init=zero.Init, GatheredParameters=zero.GatheredParameters)

@@ -4,8 +4,8 @@
     get_batch_samples                 -> the group is remembered
     training_step of its first batch  -> _prepare_inputs of every micro-batch, if it is not Hugging Face's own
                                          train_group: every micro-batch's own training_step, up to its backward
-    training_step of the others       -> their losses are handed out
-    clip, optimizer.step              -> done already: the norm is handed out
+    training_step of the others       -> returns their losses
+    clip, optimizer.step              -> done already: returns the norm
 
 So what a Trainer subclass does in `compute_loss` or `training_step` runs unchanged, once for each micro-batch. Weights
 are new from the group's first `training_step` on, not from `optimizer.step`; unless a callback has an
@@ -43,7 +43,7 @@ _is_last: ContextVar[bool | None] = ContextVar("whether a micro-batch is its gro
 
 
 class _GradientState(GradientState):  # type: ignore[misc]
-    """accelerate's, in which every micro-batch of a group finds whether itself is the last one."""
+    """accelerate's state, in which every micro-batch of a group finds whether it is the last one."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -58,7 +58,7 @@ class _GradientState(GradientState):  # type: ignore[misc]
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
 else:
-    _Base = object  # the Trainer stands behind the mixin
+    _Base = object  # the Trainer comes after the mixin
 
 
 _with_engines: weakref.WeakSet[HarmonyMixin] = weakref.WeakSet()
@@ -66,7 +66,7 @@ _with_engines: weakref.WeakSet[HarmonyMixin] = weakref.WeakSet()
 
 
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
-    """The optimizer as a Trainer steps it: the engine has, or does so now if a callback was to see the gradients first."""
+    """Optimizer whose step takes the engine's, if that waits for a callback to see the gradients first."""
 
     def __init__(self, optimizer: Any, step: Callable[[], None]) -> None:
         super().__init__(optimizer)
@@ -78,7 +78,7 @@ class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
 
 
 class HarmonyMixin(_Base):  # type: ignore[misc]
-    """Makes a Trainer train by harmony_ds. It stands first among the bases."""
+    """Base that makes a Trainer train by harmony_ds; the first one of the class."""
 
     _engine: HarmonyEngine | None = None
     optimizer: Any
@@ -86,16 +86,16 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        in_front = cls.__mro__[: cls.__mro__.index(HarmonyMixin)]
-        before = next((one for one in in_front if issubclass(one, Trainer) and not issubclass(one, HarmonyMixin)), None)
+        earlier = cls.__mro__[: cls.__mro__.index(HarmonyMixin)]
+        before = next((one for one in earlier if issubclass(one, Trainer) and not issubclass(one, HarmonyMixin)), None)
         if before is not None:
             raise UsageError(
-                f"class {cls.__name__}: HarmonyMixin stands behind {before.__name__}, where it does nothing. Put it first: "
+                f"class {cls.__name__}: HarmonyMixin comes after {before.__name__}, where it does nothing. Put it first: "
                 f"class {cls.__name__}(HarmonyMixin, {before.__name__})."
             )
 
     def __init__(self, *args: Any, ds_config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
-        """As the Trainer's, and:
+        """Take the Trainer's arguments and a ds_config.
 
         Args:
             ds_config: a ds_config (dict or path; "auto" values are filled from the TrainingArguments). Without one,
@@ -125,7 +125,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         return {**theirs, "deepspeed_plugin": None, "mixed_precision": "no", "device_placement": False}
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's accelerator, whose backward only notes what the engine is to propagate back from."""
+        """Create the Trainer's accelerator; its backward only notes the loss that the engine propagates back from."""
         super().create_accelerator_and_postprocess()
         unwrap, prepare = self.accelerator.unwrap_model, self.accelerator.prepare_model
 
@@ -133,7 +133,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             return unwrap(model.module if isinstance(model, HarmonyEngine) else model, *args, **kwargs)
 
         def prepare_model(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-            other = evaluation_mode and model is not self.model  # a reference or reward model: as without this mixin
+            other = evaluation_mode and model is not self.model  # a reference or reward model
             return prepare(model, other if device_placement is None else device_placement, evaluation_mode)
 
         self.accelerator.backward = _note_loss
@@ -142,7 +142,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         self.accelerator.gradient_state = _GradientState()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The engine swaps weights in; the model stays in host memory."""
+        """Leave the model in host memory: the engine swaps weights in."""
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         self._max_steps = max_steps
@@ -152,13 +152,13 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         return super()._prepare_for_training(max_steps, *args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The Trainer's optimizer, unless the ds_config names one."""
+        """Create the Trainer's optimizer, unless the ds_config names one."""
         if self.optimizer is None and "optimizer" in (self._ds_config or {}):
             return None
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The Trainer's scheduler, unless the ds_config names one."""
+        """Create the Trainer's scheduler, unless the ds_config names one."""
         assert self._engine is not None
         if self._engine.lr_scheduler is None:
             return super().create_scheduler(num_training_steps, optimizer)
@@ -169,7 +169,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         if not training:
             return cast(nn.Module, self.model)
         if self._engine is None:
-            self._take_from_others()
+            self._destroy_engines_of_others()
             optimizer = self.optimizer
             self._engine, made, _, _ = initialize(
                 model=self.model, optimizer=optimizer, config=self._filled_config(self._max_steps)
@@ -181,15 +181,15 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             _with_engines.add(self)
         return self._engine
 
-    def _take_from_others(self) -> None:
-        """Ends the engines of trainers that are done with this model, or a part of it: SFT, then DPO."""
+    def _destroy_engines_of_others(self) -> None:
+        """Destroy the engines of trainers that are done with this model, or a part of it: SFT, then DPO."""
         mine = set(self.model.modules())
         for other in list(_with_engines):
             if other._engine is not None and not other.is_in_train and not mine.isdisjoint(other._engine.modules()):
                 other._destroy_engine()
 
     def _filled_config(self, max_steps: int) -> dict[str, Any]:
-        """The ds_config, its "auto" values filled as Hugging Face fills them."""
+        """Return the ds_config with its "auto" values filled as Hugging Face fills them."""
         config = copy.deepcopy(dict(self._ds_config or {}))
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
             config.setdefault(key, "auto")
@@ -214,7 +214,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     # ---- a step
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The group's batches, remembered for its first `training_step`."""
+        """Fetch the group's batches, and keep them for its first `training_step`."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._batches = list(batches)
         # Data that ends early, without having said how much it is: the Trainer takes the step in the next epoch.
@@ -223,7 +223,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         return batches, items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The loss of one micro-batch. The whole group runs when the first of its losses is asked for.
+        """Return the loss of one micro-batch. The first call for a group runs the whole group.
 
         Raises:
             UnsupportedError: the Trainer's training_step generates, or its _prepare_inputs counts micro-batches.
@@ -242,12 +242,12 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
 
             self._step_waits = self._ends_step and self._shows_gradients()
             boundary = self._ends_step and not self._step_waits
-            with self._in_lanes():
-                self._losses.extend(self._engine.train_group(group, loss_of, self._notes_kept, boundary=boundary))
+            with self._running_together():
+                self._losses.extend(self._engine.train_group(group, loss_of, self._without_traces, boundary=boundary))
         return self._losses.popleft()
 
     def _shows_gradients(self) -> bool:
-        """Whether a callback is to see gradients before the update (transformers' own writes SIGTERM's checkpoint then)."""
+        """Return whether a callback sees gradients before the update (transformers' own saves on SIGTERM then)."""
         nothing = TrainerCallback.on_pre_optimizer_step
         return any(type(one).on_pre_optimizer_step is not nothing for one in self.callback_handler.callbacks)
 
@@ -257,7 +257,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             self._engine.end_group()
 
     def _prepared(self, batches: Sequence[Any]) -> list[Any]:
-        """What the Trainer's own `_prepare_inputs` makes of each batch, in their order; it may generate.
+        """Return each batch as the Trainer's own `_prepare_inputs` prepares it, in order; it may generate.
 
         The weights are those before the step, as they are in the stock order. TRL's trainers find in `_step` which
         micro-batch it is; their training_step counts it.
@@ -284,8 +284,8 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         return prepared
 
     @contextmanager
-    def _in_lanes(self) -> Iterator[None]:
-        """While the micro-batches of a group run beside each other: no inputs are prepared, and nothing is generated."""
+    def _running_together(self) -> Iterator[None]:
+        """Refuse to generate, and prepare no inputs, while the micro-batches of a group run together."""
 
         def generate(*_: Any, **__: Any) -> Any:
             raise UnsupportedError(
@@ -300,10 +300,8 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
             yield
 
     @contextmanager
-    def _notes_kept(self) -> Iterator[None]:
-        """Undoes what `compute_loss` sets, and appends to metrics (as TRL's trainers do), while it is measured; it logs
-        nothing.
-        """
+    def _without_traces(self) -> Iterator[None]:
+        """Undo what `compute_loss` sets, and appends to metrics (as TRL's trainers do), while it is measured, unlogged."""
         kept = {name: copy.deepcopy(value) if name in _NOTES else value for name, value in vars(self).items()}
         self.__dict__["log"] = lambda *_, **__: None
         try:
@@ -327,7 +325,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
         return noted[0]
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
-        """The norm before clipping, which the engine does."""
+        """Return the norm before clipping, which the engine does."""
         assert self._engine is not None
         if not self._step_waits:
             return self._engine.get_global_grad_norm()
@@ -339,7 +337,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     # ---- evaluation
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, the weights streamed layer by layer."""
+        """Predict as the Trainer does, the weights streamed layer by layer."""
         if self._engine is None:
             config = {k: v for k, v in self._filled_config(1).items() if k not in ("optimizer", "scheduler")}
             self._engine, _, _, _ = initialize(model=self.model, config=config)
@@ -349,7 +347,7 @@ class HarmonyMixin(_Base):  # type: ignore[misc]
     # ---- checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Of adapters alone where the Trainer saves these, as it does with DeepSpeed: what they stand on never changes."""
+        """Save a checkpoint; of adapters alone where the Trainer does so with DeepSpeed: frozen weights never change."""
         assert self._engine is not None
         self._engine.save_checkpoint(output_dir, exclude_frozen_parameters=_is_peft_model(self.model))
         if self.args.should_save and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
@@ -395,6 +393,6 @@ def _note_loss(loss: Tensor, **_: Any) -> None:
 
 
 def _prepares_inputs(trainer: type) -> bool:
-    """Whether a class other than Hugging Face's own has a `_prepare_inputs`: TRL's GRPO and RLOO generate there."""
+    """Return whether a class other than Hugging Face's own has a `_prepare_inputs`: TRL's GRPO and RLOO generate there."""
     own = (base for base in trainer.__mro__ if not base.__module__.startswith("transformers."))
     return any("_prepare_inputs" in vars(base) for base in own)

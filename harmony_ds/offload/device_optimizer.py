@@ -57,9 +57,7 @@ class DeviceOptimizer:
         if isinstance(self._host, SplitOptimizer):
             return "masters are split (harmony.split_masters)"
         if not self._kind:
-            return (
-                f"what {type(self._host.optimizer).__name__} takes is not known (of Adam, AdamW, SGD and Adagrad it is)"
-            )
+            return f"what {type(self._host.optimizer).__name__} takes is not known (Adam, AdamW, SGD and Adagrad are)"
         if self._replaced and not all(
             group.get("bias_correction", True) for group in self._host.optimizer.param_groups
         ):
@@ -68,8 +66,6 @@ class DeviceOptimizer:
 
     def trains(self, name: str) -> bool:
         return self._host.trains(name)
-
-    # ---- stepping
 
     def step(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         """Step those of `parameters` once that have a gradient (both fp32, on the device)."""
@@ -91,8 +87,6 @@ class DeviceOptimizer:
         flags: dict[str, Any] = {"foreach": False, "fused": self._fused}
         return {**values, **{key: flag for key, flag in flags.items() if key in values}}
 
-    # ---- state, between host and device
-
     def watch_replaced_state(self) -> bool:
         """Return whether the host's optimizer has been given another state."""
         return self._host.watch_replaced_state()
@@ -102,9 +96,8 @@ class DeviceOptimizer:
         known = self._host.state_of(name)
         self.state.pop(parameter, None)
         if known:
-            self.state[parameter] = {
-                self._kept_as.get(key, key): self._on_device(key, value, parameter) for key, value in known.items()
-            }
+            copied = {key: self._on_device(key, value, parameter) for key, value in known.items()}
+            self.state[parameter] = {self._kept_as.get(key, key): value for key, value in copied.items()}
         elif self._replaced and self._kind == "Adagrad":  # torch's makes its state when it is constructed
             self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
         return sum(map(_bytes, (known or {}).values()))
@@ -129,8 +122,6 @@ class DeviceOptimizer:
             return value.clone()  # counters stay on the host, where the optimizer reads them
         return torch.empty_like(value, device=parameter.device).copy_(value, non_blocking=True)
 
-    # ---- memory
-
     def state_bytes(self, name: str, numel: int) -> int:
         """Return the device bytes of the state of a parameter of `numel`."""
         options = self._options(name)
@@ -152,9 +143,8 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the torch class whose step it uses; "": none whose memory is known."""
     classes = type(optimizer).__mro__
     stepping = next(cls for cls in classes if "step" in cls.__dict__)
-    kinds = [
-        cls.__name__ for cls in classes if cls.__module__.startswith("torch.optim.") and cls.__name__ in _TEMPORARIES
-    ]
+    torchs = [cls.__name__ for cls in classes if cls.__module__.startswith("torch.optim.")]
+    kinds = [name for name in torchs if name in _TEMPORARIES]
     return kinds[0] if kinds and stepping.__module__.startswith("torch.optim.") else ""
 
 
@@ -163,10 +153,7 @@ def _is_coupled(host: HostOptimizer) -> bool:
 
 
 def torch_equivalent(row: OptimizerRow, parameters: Iterable[Any], coupled: bool = False) -> torch.optim.Optimizer:
-    """Return torch's optimizer with the formula of DeepSpeed's compiled one in `row`; for Lion, one with as much state.
-
-    `coupled`: weight decay is Adam's, not AdamW's.
-    """
+    """Return torch's optimizer with the formula of DeepSpeed's in `row` (for Lion, one with as much state)."""
     cls: Any = getattr(torch.optim, "Adam" if coupled and row.on_device == "AdamW" else row.on_device)
     optimizer: torch.optim.Optimizer = cls(parameters)
     return optimizer

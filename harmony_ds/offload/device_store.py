@@ -55,8 +55,6 @@ class DeviceStore(GradientSums):
         self._norm_buffers = HostBuffers(device)
         self._reading: Event | None = None  # after the last copy out of host memory that may still be queued
 
-    # ---- the resident packs
-
     def holds(self, packs: Sequence[Names]) -> bool:
         """Return whether exactly these packs are resident."""
         return tuple(packs) == self._names
@@ -67,11 +65,7 @@ class DeviceStore(GradientSums):
         return sum(b.numel() * b.element_size() for b in buffers) + self._state_bytes
 
     def make_resident(self, packs: Sequence[Names]) -> list[DeviceCopy]:
-        """Return up-to-date device copies of exactly these packs (in forward order); drop all others.
-
-        Raises:
-            torch.OutOfMemoryError: they do not fit; none is held then.
-        """
+        """Return up-to-date device copies of exactly these packs (in forward order); if they do not fit, hold none."""
         if self.holds(packs):
             self.sync_to_device()
         else:
@@ -149,11 +143,8 @@ class DeviceStore(GradientSums):
             self._reading = None
 
     def leaves(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
-        return {
-            name: next(copy.leaves[name] for copy in self._packs if name in copy.leaves)
-            for name in names
-            if name in self._weights
-        }
+        resident = [name for name in names if name in self._weights]
+        return {name: next(copy.leaves[name] for copy in self._packs if name in copy.leaves) for name in resident}
 
     def drop(self) -> None:
         """Copy what changed to the host, and free everything on the device."""
@@ -175,8 +166,6 @@ class DeviceStore(GradientSums):
         """Drop all packs, and free page-locked memory."""
         self.drop()
         self._norm_buffers.destroy()
-
-    # ---- reads on the host
 
     @torch.no_grad()
     def sync_to_host(self, to_be_read: bool = False) -> None:
@@ -200,8 +189,6 @@ class DeviceStore(GradientSums):
         """Copy the optimizer's state to the device if the host's optimizer has been given another one."""
         if self._optimizer is not None and self._optimizer.watch_replaced_state():
             self._copy_in((), self._stepped)
-
-    # ---- gradients and updates
 
     @torch.no_grad()
     def gradient(self, name: str) -> Tensor | None:

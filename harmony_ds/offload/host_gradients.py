@@ -89,10 +89,7 @@ class HostGradients(GradientSums):
         return self._buffers.nbytes + self.world.slot_bytes
 
     def reserve(self, packs: Sequence[int], extra: int) -> None:
-        """Page-lock the buffers of steps with such `packs` (bytes each) in advance; `extra` as in `swap_out`.
-
-        Otherwise it would be done in any step whose slow updates keep more transfers at a time than all before.
-        """
+        """Page-lock all buffers that steps with such `packs` (bytes each) may need; `extra` as in `swap_out`."""
         if self._limit is not None:
             most = self._limit + extra
             sizes = [self._room(nbytes) for nbytes in packs]
@@ -155,10 +152,7 @@ class HostGradients(GradientSums):
     def post(
         self, gradients: dict[str, Tensor], like: Mapping[str, Tensor], check: Callable[[], None]
     ) -> PostedGradients:
-        """Issue the copies of a pack's gradients to shared memory. `like`: all gradients that the pack could have.
-
-        `check` raises the error that has ended the update thread, if any.
-        """
+        """Copy a pack's gradients to shared memory. `like`: all it could have; `check`: see `GradientSlots.begin`."""
         assert isinstance(self.world, World)
         device, places = self._device, layout_of(like, self._dtype.itemsize)[0]
         slot = self.world.begin_on_host(check).view(self._dtype)
@@ -174,11 +168,7 @@ class HostGradients(GradientSums):
     def reduce_posted(
         self, kind: str, left: PostedGradients, extra: int | None
     ) -> tuple[GradientTransfer, Callable[[], None]]:
-        """Reduce gradients that all processes have posted.
-
-        Returns:
-            A transfer of this process's pieces of the means, and a function that writes them, for the update thread.
-        """
+        """Return a transfer of this process's pieces of the posted gradients' means, and a function that writes them."""
         assert isinstance(self.world, World)
         total: HostSum = self.world.reduce_on_host(kind, left.elements, left.here)
         sizes = {name: torch.Size([numel]) for name, numel in total.pieces.items()}

@@ -51,24 +51,15 @@ class HostNeed:
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """Bytes that this process can still get.
-
-    Attributes:
-        swap_bytes: on top of `free_bytes`, for what may be swapped out.
-        source: of the numbers, for errors.
-    """
+    """Bytes that this process can still get."""
 
     free_bytes: int
-    swap_bytes: int
-    source: str
+    swap_bytes: int  # more, for memory that may be swapped out
+    source: str  # of the numbers, for errors
 
 
 def check_host_memory(need: HostNeed, rooms: list[HostRoom] | None = None) -> None:
-    """Compare the bytes needed with those available (None: read from this system).
-
-    Raises:
-        HostMemoryError: they do not suffice; with the numbers, the limit and what helps.
-    """
+    """Raise HostMemoryError, with what helps, if `need` exceeds one of `rooms` (None: those of this system)."""
     for room in host_rooms() if rooms is None else rooms:
         if need.more_bytes > room.free_bytes + room.swap_bytes:
             swap = f" and {room.swap_bytes:,} of swap" if room.swap_bytes else ""
@@ -100,11 +91,7 @@ def free_host_bytes() -> int | None:
 
 
 def host_rooms(root: Path = Path("/")) -> list[HostRoom]:
-    """Return the room left by the machine and by every cgroup above this process; empty: not known.
-
-    Args:
-        root: the folder of /proc and /sys.
-    """
+    """Return the room left by the machine and every cgroup above this process. `root`: the folder of /proc and /sys."""
     machine = _machine(root)
     return [*([] if machine is None else [machine]), *_cgroups(root)]
 
@@ -152,9 +139,8 @@ def _cgroup(folder: Path, limit_file: str, usage_file: str, prefix: str) -> Host
     rows = _numbers(folder / "memory.stat")
     files = rows.get(f"{prefix}inactive_file", 0) + rows.get(f"{prefix}active_file", 0)
     used = max(0, int(usage) - files)
-    return HostRoom(
-        max(0, int(limit) - used), 0, f"{folder / limit_file} allows {int(limit):,}, of which {used:,} are in use"
-    )
+    source = f"{folder / limit_file} allows {int(limit):,}, of which {used:,} are in use"
+    return HostRoom(max(0, int(limit) - used), 0, source)
 
 
 def _lines(file: Path) -> list[str]:

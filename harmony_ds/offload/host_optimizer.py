@@ -69,10 +69,9 @@ class HostOptimizer:
         return not _is_elementwise(self.optimizer) or any(hooks)
 
     def step_whole(self, gradients: Mapping[str, Tensor], follow: Callable[[], None]) -> None:
-        """Call the optimizer's own `step`, hooks included, with `gradients` on its parameters.
+        """Call the optimizer's own `step`, hooks included, with `gradients`.
 
-        Args:
-            follow: copies masters to weights, right after the step: hooks and overriding steps may then use the weights.
+        `follow` copies masters to weights right after it, before hooks and overriding steps may use the weights.
         """
         followed = False
 
@@ -151,16 +150,10 @@ class HostOptimizer:
             plain_state(self.optimizer.state)[self._masters[name]] = state
 
     def hyper(self) -> Hyper:
-        """Return the current hyper-parameters.
-
-        Raises:
-            OptimizerError: the optimizer has other parameters than when the engine was made.
-        """
+        """Return the current hyper-parameters; raise OptimizerError if the optimizer has other parameters than before."""
         self._check_members()
-        return tuple(
-            {key: _frozen(value) for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        )
+        groups = self.optimizer.param_groups
+        return tuple({key: _frozen(value) for key, value in group.items() if key != "params"} for group in groups)
 
     def _check_members(self) -> None:
         now = _members(self.optimizer)
@@ -209,9 +202,8 @@ class HostOptimizer:
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
             chosen[self._group_of[name]].append(parameters[name])
-        part.param_groups = [
-            {**values, "params": members} for values, members in zip(hyper, chosen, strict=True) if members
-        ]
+        groups = zip(hyper, chosen, strict=True)
+        part.param_groups = [{**values, "params": members} for values, members in groups if members]
         try:
             with self._lock if native_of(part) else nullcontext():
                 type(part).step(part)
@@ -266,9 +258,8 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     if says is not None:
         return says
     stepping = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
-    return all(
-        module.split(".")[0] in _KNOWN for module in (stepping.__module__, *_modules_of(stepping.__dict__["step"]))
-    )
+    modules = stepping.__module__, *_modules_of(stepping.__dict__["step"])
+    return all(module.split(".")[0] in _KNOWN for module in modules)
 
 
 def _modules_of(function: Any) -> Iterator[str]:

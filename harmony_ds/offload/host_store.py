@@ -61,7 +61,7 @@ class HostStore:
         Where several processes share the slabs, their values are those of the first.
 
         Args:
-            masters: the dtype of the masters, fp32 or `dtype`; or what holds the low bits of fp32 masters that are split.
+            masters: the dtype of the masters, fp32 or `dtype`; or the low bits of split fp32 masters.
         """
         self.dtype = dtype
         self.split = masters if isinstance(masters, SplitMasters) else None
@@ -183,11 +183,8 @@ class HostStore:
 
     def host_bytes(self) -> dict[str, int]:
         slabs = sum(slab.numel() * slab.element_size() for slab in self._slabs)
-        masters = sum(
-            master.numel() * master.element_size()
-            for name, master in self.masters.items()
-            if master is not self.parameters[name]
-        )
+        apart = [master for name, master in self.masters.items() if master is not self.parameters[name]]
+        masters = sum(master.numel() * master.element_size() for master in apart)
         return {"weights": slabs, "masters": masters if self.split is None else self.split.host_bytes}
 
     def release(self) -> None:

@@ -31,11 +31,7 @@ def native_of(optimizer: torch.optim.Optimizer) -> OptimizerRow | None:
 
 
 def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
-    """Make an instance of DeepSpeed's class `name`, compiled if need be (one to three minutes, once per machine).
-
-    Raises:
-        OptimizerError: it cannot be compiled here; says what to install, and what needs no compiler.
-    """
+    """Make DeepSpeed's optimizer `name`, compiled if need be (minutes, once per machine), or raise OptimizerError."""
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(native.module), name)
     check_params("optimizer.params", cls, options)

@@ -45,11 +45,7 @@ class Masters:
         self._master_of = {id(p): masters.get(name) for name, p in parameters.items()}
 
     def groups(self, given: ParameterGroups) -> list[dict[str, Any]]:
-        """Return parameter groups of masters. Frozen parameters and empty groups are left out.
-
-        Raises:
-            OptimizerError: a parameter is not the model's.
-        """
+        """Return parameter groups of masters, without frozen parameters; OptimizerError: one is not the model's."""
         entries = list(given)
         dicts: list[dict[str, Any]] = [dict(e) for e in entries if isinstance(e, dict)]
         if not dicts:
@@ -140,11 +136,8 @@ def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Opti
         if row.native.cls == "DeepSpeedCPUAdam":
             return make_adam(section, groups)
         return make_native(row.native.cls, groups, _with_tuple_betas(section.params))
-    torchs = {
-        name.lower(): one
-        for name, one in vars(torch.optim).items()
-        if isinstance(one, type) and issubclass(one, torch.optim.Optimizer)
-    }
+    classes = [one for one in vars(torch.optim).values() if isinstance(one, type)]
+    torchs = {one.__name__.lower(): one for one in classes if issubclass(one, torch.optim.Optimizer)}
     cls = torchs.get(section.type.lower())
     if cls is None:
         near = nearest(section.type, ["Adam", "AdamW", "Adagrad", "Lion", *(one.__name__ for one in torchs.values())])

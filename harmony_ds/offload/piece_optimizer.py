@@ -36,7 +36,7 @@ _STATE_BYTES = 4
 
 
 def check_elementwise(host: HostOptimizer, where: str) -> None:
-    """Raise OptimizerError if the result of `host` for one number depends on others of its parameter."""
+    """Raise OptimizerError if the optimizer's step is not elementwise."""
     optimizer = host.optimizer
     stepping = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
     known = stepping.__module__.split(".")[0] in ("torch", "deepspeed") and stepping.__name__ in _ELEMENTWISE
@@ -77,14 +77,8 @@ class PieceOptimizer(HostOptimizer):
                 piece = torch.zeros(1, dtype=master.dtype)
             self._pieces[name] = nn.Parameter(piece)
 
-    # ---- stepping
-
     def hyper(self) -> Hyper:
-        """Return the current hyper-parameters; see `HostOptimizer.hyper`.
-
-        Raises:
-            UnsupportedError: the optimizer cannot be stepped by several processes any more.
-        """
+        """Return the current hyper-parameters; raise UnsupportedError if steps are not elementwise any more."""
         if self.steps_whole:
             self._world.refuse("hooks on the optimizer's step, or a step of the program's own")
         return super().hyper()
@@ -101,8 +95,6 @@ class PieceOptimizer(HostOptimizer):
         moved = [self._keep(name) for name in mine]
         if any(moved):
             trim_allocator()
-
-    # ---- state
 
     def put_state(self, name: str, state: dict[str, Any] | None) -> None:
         """Replace the optimizer's state of `name`; see `HostOptimizer.put_state`. Elementwise state moves to its place."""
@@ -130,11 +122,7 @@ class PieceOptimizer(HostOptimizer):
         self._states[piece] = mine
 
     def _keep(self, name: str) -> bool:
-        """Make the state of this process's piece part of the optimizer's state of `name`.
-
-        Returns:
-            Whether new state was moved to its place.
-        """
+        """Make the state of this process's piece part of that of `name`; return whether any was moved to its place."""
         piece, moved = self._pieces[name], False
         state = plain_state(self.optimizer.state)
         whole = state.get(self._masters[name]) or {}
@@ -170,8 +158,8 @@ class PieceOptimizer(HostOptimizer):
             order.append(key)
         if len(order) > _MOST_STATES or dtype.itemsize > _STATE_BYTES:
             raise OptimizerError(
-                f"the optimizer keeps {order} of {name}, in {dtype}: several processes share at most {_MOST_STATES} states "
-                f"of {_STATE_BYTES} bytes for a number."
+                f"the optimizer keeps {order} of {name}, in {dtype}: at most {_MOST_STATES} states of {_STATE_BYTES} bytes "
+                "can be shared."
             )
         place = self._places[name] + order.index(key) * self._room(name)
         shared = self._shared[name, key] = self._world.memory.at(place, self._masters[name].shape, dtype)

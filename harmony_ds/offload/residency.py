@@ -25,17 +25,13 @@ from harmony_ds.offload.ledger import Kind, Ledger
 
 
 class Leaves(dict[str, nn.Parameter]):
-    """Leaf tensors that a pack's layer calls are run with, by canonical name.
-
-    Attributes:
-        cache: objects that layer calls have derived from the leaves, by their makers; it is dropped with them.
-    """
+    """Leaf tensors that a pack's layer calls are run with, by canonical name."""
 
     __slots__ = ("cache",)
 
     def __init__(self, leaves: Mapping[str, nn.Parameter]) -> None:
         super().__init__(leaves)
-        self.cache: dict[object, Any] = {}
+        self.cache: dict[object, Any] = {}  # objects that layer calls have derived from the leaves, by maker
 
 
 class DeviceCopy:
@@ -90,8 +86,7 @@ class Residency:
     def swap_in(self, names: Iterable[str], kind: Kind = Kind.WEIGHTS, rank: int = 0, devices: int = 1) -> DeviceCopy:
         """Issue the copies of `names` on the swap-in stream, booked as `kind`; nothing waits for them yet.
 
-        Args:
-            rank: number of this device, of several `devices` that each fill their share of the buffer (`share_of`).
+        Of several `devices`, the one of number `rank` copies its share of the buffer (`share_of`).
         """
         pieces = self._store.parts_of(names)
         total = sum(piece.memory.numel() for piece in pieces)

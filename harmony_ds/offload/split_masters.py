@@ -1,8 +1,8 @@
-"""fp32 masters without a copy of their upper half: the bf16 weight, and the 16 bits below it.
+"""Split masters: fp32 masters stored as the bf16 weight and the 16 bits below it.
 
-A master rounds to its weight (to the nearest, halfway cases to the even one), so weight and low bits give it back, but for
-values exactly halfway above an even weight, about one of 131,072: their places are kept beside. 4 bytes a parameter for the
-weight and its master together, where a master apart makes it 6.
+A master rounds to its weight (to the nearest, ties to even), so weight and low bits determine it, except for ties above an
+even weight, about one of 131,072 values, whose indices are stored. That makes 4 bytes a parameter for weight and master
+together, instead of 6.
 
     master    sign exponent fraction | rest     32 bits
     weight    sign exponent fraction, one more if the rest is at least half
@@ -56,7 +56,7 @@ def _compiled() -> ctypes.CDLL:
 
 
 class SplitMasters:
-    """The low halves of a model's masters, by parameter, and how they are joined with their weights."""
+    """Low halves of a model's masters, by parameter; joins them with the weights to fp32 values, and splits these."""
 
     def __init__(self) -> None:
         self._loops = _compiled()
@@ -67,7 +67,7 @@ class SplitMasters:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the low halves, and of the places beside them."""
+        """Bytes of the low halves, and of the ties' indices."""
         ties = sum(places.nbytes for blocks in self._ties.values() for places in blocks.values())
         return sum(low.nbytes for low in self._low.values()) + ties
 
@@ -79,7 +79,7 @@ class SplitMasters:
         self.write(name, values)
 
     def blocks(self, name: str) -> Iterator[slice]:
-        """Yield the runs of numbers that `read_block` and `write_block` take."""
+        """Yield the blocks for `read_block` and `write_block`."""
         numel = self._weights[name].numel()
         for start in range(0, numel, BLOCK):
             yield slice(start, min(start + BLOCK, numel))

@@ -1,7 +1,7 @@
-"""Steps an optimizer over split masters: block by block, so that no parameter is ever whole in fp32.
+"""Optimizer steps over split masters: block by block, so that no parameter is ever whole in fp32.
 
-The optimizer's groups hold the model's bf16 parameters, and its state is kept by them. What is stepped is a parameter of
-one block's length: it holds fp32 values that were joined a moment ago and are split again at once, and its state are views.
+The optimizer's groups and state are those of the model's bf16 parameters. A step joins the fp32 values of a block, steps
+them as a parameter whose state consists of views, and splits them again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from harmony_ds.offload.synced_state import plain_state
 
 
 class SplitOptimizer(HostOptimizer):
-    """A `HostOptimizer` whose masters are split."""
+    """`HostOptimizer` whose masters are split."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], split: SplitMasters
     ) -> None:
-        """Raises OptimizerError: the result of `optimizer` for one number depends on others of its parameter."""
+        """Raise OptimizerError if the step of `optimizer` is not elementwise."""
         super().__init__(optimizer, parameters)
         check_elementwise(self, "over split masters (harmony.split_masters), which are stepped block by block")
         self._split = split
@@ -33,15 +33,11 @@ class SplitOptimizer(HostOptimizer):
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """fp32: blocks are joined before they are stepped."""
+        """The dtype of joined blocks."""
         return torch.float32
 
     def hyper(self) -> Hyper:
-        """As `HostOptimizer.hyper`.
-
-        Raises:
-            UnsupportedError: hooks on the optimizer's step have come, which would see no masters.
-        """
+        """Return the current hyper-parameters; raise UnsupportedError if the optimizer has got hooks on its step."""
         if self.steps_whole:
             raise UnsupportedError(
                 "hooks on the optimizer's step see no masters that are split (harmony.split_masters)."
@@ -81,7 +77,7 @@ class SplitOptimizer(HostOptimizer):
 
 
 def _part(value: Any, shape: torch.Size, block: slice) -> Any:
-    """Return the part of an optimizer's state that belongs to a block: a view, or a copy of what is kept once."""
+    """Return the part of an optimizer's state that belongs to a block: a view, or a copy of a per-parameter value."""
     if not isinstance(value, Tensor):
         return value
     return value.view(-1)[block] if value.dim() and value.shape == shape else value.clone()

@@ -43,9 +43,8 @@ class StashEntry:
         """Raise ModelError if it has been changed in place on the device, so that its layer cannot be recomputed."""
         if self.device_tensor is not None and self.device_tensor._version != self.version:
             raise ModelError(
-                f"the input of layer {self.what} was changed in place after the layer was called, so it cannot be "
-                "recomputed. Make the operation out of place (x = x + y instead of x += y), or let harmony.layers name "
-                "the module around both."
+                f"the input of layer {self.what} was changed in place after the layer was called: it cannot be recomputed. "
+                "Use an operation out of place (x = x + y), or let harmony.layers name the module around both."
             )
 
 

@@ -103,11 +103,9 @@ class Updater:
         timed: Callable[[], AbstractContextManager[object]] = nullcontext,
         threads: int | None = None,
     ) -> None:
-        """Start the thread.
+        """Start the thread, with `threads` compute threads (None: torch's).
 
-        Args:
-            timed: called when work is queued; makes the context that the work, without waits, runs in.
-            threads: number of compute threads (None: torch's).
+        `timed` is called when work is queued, and makes the context that the work, without waits, runs in.
         """
         self._store = store
         self._optimizer = optimizer
@@ -228,11 +226,7 @@ class Updater:
                 self._raise()
 
     def wait(self, pack: int) -> None:
-        """Wait until `pack` has been updated.
-
-        Raises:
-            BaseException: the failure of the thread, as it was raised there.
-        """
+        """Wait until `pack` has been updated; raise the failure of the thread as it was raised there."""
         self._wait_for(lambda: not self._pending[pack])
         if threading.current_thread() is not self._thread:
             self._world.wait_updated(self._last_names.get(pack, ()))

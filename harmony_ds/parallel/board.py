@@ -226,8 +226,6 @@ class Board:
         done = torch.frombuffer(bytearray(raw), dtype=torch.int64)
         return bool((done[indices] >= wanted).all())
 
-    # ---- waiting
-
     def give_up(self, why: str) -> None:
         """Post that this process cannot go on, which processes that wait for any other will raise."""
         text = why.encode()[: _TEXT_BYTES - 8]
@@ -235,10 +233,8 @@ class Board:
         self._write_number(_GIVEN_UP, len(text))
 
     def ended_peer(self) -> int | None:
-        """Return the rank in the training of a process that has ended; preferably one that had not given up before.
-
-        Polls for a while, since a process's connections are closed before it ends.
-        """
+        """Return the rank in the training of an ended process, preferably of one that had not given up before."""
+        # Polls for a while, since a process's connections are closed before it ends.
         end = time.monotonic() + _ENDS_SECONDS
         while True:
             ended = [other for other in self._others if self._has_ended(other)]
@@ -248,11 +244,7 @@ class Board:
             time.sleep(_CHECK_SECONDS)
 
     def wait(self, there: Callable[[int], bool], what: str, among: Sequence[int] | None = None) -> None:
-        """Wait until `there(rank)` holds for every other process (or for those `among`).
-
-        Raises:
-            PeerFailedError: one of them has ended, has given up, or has not `what` (a past participle) in time.
-        """
+        """Wait until `there(rank)` holds for all others (or for `among`); PeerFailedError: one has not `what` in time."""
         waiting = list(self._others if among is None else among)
         began = checked = time.monotonic()
         while True:
@@ -284,8 +276,6 @@ class Board:
         poll = select.poll()
         poll.register(self._alive[other], select.POLLIN)
         return bool(poll.poll(0))
-
-    # ---- numbers
 
     def _place(self, rank: int, offset: int) -> int:
         return rank * self._stride + offset

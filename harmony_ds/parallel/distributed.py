@@ -91,10 +91,7 @@ def _leave() -> None:
 
 
 def _check_accelerate_count() -> None:
-    """Check that accelerate, which distributes the data, counts the same processes.
-
-    Without CUDA it counts one, unless it is told of a backend.
-    """
+    """Check accelerate's number of processes, by which it distributes data: without CUDA and a backend it is one."""
     accelerate = sys.modules.get("accelerate.state")
     counted = accelerate.PartialState._shared_state.get("num_processes") if accelerate else None
     if counted not in (None, dist.get_world_size()):

@@ -70,21 +70,15 @@ class _Part:
     def of(self, rank: int, size: int) -> slice:
         piece = piece_of(self.numel, rank, size)
         length = piece.stop - piece.start
-        return slice(
-            piece.start + length * self.index // self.count, piece.start + length * (self.index + 1) // self.count
-        )
+        first, last = (piece.start + length * index // self.count for index in (self.index, self.index + 1))
+        return slice(first, last)
 
 
 class Exchange:
     """Reduces and scatters among the processes of a group."""
 
     def __init__(self, groups: ProcessGroups, rank: int, size: int, in_order: bool = True) -> None:
-        """Exchange as one of the processes of `groups`.
-
-        Args:
-            rank, size: of this process on its server.
-            in_order: gradients are added up in the order of the ranks; else in the library's.
-        """
+        """`rank`, `size`: on this server. `in_order`: gradients are added up by rank; else in the library's order."""
         self._group = groups.server
         self._groups = groups
         self._in_order = in_order

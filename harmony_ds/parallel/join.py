@@ -64,9 +64,8 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
         os.close(card.file)
         file = _open_shared(cards[mine[0]])
     _check_opened(file, ranks, objects)
-    board = Board(
-        file, mine.index(rank), [cards[r].pid for r in mine], len(parameters), _timeout().total_seconds(), mine
-    )
+    pids = [cards[r].pid for r in mine]
+    board = Board(file, mine.index(rank), pids, len(parameters), _timeout().total_seconds(), mine)
     dist.barrier(group=objects)
     if rank == mine[0]:
         os.pwrite(file, bytes(_TOKEN_BYTES), 0)
@@ -155,8 +154,7 @@ def _check_opened(file: int, ranks: Sequence[Sequence[int]], objects: dist.Proce
         if failed:
             raise UnsupportedError(
                 f"ranks {failed} cannot share memory with rank {of_server[0]} of their server (through /proc/<pid>/fd): "
-                "they are in other containers, or run as another user. Start all processes of a server in one container, "
-                "as one user."
+                "start all processes of a server in one container, as one user."
             )
 
 

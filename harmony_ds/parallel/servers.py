@@ -130,9 +130,7 @@ class Servers:
         if len({said.kind for said in told}) > 1:
             kinds = [f"ranks {[*ranks]}: {said.kind}" for ranks, said in zip(self._ranks, told, strict=True)]
             raise UsageError(DIFFERENT.format("servers", "; ".join(kinds)))
-        by_rank = {
-            rank: row
-            for ranks, said in zip(self._ranks, told, strict=True)
-            for rank, row in zip(ranks, said.rows, strict=True)
-        }
+        by_rank: dict[int, bytes] = {}
+        for ranks, said in zip(self._ranks, told, strict=True):
+            by_rank |= dict(zip(ranks, said.rows, strict=True))
         return [by_rank[rank] for rank in sorted(by_rank)]

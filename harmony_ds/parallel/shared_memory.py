@@ -29,11 +29,7 @@ def make_file() -> int:
 
 
 def open_file(pid: int, number: int) -> int:
-    """Open the file that the process `pid` has open as `number`.
-
-    Raises:
-        OSError: this process may not, or there is none.
-    """
+    """Open the file that the process `pid` has open as `number`; raises OSError."""
     return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
 
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from harmony_ds.device.base import Device
 
 T = TypeVar("T")
+Tensors = dict[str, Tensor]
 
 
 class SingleProcess:
     """Services of the processes that train a model, for a single one.
 
-    Methods under "agreeing" are called by all processes in the same order, on the engine's thread.
+    All processes call `agree` and the like in the same order, on the engine's thread.
 
     Attributes:
         rank, size: of this process, and of the training.
@@ -44,8 +45,6 @@ class SingleProcess:
     def refuse(self, what: str) -> None:
         """Raise UnsupportedError if there are several processes, which do not support `what`."""
 
-    # ---- memory
-
     def piece(self, numel: int) -> slice:
         """Return the elements of a parameter of `numel` that this process updates."""
         return slice(0, numel)
@@ -60,8 +59,6 @@ class SingleProcess:
 
     def leave(self) -> None:
         """Stop training with the others; memory that was shared becomes this process's own."""
-
-    # ---- agreeing
 
     def agree(self, kind: str, payload: bytes = b"") -> list[bytes]:
         """Return the payloads of all processes, by rank; waits until all do the same `kind` of thing."""
@@ -98,11 +95,7 @@ class SingleProcess:
     def give_up(self, why: str) -> None:
         """Tell the others, now and later, that this process cannot go on."""
 
-    # ---- gradients and updates
-
-    def reduce(
-        self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def reduce(self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: Tensors) -> Tensors:
         """Return this process's pieces of the mean gradients, of the `leaves` that any process has a gradient of.
 
         They are ready after the work of the device's PEER stream, and overwrite `gradients`.

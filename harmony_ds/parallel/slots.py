@@ -45,9 +45,8 @@ class GradientSlots:
         self.unlock()
         for slot in (slot for slots in self._slots for slot in slots):
             self._memory.free(slot)
-        self._slots = [
-            [self._memory.empty((nbytes,), torch.uint8) for _ in range(count)] for _ in range(self._board.size)
-        ]
+        empty = self._memory.empty
+        self._slots = [[empty((nbytes,), torch.uint8) for _ in range(count)] for _ in range(self._board.size)]
         for slot in self._slots[self._board.rank]:
             self._device.host_lock(slot)
 
@@ -94,23 +93,16 @@ class GradientSlots:
 
 @dataclass(frozen=True, slots=True)
 class HostSum:
-    """Sum of the gradients that all processes have left in an exchange.
+    """Sum of the gradients that all processes have left in an exchange."""
 
-    Attributes:
-        pieces: number of elements of this process's piece of each parameter that any process has a gradient of.
-    """
-
-    pieces: Mapping[str, int]
+    pieces: Mapping[str, int]  # elements of this process's piece, for parameters that any process has a gradient of
     _slots: GradientSlots
     _number: int
     _ranks: Mapping[str, Sequence[int]]  # that have a gradient
     _elements: Mapping[str, slice]  # of a slot
 
     def write(self, means: Mapping[str, Tensor]) -> None:
-        """Fill the one-dimensional `means` with this process's pieces, added up in the order of the ranks.
-
-        To be called on the update thread, when this process's own gradients have arrived.
-        """
+        """Fill the flat `means` with this process's pieces, added up by rank; after its own gradients have arrived."""
         slots = self._slots.all_slots(self._number)
         for name, mean in means.items():
             first, *more = (slots[rank].view(mean.dtype)[self._elements[name]] for rank in self._ranks[name])

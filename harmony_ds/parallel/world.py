@@ -20,7 +20,7 @@ from harmony_ds.parallel.board import Board, PeerDiverged
 from harmony_ds.parallel.exchange import Exchange, bucket_bytes, buffer_bytes
 from harmony_ds.parallel.servers import Servers
 from harmony_ds.parallel.shared_memory import SharedMemory
-from harmony_ds.parallel.single_process import SingleProcess
+from harmony_ds.parallel.single_process import SingleProcess, Tensors
 from harmony_ds.parallel.slots import GradientSlots, HostSum
 
 T = TypeVar("T")
@@ -78,8 +78,6 @@ class World(SingleProcess):
             "state (see docs/parallel.md). It works in one process (WORLD_SIZE=1)."
         )
 
-    # ---- memory
-
     def piece(self, numel: int) -> slice:
         return piece_of(numel, self.local_rank, self.local_size)
 
@@ -114,10 +112,7 @@ class World(SingleProcess):
         self._end_groups()
 
     def _end_groups(self) -> None:
-        """End the groups' threads, which may still hold tensors of the last exchange.
-
-        A thread that frees those while the interpreter exits ends the process by SIGABRT (pytorch/pytorch#179291).
-        """
+        """End the groups' threads: one that frees tensors while the interpreter exits aborts (pytorch/pytorch#179291)."""
         groups = [self._objects, *self._exchange.process_groups, *([] if self._first is None else [self._first])]
         if self._reported is None:  # else others may be in the middle of an exchange, and NCCL would wait for it
             for group in dict.fromkeys(groups):  # in the same order everywhere
@@ -125,8 +120,6 @@ class World(SingleProcess):
                     dist.destroy_process_group(group)
         # The groups, and so their threads, end with their last references.
         del self._objects, self._exchange, self._first, self._servers, self._agreement
-
-    # ---- agreeing
 
     def agree(self, kind: str, payload: bytes = b"") -> list[bytes]:
         try:
@@ -201,11 +194,7 @@ class World(SingleProcess):
                 raise
             raise cause from error
 
-    # ---- gradients and updates
-
-    def reduce(
-        self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def reduce(self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: Tensors) -> Tensors:
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
         ranks = self._ranks_with_gradient(f"reduce {kind}", names, gradients)
         shapes = {name: leaves[name].numel() for name in ranks}
@@ -222,20 +211,14 @@ class World(SingleProcess):
         return {name: having for name, having in ranks.items() if having}
 
     def make_slots(self, device: Device, count: int, nbytes: int) -> None:
-        """Make host memory for gradients that are reduced there: for `count` packs of at most `nbytes`, in each process.
-
-        Called by all processes, when no update is under way.
-        """
+        """Make `count` slots of `nbytes` or more in every process; called by all, when no update is under way."""
         self._slots = self._slots or GradientSlots(self._board, self.memory, device)
         if not self._slots.fits(count, nbytes):
             self.agree(f"make {count} slots of {nbytes} bytes")
             self._slots.make(count, nbytes)
 
     def begin_on_host(self, check: Callable[[], None]) -> Tensor:
-        """Return the shared memory for this process's next gradients to be reduced on the host.
-
-        `check` raises the error that has ended this process's update thread, if any.
-        """
+        """Return the slot of this process's next gradients to be reduced on the host; see `GradientSlots.begin`."""
         assert self._slots is not None
         return self._slots.begin(check)
 

@@ -78,9 +78,8 @@ class EngineParameter(nn.Parameter):
 
 
 def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    links: list[ParameterLink] = [
-        leaf.__dict__["_hp_mapping"] for leaf in tree_iter((args, kwargs)) if isinstance(leaf, EngineParameter)
-    ]
+    used = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, EngineParameter)]
+    links: list[ParameterLink] = [parameter.__dict__["_hp_mapping"] for parameter in used]
     first = links[0]
     if descriptor and name == "grad":
         if descriptor == "__get__":
@@ -128,11 +127,7 @@ class ParameterLinks:
             parameter.__class__ = EngineParameter
 
     def apply_user_writes(self) -> None:
-        """Make masters follow what the user wrote into weights between steps.
-
-        Raises:
-            ModelError: a parameter has been given other memory.
-        """
+        """Copy what the user wrote into weights to masters; raise ModelError if one has been given other memory."""
         with ungated():
             for link in self._links:
                 link.check_memory()

@@ -40,8 +40,6 @@ class ParameterLink:
         self._is_split = self._master is not None and store.split is not None
         self._before: Tensor | None = None  # the weight when it was touched, where no master tells what was written
 
-    # ---- the gate
-
     def before(self, writes: bool = False) -> None:
         """Wait for the parameter's update before its values are read or changed (`writes`)."""
         if writes:
@@ -58,11 +56,7 @@ class ParameterLink:
 
     @torch.no_grad()
     def replace(self, value: Tensor) -> None:
-        """Copy `value` into the parameter's own memory (`parameter.data = value`).
-
-        Raises:
-            ModelError: it has another shape, dtype or device.
-        """
+        """Copy `value` to the parameter (`.data = value`); raise ModelError if its shape, dtype or device differs."""
         own = self._weight
         kinds = [f"{tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}" for tensor in (value, own)]
         if kinds[0] != kinds[1]:
@@ -125,8 +119,6 @@ class ParameterLink:
                 "optimizer's parameters, when initialize was called. To thaw it later, let it be trained at initialize and "
                 "freeze it after that (requires_grad_(False)), or initialize again."
             )
-
-    # ---- masters, state and gradients, under DeepSpeed's names
 
     def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor | None:
         """Return a copy of the fp32 master, or of the optimizer state of that name; None if it is not trained.

@@ -331,7 +331,7 @@ class StepGroup(Queue):
 
         def diverged(error: Exception) -> None:
             again = not once and (self.propagated or not behind_others)
-            if isinstance(error, PeerDiverged):
+            if isinstance(error, PeerDiverged | torch.OutOfMemoryError):
                 if not again:
                     raise error
             elif again:
@@ -350,12 +350,20 @@ class StepGroup(Queue):
     def _until_planned(
         self, run: Callable[[], None], tickets: Sequence[QueuedMicroBatch], diverged: Callable[[Exception], None]
     ) -> None:
-        """Call `run`, and again when it met what was not measured, `diverged` did not raise, and `tickets` are measured."""
-        for _ in range(_ATTEMPTS):
-            try:
-                return run()
-            except (OffPlanError, UnseenError, PeerDiverged) as error:
-                diverged(error)
+        """Call `run`, and again when it met what was not measured, or memory ran out; `tickets` are measured in between.
+
+        Args:
+            diverged: raises if the step must not run again.
+        """
+        with self._runner.less_memory() as shrink:
+            for _ in range(_ATTEMPTS):
+                try:
+                    return run()
+                except (OffPlanError, UnseenError, PeerDiverged) as error:
+                    diverged(error)
+                except torch.OutOfMemoryError as error:
+                    diverged(error)
+                    shrink(error)
                 for ticket in tickets:
                     self._measure(ticket)
         raise ModelError(

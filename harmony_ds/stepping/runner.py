@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
 from torch import Tensor
 
 from harmony_ds.calls.contract import Contract
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph
-from harmony_ds.errors import EngineFailedError, UsageError
+from harmony_ds.errors import DoesNotFitError, EngineFailedError, UsageError
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
@@ -28,6 +29,8 @@ from harmony_ds.stepping.planner import Planner, others_bytes
 from harmony_ds.stepping.ticket import DESTROYED
 
 _logger = logging.getLogger(__name__)
+_SMALLER = (15, 16)
+"""The share of a budget that the next plan may fill, after a step that ran out of memory that should be there."""
 
 
 class Runner:
@@ -273,6 +276,40 @@ class Runner:
             self._streamer.streaming(self.planner.graph.unlayered, self.planner.graph.calls),
         ):
             yield
+
+    @contextmanager
+    def less_memory(self) -> Iterator[Callable[[torch.OutOfMemoryError], None]]:
+        """Open a context with a function that lowers the budget after memory ran out, so that the next plan needs less.
+
+        It raises the error where another plan is no help: weights were updated already, or nothing smaller fits. The budget
+        stays as low as the step needed it, unless the step failed.
+        """
+        device, before = self._parts.device, self._parts.device.budget_bytes
+        first: torch.OutOfMemoryError | None = None
+
+        def shrink(error: torch.OutOfMemoryError) -> None:
+            nonlocal first
+            first = first or error
+            budget = device.budget_bytes
+            if self.failed is not None or self.world.size > 1 or budget is None or isinstance(error, DoesNotFitError):
+                raise error
+            there = device.available_bytes()
+            device.budget_bytes = there if there is not None and there < budget else budget * _SMALLER[0] // _SMALLER[1]
+            _logger.warning(
+                "the device ran out of memory in the middle of a step (%s). The step is undone and run again, planned for "
+                "%s bytes instead of %s; set harmony.device_memory_gib lower to begin with that.",
+                str(error).splitlines()[0],
+                f"{device.budget_bytes:,}",
+                f"{budget:,}",
+            )
+
+        try:
+            yield shrink
+        except BaseException as error:
+            device.budget_bytes = before
+            if first is not None and isinstance(error, DoesNotFitError):
+                raise first from error
+            raise
 
     @contextmanager
     def _recovering(self, micro_batches: Sequence[MicroBatch], part: bool = False) -> Iterator[None]:

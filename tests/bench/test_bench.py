@@ -90,7 +90,7 @@ def test_dropout_is_off(task: Workload) -> None:
 def test_an_optimizer_that_an_engine_does_not_know_is_its_reason(model: str) -> None:
     config = {**DS_CONFIG, "optimizer": {"type": "Lion", "params": {}}}
     lion = Workload(model, config, rows=2, micro_batch=2, accumulation=4)
-    assert "Adam or AdamW, and the ds_config's is Lion" in str(engines.adapter("torch").unavailable(lion))
+    assert "Adam or AdamW, and the ds_config's is Lion" in str(engines.adapter("torch").refusal(lion))
 
 
 def test_an_engine_of_another_module_is_found_by_its_path() -> None:

@@ -14,13 +14,13 @@ from harmony_ds.calls.caches import extract_caches, restore_caches, snapshot_cac
 from harmony_ds.calls.intercept import Request
 
 
-class OfAnotherKindCache:
+class SlotlessCache:
     """A cache like Reformer's, without slots that could be emptied."""
 
     __module__ = "transformers.models.another"
 
 
-class OwnCache:
+class ProgramCache:
     """A class of the program that only shares the name."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ def request(*args: Any, **kwargs: Any) -> Request:
 
 
 def test_a_cache_of_another_kind_is_left_out_under_any_argument_name() -> None:
-    cache, hidden = OfAnotherKindCache(), torch.ones(2)
+    cache, hidden = SlotlessCache(), torch.ones(2)
     for call in (request(hidden, cache), request(hidden, past_key_values=cache), request(hidden, buckets=cache)):
         values, empty = extract_caches(call)
         assert values[0] is hidden
@@ -41,7 +41,7 @@ def test_a_cache_of_another_kind_is_left_out_under_any_argument_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [OwnCache(), ((torch.ones(2), torch.ones(2)),), None], ids=["object", "trained prefix", "nothing"]
+    "given", [ProgramCache(), ((torch.ones(2), torch.ones(2)),), None], ids=["object", "trained prefix", "nothing"]
 )
 def test_a_class_of_the_program_is_an_ordinary_argument(given: Any) -> None:
     for call in (request(torch.ones(2), given), request(torch.ones(2), past_key_values=given)):

@@ -27,7 +27,7 @@ def nothing_compiled_before() -> Iterator[None]:
     torch.compiler.reset()
 
 
-class Graphs:
+class GraphCounter:
     """Counts runs of the graphs that `backend` compiles to themselves."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def test_compiled_by_inductor(compiled: Callable[[Any, str], Any]) -> None:
 @pytest.mark.parametrize("residency", [0, 1])
 def test_every_layer_call_of_a_step_is_compiled(compiled: Callable[[Any, Any], Any], residency: int) -> None:
     """Though the model has been measured under modes that dynamo leaves code uncompiled for."""
-    model, graphs = built(Net), Graphs()
+    model, graphs = built(Net), GraphCounter()
     config = config_of(ACCUMULATION, None, {"pack_layers": 1, "residency": residency})
     with engine_for(compiled(model, graphs.backend), lambda _: adamw(model.parameters()), config) as engine:
         engine.train_batch(iter(GROUPS[0]))
@@ -117,7 +117,7 @@ def test_every_layer_call_of_a_step_is_compiled(compiled: Callable[[Any, Any], A
 
 
 def test_the_engine_compiles_its_layers_with_what_it_is_given() -> None:
-    model, graphs = built(Net), Graphs()
+    model, graphs = built(Net), GraphCounter()
     with engine_for(model, adamw, config_of(ACCUMULATION, None, {"pack_layers": 1, "residency": 0})) as engine:
         assert engine.is_compiled is False
         engine.compile(backend=graphs.backend, compile_kwargs={"dynamic": False})
@@ -137,7 +137,7 @@ def test_the_engine_compiles_its_layers_with_what_it_is_given() -> None:
 
 
 def test_a_block_compiled_between_steps_is_run_compiled_from_then_on() -> None:
-    model, graphs = built(Net), Graphs()
+    model, graphs = built(Net), GraphCounter()
     with engine_for(model, adamw, config_of(ACCUMULATION)) as engine:
         for number, group in enumerate(GROUPS):
             if number == 1:
@@ -205,7 +205,7 @@ def test_compiled_code_around_an_engine_trains_like_plain(program: Callable[[Any
 
 
 def test_a_function_first_run_under_a_dispatch_mode_is_compiled_later() -> None:
-    graphs = Graphs()
+    graphs = GraphCounter()
     double = torch.compile(lambda x: x * 2, backend=graphs.backend)
     with LiveBytes() as probe:
         double(torch.ones(3))

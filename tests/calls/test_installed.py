@@ -35,7 +35,7 @@ class Net(nn.Module):
         self.register_buffer("nothing", None)
 
 
-class Installed:
+class InstalledModel:
     """A model with its installation, and a count of waits."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def parametrize(model: Net) -> None:
     [(assign, False), (delete, False), (register, False), (parametrize, False), (assign, True), (delete, True)],
 )
 def test_a_modules_parameters_cannot_be_replaced(change: Any, installed: bool) -> None:
-    one = Installed()
+    one = InstalledModel()
     before = one.model.first.weight
     with (
         one.installation.installed({}) if installed else nullcontext(),
@@ -93,7 +93,7 @@ def saved_and_loaded(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded])
 def test_a_copy_is_a_plain_module_of_its_own(copied: Any) -> None:
-    one = Installed()
+    one = InstalledModel()
     clone = copied(one.model)
 
     assert watched(one.model)
@@ -106,7 +106,7 @@ def test_a_copy_is_a_plain_module_of_its_own(copied: Any) -> None:
 
 
 def test_phantoms_have_shape_dtype_and_device() -> None:
-    one = Installed()
+    one = InstalledModel()
     with one.installation.installed({}):
         weight, scale = one.model.first.weight, one.model.scale
         assert isinstance(weight, PhantomParameter)
@@ -128,7 +128,7 @@ def test_phantoms_have_shape_dtype_and_device() -> None:
     ],
 )
 def test_using_a_phantom_is_an_error_that_names_it(use: Any) -> None:
-    one = Installed()
+    one = InstalledModel()
     with (
         one.installation.installed({}),
         pytest.raises(ModelError, match=r"parameter first.weight was used"),
@@ -144,7 +144,7 @@ def test_using_a_phantom_is_an_error_that_names_it(use: Any) -> None:
 
 
 def test_a_layer_call_sees_the_copies_it_is_given_and_only_it() -> None:
-    one = Installed()
+    one = InstalledModel()
     copies = Leaves({"first.weight": nn.Parameter(torch.zeros(3, 3)), "first.bias": nn.Parameter(torch.ones(3))})
     first = one.installation.parameters_of(one.model.first)
     with one.installation.installed({}):
@@ -156,7 +156,7 @@ def test_a_layer_call_sees_the_copies_it_is_given_and_only_it() -> None:
 
 
 def test_parameters_without_a_copy_are_the_current_ones_at_each_call() -> None:
-    one = Installed()
+    one = InstalledModel()
     first = one.installation.parameters_of(one.model.first)
     copies = Leaves({"first.weight": nn.Parameter(torch.zeros(3, 3))})
     for bias in (1.0, 2.0):
@@ -165,7 +165,7 @@ def test_parameters_without_a_copy_are_the_current_ones_at_each_call() -> None:
 
 
 def test_installing_an_installed_model_changes_nothing() -> None:
-    one = Installed()
+    one = InstalledModel()
     with one.installation.installed({}):
         with one.installation.installed({"scale": torch.tensor(7.0)}):
             assert isinstance(one.model.scale, PhantomParameter)
@@ -176,7 +176,7 @@ def test_installing_an_installed_model_changes_nothing() -> None:
 
 
 def test_removing_leaves_plain_dictionaries() -> None:
-    one = Installed()
+    one = InstalledModel()
     weight = one.model.first.weight
     one.installation.remove()
 
@@ -188,7 +188,7 @@ def test_removing_leaves_plain_dictionaries() -> None:
 
 
 def test_buffers_are_installed_as_copies_and_copied_back_if_changed() -> None:
-    one = Installed()
+    one = InstalledModel()
     host = dict(one.model.named_buffers())
     with one.installation.installed({}):
         assert one.model.steps is not host["steps"]
@@ -202,7 +202,7 @@ def test_buffers_are_installed_as_copies_and_copied_back_if_changed() -> None:
 
 
 def test_a_replaced_buffer_is_copied_back() -> None:
-    one = Installed()
+    one = InstalledModel()
     with one.installation.installed({}):
         one.model.steps = torch.tensor(8)
     assert one.model.steps.item() == 8
@@ -216,7 +216,7 @@ def test_a_replaced_buffer_is_copied_back() -> None:
 
 @pytest.mark.parametrize("ends", ["kept", "not kept", "failed"])
 def test_buffer_changes_are_kept_only_on_request_and_never_after_a_failure(ends: str) -> None:
-    one = Installed()
+    one = InstalledModel()
     weight = one.model.first.weight
     with (
         pytest.raises(RuntimeError, match="no luck") if ends == "failed" else nullcontext(),
@@ -232,7 +232,7 @@ def test_buffer_changes_are_kept_only_on_request_and_never_after_a_failure(ends:
 
 
 def test_buffers_are_copied_once_until_the_user_changes_them() -> None:
-    one = Installed()
+    one = InstalledModel()
     one.model.eval()
     booked = []
     for turn in range(3):
@@ -247,7 +247,7 @@ def test_buffers_are_copied_once_until_the_user_changes_them() -> None:
 
 
 def test_replacing_a_buffer_again_and_again_does_not_fill_the_device() -> None:
-    one = Installed()
+    one = InstalledModel()
     allocated = []
     for turn in range(4):
         with one.installation.installed({}):

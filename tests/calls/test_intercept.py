@@ -17,7 +17,7 @@ from harmony_ds.decomposer import find_layers
 from tests.families import WIDTH, Block, build_seeded
 
 
-class Doubling:
+class DoublingHandler:
     """Runs each layer and doubles its output."""
 
     device_type = "cpu"
@@ -46,7 +46,7 @@ def plain(block: nn.Module) -> Tensor:
 
 def test_a_handler_decides_what_a_layer_call_gives() -> None:
     model, _ = intercepted()
-    handler = Doubling()
+    handler = DoublingHandler()
     with handled_by(handler):
         outputs = model[1](inputs())
         model[0](hidden=inputs())
@@ -62,7 +62,7 @@ def test_a_handler_decides_what_a_layer_call_gives() -> None:
 
 def test_handlers_nest_and_none_disables_them() -> None:
     model, _ = intercepted()
-    outer, inner = Doubling(), Doubling()
+    outer, inner = DoublingHandler(), DoublingHandler()
     with handled_by(outer):
         with handled_by(inner):
             model[0](inputs())
@@ -78,7 +78,7 @@ def test_handlers_nest_and_none_disables_them() -> None:
 
 def test_another_thread_has_a_handler_of_its_own() -> None:
     model, _ = intercepted()
-    handler = Doubling()
+    handler = DoublingHandler()
     with handled_by(handler):
         thread = threading.Thread(target=model[0], args=(inputs(),))
         thread.start()
@@ -91,7 +91,7 @@ def test_hooks_of_a_layer_run_around_the_handler() -> None:
     model, _ = intercepted()
     seen: list[Tensor] = []
     model[0].register_forward_hook(lambda module, args, output: seen.append(output))
-    with handled_by(Doubling()):
+    with handled_by(DoublingHandler()):
         outputs = model[0](inputs())
 
     assert seen[0] is outputs
@@ -104,7 +104,7 @@ def test_a_copy_of_a_model_runs_its_own_weights(clone_of: Any) -> None:
     with torch.no_grad():
         for parameter in clone[0].parameters():
             parameter.zero_()
-    handler = Doubling()
+    handler = DoublingHandler()
     with handled_by(handler):
         outputs = clone[0](inputs())
 

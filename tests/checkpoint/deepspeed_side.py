@@ -78,7 +78,7 @@ def config(
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:
-    """Losses of every micro-batch of steps `first` to `last` - 1; several processes take them in turn."""
+    """Train steps `first` to `last` - 1, whose micro-batches processes take in turn; return the losses."""
     losses = []
     for index in range(first * MICRO_BATCHES, last * MICRO_BATCHES):
         loss = engine(batch(index * engine.world_size + engine.global_rank).to(engine.device))
@@ -124,7 +124,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def scaler_of(engine: Any) -> list[float]:
-    """Scale, steps, the last overflow, and the hysteresis that is left, of a dynamic loss scale."""
+    """Return scale, steps, last overflow and remaining hysteresis of a dynamic loss scale."""
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     return [float(getattr(engine.optimizer.loss_scaler, name, 0.0)) for name in names]
 

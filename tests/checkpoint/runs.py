@@ -1,4 +1,4 @@
-"""How these tests train, save, load and compare: a run that was interrupted against one that was not."""
+"""Training, saving, loading and comparing an interrupted run with an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Setup:
 
 
 def scrambled(model: nn.Module) -> nn.Module:
-    """The model with another state dict, so that whatever is not loaded shows."""
+    """Change the model's state dict, so that a value that is not loaded shows."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
@@ -55,7 +55,7 @@ def scrambled(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def engine_of(setup: Setup, fresh: bool = True) -> Any:
-    """An engine; `fresh` is False for one that is about to load: nothing in it is what it should be."""
+    """Yield an engine; `fresh` is False for one that is about to load: nothing in it is what it should be."""
     model = setup.one.build(setup.dropout)
     if setup.frozen:
         for name, parameter in model.named_parameters():
@@ -86,7 +86,7 @@ def engine_of(setup: Setup, fresh: bool = True) -> Any:
 
 
 def train(engine: HarmonyEngine, setup: Setup, steps: Sequence[int], micro_batches: int = 2) -> list[float]:
-    """One step of `micro_batches` for each of `steps`, on the same data whenever it has the same number."""
+    """Train one step of `micro_batches` for each of `steps`; a step's number decides its data."""
     losses = []
     for step in steps:
         batches = [setup.one.batch(step * micro_batches + i) for i in range(micro_batches)]
@@ -95,14 +95,14 @@ def train(engine: HarmonyEngine, setup: Setup, steps: Sequence[int], micro_batch
 
 
 def masters_of(engine: HarmonyEngine) -> dict[str, Tensor]:
-    """The fp32 weights that the optimizer updates, by the names of the weights."""
+    """Return the fp32 weights that the optimizer updates, by the names of the weights."""
     found = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
     assert found
     return {name: master for name, master in found.items() if master is not None}
 
 
 def state_of(engine: HarmonyEngine) -> dict[str, Any]:
-    """Copies of everything that later steps depend on."""
+    """Copy everything that later steps depend on."""
     engine.finish_updates()
     store = assembly_of(engine).store
     state: dict[str, Any] = {f"weight {n}": p.detach().clone() for n, p in engine.module.named_parameters()}
@@ -125,7 +125,7 @@ def generators() -> dict[str, Any]:
 
 
 def assert_equal(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Bit for bit."""
+    """Compare bit for bit."""
     assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     wrong = [name for name, value in expected.items() if not same(actual[name], value)]
     assert not wrong, {name: (actual[name], expected[name]) for name in wrong[:3]}
@@ -138,10 +138,10 @@ def same(left: Any, right: Any) -> bool:
 
 
 def tag_folder(save_dir: Path) -> Path:
-    """The folder of the latest checkpoint."""
+    """Return the folder of the latest checkpoint."""
     return save_dir / (save_dir / "latest").read_text()
 
 
 def data_folder(save_dir: Path) -> Path:
-    """The folder with its files."""
+    """Return the folder with the files of the latest checkpoint."""
     return next(tag_folder(save_dir).glob("data-*"))

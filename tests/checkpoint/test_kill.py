@@ -21,9 +21,7 @@ SCRIPTS = ["zero_to_fp32.py", "zero_to_torch.py"]
 
 
 def run(script: str, folder: Path, *options: str) -> str:
-    """What a script of `benchmarks` prints. One that kills others need not wait for a disk, since a kill takes no page
-    that was written.
-    """
+    """Return the output of a script of `benchmarks`, run in memory: a kill takes no page that was written to a disk."""
     memory = Path("/dev/shm")
     scratch = memory if os.access(memory, os.W_OK) else folder
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
@@ -124,7 +122,7 @@ def test_where_nothing_can_be_written_the_reason_is_told(tmp_path: Path) -> None
             engine.save_checkpoint("")
 
 
-def test_leftovers_of_killed_saves_go_at_the_next_one_but_not_those_of_saves_under_way(tmp_path: Path) -> None:
+def test_a_save_removes_what_killed_ones_left_but_not_saves_under_way(tmp_path: Path) -> None:
     setup = Setup()
     with engine_of(setup) as engine:
         engine.save_checkpoint(tmp_path, tag="a")

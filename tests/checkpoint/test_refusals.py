@@ -1,4 +1,4 @@
-"""What cannot be loaded or saved is refused by name, and the engine stays as it was."""
+"""Checkpoints that cannot be loaded or saved are refused by name, and the engine stays as it was."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import logging
 import pickle
 import re
 import shutil
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,7 +43,7 @@ def engine() -> Iterator[HarmonyEngine]:
 
 
 def refused(engine: HarmonyEngine, folder: Path, **options: Any) -> str:
-    """The message; the engine is as before."""
+    """Return the message of a refused load; the engine is as before."""
     before = state_of(engine)
     with pytest.raises(CheckpointError) as refusal:
         engine.load_checkpoint(folder, **options)
@@ -73,12 +76,26 @@ def manifest(**changes: Any) -> Damage:
     return with_content("manifest.json", lambda old: json.dumps({**json.loads(old), **changes}).encode())
 
 
+def with_manifest(name: str, write: Callable[[Path], object]) -> Damage:
+    """Write a file anew, and a manifest that agrees with it."""
+
+    def change(folder: Path) -> None:
+        write(file := file_in(folder, name))
+        path = file_in(folder, "manifest.json")
+        body = json.loads(path.read_bytes())
+        del body["crc32"]
+        body["files"][name] = {"bytes": file.stat().st_size, "crc32": zlib.crc32(file.read_bytes())}
+        path.write_text(json.dumps({**body, "crc32": layout._crc(body)}))
+
+    return change
+
+
 def without(*names: str) -> Damage:
     return lambda folder: [file_in(folder, name).unlink() for name in names]
 
 
 def foreign(*names: str) -> Damage:
-    """A folder that holds only these files in the place of the checkpoint."""
+    """Replace the checkpoint by a folder that holds only these files."""
 
     def change(folder: Path) -> None:
         shutil.rmtree(tag_folder(folder))
@@ -98,14 +115,15 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         with_content("masters.safetensors", lambda old: old[:-33] + bytes([old[-33] ^ 4]) + old[-32:]),
         r"is torn or was changed: masters.safetensors has the checksum [0-9a-f]{8}, not [0-9a-f]{8}: bytes were",
     ),
-    "two missing": (without("model.safetensors", "state.json"), r"model.safetensors is missing; state.json is missing"),
-    "a pickle": (
-        with_content("model.safetensors", lambda _: BOMB),
-        r"model.safetensors is a pickle, which is never read here",
+    "two missing": (without("model.safetensors", "state.pt"), r"model.safetensors is missing; state.pt is missing"),
+    "a pickle": (with_content("model.safetensors", lambda _: BOMB), r"model.safetensors has \d+ bytes, not \d+"),
+    "a pickle that the manifest allows": (
+        with_manifest("model.safetensors", lambda file: file.write_bytes(BOMB)),
+        r"model.safetensors cannot be read as safetensors",
     ),
-    "torch.save": (
-        lambda folder: torch.save({"bomb": Bomb()}, file_in(folder, "state.safetensors")),
-        r"state.safetensors is a pickle, which is never read here",
+    "an object that the manifest allows": (
+        with_manifest("state.pt", lambda file: torch.save({"bomb": Bomb()}, file)),
+        r"state.pt holds an object of _pytest.outcomes._Fail, which is not executed here",
     ),
     "a pickled manifest": (
         with_content("manifest.json", lambda _: BOMB),
@@ -117,8 +135,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         with_content("manifest.json", lambda old: old.replace(b'"crc32": ', b'"crc32": 1', 1)),
         r"manifest.json was changed: its checksum is",
     ),
-    "a later version": (manifest(version=9), r"manifest.json is of version 9; this harmony_ds reads version 1"),
-    "another program": (manifest(format="other"), r"manifest.json says 'other', not 'harmony_ds checkpoint'"),
+    "another version": (
+        manifest(format="harmony_ds checkpoint"),
+        r"says 'harmony_ds checkpoint', of another program or version: here, 'harmony_ds checkpoint 2' is read",
+    ),
     "nothing": (foreign(), r"global_step2 is no checkpoint: it holds nothing"),
     "other files": (foreign("weights.npz"), r"global_step2 is no checkpoint: it holds weights.npz"),
     "no folder": (
@@ -144,15 +164,15 @@ def test_a_damaged_checkpoint_is_refused_by_name(
 def test_every_flipped_byte_of_every_file_is_found(good: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(good, folder)
-    layout.read(tag_folder(folder))
+    layout.verify(tag_folder(folder))
     for file in [child for child in tag_folder(folder).rglob("*") if child.is_file()]:
         content = file.read_bytes()
         for place in {0, 7, len(content) // 3, len(content) // 2, len(content) - 2}:
             file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
             with pytest.raises(CheckpointError, match=re.escape(file.name)):
-                layout.read(tag_folder(folder))
+                layout.verify(tag_folder(folder))
         file.write_bytes(content)
-    layout.read(tag_folder(folder))
+    layout.verify(tag_folder(folder))
 
 
 def test_an_unknown_tag_is_refused_and_the_known_ones_are_named(good: Path, engine: HarmonyEngine) -> None:
@@ -294,7 +314,8 @@ def test_client_state_comes_back_as_it_was(tmp_path: Path) -> None:
         "epoch": 3,
         "best": float("inf"),
         "name": "x",
-        "nested": [{"a": (1, 2.5, None)}, {True: "yes", 4: {1, 2}}, b"bytes", torch.bfloat16],
+        "nested": [{"a": (1, 2.5, None)}, {True: "yes", 4: {1, 2}, (1, 2): frozenset({"x"})}, b"bytes", torch.bfloat16],
+        "large": 2**200,
         "tensors": {"ema": torch.randn(3, 2), "count": torch.tensor(7), "flags": torch.tensor([True])},
         "$odd": "key",
     }
@@ -304,6 +325,20 @@ def test_client_state_comes_back_as_it_was(tmp_path: Path) -> None:
     assert found is not None
     assert_equal(found.pop("tensors"), given.pop("tensors"))
     assert found == given
+
+
+def test_client_state_becomes_plain_and_takes_no_more_than_its_own_bytes(tmp_path: Path) -> None:
+    view = torch.randn(400, 400)[::2, :2]
+    given = {"number": np.float64(0.5), "text": np.str_("x"), "counts": Counter("aab"), "view": view.requires_grad_()}
+    with engine_of(SETUP) as engine:
+        engine.save_checkpoint(tmp_path, client_state=given)
+        _, found = engine.load_checkpoint(tmp_path)
+    assert found is not None
+    assert [type(found[name]) for name in given] == [float, str, dict, torch.Tensor]
+    assert torch.equal(found["view"], view) and not found["view"].requires_grad
+    assert (data_folder(tmp_path) / "state.pt").stat().st_size < 100_000
+    found["view"].add_(1)  # its own memory
+    assert found["counts"] == {"a": 2, "b": 1}
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ SETUPS = {
 
 
 def interrupted(setup: Setup, folder: Path, later: Setup | None = None, **options: Any) -> tuple[dict[str, Any], list]:
-    """Three steps, a save, and three more in an engine that began otherwise."""
+    """Train three steps, save, and train three more in an engine that began otherwise."""
     with engine_of(setup) as engine:
         losses = train(engine, setup, range(3))
         assert engine.save_checkpoint(folder, client_state={"epoch": 1}) is True
@@ -214,15 +214,15 @@ def test_the_familiar_loop_goes_on_at_its_boundary(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
-@pytest.mark.parametrize("way", ["queued", "looked at", "a loss of the program's"])
-def test_what_forward_passes_of_the_next_step_leave_in_buffers_is_not_saved(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["queued", "read", "a loss of the program's"])
+def test_buffers_are_saved_as_they_were_before_queued_forward_passes(way: str, tmp_path: Path) -> None:
     setup = Setup(family="BatchNormNet", accumulation=3)
 
     def loop(engine: Any, micro_batches: range) -> None:
         for index in micro_batches:
             outputs = engine(**setup.one.batch(index))
             loss = loss_in(outputs) if way != "a loss of the program's" else outputs.prediction.square().mean()
-            if way == "looked at":
+            if way == "read":
                 assert loss.item() > 0
             engine.backward(loss)
             engine.step()
@@ -242,7 +242,7 @@ def test_what_forward_passes_of_the_next_step_leave_in_buffers_is_not_saved(way:
         assert_equal(state_of(engine), expected)
 
 
-def test_saving_changes_nothing_and_moves_resident_packs_back_for_nobody(tmp_path: Path) -> None:
+def test_saving_changes_nothing_and_leaves_resident_packs_on_the_device(tmp_path: Path) -> None:
     setup = Setup(config=BF16 | CLIP, harmony=RESIDENT)
     expected, losses = straight(setup)
     with engine_of(setup) as engine:

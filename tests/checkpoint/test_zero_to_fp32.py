@@ -1,7 +1,8 @@
-"""DeepSpeed's own tool makes plain weights of a checkpoint of ours: the script beside it, and the module."""
+"""Plain weights of a checkpoint, by the scripts beside it and by the functions of DeepSpeed's `zero_to_fp32`."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import zero_to_fp32
+from safetensors.torch import load_file
 
 import harmony_ds
-from harmony_ds.checkpoint.deepspeed.zero_to_fp32 import teach
+from harmony_ds import CheckpointError
+from harmony_ds.checkpoint import zero_to_fp32
 from tests.checkpoint import deepspeed_side as side
 from tests.checkpoint.runs import scrambled
 
 ROOT = Path(__file__).parents[2]
+FROZEN = {"frozen.weight", "frozen.bias"}
 Saved = tuple[Path, dict[str, torch.Tensor]]
 
 
@@ -30,7 +33,7 @@ def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     engine, *_ = harmony_ds.initialize(model=model, model_parameters=side.groups(model), config=config)
     side.train(engine, 0, 2)
     engine.save_checkpoint(folder)
-    expected = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    expected = {name: tensor.clone().float() for name, tensor in engine.module.state_dict().items()}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             master = harmony_ds.utils.safe_get_full_fp32_param(parameter)
@@ -41,48 +44,59 @@ def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return folder, expected
 
 
-def assert_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, tensor in found.items():
-        value = expected[name]
-        assert torch.equal(tensor, value.float() if value.is_floating_point() else value), name
-
-
-@pytest.fixture
-def taught(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "_get_fp32_state_dict_from_zero_checkpoint"
-    monkeypatch.setattr(zero_to_fp32, name, getattr(zero_to_fp32, name))
-    teach(vars(zero_to_fp32))
-    known = getattr(zero_to_fp32, name)
-    teach(vars(zero_to_fp32))
-    assert getattr(zero_to_fp32, name) is known
-
-
-def test_the_module_reads_a_checkpoint_of_ours(saved: Saved, taught: None, tmp_path: Path) -> None:
-    folder, expected = saved
-    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder))
+def assert_weights(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: Any = torch.float32
+) -> None:
     assert found.keys() == expected.keys()
-    assert_weights(found, expected)
-    assert found["head.weight"] is found["embed.weight"]
-    trained = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder), exclude_frozen_parameters=True)
-    assert expected.keys() - trained.keys() == {"frozen.weight", "frozen.bias"}
-    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(side.Net(), str(folder))
-    assert_weights(dict(model.state_dict()), expected)
+    for name, tensor in found.items():
+        assert tensor.dtype == dtype, name
+        assert torch.equal(tensor, expected[name].to(dtype)), name
 
 
-def test_what_is_deepspeeds_stays_deepspeeds(saved: Saved, taught: None, tmp_path: Path) -> None:
+def test_functions_read_a_checkpoint(saved: Saved, tmp_path: Path) -> None:
     folder, expected = saved
-    harmony_ds.checkpoint.convert(folder, tmp_path / "zero2", harmony_ds.checkpoint.Layout.ZERO2)
-    assert_weights(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "zero2")), expected)
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder), lazy_mode=True)
+    assert_weights({name: tensor.contiguous() for name, tensor in found.items()}, expected)
+    assert found["head.weight"] is found["embed.weight"]
+    trained = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+    assert expected.keys() - trained.keys() == FROZEN
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(side.Net(), str(folder), tag="global_step2")
+    assert_weights(dict(model.state_dict()), expected)
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path, None, safe_serialization=True)
+    assert_weights(load_file(tmp_path / "model.safetensors"), without(expected, "head.weight"))
+    with pytest.raises(CheckpointError, match="5 potatoes"):
+        zero_to_fp32.convert_zero_checkpoint_to_state_dict(folder, tmp_path, max_shard_size="5 potatoes")
 
 
-@pytest.mark.parametrize(("script", "options"), [("zero_to_fp32.py", []), ("zero_to_torch.py", ["--dtype", "float32"])])
-def test_the_script_beside_a_checkpoint_reads_it(script: str, options: list[str], saved: Saved, tmp_path: Path) -> None:
+def without(weights: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in weights.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "dtype"),
+    [
+        ("zero_to_fp32.py", [], torch.float32),
+        ("zero_to_fp32.py", ["--max_shard_size", "1KB", "-t", "global_step2", "-d"], torch.float32),
+        ("zero_to_fp32.py", ["--safe_serialization", "--max_shard_size", "1KB"], torch.float32),
+        ("zero_to_torch.py", ["--dtype", "bfloat16", "--exclude_frozen_parameters"], torch.bfloat16),
+    ],
+)
+def test_scripts_beside_a_checkpoint_write_its_weights(
+    script: str, options: list[str], dtype: torch.dtype, saved: Saved, tmp_path: Path
+) -> None:
     folder, expected = saved
     assert os.access(folder / script, os.X_OK)
     command = [sys.executable, script, ".", str(tmp_path), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
-    found = torch.load(tmp_path / "pytorch_model.bin")
-    assert found.keys() == expected.keys()
-    assert_weights(found, expected)
+    files = [path for path in tmp_path.iterdir() if path.suffix != ".json"]
+    read: Any = load_file if "--safe_serialization" in options else torch.load
+    found = {name: tensor for path in files for name, tensor in read(path).items()}
+    if "--max_shard_size" in options:
+        (index,) = tmp_path.glob("*.index.json")
+        assert len(files) > 1
+        assert json.loads(index.read_text())["weight_map"].keys() == found.keys()
+    left_out = FROZEN if "--exclude_frozen_parameters" in options else ()
+    tied = ["head.weight"] if "--safe_serialization" in options else []
+    assert_weights(found, without(expected, *left_out, *tied), dtype)

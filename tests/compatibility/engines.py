@@ -142,9 +142,9 @@ class Api:
             ],
             "bf16": ours.compute_dtype == torch.bfloat16,
             "stage": values["zero_optimization.stage"],
-            "offload": values["zero_optimization.offload_optimizer.device"],
-            "optimizer": [named and named.lower(), values["optimizer.params"]],
-            "scheduler": [ours.scheduler and ours.scheduler.type, values["scheduler.params"]],
+            "offload": values.get("zero_optimization.offload_optimizer.device", "none"),
+            "optimizer": [named and named.lower(), ours.optimizer and ours.optimizer.params],
+            "scheduler": [ours.scheduler and ours.scheduler.type, ours.scheduler and ours.scheduler.params],
         }
 
 

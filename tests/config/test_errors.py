@@ -136,7 +136,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "not supported with ZeRO stage 3"),
     (
         {"communication_data_type": "fp64"},
-        "\"communication_data_type\": Input should be 'fp16', 'bf16' or 'fp32', not 'fp64'",
+        r"Supported data types: \['fp16', 'bf16', 'fp32'\]. Got: fp64",
     ),
     ({"checkpoint": {"tag_validation": "sometimes"}}, "Input should be 'WARN', 'IGNORE' or 'FAIL', not 'sometimes'"),
     ({"steps_per_print": "often"}, "\"steps_per_print\": Input should be a valid integer, not 'often'"),

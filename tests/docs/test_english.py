@@ -7,11 +7,12 @@ import pytest
 from tests.docs.english import in_python, in_text, offences
 from tests.docs.pages import ROOT
 
-OTHERS = ("bench.md", "checkpoints.md", "config.md", "cli.md", "estimate.md", "paper.md", "vldb22.md")
-PAGES = [page for page in (ROOT / "docs").glob("*.md") if page.name not in OTHERS]
+NOT_YET = {"calls", "measuring", "offload", "profiler", "runtime", "scheduler", "stepping", "paper", "search", "vldb22"}
+"""Rooms and benchmarks that are still to be gone through."""
+ROOMS = [path for path in (*ROOT.glob("harmony_ds/*"), *ROOT.glob("benchmarks/*")) if path.name not in NOT_YET]
 CHECKED = [
-    *PAGES,
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples", "ds_configs")),
+    *ROOMS,
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "examples", "ds_configs")),
 ]
 
 

@@ -69,11 +69,12 @@ def test_deepspeeds_view_follows_a_changed_batch_size() -> None:
     assert (ours._config.train_batch_size, ours._config.gradient_accumulation_steps) == (8, 4)
 
 
-@pytest.mark.parametrize("name", sorted(deepspeed_names().keys() - BROKEN_IN_DEEPSPEED))
-def test_every_getter_answers(name: str) -> None:
-    answer = getattr(settings(), name)
-    if callable(answer):
-        answer()
+def test_every_getter_answers() -> None:
+    ours = settings()
+    for name in deepspeed_names().keys() - BROKEN_IN_DEEPSPEED:
+        answer = getattr(ours, name)
+        if callable(answer):
+            answer()
 
 
 def test_other_names_are_no_attributes() -> None:

@@ -1,4 +1,4 @@
-"""Code of the program's between the layers: in backward passes, around layers, and models that are all between."""
+"""Code of the program between the layers: in backward passes, around layers, and models without layers."""
 
 from __future__ import annotations
 

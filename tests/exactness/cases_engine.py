@@ -1,4 +1,4 @@
-"""Engines that are made, ended and saved, and what of torch is wrapped around them."""
+"""Engines that are made, ended and saved, and wrappers of torch around them."""
 
 from __future__ import annotations
 

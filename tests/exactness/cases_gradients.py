@@ -1,4 +1,4 @@
-"""Gradients where people look for them, and where they put them."""
+"""Gradients read and set where programs read and set them."""
 
 from __future__ import annotations
 

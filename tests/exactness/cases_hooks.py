@@ -1,4 +1,4 @@
-"""Code of the program's that runs inside of torch: hooks, modes, steps put on an optimizer, compiled modules."""
+"""Code of the program that runs inside torch: hooks, modes, steps put on an optimizer, compiled modules."""
 
 from __future__ import annotations
 

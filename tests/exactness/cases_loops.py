@@ -1,4 +1,4 @@
-"""Loops: in what order engines are called, and what else is trained beside them."""
+"""Loops: orders of calls to engines, and other models trained beside them."""
 
 from __future__ import annotations
 

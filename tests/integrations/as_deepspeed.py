@@ -1,4 +1,4 @@
-"""What `install_as_deepspeed` changes for good, put back for the next test."""
+"""Undoing `install_as_deepspeed` for the next test."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from deepspeed.utils import zero_to_fp32
 
-from harmony_ds.integrations.as_deepspeed import LOCAL_HELPERS
-
-_READ = "_get_fp32_state_dict_from_zero_checkpoint"
+from harmony_ds.integrations.as_deepspeed import CHECKPOINT_READERS, LOCAL_HELPERS
 
 
 def forget_accelerate() -> None:
-    """accelerate keeps how a process trains in its classes."""
+    """Reset the state that accelerate keeps in its classes."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._shared_state.clear()
 
 
 @contextmanager
 def deepspeed_as_it_was() -> Iterator[None]:
-    """In the end, deepspeed is itself, and accelerate knows nothing of it."""
+    """Restore deepspeed and accelerate on exit."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("initialize", "DeepSpeedEngine", "init_distributed"):
             patch.setattr(deepspeed, name, getattr(deepspeed, name))
@@ -31,7 +29,8 @@ def deepspeed_as_it_was() -> Iterator[None]:
             patch.setattr(deepspeed.zero, name, getattr(deepspeed.zero, name))
         for name in LOCAL_HELPERS:
             patch.setattr(deepspeed.utils, name, getattr(deepspeed.utils, name))
-        patch.setattr(zero_to_fp32, _READ, getattr(zero_to_fp32, _READ))
+        for name in CHECKPOINT_READERS:
+            patch.setattr(zero_to_fp32, name, getattr(zero_to_fp32, name))
         patch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
         forget_accelerate()
         try:

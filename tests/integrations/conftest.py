@@ -1,4 +1,4 @@
-"""What several tests of clients need."""
+"""Fixtures of several tests of clients."""
 
 from __future__ import annotations
 

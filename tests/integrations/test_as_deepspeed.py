@@ -60,7 +60,7 @@ def test_an_accelerate_loop(installed: None, devices: int) -> None:
     assert accelerator.unwrap_model(engine) is model
     seen = []
     with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)  # nothing is looked at before its boundary
+        warnings.simplefilter("error", RuntimeWarning)  # no loss is read before its boundary
         for batch in loader:
             with accelerator.accumulate(engine):
                 loss = engine(**batch).loss
@@ -86,7 +86,7 @@ def test_an_unchanged_trainer(installed: None, tmp_path: Path) -> None:
         train_dataset=text(24),
     )
     with warnings.catch_warnings():
-        # Trainer adds losses up in place, and so looks at them: told once, and right.
+        # Trainer adds losses up in place, and so reads them: it warns once, and they are right.
         warnings.filterwarnings("ignore", message="a loss or an output was looked at")
         ours.train()
     assert isinstance(ours.model_wrapped, harmony_ds.HarmonyEngine)
@@ -118,7 +118,7 @@ def test_fp16_as_accelerate_writes_it_trains(installed: None) -> None:
 
 
 class Forwarding(torch.nn.Module):
-    """What Lightning's DeepSpeedStrategy hands to deepspeed.initialize: `training_step` is called by forward."""
+    """Module as Lightning's DeepSpeedStrategy passes it to deepspeed.initialize: forward calls `training_step`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

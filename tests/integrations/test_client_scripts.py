@@ -1,4 +1,4 @@
-"""Training scripts as they come in the packages of TRL and accelerate: behind DeepSpeed's door what they are without.
+"""Training scripts of the packages TRL and accelerate, unchanged: under `install_as_deepspeed` the same as without.
 
 Those of transformers and peft come with their repositories alone, not with what is installed from PyPI.
 """
@@ -84,7 +84,7 @@ def here(tmp_path: Path, tokenizer: Any) -> Path:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, script: str, here: Path, output: str, *more: str) -> Path:
-    """Runs the script in this process; the folder that it has written."""
+    """Run the script in this process; return the folder that it has written."""
     given = ["--model_name_or_path", str(here / "model"), "--dataset_name", str(here / "data")]
     monkeypatch.setattr(sys, "argv", [script, *given, "--output_dir", str(here / output), *ARGUMENTS, *more])
     torch.manual_seed(5)
@@ -130,7 +130,7 @@ class Seen:
 
 @contextmanager
 def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Seen, pytest.MonkeyPatch]]:
-    """Pairs of sentences in the place of those of the hub; what is computed from them is seen."""
+    """Replace the hub's pairs of sentences; record what is computed from them."""
     from datasets import Dataset, DatasetDict
 
     seen, backward = Seen(), Accelerator.backward
@@ -182,7 +182,7 @@ def test_a_script_of_accelerate(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class InOrder(DataLoader[Any]):
-    """Whoever asks for shuffled batches gets them as they stand."""
+    """Leave batches in order when a script asks to shuffle them."""
 
     def __init__(self, *args: Any, shuffle: bool, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -193,7 +193,7 @@ def in_fp32(*given: Any, mixed_precision: str = "no", **more: Any) -> Accelerato
 
 
 def trained_plainly(script: Any, model: str, settings: dict[str, Any]) -> list[float]:
-    """What each of the script's models is trained to: its losses."""
+    """Return the losses of each of the script's models."""
     plain = LlamaForSequenceClassification.from_pretrained(model)
     batches, _ = script.get_dataloaders(types.SimpleNamespace(distributed_type=None), settings["batch_size"], model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=settings["lr"])

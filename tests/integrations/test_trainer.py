@@ -75,7 +75,7 @@ def logged(trainer: Any) -> list[tuple[float, float, float]]:
 def both(
     folder: Path, model: nn.Module, data: Any, stock: Any = Trainer, args: dict[str, Any] | None = None, **more: Any
 ):
-    """The stock trainer and the one under test, both trained."""
+    """Train the stock trainer and the one under test; return both."""
     ours = type("Ours", (HarmonyMixin, stock), {})
     trainers = []
     for kind, extra in ((stock, {}), (ours, {"ds_config": CONFIG})):
@@ -231,7 +231,7 @@ class Events(TrainerCallback):
 
 
 class Noisy(Trainer):
-    """Changes inputs by how many it has prepared, and asks whether a micro-batch is its group's last."""
+    """Trainer that changes inputs by how many it has prepared, and asks whether a micro-batch is its group's last."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -287,7 +287,7 @@ def test_a_trainer_that_generates_in_its_training_step_is_refused(tmp_path: Path
     ours.model.generate(text(1)[0]["input_ids"][None], max_new_tokens=2)  # the model is as it was
 
 
-def test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made() -> None:
+def test_a_mixin_after_the_trainer_is_refused_when_the_class_is_made() -> None:
     with pytest.raises(UsageError, match=r"Put it first: class Wrong\(HarmonyMixin, Trainer\)"):
 
         class Wrong(Trainer, HarmonyMixin): ...  # type: ignore[misc]

@@ -17,7 +17,7 @@ trl = pytest.importorskip("trl")
 
 
 def kinds(kind: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """The stock trainer, and ours with its further arguments."""
+    """Train the stock trainer, and ours with its further arguments."""
     return [(kind, {}), (type("Ours", (HarmonyMixin, kind), {}), {"ds_config": CONFIG})]
 
 
@@ -26,7 +26,7 @@ def settings_of(config: Any, folder: Path, **more: Any) -> Any:
 
 
 def assert_same_metrics(stock: Any, ours: Any) -> None:
-    """And the same weights."""
+    """Check that the weights are the same."""
     assert_same(stock, ours)
     timed = ("runtime", "per_second", "flos", "step_time", "loss", "grad_norm")
     for expected, actual in zip(stock.state.log_history, ours.state.log_history, strict=True):

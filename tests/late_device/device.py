@@ -88,7 +88,7 @@ class LateDevice(CpuDevice):
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._queued_writes: dict[int, int] = {}  # by storage: copies into it that are not done yet
         self._lock = threading.RLock()
-        self._here = _Here()
+        self._here = _ThreadState()
 
     def assert_in_order(self) -> None:
         """Nothing was reported, and (call it once the engine is destroyed) no memory is page-locked any more."""
@@ -368,7 +368,7 @@ class _LateEvent:
             return self._device._done[self.who] >= self.position
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """State of the calling thread."""
 
     def __init__(self) -> None:

@@ -82,7 +82,7 @@ class Fault:
             raise self.error
 
 
-class Faulty(LateDevice):
+class FaultyDevice(LateDevice):
     fault: Fault
 
     @contextmanager
@@ -154,8 +154,8 @@ def state_of(engine: HarmonyEngine, devices: Any) -> Any:
 )
 def test_a_failed_step_changes_nothing(where: tuple[TaskKind, str], device: int) -> None:
     kind, place = where
-    Faulty.fault = fault = Fault(kind, place)
-    group, model = late_devices(DEVICES, seed=device, kind=Faulty), build(fault)
+    FaultyDevice.fault = fault = Fault(kind, place)
+    group, model = late_devices(DEVICES, seed=device, kind=FaultyDevice), build(fault)
     groups = batches()
     with late_engine(model, config_of(4, 0.5, CONFIG), device=group) as engine:
         losses = train_groups(engine, groups[:1])

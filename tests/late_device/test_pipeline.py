@@ -71,7 +71,7 @@ ROWS = [
 
 
 @cache
-def alone(name: str, clip: float | None) -> Trained:
+def on_one_device(name: str, clip: float | None) -> Trained:
     """Return the results of one CPU device."""
     one = family(name)
     model = one.build(0.1)
@@ -88,7 +88,7 @@ def test_several_devices_train_as_one(name: str, setting: Setting) -> None:
     with late_engine(model, config, make=optimizer_for(one), device=device) as engine:
         losses = means_of(loop(engine, groups, lambda i: i == 1)) if setting.looks else train_groups(engine, groups)
         assert len(engine.memory_report().device_peaks) == setting.devices
-    assert_equal((weights_of(model), losses), alone(name, setting.clip))
+    assert_equal((weights_of(model), losses), on_one_device(name, setting.clip))
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])

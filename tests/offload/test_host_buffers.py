@@ -11,11 +11,11 @@ from harmony_ds.device import CpuDevice, Stream
 from harmony_ds.offload.host_buffers import HostBuffers, size_class
 
 
-class User:
-    """User of a buffer."""
+class BufferUser:
+    """BufferUser of a buffer."""
 
 
-class Counting(CpuDevice):
+class CountingDevice(CpuDevice):
     """Counts page-locked allocations, all and living ones."""
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class Counting(CpuDevice):
         self.locked -= buffer.nbytes
 
 
-def step(buffers: HostBuffers, device: Counting, sizes: list[int]) -> None:
-    users = [User() for _ in sizes]
+def step(buffers: HostBuffers, device: CountingDevice, sizes: list[int]) -> None:
+    users = [BufferUser() for _ in sizes]
     taken = [buffers.take(user, size) for user, size in zip(users, sizes, strict=True)]
     for buffer in taken:
         buffers.release(buffer, device.record(Stream.SWAP_IN))
@@ -45,7 +45,7 @@ def test_a_size_class_is_less_than_an_eighth_larger(nbytes: int) -> None:
 
 
 def test_varying_lengths_do_not_accumulate_buffers_or_page_locking() -> None:
-    device, chance = Counting(), random.Random(1)
+    device, chance = CountingDevice(), random.Random(1)
     buffers = HostBuffers(device)
     most, made = 0, []
     for _ in range(300):
@@ -59,7 +59,7 @@ def test_varying_lengths_do_not_accumulate_buffers_or_page_locking() -> None:
 
 @pytest.mark.parametrize("sizes", [[64, 8, 32, 8], [64, 64, 64]])
 def test_reserved_buffers_suffice_in_any_order(sizes: list[int]) -> None:
-    device = Counting()
+    device = CountingDevice()
     buffers = HostBuffers(device, exact=True)
     buffers.reserve(sizes)
     for order in itertools.permutations([64, 8, 32, 8][: len(sizes)]):
@@ -68,10 +68,10 @@ def test_reserved_buffers_suffice_in_any_order(sizes: list[int]) -> None:
 
 
 def test_reserving_follows_the_sizes_and_keeps_buffers_in_use() -> None:
-    device = Counting()
+    device = CountingDevice()
     buffers = HostBuffers(device, exact=True)
     buffers.reserve([64, 64])
-    user = User()
+    user = BufferUser()
     used = buffers.take(user, 64)
     buffers.reserve([64, 16])
     buffers.reserve([64, 16])
@@ -82,17 +82,17 @@ def test_reserving_follows_the_sizes_and_keeps_buffers_in_use() -> None:
 
 
 def test_the_buffer_of_a_dropped_user_is_reused() -> None:
-    device = Counting()
+    device = CountingDevice()
     buffers = HostBuffers(device)
 
     def fail() -> None:
-        user = User()
+        user = BufferUser()
         buffers.take(user, 64)
 
     fail()
     step(buffers, device, [64])
     assert (device.made, device.locked) == (1, 64)
-    user = User()
+    user = BufferUser()
     buffers.take(user, 32)  # in use until the end
     buffers.destroy()
     assert device.locked == buffers.nbytes == 0

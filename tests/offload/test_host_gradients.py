@@ -27,7 +27,7 @@ def release(gradients: HostGradients, transfer: GradientTransfer) -> None:
     gradients.clear_gradients()
 
 
-class Beside(CpuDevice):
+class OverlappingDevice(CpuDevice):
     """A device whose copies overlap compute, so that norms are computed before gradients leave."""
 
     copies_overlap = True
@@ -35,7 +35,7 @@ class Beside(CpuDevice):
 
 def test_norms_travel_with_gradients_and_are_dropped_when_those_change() -> None:
     ledger = Ledger()
-    gradients = HostGradients(Beside(), ledger, torch.float32, None, lambda _: True)
+    gradients = HostGradients(OverlappingDevice(), ledger, torch.float32, None, lambda _: True)
     sent = {"w": torch.randn(3, 5), "b": torch.randn(7)}
     norms = gradients.norms_of(sent)
     assert norms is not None

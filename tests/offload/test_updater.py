@@ -20,7 +20,7 @@ from tests.offload.examples import Stored, gradients_for, odd_sizes, stored
 PACKS = {pack: (f"{pack}.weight", f"{pack}.bias") for pack in range(3)}
 
 
-class Recording(HostOptimizer):
+class RecordingOptimizer(HostOptimizer):
     """Records its steps; waits before each until `gate` is set; `before` may fail."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> None:
@@ -39,13 +39,15 @@ class Recording(HostOptimizer):
         super().step(gradients, hyper)
 
 
-class Bench:
+class UpdaterSetup:
     """A stored model with its updater, gradients and optimizer."""
 
     def __init__(self, one: Stored, limit: int | None) -> None:
         self.one = one
         self.parameters = one.store.parameters
-        self.optimizer = Recording(torch.optim.SGD(list(one.store.masters.values()), lr=0.5), one.store.masters)
+        self.optimizer = RecordingOptimizer(
+            torch.optim.SGD(list(one.store.masters.values()), lr=0.5), one.store.masters
+        )
         self.gradients = HostGradients(one.device, Ledger(), torch.float32, limit, self.optimizer.trains)
         self.updater = Updater(one.store, self.optimizer, self.gradients)
 
@@ -58,8 +60,8 @@ class Bench:
 
 
 @contextmanager
-def bench(dtype: torch.dtype = torch.float32, limit: int | None = None) -> Iterator[Bench]:
-    made = Bench(stored(odd_sizes(), dtype), limit)
+def bench(dtype: torch.dtype = torch.float32, limit: int | None = None) -> Iterator[UpdaterSetup]:
+    made = UpdaterSetup(stored(odd_sizes(), dtype), limit)
     try:
         yield made
     finally:

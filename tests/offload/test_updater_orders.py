@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from harmony_ds.offload.updater import Clipping
 from tests.offload.examples import odd_sizes
-from tests.offload.test_updater import PACKS, Bench, bench, random_gradients
+from tests.offload.test_updater import PACKS, UpdaterSetup, bench, random_gradients
 
 
-class InTurn:
+class Reference:
     """Reference that does every request at once, on a plain model."""
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class InTurn:
         return total
 
 
-class Both:
+class Comparison:
     """Makes every request of the updater and of the reference, and compares the answers."""
 
-    def __init__(self, beside: Bench) -> None:
+    def __init__(self, beside: UpdaterSetup) -> None:
         self.beside = beside
-        self.in_turn = InTurn()
+        self.in_turn = Reference()
 
     def deliver(self, pack: int, seed: int) -> None:
         gradients = {name: g for name, g in random_gradients(seed).items() if name in PACKS[pack]}
@@ -119,33 +119,41 @@ class Both:
             assert torch.equal(tensor, expected[name]), name
 
 
-Request = tuple[Callable[[Both, int, int], None], int, int]
+Request = tuple[Callable[[Comparison, int, int], None], int, int]
 NUMBERS = st.integers(0, 8)
 
 
-def requests_of(*kinds: Callable[[Both, int, int], None]) -> st.SearchStrategy[list[Request]]:
+def requests_of(*kinds: Callable[[Comparison, int, int], None]) -> st.SearchStrategy[list[Request]]:
     """Return lists of requests for any pack; half of them are transfers."""
-    some = st.sampled_from((*kinds, *[Both.deliver] * len(kinds)))
+    some = st.sampled_from((*kinds, *[Comparison.deliver] * len(kinds)))
     return st.lists(st.tuples(some, st.sampled_from(sorted(PACKS)), NUMBERS), max_size=24)
 
 
-EVERYTHING = requests_of(Both.update, Both.clipped, Both.take, Both.drop, Both.discard, Both.look, Both.wait)
+EVERYTHING = requests_of(
+    Comparison.update,
+    Comparison.clipped,
+    Comparison.take,
+    Comparison.drop,
+    Comparison.discard,
+    Comparison.look,
+    Comparison.wait,
+)
 
 
 @given(EVERYTHING)
 def test_any_order_of_requests_is_the_same_work_in_turn(requests: list[Request]) -> None:
     with bench() as b:
-        both = Both(b)
+        both = Comparison(b)
         for make, pack, number in requests:
             make(both, pack, number)
         both.finish()
 
 
-@given(requests_of(Both.update), st.integers(1, 3))
+@given(requests_of(Comparison.update), st.integers(1, 3))
 def test_few_buffers_change_nothing_and_are_released(requests: list[Request], limit: int) -> None:
     """Update each pack after its transfer, as an engine does."""
     with bench(limit=limit) as b:
-        both = Both(b)
+        both = Comparison(b)
         for _, pack, number in requests:
             both.deliver(pack, number)
             both.update(pack, number)
@@ -157,7 +165,7 @@ def test_few_buffers_change_nothing_and_are_released(requests: list[Request], li
 def test_several_transfers_are_added_up_in_their_order(seeds: list[int]) -> None:
     """The thread is held up meanwhile: no sum has been begun."""
     with bench() as b:
-        both = Both(b)
+        both = Comparison(b)
         both.deliver(2, 1)
         b.optimizer.gate.clear()
         both.update(2, 0)
@@ -174,7 +182,7 @@ def test_several_transfers_are_added_up_in_their_order(seeds: list[int]) -> None
 def test_of_queued_updates_the_lowest_pack_is_first(order: list[int], later: list[int]) -> None:
     """The first one to be queued has begun; the others go by their numbers, and equal ones in turn."""
     with bench() as b:
-        both = Both(b)
+        both = Comparison(b)
         for pack in order:
             both.deliver(pack, 1)
         b.optimizer.gate.clear()

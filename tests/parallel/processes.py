@@ -23,7 +23,7 @@ LIMIT_S = 300  # seconds on a machine that does nothing else: only what hangs ta
 
 
 @dataclass
-class Ended:
+class Outcome:
     """Outcome of one process: its result, or its exception's name and text; its exit code."""
 
     result: Any = None
@@ -39,7 +39,7 @@ def run(size: int, function: Callable[..., Any], *arguments: Any, limit_s: float
     return [one.result for one in ended]
 
 
-def run_to_end(size: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Ended]:
+def run_to_end(size: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Outcome]:
     """Run like `run`, and return every outcome, of failed processes too."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def run_to_end(size: int, function: Callable[..., Any], *arguments: Any, limit_s
             there.close()
             children.append(child)
             pipes[here] = rank
-        ended = [Ended() for _ in range(size)]
+        ended = [Outcome() for _ in range(size)]
         while pipes:
             ready = wait(list(pipes), timeout=max(0.0, began + limit_s - time.monotonic()))
             if not ready:

@@ -16,7 +16,7 @@ from tests.parallel.training import Training, data_of, differences, engine_of, n
 _ONE = Training(model="llama", harmony={"pack_layers": 2, "device_memory_gib": 0.02, "reduce": "device"})
 
 
-def _moved(several: Sequence[Training]) -> list[dict[str, Any]]:
+def _counted_bytes(several: Sequence[Training]) -> list[dict[str, Any]]:
     """In one of several processes: what the second step of each training moves."""
     told = []
     for training in several:
@@ -74,7 +74,7 @@ def test_each_setting_sends_the_planned_bytes_and_accumulation_and_clipping_no_m
         replace(_ONE, harmony={**_ONE.harmony, **ways[way]}, accumulation=accumulation, clip=clip)
         for way, accumulation, clip in rows
     ]
-    found = run(size, _moved, several, limit_s=200)
+    found = run(size, _counted_bytes, several, limit_s=200)
     for of_rank in found:
         for few, many in zip(of_rank[::2], of_rank[1::2], strict=True):
             assert (few["sent"], few["in"]) == (many["sent"], many["in"])

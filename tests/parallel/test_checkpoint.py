@@ -22,7 +22,7 @@ from tests.parallel.training import (
     build,
     differences,
     engine_of,
-    held,
+    state_tensors,
     train_plainly,
     train_with,
 )
@@ -63,7 +63,7 @@ def resume(folders: Sequence[str], setups: tuple[Training, ...]) -> list[list[tu
                 train_with(engine, replace(setup, begin=20))  # what is there already is replaced
             where, state = engine.load_checkpoint(f"{folder}/{index}")
             assert where is not None and state == {"note": [1, 2]} and engine.global_steps == setup.steps
-            loaded = Result([], [], *held(engine))
+            loaded = Result([], [], *state_tensors(engine))
             found[-1].append((loaded, train_with(engine, replace(setup, begin=setup.steps))))
             engine.destroy()
     return found
@@ -131,7 +131,7 @@ def loads_with_a_changed_byte(folder: str) -> tuple[str, int, int]:
 
     def counted(path: Path, record: Any) -> str | None:
         calls.append(path)
-        return tensor_files.complaint_about(path, record)
+        return tensor_files.find_damage(path, record)
 
     def load(last: bytes) -> int:
         if engine.global_rank == 0:
@@ -142,7 +142,7 @@ def loads_with_a_changed_byte(folder: str) -> tuple[str, int, int]:
         return len(calls)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(layout, "complaint_about", counted)
+        patched.setattr(layout, "find_damage", counted)
         with pytest.raises(CheckpointError) as caught:
             load(bytes([content[-1] ^ 1]))
         compared = len(calls)
@@ -168,7 +168,7 @@ class Numbers(torch.utils.data.Dataset[Any]):
         return {**{k: v[0] for k, v in batch("mlp", index).items()}, "number": torch.tensor(index)}
 
 
-class Seen(torch.nn.Module):
+class RecordingModel(torch.nn.Module):
     """Records the samples that it is called with."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ def engine_with_loader(accumulation: int) -> tuple[Any, Any]:
         "harmony": {"device": "cpu", "pack_layers": 2},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
-    engine, _, loader, _ = harmony_ds.initialize(model=Seen(), config=config, training_data=Numbers())
+    engine, _, loader, _ = harmony_ds.initialize(model=RecordingModel(), config=config, training_data=Numbers())
     return engine, loader
 
 

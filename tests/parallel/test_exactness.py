@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.parallel.processes import run
-from tests.parallel.training import Training, differences, train_plainly, trainings
+from tests.parallel.training import Training, differences, train_all, train_plainly
 
 SHARE = {"weights": "share"}
 BITWISE = (
@@ -79,7 +79,7 @@ def _at_random(seed: int) -> Training:
 @pytest.mark.parametrize("size", [2, 3])
 def test_plans_at_random_train_to_the_bits(size: int) -> None:
     several = [_at_random(100 * size + number) for number in range(24)]
-    found = run(size, trainings, several, limit_s=300)
+    found = run(size, train_all, several, limit_s=300)
     told = {}
     for index, training in enumerate(several):
         told[str(training)] = differences([of_rank[index] for of_rank in found], train_plainly(training, size))
@@ -99,7 +99,7 @@ CHOSEN = [
 @pytest.mark.parametrize(("size", "chosen"), CHOSEN)
 def test_training_is_that_of_plain_pytorch(size: int, chosen: Sequence[Training], place: str) -> None:
     several = [replace(training, harmony={**training.harmony, "reduce": place}) for training in chosen]
-    found = run(size, trainings, several, limit_s=300)
+    found = run(size, train_all, several, limit_s=300)
     told: dict[str, list[str]] = {}
     for index, training in enumerate(several):
         relative = 0.0 if chosen[index] in BITWISE else 2e-6

@@ -29,7 +29,7 @@ def batches(count: int = 2) -> list[dict[str, Any]]:
     return [batch("mlp", dist.get_rank() * 10 + i) for i in range(count)]
 
 
-def said(call: Callable[[], Any]) -> tuple[str, str]:
+def error_of(call: Callable[[], Any]) -> tuple[str, str]:
     try:
         call()
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is looked at
@@ -62,11 +62,11 @@ def fails_in_a_layer(clip: float, places: Sequence[str]) -> list[Any]:
     for where in places:
         before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         burst(engine, where)
-        seen = said(lambda: engine.train_batch(batches()))
+        seen = error_of(lambda: engine.train_batch(batches()))
         engine.module.layers[1][2].forward = torch.tanh
         same = all(torch.equal(before[name], p) for name, p in engine.module.named_parameters())
         dist.barrier()
-        found.append((seen, same, said(lambda: engine.train_batch(batches()))))
+        found.append((seen, same, error_of(lambda: engine.train_batch(batches()))))
     engine.destroy()
     return found
 
@@ -92,8 +92,8 @@ def fails_while_measuring() -> Any:
     data = batches()
     if engine.global_rank == 0:
         del data[0]["y"]
-    seen = said(lambda: engine.train_batch(data))
-    again = said(lambda: engine.train_batch(batches()))
+    seen = error_of(lambda: engine.train_batch(data))
+    again = error_of(lambda: engine.train_batch(batches()))
     engine.destroy()
     return seen, again
 
@@ -126,7 +126,7 @@ def waits_for_the_other(how: str) -> Any:
         os.kill(pid, signal.SIGSTOP)
     else:
         assembly_of(engine).world._board._timeout_s = 4.0
-    return said(lambda: [engine.train_batch(batches()) for _ in range(3)])
+    return error_of(lambda: [engine.train_batch(batches()) for _ in range(3)])
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def differ() -> dict[str, tuple[str, str]]:
     """Each difference in an engine of its own."""
     rank = dist.get_rank()
     found = {
-        "gradient_clipping": said(lambda: engine_of(Training(clip=0.1 * rank))),
-        "The model": said(lambda: engine_of(Training(model="mlp" if rank else "experts"))),
+        "gradient_clipping": error_of(lambda: engine_of(Training(clip=0.1 * rank))),
+        "The model": error_of(lambda: engine_of(Training(model="mlp" if rank else "experts"))),
     }
     steps: dict[str, Callable[[Any], Any]] = {
         "": lambda engine: engine.train_batch(batches(2 - rank)),
@@ -163,7 +163,7 @@ def differ() -> dict[str, tuple[str, str]]:
         engine = engine_of(MLP)
         if named == "'lr'":
             engine.optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
-        found[named] = said(lambda step=step, engine=engine: step(engine))
+        found[named] = error_of(lambda step=step, engine=engine: step(engine))
         dist.barrier()
     return found
 
@@ -215,7 +215,7 @@ def doors() -> dict[str, tuple[str, str]]:
         door(engine, engine.module.head.weight)
         engine.train_batch(batches())
 
-    return {name: said(lambda door=door: through(door)) for name, door in several.items()}
+    return {name: error_of(lambda door=door: through(door)) for name, door in several.items()}
 
 
 def test_side_effects_in_every_process_are_refused_by_name() -> None:
@@ -235,12 +235,12 @@ def refusals() -> dict[str, tuple[str, str]]:
 
     summed = {**config_of(MLP, 2), "gradient_allreduce_op": "sum", "optimizer": SGD}
     return {
-        "residency": said(lambda: engine(residency=1)),
-        "micro_batch": said(lambda: engine(micro_batch="auto")),
-        "Mine": said(lambda: engine(Mine)),
-        "Adafactor": said(lambda: engine(torch.optim.Adafactor)),
-        "gradient_allreduce_op": said(lambda: harmony_ds.initialize(model=build("mlp"), config=summed)),
-        "mpu": said(lambda: harmony_ds.initialize(model=build("mlp"), mpu=object(), config={})),
+        "residency": error_of(lambda: engine(residency=1)),
+        "micro_batch": error_of(lambda: engine(micro_batch="auto")),
+        "Mine": error_of(lambda: engine(Mine)),
+        "Adafactor": error_of(lambda: engine(torch.optim.Adafactor)),
+        "gradient_allreduce_op": error_of(lambda: harmony_ds.initialize(model=build("mlp"), config=summed)),
+        "mpu": error_of(lambda: harmony_ds.initialize(model=build("mlp"), mpu=object(), config={})),
     }
 
 
@@ -272,7 +272,7 @@ def read_everything() -> Any:
     return result, own, early, output, loss, after
 
 
-class Gathering(torch.nn.Module):
+class GatheringModel(torch.nn.Module):
     """A model whose forward waits for the other processes', as in contrastive losses and Trainers that gather metrics."""
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ class Gathering(torch.nn.Module):
 
 
 def gathers_in_forward() -> int:
-    engine, *_ = harmony_ds.initialize(model=Gathering(), config={**config_of(MLP, 2), "optimizer": SGD})
+    engine, *_ = harmony_ds.initialize(model=GatheringModel(), config={**config_of(MLP, 2), "optimizer": SGD})
     rank = engine.global_rank
     for rows in ((2, 2), (2, 5), (9, 5), (2, 2), (3, 12)):  # what is larger than all before is measured
         for _ in range(MLP.accumulation):
@@ -327,7 +327,7 @@ def has_no_room() -> list[tuple[str, str]]:
     found, rooms, none = [], host_memory.host_rooms, [HostRoom(0, 0, "nothing is free")]
     for rank in range(2):
         host_memory.host_rooms = (lambda: none) if dist.get_rank() == rank else rooms  # type: ignore[assignment]
-        found.append(said(lambda: engine_of(MLP).destroy()))
+        found.append(error_of(lambda: engine_of(MLP).destroy()))
         dist.barrier()
     return found
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.families import FAMILIES
 from tests.parallel.processes import run
-from tests.parallel.training import Training, differences, train_plainly, trainings
+from tests.parallel.training import Training, differences, train_all, train_plainly
 
 _TIED = frozenset("gpt2 gemma3 gemma4 opt bert roberta t5 bart whisper mamba".split())
 """Embeddings and head are one parameter, whose gradient comes from two packs: its additions are regrouped."""
@@ -31,7 +31,7 @@ def _training(place: int, name: str) -> Training:
 @pytest.mark.parametrize(("size", "some"), [(2, slice(None)), (3, slice(None)), (4, slice(1, None, 4))])
 def test_families_are_trained_as_in_plain_pytorch(size: int, some: slice) -> None:
     chosen = [_training(place + size, family.name) for place, family in enumerate(FAMILIES)][some]
-    found = run(size, trainings, chosen, limit_s=400)
+    found = run(size, train_all, chosen, limit_s=400)
     told = {}
     for place, training in enumerate(chosen):
         relative = 2e-6 if training.model in _TIED else 0.0

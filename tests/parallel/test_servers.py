@@ -22,7 +22,7 @@ from harmony_ds.parallel.board import Board
 from harmony_ds.parallel.servers import Servers
 from harmony_ds.parallel.shared_memory import make_file
 from tests.parallel.processes import run, run_to_end
-from tests.parallel.test_failures import said
+from tests.parallel.test_failures import error_of
 from tests.parallel.training import (
     Result,
     Training,
@@ -30,9 +30,9 @@ from tests.parallel.training import (
     config_of,
     differences,
     engine_of,
+    train_all,
     train_plainly,
     train_with,
-    trainings,
 )
 
 DEVICE = {"reduce": "device"}
@@ -47,7 +47,7 @@ TRAININGS = (
 PLACES = ("ab", "abc", "aabb", "abab")
 
 
-def _at(places: str) -> None:
+def _place_on_servers(places: str) -> None:
     """Put this process on the server that the letter of its rank names."""
     name = places[dist.get_rank()]
     join._host = lambda: name  # type: ignore[assignment]
@@ -58,8 +58,8 @@ def _ranks(places: str) -> list[list[int]]:
 
 
 def _trained(places: str, several: Sequence[Training]) -> list[Result]:
-    _at(places)
-    return trainings(several)
+    _place_on_servers(places)
+    return train_all(several)
 
 
 @pytest.mark.parametrize("places", PLACES)
@@ -74,7 +74,7 @@ def test_servers_train_to_the_bits_of_plain_pytorch(places: str) -> None:
 
 def _bytes(places: str) -> list[dict[str, int]]:
     """With one micro-batch for a step, and with four."""
-    _at(places)
+    _place_on_servers(places)
     found = []
     for accumulation in (1, 4):
         engine = engine_of(Training(accumulation=accumulation, harmony=DEVICE))
@@ -97,7 +97,7 @@ def test_each_piece_goes_to_every_other_server_once_a_step(places: str) -> None:
 
 def _started_apart(places: str) -> dict[str, Any]:
     """Every process with weights, and buffers, of its own."""
-    _at(places)
+    _place_on_servers(places)
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(19, 19), nn.BatchNorm1d(19), nn.Linear(19, 1))
     model[1].running_mean.fill_(float(dist.get_rank()))
@@ -119,7 +119,7 @@ def test_all_servers_begin_with_the_weights_and_buffers_of_the_first() -> None:
 
 
 def _saved_and_gone_on(places: str, folder: str) -> list[Result]:
-    _at(places)
+    _place_on_servers(places)
     training = Training(clip=0.05, steps=2)
     engine = engine_of(training)
     train_with(engine, training)
@@ -141,8 +141,8 @@ def test_a_checkpoint_of_several_servers_goes_on_to_the_bits(tmp_path: Any) -> N
 class _OneServer(Servers):
     """A server that is alone."""
 
-    def _gather(self, said: Any) -> list[Any]:
-        return [said]
+    def _gather(self, message: Any) -> list[Any]:
+        return [message]
 
 
 def test_processes_agree_on_more_than_a_row_of_the_board_holds() -> None:
@@ -163,7 +163,7 @@ def test_processes_agree_on_more_than_a_row_of_the_board_holds() -> None:
 
 def _fails(places: str) -> list[tuple[str, str, bool]]:
     """In each step but the first another process raises an error; all go on after it."""
-    _at(places)
+    _place_on_servers(places)
     engine = engine_of(Training(clip=0.05))
     data = [batch("mlp", i) for i in range(2)]
     engine.train_batch(data)
@@ -177,7 +177,7 @@ def _fails(places: str) -> list[tuple[str, str, bool]]:
         before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         if dist.get_rank() == rank:
             layer.forward = bursts
-        told = said(lambda: engine.train_batch(data))
+        told = error_of(lambda: engine.train_batch(data))
         found.append((*told, all(torch.equal(before[name], p) for name, p in engine.module.named_parameters())))
         layer.__dict__.pop("forward", None)
         engine.train_batch(data)
@@ -194,13 +194,13 @@ def test_an_exception_reaches_all_servers_and_nothing_is_updated() -> None:
 
 
 def _dies(places: str, rank: int) -> tuple[str, str]:
-    _at(places)
+    _place_on_servers(places)
     engine = engine_of(Training())
     data = [batch("mlp", i) for i in range(2)]
     engine.train_batch(data)
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    return said(lambda: engine.train_batch(data))
+    return error_of(lambda: engine.train_batch(data))
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -217,8 +217,8 @@ def test_a_process_that_ends_ends_all_servers(rank: int) -> None:
 
 
 def _other_settings(places: str, harmony: dict[str, Any]) -> tuple[str, str]:
-    _at(places)
-    return said(lambda: engine_of(Training(harmony=harmony)).destroy())
+    _place_on_servers(places)
+    return error_of(lambda: engine_of(Training(harmony=harmony)).destroy())
 
 
 def test_uneven_servers_and_a_host_that_all_share_are_refused() -> None:
@@ -229,12 +229,12 @@ def test_uneven_servers_and_a_host_that_all_share_are_refused() -> None:
 
 
 def _other_calls(places: str) -> tuple[str, str]:
-    _at(places)
+    _place_on_servers(places)
     engine = engine_of(Training())
     data = [batch("mlp", i) for i in range(2)]
     engine.train_batch(data)
     other = places[dist.get_rank()] == "b"
-    return said(lambda: engine.eval_batch(iter(data)) if other else engine.train_batch(data))
+    return error_of(lambda: engine.eval_batch(iter(data)) if other else engine.train_batch(data))
 
 
 def test_servers_that_do_different_things_are_told() -> None:

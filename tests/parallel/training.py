@@ -165,7 +165,7 @@ def train_with(engine: Any, training: Training) -> Result:
                 pending.append(loss)
             losses[-1] = [float(loss) for loss in pending]
         norms.append(engine.get_global_grad_norm())
-    return Result(losses, norms, *held(engine))
+    return Result(losses, norms, *state_tensors(engine))
 
 
 def number_of(training: Training, size: int, rank: int, step: int, i: int) -> int:
@@ -173,7 +173,7 @@ def number_of(training: Training, size: int, rank: int, step: int, i: int) -> in
     return (step * training.accumulation + i) * size + rank
 
 
-def held(engine: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
+def state_tensors(engine: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Return copies of weights, masters and optimizer state."""
     from harmony_ds.utils import safe_get_full_fp32_param
 
@@ -187,7 +187,7 @@ def held(engine: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, d
     return weights, masters, state
 
 
-def _added(several: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _summed(several: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     total: dict[str, Tensor] = {}
     for gradients in several:
         for name, gradient in gradients.items():
@@ -232,7 +232,7 @@ def train_plainly(training: Training, size: int, servers: Sequence[Sequence[int]
                         p.grad = None
             of_step.append(seen)
             of_ranks.append(sums)
-        total = _added([_added([of_ranks[rank] for rank in ranks]) for ranks in servers])
+        total = _summed([_summed([of_ranks[rank] for rank in ranks]) for ranks in servers])
         squares = torch.zeros((), dtype=torch.float64)
         for name, value in total.items():
             total[name] = value / size
@@ -259,7 +259,7 @@ def train_plainly(training: Training, size: int, servers: Sequence[Sequence[int]
     return [Result(losses[rank], norms, dict(parameters), own, state) for rank in range(size)]
 
 
-def trainings(several: Sequence[Training]) -> list[Result]:
+def train_all(several: Sequence[Training]) -> list[Result]:
     """One after another, each with an engine of its own."""
     return [train(training) for training in several]
 

@@ -21,7 +21,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-class Held:
+class Usage:
     """Bytes held, peak and traffic since its construction."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Held:
 
 
 def test_a_storage_counts_its_bytes_until_its_last_view_is_freed() -> None:
-    held = Held()
+    held = Usage()
     x = torch.empty(1000, device=DEVICE)
     y = torch.empty(10, 10, dtype=torch.bfloat16, device=DEVICE)
     row, part = x[3:7], x.view(10, 100).t().narrow(0, 1, 2)
@@ -61,7 +61,7 @@ def test_a_storage_counts_its_bytes_until_its_last_view_is_freed() -> None:
 
 def test_results_of_kernels_are_counted_and_in_place_operations_allocate_nothing() -> None:
     x = torch.ones(1000, device=DEVICE)
-    held = Held()
+    held = Usage()
     y = (x + 1).mul(2).sub_(3)
     assert (held.peak, held.bytes) == (8000, 4000)
     values, indices = y.view(10, 100).max(dim=1)
@@ -78,7 +78,7 @@ def test_results_of_kernels_are_counted_and_in_place_operations_allocate_nothing
 
 
 def test_resizing_a_storage_to_nothing_frees_its_bytes_and_using_it_raises() -> None:
-    held = Held()
+    held = Usage()
     x = torch.arange(1000.0, device=DEVICE)
     x.untyped_storage().resize_(0)
     assert held.bytes == 0
@@ -123,7 +123,7 @@ def test_the_limit_raises_out_of_memory_and_says_how_much() -> None:
 )
 def test_a_refused_allocation_holds_nothing_and_leaves_its_argument(attempt: Callable[[Tensor], Any]) -> None:
     x = torch.ones(10, 100, device=DEVICE)
-    held = Held()
+    held = Usage()
     simdevice.set_limit(simdevice.allocated_bytes() + 10)
     with pytest.raises(torch.OutOfMemoryError, match="simdev out of memory"):
         attempt(x)
@@ -139,7 +139,7 @@ def test_a_refused_allocation_holds_nothing_and_leaves_its_argument(attempt: Cal
 
 def test_copies_between_host_and_device_are_counted_by_direction() -> None:
     x = torch.randn(1000)
-    held = Held()
+    held = Usage()
     y = x.to(DEVICE)
     assert held.traffic == (4000, 0)
     y.cpu()
@@ -148,7 +148,7 @@ def test_copies_between_host_and_device_are_counted_by_direction() -> None:
     y[:5].copy_(x[:5])
     y[0].item()
     assert held.traffic == (4020, 4044)
-    held = Held()
+    held = Usage()
     y = x.to(DEVICE, torch.bfloat16)  # changed on the host
     assert held.traffic == (2000, 0)
     torch.empty(1000).copy_(y)  # changed after the copy was issued

@@ -37,19 +37,11 @@ class Adapter:
 
     Attributes:
         build: makes it for a workload.
-        unavailable: returns why it cannot run a workload here, or None.
-        several: whether it runs on several devices.
+        refusal: returns why it cannot run a workload here, or None.
     """
 
     build: Callable[[Workload], Engine]
-    unavailable: Callable[[Workload], str | None] = lambda _: None
-    several: bool = False
-
-    def refusal(self, workload: Workload) -> str | None:
-        """Return why it cannot run `workload` here, or None."""
-        if workload.devices > 1 and not self.several:
-            return f"it is compared on one device, and {workload.devices} are asked for"
-        return self.unavailable(workload)
+    refusal: Callable[[Workload], str | None] = lambda _: None
 
 
 class Loop(ABC):
@@ -106,8 +98,10 @@ def adam_section(workload: Workload) -> Section:
 
 
 def needs_adam(workload: Workload) -> str | None:
-    """Refuse workloads for an engine that knows Adam alone, and no loss scale."""
+    """Refuse workloads for an engine of one device that knows Adam alone, and no loss scale."""
     section = workload.settings.optimizer
+    if workload.devices > 1:
+        return f"it is compared on one device, and {workload.devices} are asked for"
     if section is not None and section.type.lower() not in ("adam", "adamw"):
         return f"its optimizer is Adam or AdamW, and the ds_config's is {section.type}"
     if workload.settings.loss_scale is not None:

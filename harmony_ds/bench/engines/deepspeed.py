@@ -92,4 +92,4 @@ ZEROS = {
         {"stage": 3}, {"optimizer": {}, "param": {}}, lambda count: 2 * count, lambda count: count, lambda count: count
     ),
 }
-ENGINES = {name: Adapter(partial(ZeroOffload, zero=zero), several=True) for name, zero in ZEROS.items()}
+ENGINES = {name: Adapter(partial(ZeroOffload, zero=zero)) for name, zero in ZEROS.items()}

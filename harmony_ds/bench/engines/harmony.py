@@ -50,4 +50,4 @@ class Harmony:
         }
 
 
-ENGINES = {"harmony": Adapter(Harmony, several=True)}
+ENGINES = {"harmony": Adapter(Harmony)}

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from harmony_ds.checkpoint.deepspeed.flat import ZERO2, ZERO3, Shapes
-from harmony_ds.checkpoint.deepspeed.pickles import Record, load_pickle
-from harmony_ds.checkpoint.snapshot import (
-    OptimizerState,
-    ParameterGroup,
-    Progress,
-    SchedulerState,
-    Snapshot,
-    Source,
-    listed,
-)
+from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source, listed
+from harmony_ds.checkpoint.tensor_files import Record, load_pickle
 from harmony_ds.config.optimizers import keeper_of
 from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import CheckpointError
 
+Shapes = Mapping[str, Sequence[int]]
 OWNED = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
     "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
@@ -35,96 +32,120 @@ OWNED = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerFiles:
-    """What the optimizer's files hold, by parameter."""
+class ZeroForm:
+    """How a stage keeps an optimizer in its *_optim_states.pt.
 
-    masters: dict[str, Source]
-    optimizer: OptimizerState
-    loss_scaler: Record | None
+    Attributes:
+        base: the key of torch's state dict, to which a vector is one parameter.
+        flat: the key of the vectors' fp32 values.
+        cut_each: each parameter is cut into equal parts, the last one padded, and a process has its parts one after
+            another; otherwise parameters (each maybe padded) lie one after another, and the whole is padded and cut.
+    """
+
+    base: str
+    flat: str
+    cut_each: bool = False
+
+    def split(
+        self, shapes: Shapes, paddings: Sequence[int] | None, vectors: Iterable[Tensor], what: str
+    ) -> dict[str, Source]:
+        """Return the parameters in a vector, given the part of each process."""
+        parts = tuple(vectors)
+        begins = [0, *accumulate(part.numel() for part in parts)]
+        found: dict[str, Source] = {}
+        offset = 0
+        for place, (name, shape) in enumerate(shapes.items()):
+            numel = math.prod(shape)
+            if self.cut_each:
+                share = -(-numel // len(parts))
+                bounds = [(offset, offset + min(share, numel - rank * share)) for rank in range(len(parts))]
+                offset += share
+            else:
+                bounds = [(offset - begin, offset - begin + numel) for begin in begins[:-1]]
+                offset += numel + (paddings[place] if paddings else 0)
+            pieces = [part[max(0, start) : max(0, stop)] for part, (start, stop) in zip(parts, bounds, strict=True)]
+            have = sum(piece.numel() for piece in pieces)
+            if have != numel:
+                raise CheckpointError(f"the {what} of {name} has {have} elements instead of {numel}.")
+            found[name] = Source(tuple(shape), parts[0].dtype, partial(_joined, pieces, tuple(shape)))
+        return found
 
 
-def is_deepspeeds(folder: Path) -> bool:
-    """Whether a tag's folder is of a layout of DeepSpeed."""
+ZERO2 = ZeroForm("base_optimizer_state", "single_partition_of_fp32_groups")
+"""And ZeRO-1."""
+ZERO3 = ZeroForm("optimizer_state_dict", "fp32_flat_groups", cut_each=True)
+
+
+def _joined(pieces: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    return torch.cat(pieces).detach().view(shape)
+
+
+def is_zero(folder: Path) -> bool:
+    """Return whether a tag's folder is of a layout of DeepSpeed."""
     return any(folder.glob("*mp_rank_*_model_states.pt"))
 
 
 def read_zero(folder: Path) -> Snapshot:
-    """Opens a checkpoint of ZeRO-1, 2 or 3. One without ZeRO has its weights read, but not its optimizer.
-
-    Raises:
-        CheckpointError: it is torn, or of model-parallel processes, or of another kind.
-    """
-    models = _model_states(folder)
-    optims = [load_pickle(path) for path in numbered(folder, "*zero_pp_rank_*_mp_rank_*_optim_states.pt")]
-    first = models[0]
-    if not optims:
-        return snapshot_of(models, None)
-    saved_by = int(first.get("dp_world_size") or 1)
-    if len(optims) != saved_by:
-        raise CheckpointError(
-            f"{folder} was saved by {saved_by} processes and holds the *_optim_states.pt of {len(optims)}: files are "
-            "missing."
-        )
-    return snapshot_of(models, _trained(folder, [one["optimizer_state_dict"] for one in optims], first))
-
-
-def _model_states(folder: Path) -> list[dict[str, Any]]:
+    """Open a checkpoint of ZeRO-1, 2 or 3, or the weights of one without ZeRO."""
     paths = numbered(folder, "*mp_rank_*_model_states.pt")
-    others = [path.name for path in paths if "mp_rank_00" not in path.name or path.name.startswith("layer_")]
-    if others:
-        raise CheckpointError(
-            f"{folder} is of model-parallel or expert-parallel processes ({listed(others, 2)}): convert it with "
-            "DeepSpeed's own tools first."
-        )
-    return [load_pickle(path) for path in paths]
+    if others := [path.name for path in paths if "mp_rank_00" not in path.name or path.name.startswith("layer_")]:
+        found = f"{folder} is of model-parallel or expert-parallel processes ({listed(others, 2)})"
+        raise CheckpointError(f"{found}: convert it with DeepSpeed's own tools first.")
+    models = [load_pickle(path) for path in paths]
+    optims = [load_pickle(path) for path in numbered(folder, "*zero_pp_rank_*_mp_rank_*_optim_states.pt")]
+    if not optims:
+        return snapshot_of(models)
+    saved_by = int(models[0].get("dp_world_size") or 1)
+    if len(optims) != saved_by:
+        found = f"holds the *_optim_states.pt of {len(optims)}"
+        raise CheckpointError(f"{folder} was saved by {saved_by} processes and {found}: files are missing.")
+    return snapshot_of(models, *_trained(folder, [one["optimizer_state_dict"] for one in optims], models[0]))
 
 
 def numbered(folder: Path, pattern: str) -> list[Path]:
-    """Files in the order of the numbers in their names."""
+    """Return files in the order of the numbers in their names."""
     return sorted(folder.glob(pattern), key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
-def snapshot_of(models: list[dict[str, Any]], trained: OptimizerFiles | None) -> Snapshot:
-    """A snapshot from what the model_states files say, and from what the optimizer's do."""
+def snapshot_of(
+    models: list[dict[str, Any]],
+    masters: Mapping[str, Source] = MappingProxyType({}),
+    optimizer: OptimizerState | None = None,
+    loss_scaler: Record | None = None,
+) -> Snapshot:
+    """Join the contents of the model_states files and of the optimizer's."""
     model = models[0]
-    buffers = set(model.get("buffer_names") or ())
-    weights = {name: tensor for name, tensor in (model.get("module") or {}).items() if isinstance(tensor, Tensor)}
-    tied = dict(model.get("shared_params") or {})
+    buffers, tied = model.get("buffer_names") or (), dict(model.get("shared_params") or {})
+    weights = {k: Source.of(one) for k, one in (model.get("module") or {}).items() if isinstance(one, Tensor)}
     frozen = _frozen(models)
-    masters = {} if trained is None else trained.masters
-    parameters: dict[str, Source] = {}
-    for name, tensor in weights.items():
-        empty = tensor.numel() == 0 and (name in masters or name in frozen)  # ZeRO-3 leaves a placeholder
-        if name not in buffers and name not in tied and not empty:
-            parameters[name] = Source.of(tensor)
-    parameters = {**masters, **frozen, **parameters}
-    steps = int(model.get("global_steps") or 0)
+    parameters = {**masters, **frozen}
+    for name, source in weights.items():
+        placeholder = source.nbytes == 0 and name in parameters  # ZeRO-3's
+        if name not in buffers and not placeholder:
+            parameters[name] = source
     scheduler = model.get("lr_scheduler")
     return Snapshot(
         origin=f"DeepSpeed {model.get('ds_version', '')}".strip(),
         progress=Progress(
-            global_steps=steps,
-            global_samples=int(model.get("global_samples") or 0),
-            skipped_steps=int(model.get("skipped_steps") or 0),
-            loss_scaler=None if trained is None else _scaler(trained.loss_scaler),
+            **{key: int(model.get(key) or 0) for key in ("global_steps", "global_samples", "skipped_steps")},
+            loss_scaler=_scaler(loss_scaler),
         ),
         parameters={name: source for name, source in parameters.items() if name not in tied},
-        buffers={name: Source.of(weights[name]) for name in buffers if name in weights},
-        masters=masters,
+        buffers={name: weights[name] for name in buffers if name in weights},
+        masters=dict(masters),
         tied=tied,
         frozen=tuple(frozen),
-        optimizer=None if trained is None else trained.optimizer,
-        scheduler=None if scheduler is None else SchedulerState(None, scheduler),
+        optimizer=optimizer,
+        scheduler=None if scheduler is None else (None, scheduler),
         client_state={key: value for key, value in model.items() if key not in OWNED},
     )
 
 
 def _frozen(models: list[dict[str, Any]]) -> dict[str, Source]:
-    """Frozen parameters; ZeRO-3 cuts them over its processes."""
-    shapes: Shapes = models[0].get("frozen_param_shapes") or {}
+    """Return frozen parameters, which ZeRO-3 cuts over its processes."""
     fragments = [model.get("frozen_param_fragments") or {} for model in models]
     found: dict[str, Source] = {}
-    for name, shape in shapes.items():
+    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         if name in fragments[0]:
             found |= ZERO3.split({name: shape}, None, (fragment[name].reshape(-1) for fragment in fragments), "value")
     return found
@@ -143,15 +164,12 @@ def _scaler(record: Record | None) -> dict[str, Any] | None:
     }
 
 
-# ---- the optimizer's files
-
-
-def _trained(folder: Path, states: list[dict[str, Any]], model: dict[str, Any]) -> OptimizerFiles:
+def _trained(
+    folder: Path, states: list[dict[str, Any]], model: dict[str, Any]
+) -> tuple[dict[str, Source], OptimizerState, Record | None]:
     shapes: list[Shapes] = model.get("param_shapes") or []
     first = states[0]
-    form = next(
-        (form for form in (ZERO3, ZERO2) if form.flat in first and isinstance(first.get(form.base), dict)), None
-    )
+    form = next((one for one in (ZERO3, ZERO2) if one.flat in first and isinstance(first.get(one.base), dict)), None)
     if form is None:
         raise CheckpointError(
             f"{folder}: its *_optim_states.pt hold {listed(sorted(first))}, which is neither ZeRO-1 or 2 nor ZeRO-3. "
@@ -169,35 +187,25 @@ def _trained(folder: Path, states: list[dict[str, Any]], model: dict[str, Any]) 
                 values = form.split(names, paddings[index], (group[key] for group in groups), key)
             for name, source in values.items():
                 by_name.setdefault(name, {})[key] = source
-    optimizer = optimizer_of(first[form.base]["param_groups"], shapes, by_name)
-    return OptimizerFiles(masters, optimizer, first.get("loss_scaler"))
+    return masters, optimizer_of(first[form.base]["param_groups"], shapes, by_name), first.get("loss_scaler")
 
 
 def optimizer_of(
     param_groups: list[dict[str, Any]], shapes: list[Shapes], states: dict[str, dict[str, Any]]
 ) -> OptimizerState:
-    """An optimizer by parameter names. In torch's words, a flat vector is one parameter."""
-    groups = tuple(
-        ParameterGroup(
-            tuple(name for vector in group["params"] for name in shapes[vector]),
-            {key: value for key, value in group.items() if key not in ("params", "step")},
-        )
-        for group in param_groups
-    )
-    for group, values in zip(groups, param_groups, strict=True):
+    """Return an optimizer by parameter names, of which `param_groups` have vectors of many."""
+    groups = []
+    for values in param_groups:
+        names = tuple(name for vector in values["params"] for name in shapes[vector])
+        groups.append(ParameterGroup(names, {k: v for k, v in values.items() if k not in ("params", "step")}))
         if "step" in values:  # FusedAdam counts for a whole group
-            for name in group.parameters:
-                if name in states:
-                    states[name].setdefault("step", values["step"])
+            for name in states.keys() & names:
+                states[name].setdefault("step", values["step"])
     whole = {
         name: {key: Source.of(value.clone()) if isinstance(value, Tensor) else value for key, value in state.items()}
         for name, state in states.items()
     }
-    return OptimizerState(_kind(whole), groups, whole)
-
-
-def _kind(states: dict[str, dict[str, Any]]) -> str:
-    """The files do not name the optimizer: what it keeps tells its formula, and how it counts tells whose it is."""
-    state = next(iter(states.values()), {})
-    found = keeper_of(state, counts_in_tensors=isinstance(state.get("step"), Source))
-    return found or f"one that keeps {listed(sorted(state)) or 'nothing'}"
+    # The files do not name the optimizer's class; the states it keeps, and how it counts steps, tell it.
+    state = next(iter(whole.values()), {})
+    kind = keeper_of(state, counts_in_tensors=isinstance(state.get("step"), Source))
+    return OptimizerState(kind or f"one that keeps {listed(sorted(state)) or 'nothing'}", tuple(groups), whole)

@@ -1,4 +1,4 @@
-"""Micro-batches that take another way through the model than those before, after some of their step has run."""
+"""Micro-batches that take another way through the model than those before, when part of their step has run already."""
 
 from __future__ import annotations
 
