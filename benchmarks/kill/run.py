@@ -113,9 +113,6 @@ def digest(engine: harmony_ds.HarmonyEngine) -> str:
     return found.hexdigest()
 
 
-# ---- moments
-
-
 class Moments:
     """Counts what a process does in `folder`, and kills it before the chosen one."""
 
@@ -151,9 +148,6 @@ class Moments:
         named = event in ("open", "os.rename", "os.mkdir") and any(self._folder in str(a) for a in arguments)
         if named or event in ("os.remove", "os.rmdir"):  # these get names relative to an open folder
             self()
-
-
-# ---- processes
 
 
 @dataclass(frozen=True)
@@ -204,9 +198,6 @@ def _be(folder: Path, fatal: int | None, write_end: int) -> None:
         told({"error": repr(error)})
     finally:
         os._exit(code)
-
-
-# ---- the experiment
 
 
 def fates(seed: int, whole: Life) -> Iterator[dict[str, Any]]:

@@ -75,9 +75,6 @@ class Ended:
         return next((line[key] for line in self.told if key in line), None)
 
 
-# ---- a process
-
-
 def train(folder: Path, rank: int, fault: Fault | None, clip: float, told: Callable[[dict[str, Any]], None]) -> None:
     """Resume from `folder`, and end after `STEPS` steps, or by `fault`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), LOCAL_WORLD_SIZE=str(SIZE))
@@ -150,9 +147,6 @@ def break_process(what: str) -> None:
                             one.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # the listing's own descriptor, or a socket that is not connected
-
-
-# ---- all of them
 
 
 def live(folder: Path, clip: float, fault: Fault | None = None) -> list[Ended]:

@@ -151,16 +151,9 @@ class LayerCalls:
         state: ReadState,
         rows: Rows | None,
     ) -> tuple[Any, RecordedCall | None]:
-        """Run the call and cut its outputs from its graph.
+        """Run call `number` of its micro-batch; return its outputs, cut, and the record for `backward` (None: no gradient).
 
-        Args:
-            number: place among the calls of its micro-batch.
-            state: returns the state of the random generators.
-            rows: how calls are sliced; None: `copies` stay until `backward`, so that the graph is kept instead of the
-                inputs, if the layer's graphs can be kept.
-
-        Returns:
-            The outputs, and the record for `backward`; None where no gradient can flow.
+        `rows`: how calls are sliced; None: `copies` stay until `backward`, so that the graph is kept if it can be.
         """
         if not request.grad:
             return self._run_without_grad(request, copies, rows or WHOLE_CALLS), None

@@ -133,9 +133,8 @@ def test_sub_groups_of_zero3_share_no_tensor_that_counts_steps(count: int, tmp_p
     )
     states = {name: {"exp_avg": values[name], "step": Source.of(torch.tensor(7.0))} for name in names}
     snapshot = Snapshot("here", Progress(7, 7, 0), values, {}, optimizer=OptimizerState("AdamW", groups, states))
-    found = load_pickle(write_universal(snapshot, tmp_path, "a") / "zero" / "optimizer_state.pt")[
-        "optimizer_state_dict"
-    ]
+    written = write_universal(snapshot, tmp_path, "a")
+    found = load_pickle(written / "zero" / "optimizer_state.pt")["optimizer_state_dict"]
     assert isinstance(found["state"][0]["step"], torch.Tensor if count == 1 else int)
     assert found["state"][0]["step"] == 7
     assert ("weight_decay" in found["param_groups"][0]) == (count == 1)
@@ -154,9 +153,6 @@ def test_a_universal_checkpoint_is_read_back(saved: Case, tmp_path: Path) -> Non
     assert again.tied == {"head.weight": "embed.weight"}
     assert set(again.frozen) == {"frozen.weight", "frozen.bias"}
     assert torch.equal(again.parameters["frozen.weight"].read(), source.parameters["frozen.weight"].read())
-
-
-# ---- several processes, by construction
 
 
 def test_vectors_that_processes_share_are_put_together() -> None:
@@ -179,25 +175,6 @@ def assert_values(found: dict[str, Any], values: dict[str, torch.Tensor]) -> Non
     assert found.keys() == values.keys()
     for name, source in found.items():
         assert torch.equal(source.read(), values[name])
-
-
-# ---- refusals
-
-
-class Bomb:
-    def __reduce__(self) -> Any:
-        return (pytest.fail, ("a pickle was executed",))
-
-
-def test_pickles_are_never_executed(tmp_path: Path) -> None:
-    torch.save({"module": {}, "x": Bomb()}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match=r"holds an object of _pytest.outcomes._Fail, which is not executed here"):
-        load_pickle(tmp_path / "a.pt")
-    (tmp_path / "b.pt").write_bytes(b"PK no archive")
-    with pytest.raises(CheckpointError, match=r"b.pt is no whole file of torch.save"):
-        load_pickle(tmp_path / "b.pt")
-    with pytest.raises(CheckpointError, match=r"c.pt is missing"):
-        load_pickle(tmp_path / "c.pt")
 
 
 def test_torn_and_foreign_checkpoints_of_deepspeed_are_refused(saved: Case, tmp_path: Path) -> None:

@@ -82,9 +82,6 @@ def assert_same_weights(found: dict[str, Any], expected: dict[str, Any]) -> None
         assert torch.equal(found[name], value), name
 
 
-# ---- the command
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")

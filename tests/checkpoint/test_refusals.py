@@ -20,6 +20,7 @@ import torch
 from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.checkpoint import layout
 from tests.checkpoint.runs import Setup, assert_equal, data_folder, engine_of, masters_of, state_of, tag_folder, train
+from tests.checkpoint.test_tensor_files import Bomb
 from tests.engine.drive import adamw, engine_for
 
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
@@ -49,14 +50,6 @@ def refused(engine: HarmonyEngine, folder: Path, **options: Any) -> str:
         engine.load_checkpoint(folder, **options)
     assert_equal(state_of(engine), before)
     return str(refusal.value)
-
-
-# ---- torn, changed, foreign
-
-
-class Bomb:
-    def __reduce__(self) -> Any:
-        return (pytest.fail, ("a pickle was executed",))
 
 
 BOMB = pickle.dumps(Bomb())
@@ -188,9 +181,6 @@ def test_without_latest_there_is_a_warning_and_nothing(
     assert f"Unable to find latest file at {tmp_path / 'latest'}" in caplog.text
 
 
-# ---- of another model, optimizer, scheduler
-
-
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -254,9 +244,6 @@ def test_a_scheduler_that_refuses_its_state_leaves_everything_as_it_was(tmp_path
         assert engine.lr_scheduler.last_batch_iteration == 9
 
 
-# ---- less than everything
-
-
 def test_parts_can_be_left_out(good: Path) -> None:
     with engine_of(SETUP) as reference:
         reference.load_checkpoint(good)
@@ -304,9 +291,6 @@ def test_a_function_of_the_users_loads_the_weights(good: Path) -> None:
         assert masters.keys() == dict(engine.module.named_parameters()).keys()
         assert all((master == 0.5).all() for master in masters.values())
         assert engine.global_steps == 2
-
-
-# ---- client state, tags
 
 
 def test_client_state_comes_back_as_it_was(tmp_path: Path) -> None:

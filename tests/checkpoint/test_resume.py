@@ -103,9 +103,6 @@ def test_an_engine_goes_back_to_what_it_saved(name: str, tmp_path: Path) -> None
         assert_equal(state_of(engine), expected)
 
 
-# ---- where the arithmetic allows it, another engine goes on
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -84,3 +84,20 @@ def test_a_full_disk_is_named_wherever_it_stops_torch_save(
     monkeypatch.setattr(tensor_files._NewFile, "write", full)
     with pytest.raises(OSError, match="No space left on device"):
         write_pickle(tmp_path / "x.pt", {"a": torch.ones(1000), "b": torch.ones(300)})
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("a pickle was executed",))
+
+
+def test_files_of_torch_save_are_refused_by_their_fault_and_never_executed(tmp_path: Path) -> None:
+    torch.save({"module": {}, "x": Bomb()}, tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_bytes(b"PK no archive")
+    for name, fault in (
+        ("a", r"holds an object of _pytest.outcomes._Fail, which is not executed here"),
+        ("b", "is no whole file of torch.save"),
+        ("c", "is missing"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"{name}.pt {fault}"):
+            load_pickle(tmp_path / f"{name}.pt")

@@ -225,9 +225,6 @@ def test_paths_without_weights_are_refused(tmp_path: Path) -> None:
         harmony_ds.load_weights(meta(Net), tmp_path)
 
 
-# ---- initialization
-
-
 class Plain(nn.Module):
     """Modules of torch's that initialize themselves."""
 

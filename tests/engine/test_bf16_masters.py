@@ -37,7 +37,7 @@ def plain_adam(model: nn.Module, states: bool) -> DeepSpeedCPUAdam:
 
 
 def clip_in_fp32(model: nn.Module, clip: float) -> None:
-    """As DeepSpeed does; torch's clip_grad_norm_ rounds the norm of bf16 gradients to bf16."""
+    """Clip as DeepSpeed does; torch's clip_grad_norm_ rounds the norm of bf16 gradients to bf16."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(g, 2, dtype=torch.float32) for g in gradients])

@@ -97,8 +97,8 @@ def test_cold_calls_do_not_count() -> None:
 def test_what_the_host_issues_is_timed_where_a_device_computes_beside_it(
     overlaps: bool, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    issued = itertools.count()
-    monkeypatch.setattr(ScriptedDevice, "issued_ms", lambda self: float(next(issued)))
+    ticks = itertools.count()
+    monkeypatch.setattr(ScriptedDevice, "issued_ms", lambda _: float(next(ticks)))
     monkeypatch.setattr(ScriptedDevice, "copies_overlap", overlaps)
     device = ScriptedDevice()
     table, _ = timed(Net(device, [Layer(device, 2.0, 5.0) for _ in range(3)], 0.5, inter_layer=0.25, tail=0.25))
