@@ -69,6 +69,7 @@ def load_config(
         accumulation_dtype=_accumulation_dtype(model.data_types.grad_accum_dtype, compute, master),
         master_dtype=master,
         state_dtype=state,
+        disk_folder=_disk_folder(model.zero_optimization.offload_optimizer, master, settings),
         autocast_dtype=autocast,
         loss_scale=loss_scale,
         skip_overflow=loss_scale is not None or _checks_bf16(model),
@@ -175,6 +176,20 @@ def _optimizer_dtypes(model: Any) -> tuple[torch.dtype, torch.dtype]:
             '{"stage": 1, 2 or 3}, as in DeepSpeed.'
         )
     return torch.bfloat16 if masters else torch.float32, torch.bfloat16 if states else torch.float32
+
+
+def _disk_folder(block: Any, master: torch.dtype, settings: HarmonySettings) -> str | None:
+    key = "zero_optimization.offload_optimizer"
+    if block is None or block.device != "nvme":
+        return None
+    if block.nvme_path is None:
+        raise ConfigError(f'{key}.device is "nvme": name a folder on the disk in {key}.nvme_path.')
+    if master != torch.float32 or settings.split_masters:
+        raise ConfigError(
+            f'{key}.device "nvme" keeps fp32 masters on the disk: leave harmony.split_masters and '
+            "bf16.bf16_master_weights_and_grads out."
+        )
+    return str(block.nvme_path)
 
 
 def _accumulation_dtype(name: str | None, compute: torch.dtype, master: torch.dtype) -> torch.dtype:

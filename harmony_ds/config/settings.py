@@ -48,6 +48,7 @@ class Config:
     Attributes:
         master_dtype: of the parameters that the optimizer steps.
         state_dtype: of what it keeps for each of their numbers.
+        disk_folder: where masters and optimizer state lie in a file; None: in memory.
         autocast_dtype: of torch.autocast around every call of the model; None: of the caller's alone.
         skip_overflow: whether a step whose gradients hold inf or NaN is skipped.
         raw: the JSON as it was given.
@@ -66,6 +67,7 @@ class Config:
     accumulation_dtype: torch.dtype
     master_dtype: torch.dtype
     state_dtype: torch.dtype
+    disk_folder: str | None
     autocast_dtype: torch.dtype | None
     loss_scale: LossScale | None
     skip_overflow: bool
@@ -79,7 +81,7 @@ class Config:
     @property
     def master_bytes(self) -> int:
         """Host bytes of the master beside each weight."""
-        if self.compute_dtype == self.master_dtype:
+        if self.compute_dtype == self.master_dtype or self.disk_folder is not None:
             return 0
         return 2 if self.harmony.split_masters else 4
 

@@ -17,6 +17,7 @@ from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device
 from harmony_ds.errors import ConfigError, OptimizerError, UnsupportedError
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
+from harmony_ds.offload.disk import disk_bytes
 from harmony_ds.offload.host_memory import HostNeed, MappedFiles, check_host_memory
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.optimizers import ClientOptimizer, parameters_in
@@ -49,6 +50,8 @@ def check_processes(config: Config, world: SingleProcess) -> None:
         world.refuse('harmony.micro_batch "auto"')
     if config.harmony.split_masters:
         world.refuse("harmony.split_masters")
+    if config.disk_folder is not None:
+        world.refuse('zero_optimization.offload_optimizer.device "nvme"')
     if config.harmony.residency not in _SWAPPED:
         world.refuse("harmony.residency: packs that stay on the device and are updated there")
     if config.harmony.reduce == "host" and world.servers > 1:
@@ -146,7 +149,7 @@ def host_need(
     by_kind = {
         "weights": weights,
         "masters": config.master_bytes * sum(trainable.values()),
-        "optimizer": _state_bytes(config, *optimizer),
+        "optimizer": 0 if config.disk_folder is not None else _state_bytes(config, *optimizer),
         "gradients": gradients,
     }
     return HostNeed(
@@ -154,6 +157,35 @@ def host_need(
         there_bytes=sum(p.numel() * p.element_size() for p in there),
         page_locked_bytes=weights + gradients if device.pins_host else 0,
     )
+
+
+def disk_need(model: nn.Module, config: Config, optimizer: tuple[ClientOptimizer | None, list[Any]]) -> int:
+    """Return the bytes of the file for masters and optimizer state; 0: nothing is kept on a disk.
+
+    Raises:
+        ConfigError: it is not known how much state the optimizer keeps.
+    """
+    client, given = optimizer
+    if config.disk_folder is None or (client is None and config.optimizer is None):
+        return 0
+    if isinstance(client, torch.optim.Optimizer):
+        given, name, options = client.param_groups, type(client).__name__, client.defaults
+    elif client is None and config.optimizer is not None:
+        name, options = config.optimizer.type, config.optimizer.params
+    else:
+        name, options = "an optimizer that a function makes", {}
+    numbers = state_numbers(name, options)
+    if numbers is None:
+        raise ConfigError(
+            f'zero_optimization.offload_optimizer.device is "nvme", and the state that {name} keeps for a parameter is not '
+            'known. Use Adam, AdamW, Adagrad, Lion or SGD, or "cpu".'
+        )
+    masters = sum(
+        disk_bytes(p.numel(), 4) for p in model.parameters() if p.requires_grad and config.compute_dtype.itemsize < 4
+    )
+    stepped = {id(p): p.numel() for p in parameters_in(given) if p.requires_grad}.values()
+    numbers += bool(options.get("amsgrad"))
+    return masters + numbers * sum(disk_bytes(numel, config.state_dtype.itemsize) for numel in stepped)
 
 
 def _state_bytes(config: Config, client: ClientOptimizer | None, given: list[Any]) -> int:

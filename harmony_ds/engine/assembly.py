@@ -21,9 +21,11 @@ from harmony_ds.device import Device, make_devices
 from harmony_ds.engine import admission
 from harmony_ds.engine.incoming import accept, fill_meta
 from harmony_ds.errors import ModelError
+from harmony_ds.offload.block_optimizer import BlockOptimizer, DiskOptimizer
 from harmony_ds.offload.cores import update_threads
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.device_store import DeviceStore
+from harmony_ds.offload.disk import DiskFile, DiskMasters
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
@@ -39,7 +41,6 @@ from harmony_ds.offload.optimizers import (
 from harmony_ds.offload.piece_optimizer import PieceOptimizer
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.split_masters import SplitMasters
-from harmony_ds.offload.split_optimizer import SplitOptimizer
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
 from harmony_ds.offload.user_gradients import UserGradients
@@ -82,6 +83,11 @@ class Assembly:
         """Bring every weight, master and optimizer state on the host up to date, before they are read or written."""
         _finish_updates(self.parts.updater, self.parts.device_store)
 
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes of the file on the disk."""
+        return 0 if self.store.disk is None else self.store.disk.file.nbytes
+
     def host_bytes(self) -> dict[str, int]:
         """Return the bytes of host memory by kind."""
         gradients, optimizer = self.parts.gradients, self.host_optimizer
@@ -106,6 +112,7 @@ class Assembly:
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch_state()
             self.host_optimizer.restore_parameters(self.store.parameters)
+            self.host_optimizer.close()
         self.interception.remove()
         self.parts.installation.remove()
         if self.parts.gradients is not None:
@@ -142,7 +149,8 @@ def assemble(
         need = admission.host_need(decomposition, model, config, (client_optimizer, given), device)
         admission.check_host_room(need, world)
         fill_meta(model)
-    store = _to_slabs(model, decomposition, config, device, world)
+    disk_bytes = admission.disk_need(model, config, (client_optimizer, given))
+    store = _to_slabs(model, decomposition, config, (device, world), disk_bytes)
     masters = Masters(store.parameters, store.masters)
     optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)
     if optimizer is not None:
@@ -164,9 +172,18 @@ def assemble(
 
 
 def _to_slabs(
-    model: nn.Module, decomposition: Decomposition, config: Config, device: Device, world: SingleProcess
+    model: nn.Module,
+    decomposition: Decomposition,
+    config: Config,
+    where: tuple[Device, SingleProcess],
+    disk_bytes: int,
 ) -> HostStore:
-    masters = SplitMasters() if config.harmony.split_masters else config.master_dtype
+    device, world = where
+    masters: torch.dtype | SplitMasters | DiskMasters = config.master_dtype
+    if config.harmony.split_masters:
+        masters = SplitMasters()
+    elif config.disk_folder is not None and disk_bytes:
+        masters = DiskMasters(DiskFile(config.disk_folder, disk_bytes))
     store = HostStore(model, decomposition, config.compute_dtype, device, world, masters)
     world.agree("weights are there")
     world.broadcast(store.tensors())
@@ -186,8 +203,10 @@ def _share_buffers(model: nn.Module, world: SingleProcess) -> None:
 
 def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess) -> HostOptimizer:
     if store.split is not None:
-        return SplitOptimizer(optimizer, store.parameters, store.split)
+        return BlockOptimizer(optimizer, store.parameters, store.split)
     apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
+    if store.disk is not None:
+        return DiskOptimizer(optimizer, store.masters, store.disk, apart)
     if isinstance(world, World):
         return PieceOptimizer(optimizer, store.masters, world, apart)
     return HostOptimizer(optimizer, store.masters, apart)

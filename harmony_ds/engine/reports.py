@@ -75,6 +75,7 @@ class MemoryReport:
         planned_peak_bytes: predicted by the plan.
         budget_bytes: the limit (None: unlimited).
         host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash".
+        disk_bytes: of the file for masters and optimizer state (offload_optimizer {"device": "nvme"}).
         counted: "allocator" where activations are counted as they are allocated, "plan" where they are charged as
             measured per layer (the CPU device).
         device_peaks: the most in use on each device that this process drives.
@@ -89,6 +90,7 @@ class MemoryReport:
     counted: str
     beside_bytes: int = 0
     device_peaks: tuple[int, ...] = ()
+    disk_bytes: int = 0
 
     def __str__(self) -> str:
         budget = "unlimited" if self.budget_bytes is None else f"{self.budget_bytes:,}"
@@ -98,6 +100,7 @@ class MemoryReport:
         return (
             f"device peak {self.device_peak_bytes:,} bytes ({self.counted}), planned {self.planned_peak_bytes:,}, "
             f"budget {budget}{each}\nhost {sum(self.host_bytes.values()):,} bytes: {host}"
+            f"{f', disk {self.disk_bytes:,}' if self.disk_bytes else ''}"
         )
 
 

@@ -127,6 +127,7 @@ class StepRecord:
             host_bytes=self._assembly.host_bytes(),
             counted="plan" if device.torch_device.type == "cpu" else "allocator",
             beside_bytes=self._planner.beside_bytes,
+            disk_bytes=self._assembly.disk_bytes,
         )
 
     def _last_step(self, why: str) -> tuple[Plan, Traffic]:

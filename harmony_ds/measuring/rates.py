@@ -77,6 +77,8 @@ def _measured(
     update = _update_of(optimizer, weight_dtype, elements)
     with computing_with(threads):
         updated = elements / _typical_ms(None, update)
+    if optimizer is not None and optimizer.moved_elements_per_ms is not None:
+        updated = min(updated, optimizer.moved_elements_per_ms)  # read and written under the update
     host, normed = _host_rates(elements)
     return Machine(
         name=f"{device.name} on {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",

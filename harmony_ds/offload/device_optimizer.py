@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.config.optimizers import OptimizerRow, state_numbers
+from harmony_ds.offload.block_optimizer import BlockOptimizer
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper, partial_optimizer
 from harmony_ds.offload.native import native_of
-from harmony_ds.offload.split_optimizer import SplitOptimizer
 
 _TEMPORARIES = {"AdamW": 2, "Adam": 2, "Adagrad": 1, "SGD": 0}
 """Temporary tensors in torch's step of one parameter, by optimizer class; those of other classes are not known."""
@@ -54,8 +54,8 @@ class DeviceOptimizer:
             return f"the step of {type(self._host.optimizer).__name__} has to be called as a whole"
         if self._host.master_dtype != torch.float32:
             return f"masters are {self._host.master_dtype} (bf16.bf16_master_weights_and_grads)"
-        if isinstance(self._host, SplitOptimizer):
-            return "masters are split (harmony.split_masters)"
+        if isinstance(self._host, BlockOptimizer):
+            return "it steps masters block by block"
         if not self._kind:
             return f"what {type(self._host.optimizer).__name__} takes is not known (Adam, AdamW, SGD and Adagrad are)"
         if self._replaced and not all(

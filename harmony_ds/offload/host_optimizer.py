@@ -226,6 +226,12 @@ class HostOptimizer:
         """The dtype of the parameters that it steps, and of the gradients that it takes."""
         return next((master.dtype for master in self._masters.values()), torch.float32)
 
+    moved_elements_per_ms: float | None = None
+    """The rate at which masters and state move to and from a disk; None: they stay in memory."""
+
+    def close(self) -> None:
+        """Release what it holds beside its optimizer's state."""
+
     def state_bytes(self) -> int:
         states = list(plain_state(self.optimizer.state).values())
         tensors: Iterable[Any] = (value for state in states for value in state.values())

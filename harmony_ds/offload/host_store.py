@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
+from harmony_ds.offload.disk import DiskMasters
 from harmony_ds.offload.host_memory import trim_allocator
 from harmony_ds.offload.layout import Region, layout_of
 from harmony_ds.offload.split_masters import SplitMasters
@@ -54,7 +55,7 @@ class HostStore:
         dtype: torch.dtype,
         device: Device,
         world: SingleProcess = _ALONE,
-        masters: torch.dtype | SplitMasters = torch.float32,
+        masters: torch.dtype | SplitMasters | DiskMasters = torch.float32,
     ) -> None:
         """Move `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
 
@@ -65,7 +66,8 @@ class HostStore:
         """
         self.dtype = dtype
         self.split = masters if isinstance(masters, SplitMasters) else None
-        self.master_dtype = torch.float32 if isinstance(masters, SplitMasters) else masters
+        self.disk = masters if isinstance(masters, DiskMasters) else None
+        self.master_dtype = masters if isinstance(masters, torch.dtype) else torch.float32
         self._world = world
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
@@ -73,6 +75,8 @@ class HostStore:
         self._slabs: list[Tensor] = []
         self._places: dict[str, tuple[int, Region]] = {}  # number of the slab, and the region in it
         self._parts: dict[tuple[str, ...], list[SlabPart]] = {}  # results of `parts_of`
+        if self.disk is not None:
+            self.disk.round_to(self.weight)
         freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.unlayered):
             fresh = [name for name in names if name not in self._places]
@@ -94,7 +98,7 @@ class HostStore:
             view = place.view(slab)
             with torch.no_grad():
                 if parameter.requires_grad:
-                    self.masters[name] = self._master(parameter)
+                    self.masters[name] = self._master(name, parameter)
                 if self._world.is_local_first:
                     if self.split is not None and parameter.requires_grad:
                         self.split.add(name, view, parameter)
@@ -109,9 +113,11 @@ class HostStore:
         self._slabs.append(slab)
         return freed_bytes
 
-    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _master(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if self.dtype == self.master_dtype or self.split is not None:
             return parameter
+        if self.disk is not None:
+            return nn.Parameter(self.disk.add(name, parameter))
         master = self._world.empty(parameter, self.master_dtype)
         if self._world.is_local_first:
             master.copy_(parameter.detach())
@@ -149,6 +155,8 @@ class HostStore:
     @torch.no_grad()
     def copy_masters_to_weights(self, names: Iterable[str]) -> None:
         """Copy this process's pieces of the masters of `names` to the weights, in the compute dtype."""
+        if self.disk is not None:
+            return  # its blocks are rounded as they are stepped
         for name in names:
             copy = self.compute_copy(name)
             if copy is not None:
@@ -185,7 +193,9 @@ class HostStore:
         slabs = sum(slab.numel() * slab.element_size() for slab in self._slabs)
         apart = [master for name, master in self.masters.items() if master is not self.parameters[name]]
         masters = sum(master.numel() * master.element_size() for master in apart)
-        return {"weights": slabs, "masters": masters if self.split is None else self.split.host_bytes}
+        if self.split is not None:
+            masters = self.split.host_bytes
+        return {"weights": slabs, "masters": 0 if self.disk is not None else masters}
 
     def release(self) -> None:
         """Unlock the page-locked memory; the parameters stay readable."""

@@ -58,6 +58,9 @@ def _compiled() -> ctypes.CDLL:
 class SplitMasters:
     """Low halves of a model's masters, by parameter; joins them with the weights to fp32 values, and splits these."""
 
+    block = BLOCK
+    where = "that are split (harmony.split_masters)"
+
     def __init__(self) -> None:
         self._loops = _compiled()
         self._weights: dict[str, Tensor] = {}  # flat, the weights' own memory
@@ -84,13 +87,14 @@ class SplitMasters:
         for start in range(0, numel, BLOCK):
             yield slice(start, min(start + BLOCK, numel))
 
-    def read_block(self, name: str, block: slice, values: Tensor) -> None:
-        """Write the fp32 values of a block into `values`, which is contiguous and as long."""
-        weights, low = self._weights[name][block], self._low[name][block]
+    def read_block(self, name: str, block: slice, buffer: Tensor) -> Tensor:
+        """Write the fp32 values of a block to the begin of `buffer`, and return them."""
+        weights, low, values = self._weights[name][block], self._low[name][block], buffer[: block.stop - block.start]
         self._loops.harmony_join(weights.data_ptr(), low.data_ptr(), values.data_ptr(), values.numel())
         ties = self._ties[name].get(block.start)
         if ties is not None:
             values.view(torch.int32)[ties] += _ONE_WEIGHT_UP
+        return values
 
     def write_block(self, name: str, block: slice, values: Tensor) -> None:
         """Make `values` (fp32, contiguous) a block's, and round its weights from them."""

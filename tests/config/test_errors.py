@@ -120,8 +120,8 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     (zero(reduce_bucket_size=0), '"zero_optimization.reduce_bucket_size": Input should be greater than 0, not 0'),
     (zero(offload_optimizer={"device": "gpu"}), "Input should be 'none', 'cpu' or 'nvme', not 'gpu'"),
     (
-        zero(offload_optimizer={"device": "nvme"}),
-        '"zero_optimization.offload_optimizer.device" is "nvme": .* use "cpu"',
+        zero(offload_param={"device": "nvme"}),
+        '"zero_optimization.offload_param.device" is "nvme": .* use "cpu"',
     ),
     (zero(offload_optimizer={"device": "cpu", "ratio": 1.5}), "Input should be less than or equal to 1, not 1.5"),
     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "Partial offloading only supported for ZeRO Stage 3"),

@@ -416,5 +416,5 @@ def test_a_budget_that_the_resident_packs_do_not_fit_into_says_so() -> None:
 
 @pytest.mark.parametrize("value", [True, -1, "all", 1.5, None])
 def test_other_settings_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"harmony\.residency is"):
+    with pytest.raises(ConfigError, match=r"harmony\.residency"):
         engine_for(LLAMA.build(0.0), adamw, config_with(value)).__enter__()

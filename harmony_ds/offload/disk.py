@@ -1,0 +1,157 @@
+"""A file for what is only needed by updates: fp32 masters of bf16 weights, and the optimizer's state.
+
+The file is allocated before training and has no name: a full disk is an error at once, and nothing is left after a kill.
+Its tensors are mapped, so that checkpoints and programs read and write them as any others, through the system's page cache;
+updates read and write blocks by system calls, whose errors are exceptions.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from harmony_ds.errors import HostMemoryError
+
+BLOCK = 2**20
+"""Numbers that are read, stepped and written at a time."""
+_MEASURED_BYTES = 2**26
+_GRAIN = 4096
+"""Tensors begin at pages of the file."""
+
+
+def disk_bytes(numel: int, itemsize: int) -> int:
+    """Return the bytes of the file that a tensor takes."""
+    return -(-numel * itemsize // _GRAIN) * _GRAIN
+
+
+class DiskFile:
+    """Unnamed file of a fixed size.
+
+    Attributes:
+        read_bytes, written_bytes: moved by `read` and `write`, of all updates.
+        bytes_per_ms: rate of the disk, measured when the file was made.
+    """
+
+    def __init__(self, folder: str, nbytes: int) -> None:
+        """Raise HostMemoryError if the disk of `folder` has no room for `nbytes`; OSError if it takes no file."""
+        self.nbytes = max(nbytes, _GRAIN)
+        self.read_bytes = self.written_bytes = 0
+        self._end = 0
+        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+        descriptor, path = tempfile.mkstemp(prefix="harmony_ds-", dir=folder)
+        os.unlink(path)  # noqa: PTH108
+        self._descriptor = descriptor
+        try:
+            os.posix_fallocate(descriptor, 0, self.nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            free = os.statvfs(folder)
+            raise HostMemoryError(
+                f"masters and optimizer state take {self.nbytes:,} bytes, and the disk of {folder} (offload_optimizer's "
+                f"nvme_path) has {free.f_bavail * free.f_frsize:,} free ({error.strerror}): free some, or name another."
+            ) from error
+        self._memory = torch.frombuffer(mmap.mmap(descriptor, self.nbytes), dtype=torch.uint8)
+        self.bytes_per_ms = self._measure()
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor in the file; HostMemoryError: the file is full."""
+        numel = math.prod(shape)
+        begin, self._end = self._end, self._end + disk_bytes(numel, dtype.itemsize)
+        if self._end > self.nbytes:
+            raise HostMemoryError(
+                f"the optimizer keeps more state than its class is known for: {self._end:,} bytes, and the file has "
+                f'{self.nbytes:,}. Leave "device": "nvme" out.'
+            )
+        return self._memory[begin : begin + numel * dtype.itemsize].view(dtype).view(shape)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the file."""
+        return 0 <= tensor.data_ptr() - self._memory.data_ptr() < self.nbytes
+
+    def read(self, source: Tensor, values: Tensor) -> None:
+        """Read a contiguous tensor of the file into memory; OSError: the disk fails."""
+        self.read_bytes += self._move(os.preadv, source, values)
+
+    def write(self, values: Tensor, target: Tensor) -> None:
+        """Write memory into a contiguous tensor of the file; OSError: the disk fails."""
+        self.written_bytes += self._move(os.pwritev, target, values)
+
+    def _move(self, call: object, there: Tensor, here: Tensor) -> int:
+        assert callable(call)
+        octets = memoryview(here.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        begin, done = there.data_ptr() - self._memory.data_ptr(), 0
+        while done < len(octets):
+            moved = call(self._descriptor, [octets[done:]], begin + done)
+            if not moved:
+                raise OSError(f"the file on the disk ends at byte {begin + done:,} of {self.nbytes:,}")
+            done += moved
+        return done
+
+    def _measure(self) -> float:
+        """Return how many bytes the disk writes and then reads in a millisecond; before the file holds any tensor."""
+        values = torch.zeros(min(_MEASURED_BYTES, self.nbytes), dtype=torch.uint8)
+        begin = time.perf_counter()
+        self.write(values, self._memory[: len(values)])
+        os.fdatasync(self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, len(values), os.POSIX_FADV_DONTNEED)  # else it is read from memory
+        self.read(self._memory[: len(values)], values)
+        self.read_bytes = self.written_bytes = 0
+        return 2 * len(values) / (time.perf_counter() - begin) / 1e3
+
+    def close(self) -> None:
+        """Close the file; mapped tensors that are still held stay readable."""
+        with suppress(OSError):
+            os.close(self._descriptor)
+
+
+class DiskMasters:
+    """The masters of a model's parameters in a file; where weights are fp32, they are their own masters, in memory."""
+
+    block = BLOCK
+    where = 'on the disk (offload_optimizer {"device": "nvme"})'
+
+    def __init__(self, file: DiskFile) -> None:
+        self.file = file
+        self._masters: dict[str, Tensor] = {}
+
+    @property
+    def holds_masters(self) -> bool:
+        """Whether masters are in the file, too."""
+        return bool(self._masters)
+
+    def add(self, name: str, values: Tensor) -> Tensor:
+        """Return the master of `name` in the file, with `values`."""
+        master = self._masters[name] = self.file.empty(values.shape, torch.float32)
+        return master.copy_(values.detach())
+
+    def round_to(self, weight: Callable[[str], Tensor]) -> None:
+        """Round masters to the weights that `weight` returns by name: plain tensors, contiguous."""
+        self._weight = weight
+
+    def blocks(self, name: str) -> Iterator[slice]:
+        """Yield the blocks of a parameter."""
+        numel = self._weight(name).numel()
+        for start in range(0, numel, BLOCK):
+            yield slice(start, min(start + BLOCK, numel))
+
+    def read_block(self, name: str, block: slice, buffer: Tensor) -> Tensor:
+        """Return a block's fp32 values: read into `buffer`, or the weights themselves."""
+        if name not in self._masters:
+            return self._weight(name).view(-1)[block]
+        values = buffer[: block.stop - block.start]
+        self.file.read(self._masters[name].view(-1)[block], values)
+        return values
+
+    def write_block(self, name: str, block: slice, values: Tensor) -> None:
+        """Write a block's values, and round them to the weights."""
+        if name in self._masters:
+            self.file.write(values, self._masters[name].view(-1)[block])
+            self._weight(name).view(-1)[block].copy_(values)

@@ -1,0 +1,143 @@
+"""Masters and optimizer state on a disk: `offload_optimizer: {"device": "nvme"}`."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harmony_ds import EngineFailedError
+from harmony_ds.errors import ConfigError, HostMemoryError
+from harmony_ds.offload import disk
+from tests.checkpoint.runs import Setup, assert_equal, engine_of, train
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, train_groups
+from tests.engine.test_split_masters import ADAM, BF16, by_alias, by_name, in_place, values_of
+from tests.inside import assembly_of
+
+LLAMA = family("llama")
+
+
+def on(folder: Path) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}}
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("optimizer", [None, adamw, momentum])
+@pytest.mark.parametrize("precision", [BF16, {}])
+def test_weights_masters_and_states_are_those_of_memory(
+    precision: dict[str, Any], optimizer: Any, small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small:  # many blocks of a parameter
+        monkeypatch.setattr(disk, "BLOCK", 128)
+    results = []
+    for where in (on(tmp_path), {}):
+        config = config_of(3, 0.5, {"pack_layers": 2}, **precision, **where)
+        if optimizer is None:
+            config["optimizer"] = ADAM
+        with engine_for(LLAMA.build(0.1), optimizer, config) as engine:
+            loop(engine, groups_of(LLAMA, 4, 3))
+            results.append(values_of(engine))
+            held = engine.memory_report()
+            if where:
+                assert held.host_bytes["masters"] == held.host_bytes["optimizer"] == 0 < held.disk_bytes
+                assert list(tmp_path.iterdir()) == []  # the file has no name: nothing is left after a kill
+    assert_equal(*results)
+
+
+def test_a_step_reads_and_writes_masters_and_state_once(tmp_path: Path) -> None:
+    model = LLAMA.build(0.0)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    with engine_for(model, None, config_of(2, None, **BF16, **on(tmp_path), optimizer=ADAM)) as engine:
+        train_groups(engine, groups_of(LLAMA, 1, 2))
+        file = assembly_of(engine).store.disk.file
+        engine.finish_updates()
+        assert (file.read_bytes, file.written_bytes) == (4 * count, 12 * count)  # there was no state yet
+        train_groups(engine, groups_of(LLAMA, 1, 2))
+        engine.finish_updates()
+        assert (file.read_bytes, file.written_bytes) == (16 * count, 24 * count)
+
+
+@pytest.mark.parametrize("write", [by_alias, in_place, by_name])
+def test_what_is_written_by_hand_between_steps_is_trained_on(write: Any, tmp_path: Path) -> None:
+    results = []
+    for where in (on(tmp_path), {}):
+        with engine_for(LLAMA.build(0.0), None, config_of(2, None, **BF16, **where, optimizer=ADAM)) as engine:
+            parameter = engine.module.model.layers[1].mlp.up_proj.weight
+            for group in groups_of(LLAMA, 3, 2):
+                train_groups(engine, [group])
+                write(parameter)
+            results.append(values_of(engine))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(True, True), (True, False), (False, True)])
+def test_checkpoints_are_those_of_memory(tmp_path: Path, saved: bool, resumed: bool) -> None:
+    def setup(is_on_disk: bool) -> Setup:
+        where = on(tmp_path / "disk") if is_on_disk else {}
+        return Setup(optimizer=None, config={**BF16, "optimizer": ADAM, **where})
+
+    with engine_of(setup(saved)) as engine:
+        train(engine, setup(saved), range(2))
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        train(engine, setup(saved), range(2, 4))
+        expected = values_of(engine)
+    with engine_of(setup(resumed), fresh=False) as engine:
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        train(engine, setup(resumed), range(2, 4))
+        assert_equal(values_of(engine), expected)
+
+
+def test_a_full_disk_is_an_error_before_training_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    config = config_of(1, None, **BF16, **on(tmp_path), optimizer=ADAM)
+    with (
+        pytest.raises(HostMemoryError, match=r"take [\d,]+ bytes.*has [\d,]+ free"),
+        engine_for(LLAMA.build(0.0), None, config),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_an_error_of_the_disk_comes_up_as_itself_and_the_engine_says_that_it_cannot_go_on(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    config = config_of(1, None, **BF16, **on(tmp_path), optimizer=ADAM)
+    with engine_for(LLAMA.build(0.0), None, config) as engine:
+        train_groups(engine, groups_of(LLAMA, 1, 1))
+        engine.finish_updates()
+        monkeypatch.setattr(os, call, broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            train_groups(engine, groups_of(LLAMA, 3, 1))
+        with pytest.raises(EngineFailedError, match="Input/output error"):
+            train_groups(engine, groups_of(LLAMA, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme_path"),
+        ({"harmony": {"device": "cpu", "split_masters": True}}, "split_masters"),
+        ({"optimizer": {"type": "Rprop", "params": {}}}, "Rprop keeps"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    config = {**config_of(1, None, **BF16, **on(tmp_path), optimizer=ADAM), **changes}
+    with pytest.raises(ConfigError, match=says), engine_for(LLAMA.build(0.0), None, config):
+        pass
