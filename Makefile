@@ -9,7 +9,7 @@
 # make bench-prediction   predicted against measured step times (a quiet machine, ten minutes)
 # make bench-memory   what spare device memory buys, with a plot
 # make paper    the paper's experiments, redone: docs/paper.md (20 minutes)
-# make vldb22   the original's schedules, simulated and improved: docs/vldb22.md
+# make vldb22   the engine's planner against the published schedules: docs/vldb22.md
 
 PYTHON ?= python3
 PYTHON_GPU ?= python3
@@ -103,7 +103,7 @@ bench-memory: export OMP_NUM_THREADS = 1
 bench-memory: venv
 	$(BIN)/python benchmarks/memory/run.py
 
-PAPER := table1 fig8 fig10 fig12 devices fig13 fig17 fig21
+PAPER := fig8 fig10 fig12 devices fig13 fig17 fig21
 
 paper: export OMP_NUM_THREADS = 1
 paper: venv
@@ -111,4 +111,4 @@ paper: venv
 	$(BIN)/python benchmarks/paper/page.py
 
 vldb22: venv
-	$(BIN)/python benchmarks/vldb22/run.py
+	$(BIN)/python -m benchmarks.vldb22.run

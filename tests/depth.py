@@ -110,7 +110,6 @@ SLOW = """
     bench/test_bench.py::test_two_processes_are_compared_as_one_engine
     benchmarks/test_paper.py::test_grouped_swaps_do_not_grow_and_those_of_each_alone_do
     benchmarks/test_search.py::test_a_comparison_is_never_better_than_all_plans
-    benchmarks/vldb22/test_search.py::test_an_answer_fits_and_takes_what_it_says
     calls/test_compiling.py::test_compiled_by_inductor
     checkpoint/test_resume.py::test_adams_take_each_others_state
     checkpoint/test_resume.py::test_an_engine_goes_back_to_what_it_saved

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from common import MIB, NAIVE, OURS, Content, Experiment, Options, panels
 from matplotlib.figure import Figure
+from runner import MIB, NAIVE, OURS, Content, Experiment, Options, panels
 from torch import Tensor, nn
 from virtual import Pace, devices_of, keep_pace
 
@@ -25,9 +25,9 @@ the link is that of the whole server, between two devices there are 8.2 for its 
 own work takes is hidden even on a busy machine.
 """
 SYSTEMS = {
-    "pipeline": "pipeline (one process, N devices)",
+    "pipeline": "pipeline in one process",
     "replicas": "replicas",
-    "each_alone": "replicas, swapping for each micro-batch",
+    "each_alone": "replicas that swap for each micro-batch",
 }
 _HARMONY = {"device": "cpu", "seed": 5, "pack_layers": 1, "stash": "device", "residency": "off"}
 
@@ -73,7 +73,7 @@ def run(options: Options) -> Content:
 def _executed(
     layers: int, micro_batches: int, devices: int, pace: Pace, harmony: dict[str, Any], steps: int
 ) -> dict[str, float]:
-    """Milliseconds of a step, executed and as the engine predicts them, and what it swaps."""
+    """Return the milliseconds of a step, executed and as the engine predicts them, and what it swaps."""
     torch.manual_seed(3)
     model = Layers(layers)
     group = devices_of(pace, devices)
@@ -98,56 +98,44 @@ def _executed(
     return {"executed_ms": executed, "predicted_ms": predicted, "swapped_bytes": report.swap_bytes}
 
 
-def throughput(row: Content, name: str, key: str, content: Content) -> float:
-    """Micro-batches a second."""
-    return 1e3 * float(content["micro_batches"]) / float(row[name][key])
-
-
 def draw(content: Content) -> Figure:
     figure, axes = panels("EXECUTED in virtual time: throughput", "COUNTED: swapped by all devices")
     rows = content["rows"]
     devices = [row["devices"] for row in rows]
-    looks = {"pipeline": (OURS, "o-"), "replicas": (OURS, "s--"), "each_alone": (NAIVE, "^:")}
+    styles = {"pipeline": (OURS, "o-"), "replicas": (OURS, "s--"), "each_alone": (NAIVE, "^:")}
     for name, label in SYSTEMS.items():
-        color, line = looks[name]
-        executed = [throughput(row, name, "executed_ms", content) for row in rows]
-        axes[0].plot(devices, executed, line, color=color, label=label)
-        predicted = [throughput(row, name, "predicted_ms", content) for row in rows]
-        axes[0].plot(devices, predicted, "x", color="black", label="simulated" if name == "pipeline" else None)
-        axes[1].plot(devices, [row[name]["swapped_bytes"] / MIB for row in rows], line, color=color, label=label)
-    axes[0].set(xlabel="devices", ylabel="micro-batches per second")
-    axes[1].set(xlabel="devices", ylabel="swapped per step, MiB", yscale="log")
-    for one in axes:
-        one.set_xticks(devices)
-        one.set_ylim(bottom=0 if one is axes[0] else None)
+        colour, line = styles[name]
+        for key, form, own, text in (
+            ("executed_ms", line, colour, label),
+            ("predicted_ms", "x", "black", "simulated" if name == "pipeline" else None),
+        ):
+            speeds = [1e3 * content["micro_batches"] / row[name][key] for row in rows]
+            axes[0].plot(devices, speeds, form, color=own, label=text)
+        axes[1].plot(devices, [row[name]["swapped_bytes"] / MIB for row in rows], line, color=colour, label=label)
+    axes[0].set(xlabel="devices", ylabel="micro-batches per second", xticks=devices)
+    axes[0].set_ylim(bottom=0)
+    axes[1].set(xlabel="devices", ylabel="swapped per step, MiB", yscale="log", xticks=devices)
     axes[0].legend(loc="upper left")
     return figure
 
 
 def says(content: Content) -> str:
     rows, last = content["rows"], content["rows"][-1]
-    names = {
-        "pipeline": "The pipeline",
-        "replicas": "replicas",
-        "each_alone": "replicas that swap for each micro-batch",
-    }
     scaled = "; ".join(
-        f"{title} {_times(rows, name, 'executed_ms')} times as fast as one device (simulated "
-        f"{_times(rows, name, 'predicted_ms')}: within {100 * _apart(rows, name):.1f} %)"
-        for name, title in names.items()
+        f"{label} {', '.join(f'{factor:.2f}' for factor in _scaling(rows, name, 'executed_ms'))} times one device "
+        f"(simulated: within {100 * _apart(rows, name):.1f} %)"
+        for name, label in SYSTEMS.items()
     )
     swapped = {name: last[name]["swapped_bytes"] / MIB for name in SYSTEMS}
     slower = {name: last[name]["executed_ms"] / last["pipeline"]["executed_ms"] for name in SYSTEMS}
     return (
-        f"Executed on devices in virtual time: {content['layers']} equal layers of {content['forward_ms']:.0f} ms forward "
-        f"and {content['propagate_ms']:.0f} ms back, {content['micro_batches']} micro-batches a step, packs of one layer; "
-        f"a layer's weights take {SWAP_MS:.0f} ms of the link that all devices share; the engine's own work is real. With "
-        f"{', '.join(str(row['devices']) for row in rows)} devices: {scaled}. With {last['devices']}, the pipeline swaps "
-        f"{swapped['pipeline']:.0f} MiB a step, replicas {swapped['replicas']:.0f}, and swapping for each "
-        f"micro-batch {swapped['each_alone']:.0f}; a step takes them "
-        f"{slower['replicas']:.2f} and {slower['each_alone']:.2f} times as long as the pipeline."
-        " A replica is run alone, with its share of the micro-batches and of the link; adding up the "
-        "replicas' gradients is not counted, in their favour."
+        f"{content['layers']} equal layers of {content['forward_ms']:.0f} ms forward and {content['propagate_ms']:.0f} ms "
+        f"back, {content['micro_batches']} micro-batches, packs of one layer, whose weights take {SWAP_MS:.0f} ms of the "
+        f"link that all devices share. With {', '.join(str(row['devices']) for row in rows)} devices: {scaled}. With "
+        f"{last['devices']}, the pipeline swaps {swapped['pipeline']:.0f} MiB a step, replicas {swapped['replicas']:.0f} "
+        f"({slower['replicas']:.2f} of its time), and swapping for each micro-batch {swapped['each_alone']:.0f} "
+        f"({slower['each_alone']:.2f}). A replica runs alone, with its share of the link; adding up gradients is "
+        "not counted, in their favour."
     )
 
 
@@ -155,17 +143,21 @@ def _scaling(rows: list[Content], name: str, key: str) -> list[float]:
     return [rows[0][name][key] / row[name][key] for row in rows]
 
 
-def _times(rows: list[Content], name: str, key: str) -> str:
-    return ", ".join(f"{factor:.2f}" for factor in _scaling(rows, name, key))
-
-
 def _apart(rows: list[Content], name: str) -> float:
-    """The largest relative difference between executed and simulated scaling."""
+    """Return the largest relative difference between executed and simulated scaling."""
     both = zip(_scaling(rows, name, "executed_ms"), _scaling(rows, name, "predicted_ms"), strict=True)
     return max(abs(executed / predicted - 1) for executed, predicted in both)
 
 
-EXPERIMENT = Experiment("devices", "Fig. 10 and 12 on several devices, executed in virtual time", run, draw, says)
+EXPERIMENT = Experiment(
+    "devices",
+    "Fig. 10 and 12 on several devices, executed in virtual time",
+    "four GTX 1080 Ti as replicas and as a pipeline. Here streams of CPU devices keep virtual clocks: compute and copies "
+    "take the time of a given profile, and everything else is the engine as it is.",
+    run,
+    draw,
+    says,
+)
 
 if __name__ == "__main__":
     EXPERIMENT.main()

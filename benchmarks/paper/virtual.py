@@ -37,7 +37,7 @@ class Pace:
     peer: float
 
     def of(self, measured: Profile) -> Profile:
-        """The bytes that were measured, with these times and rates."""
+        """Return the bytes that were measured, with these times and rates."""
         ms = {
             "forward_ms": self.forward_ms,
             "backward_ms": self.forward_ms + self.propagate_ms,
@@ -51,7 +51,7 @@ class Pace:
         return replace(measured, tables=tables, machine=self.machine(measured.machine.device_bytes))
 
     def machine(self, budget_bytes: int | None) -> Machine:
-        """The same for the planner. Updates and issuing are the host's own: these are what this engine takes, about."""
+        """Return the rates for the planner; updates and issuing are the host's own, about what this engine takes."""
         return Machine(
             name="virtual",
             copies_overlap=True,
@@ -98,7 +98,7 @@ class VirtualDevice(CpuDevice):
         self._free_ms = dict.fromkeys(Stream, 0.0)  # when each stream has done what was issued so far
 
     def take(self, stream: Stream, duration_ms: float) -> None:
-        """Work of so many milliseconds is issued on `stream`."""
+        """Issue work of so many milliseconds on `stream`."""
         self._free_ms[stream] = max(self._free_ms[stream], now_ms()) + duration_ms
 
     @contextmanager
@@ -136,15 +136,13 @@ class _Copied(TorchDispatchMode):
 
 
 def devices_of(pace: Pace, count: int, budget_bytes: int | None = None) -> Device:
-    """So many virtual devices, as one process drives them."""
+    """Return so many virtual devices, as one process drives them."""
     made = [VirtualDevice(pace, budget_bytes) for _ in range(count)]
     return made[0] if count == 1 else DeviceGroup(made)
 
 
 def keep_pace(engine: Any, device: Device, pace: Pace) -> None:
-    """From now on, each layer call of `engine` takes the time of `pace` on the compute stream of the device it runs on, and
-    so it is planned.
-    """
+    """Let each later layer call of `engine` take the time of `pace` on its device's compute stream, and be planned so."""
     assembly = engine._assembly
     measuring = assembly.runner.planner.measuring
     measured = measuring.profile

@@ -45,7 +45,7 @@ class Exhaustive:
         self.simulated = 0
 
     def best(self, known_ms: float) -> tuple[float, tuple[Packing, Policy] | None]:
-        """The shortest step of any plan, and its plan; `known_ms` and None if none is shorter."""
+        """Return the shortest step of any plan, and its plan; `known_ms` and None if none is shorter."""
         best_ms, best = known_ms, None
         packer = Packer(self._model.graph, self._model.costs, HALF)
         for backward in _cuts(len(self._model.graph.calls)):
@@ -65,7 +65,7 @@ class Exhaustive:
         return best_ms, best
 
     def _best_of(self, packing: Packing, policies: Policies, best_ms: float) -> tuple[float, Policy | None]:
-        """The fastest of them, if it is faster than that."""
+        """Return the fastest of them, if it is faster than that."""
         best = None
         bounds = self._bounds.tighter(packing, policies)
         for place in np.argsort(bounds):
@@ -88,7 +88,7 @@ class Exhaustive:
         return np.array([*product(*(range(most + 1) if i in able else (0,) for i in packing.backward))])
 
     def _with_graphs(self, packing: Packing, policy: Policies, rows: NDArray[np.int_]) -> Policies:
-        """The one policy, with each number of graphs that may fit."""
+        """Return the one policy, with each number of graphs that may fit."""
         stays = (policy.kept | policy.resident)[:, 0]
         costs = self._model.costs.costs
         nbytes = np.array([sum(costs[p].kept_bytes for p in packing.packs[i].positions) for i in packing.backward])

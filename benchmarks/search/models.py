@@ -24,7 +24,7 @@ _WITH_GRAPHS = 4
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan is searched for."""
+    """A model and a machine to plan for."""
 
     seed: int
     graph: LayerGraph
@@ -34,7 +34,7 @@ class Model:
 
 
 def random_model(seed: int, layers: int, micro_batches: int | None = None) -> Model:
-    """The same model whenever it is asked for; of a few micro-batches unless their number is given.
+    """Return the same model whenever it is asked for; of a few micro-batches unless their number is given.
 
     Layers differ up to twenty times in parameters, in arithmetic per parameter and in activations; the budget lies
     between what the smallest plan needs and what the model would need if all of it stayed.

@@ -43,7 +43,7 @@ class PeakBounds:
         ahead = weights * ~policies.kept * np.array([pack.needs_backward for pack in packs])[:, None]
         busy = np.array([pack.gradient_bytes + self._working(pack.positions) for pack in packs])[:, None] + weights
         busy[1:] += ahead[:-1] * policies.prefetch
-        # While the second micro-batch runs, all behind it wait with what the pack before has left.
+        # While the second micro-batch runs, all after it wait with what the pack before has left.
         left = [self._costs.costs[pack.positions[0]].shared_bytes for pack in packs]
         behind = [after if pack.needs_backward else 0 for pack, after in zip(packs, left[1:], strict=False)]
         busy[:-1] += max(0, wanted - 2) * np.array(behind, int)[:, None]
@@ -69,14 +69,14 @@ class PeakBounds:
         return most
 
     def _stash_before(self, positions: list[int], packing: Packing, policies: Policies) -> NDArray[np.float64]:
-        """Of all micro-batches and the calls before each position, what is on the device: shape (positions, policies)."""
+        """Return what all micro-batches of the calls before each position hold, by position and policy."""
         ends = np.array([0, *(packing.packs[i].positions[-1] + 1 for i in packing.forward)])[policies.away]
         before = self._stash[positions][:, None] - self._stash[ends]
         there: NDArray[np.float64] = self._at_once(policies) * np.maximum(0.0, before)
         return there
 
     def _stays(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
-        """What is there all the time."""
+        """Return the bytes that are there all the time."""
         always = sum(pack.weight_bytes + pack.gradient_bytes for pack in packing.always)
         resident = np.array([packing.packs[index].resident_bytes for index in packing.backward]) @ policies.resident
         stays: NDArray[np.float64] = always + self._request.resident_bytes + resident

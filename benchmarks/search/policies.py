@@ -54,7 +54,7 @@ class Policies:
         return replace(self.base, resident=resident, kept=kept, graphs=graphs, stash_on_host=away, prefetch=prefetch)
 
     def only(self, chosen: Flags | NDArray[np.int_]) -> Policies:
-        """Those that are chosen."""
+        """Return the policies that are chosen."""
         resident, kept = self.resident[:, chosen], self.kept[:, chosen]
         graphs = None if self.graphs is None else self.graphs[:, chosen]
         return Policies(self.base, resident, kept, self.away[chosen], self.prefetch[chosen], graphs)

@@ -51,7 +51,7 @@ class Comparison:
 
 
 def compare(seed: int) -> Comparison:
-    """The model of that number."""
+    """Return the model of that number."""
     model = random_model(seed, _LAYERS[seed % len(_LAYERS)])
     begin = perf_counter()
     choice = search(model.graph, model.costs, model.machine, HALF, model.request)[0]
@@ -76,7 +76,7 @@ def compare(seed: int) -> Comparison:
 
 
 def _told(packing: Packing, policy: Policy) -> str:
-    """What a plan decides."""
+    """Return the decisions of a plan."""
     cuts = " ".join(f"{pack.positions[0]}-{pack.positions[-1]}" for pack in packing.packs)
     stays = f"kept {policy.kept}, resident {policy.resident}, {policy.stash_on_host} stashed on the host"
     stays += f", graphs {policy.graphs}" if policy.graphs else ""

@@ -38,7 +38,7 @@ class TimeBounds:
         self._stash = _running(float(cost.stash_bytes) for cost in costs.costs)
 
     def tighter(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
-        """The bounds that follow each pack through the streams of two steps, in ms, as if nothing slowed anything down."""
+        """Return the bounds that follow each pack through the streams of two steps, in ms, as if nothing slowed."""
         if not policies.base.grouping:
             # The looser bound counts every swap of every micro-batch: nearly all there is.
             return np.zeros(len(policies))
@@ -55,7 +55,7 @@ class TimeBounds:
         return ends[1] - ends[0]
 
     def _stash_of(self, pack: Pack) -> float:
-        """Of one micro-batch, in bytes."""
+        """Return the bytes of one micro-batch."""
         return self._stash[pack.positions[-1] + 1] - self._stash[pack.positions[0]]
 
     def _saved_ms(self, pack: Pack) -> float:
@@ -104,7 +104,7 @@ class _Walk:
         self._freed = self._freed_earlier = self._evicted = self._evicted_earlier = np.zeros(count)
 
     def graphs(self, index: int) -> _Times:
-        """Of how many micro-batches they are kept."""
+        """Return of how many micro-batches they are kept."""
         known = self._graphs
         none = np.zeros(len(self._prefetch))
         return none if known is None or index >= len(known) else known[index].astype(float)
@@ -146,7 +146,7 @@ class _Walk:
         if not machine.copies_overlap:
             self._computed = self._computed + away * (count * one_copy)
         elif backward:
-            # It comes behind what has left so far. The last micro-batch computes when its stash is back.
+            # It comes after what has left so far. The last micro-batch computes when its stash is back.
             self._came = np.where(away, np.maximum(self._came, self._gone) + count * one_copy, self._came)
             self._computed = np.where(away, np.maximum(self._computed, self._came + one_ms), self._computed)
         else:
@@ -183,9 +183,9 @@ class _Walk:
         self._updated[pack.index] = np.where(stay, 0.0, self._host)
 
     def finish(self) -> _Times:
-        """The end of a step; updates that come last begin."""
+        """Return the end of a step; updates that come last begin."""
         if self._policy.deferred_update:
-            if self._policy.deferred_update:  # what stays is updated behind all norms
+            if self._policy.deferred_update:  # what stays is updated after all norms
                 stay = np.logical_or.reduce(list(self._stay.values()))
                 self._computed = np.where(stay, np.maximum(self._computed, self._host), self._computed)
             for index in self._packing.backward:
@@ -195,5 +195,5 @@ class _Walk:
 
 
 def _running(values: Iterable[float]) -> list[float]:
-    """Running sums: the sum of values[a:b] is the difference of two of them."""
+    """Return running sums: the sum of values[a:b] is the difference of two of them."""
     return list(accumulate(values, initial=0.0))

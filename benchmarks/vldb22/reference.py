@@ -1,4 +1,4 @@
-"""The published profiles and schedules of Harmony (VLDB'22), as this package's own nouns."""
+"""The published profiles and schedules of Harmony (VLDB'22)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
-from benchmarks.vldb22.planner.profile import LayerProfile, PackCosts
-from benchmarks.vldb22.planner.volumes import Volumes
+from benchmarks.vldb22.cost_model.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.cost_model.profile import LayerProfile, PackCosts
+from benchmarks.vldb22.cost_model.volumes import Volumes
 
 _DATA = Path(__file__).parent / "data"
 LARGEST = {"bert_large": (243, 78), "bert_96": (243, 78), "gpt2_medium": (18, 9), "gpt2_10b": (18, 9)}
@@ -42,7 +41,7 @@ class Shipped:
 
     Attributes:
         model, name: of the schedule.
-        setup, schedule: as the package writes them.
+        setup, schedule: what is run, and how.
         time_s: estimates without and with overlap.
         volumes: (kind, GiB per step), the names as in the file.
     """
@@ -54,15 +53,8 @@ class Shipped:
     time_s: tuple[float, float]
     volumes: tuple[tuple[str, float], ...]
 
-    def cap_bytes(self, costs: PackCosts) -> int:
-        """The memory of its largest pack, by the original's capacity formula."""
-        forward = costs.memory(False, self.schedule.forward_micro_batch)
-        backward = costs.memory(True, self.schedule.backward_micro_batch)
-        packs = [forward(*pack) for pack in pairwise(self.schedule.forward)]
-        return int(max(packs + [backward(*pack) for pack in pairwise(self.schedule.backward)]))
-
     def differences(self, volumes: Volumes) -> list[str]:
-        """Kinds whose bytes are not those of the original; compared as whole bytes."""
+        """Return the kinds whose bytes are not those of the original; compared as whole bytes."""
         return [kind for kind, gib in self.volumes if getattr(volumes, _VOLUMES[kind]) != gib * 2**30]
 
 

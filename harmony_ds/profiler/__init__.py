@@ -1,4 +1,4 @@
-"""What layers cost: `CostTable`, measured by `harmony_ds.measuring.measure`."""
+"""The costs of layers: `CostTable`, measured by `harmony_ds.measuring.measure`."""
 
 from harmony_ds.profiler.costs import CallCost, CostTable
 

@@ -1,4 +1,4 @@
-"""What the profiler hands on: bytes and times per layer call, for one micro-batch. Pure data.
+"""The result of measuring: bytes and times per layer call, for one micro-batch. Pure data.
 
 A micro-batch's bytes in the three ways a call is run, `p` being its position:
 
@@ -30,12 +30,12 @@ class CallCost:
         stash_again_bytes: those that an earlier call took too: they go to the host and back with this pack once more.
         stash_again_at_cut_bytes: those that the call before it took too, which do so only where a pack begins here.
         stash_base_bytes: memory that stashed inputs keep beside their own, being views of it, until they have been moved.
-        shared_bytes: gradients that wait for earlier calls once this one and all behind it have been propagated.
+        shared_bytes: gradients that wait for earlier calls once this one and all after it have been propagated.
         forward_bytes: the most that running it, and the code up to the next call, adds to what was alive.
         graph_bytes: what its autograd graph, its outputs and that of the code up to the next call hold.
         kept_bytes: what its autograd graph alone holds, where it is kept from forward to backward; its inputs are counted
             as stashed, its outputs by who takes them.
-        settle_bytes: the most that propagating through the code behind it takes, gradients of later calls included.
+        settle_bytes: the most that propagating through the code after it takes, gradients of later calls included.
         backward_bytes: the most that recomputing it and propagating back takes, its graph and the gradients of later
             calls included.
         leaf_bytes: gradients of its parameters that wait to be added to sums of another dtype.
@@ -73,12 +73,12 @@ class CallCost:
 
     @property
     def saved_ms(self) -> float:
-        """What a graph that was kept spares: recomputing it."""
+        """The time that a kept graph saves: recomputing it."""
         return self.backward_ms - self.propagate_ms
 
     @property
     def stashed_bytes(self) -> int:
-        """What stashing its inputs keeps on the device."""
+        """The bytes that stashing its inputs keeps on the device."""
         return self.stash_bytes + self.stash_base_bytes
 
     def worst(self, other: CallCost) -> CallCost:
@@ -121,7 +121,7 @@ class CostTable:
     flow: Flow = field(default_factory=Flow)
 
     def worst(self, other: CostTable) -> CostTable:
-        """A table that covers what both saw: every call of either, at the larger of both costs."""
+        """Return a table that covers what both saw: every call of either, at the larger of both costs."""
         order = merge_calls(self.calls, other.calls)
         costs = [CallCost()] * len(order)
         for table in (self, other):

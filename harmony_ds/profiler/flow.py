@@ -13,7 +13,7 @@ HOME = 0
 
 
 class Kind(IntEnum):
-    """What makes tensors of tensors: a layer's call, an operation between layers, one that changes its first operand."""
+    """The makers of tensors: a layer's call, an operation between layers, one that changes its first operand."""
 
     CALL = 0
     OPERATION = 1
@@ -69,12 +69,12 @@ class Flow:
         return replace(self, own=own, members=members)
 
     def at(self, positions: Sequence[int]) -> Flow:
-        """The same where the call at each position is at another one."""
+        """Return the same where the call at each position is at another one."""
         moved = ((kind, p if p < 0 else positions[p], took, gave) for kind, p, took, gave in self.events)
         return replace(self, events=tuple(moved))
 
     def moves(self, devices: Sequence[int]) -> tuple[Move, ...]:
-        """What crosses where the call at each position runs on the device that `devices` says.
+        """Return what crosses where the call at each position runs on the device that `devices` says.
 
         As `harmony_ds.calls.crossing` does it: once to each device, and anew after a tensor was changed in place. What a
         call returns as it came is what has crossed for it, from then on.

@@ -84,7 +84,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """What no datasheet says.
+    """Values that no datasheet says.
 
     Attributes:
         matmul_share, attention_share: of the peak, reached by matrix products and by fused attention.
@@ -108,7 +108,7 @@ class Typical:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """What updating one parameter costs in memory traffic.
+    """The memory traffic of updating one parameter.
 
     Attributes:
         states: numbers that the optimizer keeps per parameter (2 for Adam).
@@ -152,7 +152,7 @@ class Hardware:
         return int(self.host.memory_bytes * self.typical.usable_host_share)
 
     def machine(self, update: UpdateCost) -> Machine:
-        """The rates that plans are simulated with.
+        """Return the rates that plans are simulated with.
 
         The host updates at the speed of its memory: every optimizer of DeepSpeed's CPU family does a few operations
         per byte, and its vector units are not what it waits for.
@@ -179,7 +179,7 @@ class Hardware:
         )
 
     def kernels(self) -> KernelRates:
-        """The rates that a layer's operations are timed with."""
+        """Return the rates that a layer's operations are timed with."""
         gpu, typical = self.gpu, self.typical
         return KernelRates(
             fp32_flops_per_ms=gpu.fp32_tflops * _TERA_PER_MS,
@@ -211,7 +211,7 @@ class KernelRates:
 
 
 def hardware_of(name: str) -> Hardware:
-    """The machine called `name`.
+    """Return the machine called `name`.
 
     Raises:
         ConfigError: a part of the name is unknown; says the nearest one.

@@ -78,19 +78,19 @@ class Machine:
         return self.update_ms + elements / self.update_elements_per_ms
 
     def host_norm_ms(self, elements: int, whole: bool) -> float:
-        """Of a pack's gradients. If they are `whole` when they leave a device whose copies overlap, it has taken it."""
+        """Return the time of a norm on the host; a device whose copies overlap takes that of `whole` gradients."""
         return 0.0 if self.copies_overlap and whole else elements / self.norm_elements_per_ms
 
     def host_sum_ms(self, elements: int, devices: int) -> float:
-        """Of so many gradients of each device, which the host reads to write their sum."""
+        """Return the time to add up so many gradients of each device, which the host reads to write their sum."""
         return (devices + 1) * elements / self.norm_elements_per_ms
 
     def peer_exchange_ms(self, sent_bytes: float) -> float:
-        """Of gradients, or weights, of which this device sends so many bytes to the others."""
+        """Return the time to exchange gradients, or weights, of which this device sends so many bytes to the others."""
         return self.peer_ms + (sent_bytes / self.peer_bytes_per_ms if sent_bytes else 0.0)
 
     def among(self, devices: int) -> Machine:
-        """What each of so many such devices has, with a link of its own, on one host whose memory and cores they share.
+        """Return what each of so many devices has, with a link of its own, on one host whose memory and cores they share.
 
         Where no rate between devices is known, they send through the link, both ways at once.
         """
@@ -107,7 +107,7 @@ class Machine:
         )
 
     def with_peers(self, bytes_per_ms: float, fixed_ms: float) -> Machine:
-        """The machine as one of several whose exchanges were measured.
+        """Return the machine as one of several whose exchanges were measured.
 
         Their way cannot be seen. What is no faster than the link is taken to go through it: a bridge between devices is.
         """
@@ -177,7 +177,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Raises ProfileError where `text` is no profile, or one of another version."""
+        """Read a profile; raise ProfileError where `text` is none, or one of another version."""
         try:
             data = json.loads(text)
             found = data["format"]
@@ -189,7 +189,7 @@ class Profile:
             raise ProfileError(f"this is no profile of harmony_ds ({error!r}): profile again.") from error
 
     def check(self, key: Mapping[str, str]) -> None:
-        """Raises ProfileError, naming what differs, unless this was measured on what `key` says."""
+        """Raise ProfileError, naming what differs, unless this was measured on what `key` says."""
         differing = [name for name in {**self.key, **key} if self.key.get(name) != key.get(name)]
         if differing:
             what = "; ".join(f"{name} {_difference(self.key.get(name, ''), key.get(name, ''))}" for name in differing)
@@ -197,7 +197,7 @@ class Profile:
 
 
 def _difference(before: str, now: str) -> str:
-    """What was and what is, from where they begin to differ."""
+    """Return both texts from where they begin to differ."""
     same = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), 0)
     begin = 0 if max(len(before), len(now)) <= _SHOWN else max(0, same - _SHOWN // 3)
     was, is_now = (f"{'...' if begin else ''}{text[begin : begin + _SHOWN]!r}" for text in (before, now))

@@ -116,13 +116,13 @@ class RooflineClock(EagerDispatchMode):
 
 @contextmanager
 def on_meta(rates: KernelRates) -> Iterator[RooflineClock]:
-    """A clock that runs while the context is open, and the kernels that a CUDA device would choose."""
+    """Return a clock that runs while the context is open, and the kernels that a CUDA device would choose."""
     with _FusedAttention(), RooflineClock(rates) as clock:
         yield clock
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of memory behind `tensor`; less than its elements where it is expanded."""
+    """Return the bytes of memory of `tensor`; less than its elements where it is expanded."""
     elements = tensor.numel() * tensor.element_size()
     if tensor.layout is torch.strided and 0 in tensor.stride():
         return min(elements, tensor.untyped_storage().nbytes())
@@ -205,7 +205,7 @@ class Attention:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores."""
+    """Return what is added to the scores."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), float("-inf"))

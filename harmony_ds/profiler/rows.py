@@ -1,4 +1,4 @@
-"""Where the rows of a micro-batch are in the tensors of layer calls, and how many are taken through a layer at a time."""
+"""The places of a micro-batch's rows in the tensors of layer calls, and how many are taken through a layer at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RowDims:
-    """Where the rows are in the tensors of one layer's calls.
+    """The places of rows in the tensors of one layer's calls.
 
     Attributes:
         inputs, outputs: per tensor the dimension that holds the rows; None where all rows share the tensor.

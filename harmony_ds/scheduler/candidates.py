@@ -1,4 +1,4 @@
-"""What the search looks at: ways to cut both passes into packs, and ways to use spare memory."""
+"""The candidates of the search: ways to cut both passes into packs, and ways to use spare memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MULTIPLES = (1, 2, 4)
 
 
 class Kind(Enum):
-    """What packs have in common."""
+    """How packs are cut."""
 
     EQUAL = "of {size} calls"
     TIME = "of balanced time"
@@ -63,14 +63,14 @@ class Cuts:
         }
 
     def first(self) -> Iterator[Cut]:
-        """Those to look at first: of every kind, into 1, 2, 3, 4, 6, 9, ... packs, the fewest first."""
+        """Yield the cuts to begin with: of every kind, into 1, 2, 3, 4, 6, 9, ... packs, the fewest first."""
         if self._size is not None:
             yield Cut(Kind.EQUAL, -(-self._count // self._size))
             return
         yield from (Cut(kind, parts) for parts in _ladder(self._count) for kind in Kind)
 
     def near(self, cut: Cut) -> Iterator[Cut]:
-        """Those to look at if that one is good."""
+        """Yield the cuts to try next if that one is good."""
         yield replace(cut, small_first=not cut.small_first)
         yield from (replace(cut, multiple=multiple) for multiple in _MULTIPLES if multiple != cut.multiple)
         for parts in sorted({cut.parts - 1, cut.parts + 1, round(0.8 * cut.parts), round(1.25 * cut.parts)}):
@@ -119,18 +119,18 @@ Peak = Callable[[Policy], float]
 def policies(
     packing: Packing, copies_overlap: bool, request: PlanRequest, peak: Peak, thorough: bool = True
 ) -> Iterator[Policy]:
-    """A few policies for these packs that fit, spare memory used in one way or another.
+    """Yield a few policies for these packs that fit, spare memory used in one way or another.
 
     Args:
         peak: the device peak in bytes; infinite where the host has no room.
-        thorough: also without swaps ahead, with all the stash on the host, and with the last packs resident.
+        thorough: also without early swaps, with all the stash on the host, and with the last packs resident.
     """
-    stashes, ways_ahead = _stashes(packing, request), ahead(copies_overlap, request)
+    stashes, early_or_not = _stashes(packing, request), prefetch_choices(copies_overlap, request)
     base = replace(request.policy, resident=_given(packing, request))
-    least = peak(replace(base, prefetch=ways_ahead[-1], stash_on_host=stashes[-1]))
+    least = peak(replace(base, prefetch=early_or_not[-1], stash_on_host=stashes[-1]))
     if request.budget_bytes is not None and least > request.budget_bytes:
         return
-    for early in ways_ahead:
+    for early in early_or_not:
         base = replace(base, prefetch=early)
         ways = [replace(base, stash_on_host=away) for away in stashes]
         first = first_fitting(ways, peak, request)
@@ -149,7 +149,7 @@ def every_set(packing: Packing, copies_overlap: bool, request: PlanRequest, peak
     """For each set of packs that may be resident, the policy with the least stash on the host that fits, and packs kept."""
     able = closed(packing, packing.backward) if request.settings.residency == "auto" else ()
     sets = [some for number in range(len(able) + 1) for some in combinations(able, number)]
-    for early, resident in product(ahead(copies_overlap, request), sets):
+    for early, resident in product(prefetch_choices(copies_overlap, request), sets):
         if closed(packing, resident) == resident:
             base = replace(request.policy, resident=resident, prefetch=early)
             ways = [replace(base, stash_on_host=away) for away in _stashes(packing, request)]
@@ -159,7 +159,7 @@ def every_set(packing: Packing, copies_overlap: bool, request: PlanRequest, peak
 
 
 def _filled(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak, thorough: bool) -> Iterator[Policy]:
-    """The same with as many packs that stay as fit: the last ones kept; before that, the first or the last resident."""
+    """Yield the policy with as many packs that stay as fit: the last kept; or the first, or the last, resident."""
     yield _kept(packing, policy, request, peak)
     if request.settings.residency == "auto":
         count = len(packing.backward)
@@ -177,7 +177,7 @@ def _kept(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak) ->
 
 
 def first_fitting(policies: Sequence[Policy], peak: Peak, request: PlanRequest) -> Policy | None:
-    """The first of policies, each of which takes less memory than the one before, that fits.
+    """Return the first of policies, each of which takes less memory than the one before, that fits.
 
     Few peaks are asked for: where memory changes evenly, the place is told from those of the first and the last.
     """
@@ -208,7 +208,7 @@ def both_ways(packing: Packing) -> set[int]:
 
 
 def use_of(packing: Packing, policy: Policy) -> str:
-    """What a policy uses memory for, for people."""
+    """Return what a policy uses memory for, for people."""
     count, away = len(packing.forward), policy.stash_on_host
     place = f"of {away} of {count} packs on the host" if 0 < away < count else f"on the {'host' if away else 'device'}"
     text = f"{policy.pipeline} devices, " * (policy.pipeline > 1) + f"stash {place}"
@@ -223,11 +223,11 @@ def use_of(packing: Packing, policy: Policy) -> str:
     return f"{text}; {weights}, gradients reduced on the {'host' if policy.reduce_on_host else 'devices'}"
 
 
-def ahead(copies_overlap: bool, request: PlanRequest) -> list[bool]:
-    """Whether swaps may be issued ahead, and whether not."""
+def prefetch_choices(copies_overlap: bool, request: PlanRequest) -> list[bool]:
+    """Return whether swaps may be issued early, and whether not."""
     if not request.policy.prefetch or request.is_manual:
         return [request.policy.prefetch]
-    # Where nothing overlaps, a swap-in issued ahead takes memory and saves nothing.
+    # Where nothing overlaps, a swap-in issued early takes memory and saves nothing.
     return [True, False] if copies_overlap else [False]
 
 
@@ -240,6 +240,6 @@ def _stashes(packing: Packing, request: PlanRequest) -> list[int]:
 
 
 def _given(packing: Packing, request: PlanRequest) -> tuple[int, ...]:
-    """The packs that are resident because the settings say how many are."""
+    """Return the packs that are resident because the settings say how many are."""
     residency = request.settings.residency
     return resident_packs(packing, residency) if isinstance(residency, int) else ()

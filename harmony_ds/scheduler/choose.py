@@ -1,4 +1,4 @@
-"""What a plan is wanted for, the plan over given packs, and what to say when nothing fits."""
+"""The request for a plan, the plan over given packs, and the error when nothing fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harmony_ds.scheduler.plan import Packing, Plan, Policy
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a plan is wanted for.
+    """A request for a plan.
 
     Attributes:
         settings: the ds_config's "harmony" block; its residency says what may be done in this run.
@@ -26,7 +26,7 @@ class PlanRequest:
         host_bytes: host memory for what waits there, of one device (None: unlimited). Where no plan can do with that, it is
             no bound: the host says itself what it lacks.
         policy: where tasks are placed; stash, kept and resident packs are decided by the search.
-        thorough: whether neighbours of the best plans are looked at, too; without, the search is quick, and near.
+        thorough: whether neighbours of the best plans are tried, too; without, the search is quick.
     """
 
     settings: HarmonySettings
@@ -100,7 +100,7 @@ def resident_bytes(packing: Packing, policy: Policy, request: PlanRequest) -> in
 
 
 def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy) -> Plan:
-    """The plan over given packs, with its peak."""
+    """Return the plan over given packs, with its peak."""
     plan = draft_plan(packing, costs, request, policy)
     walked = walk_memory(packing.packs, plan.tasks, costs)
     peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)
@@ -108,7 +108,7 @@ def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: 
 
 
 def draft_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy, peak_bytes: int = 0) -> Plan:
-    """The plan over given packs, its peak known from elsewhere, to be compared with others."""
+    """Return the plan over given packs, its peak known from elsewhere, to be compared with others."""
     return Plan(
         packing,
         policy,

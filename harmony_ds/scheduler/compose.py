@@ -3,18 +3,18 @@
     forward     I0 (I1) F0.* E0 (I2) F1.* E1 ...          every forward pack
     fused       (I n-2) L n-1.*  O n-1  E n-1             forward, loss and backward of the last pack
     backward    (I n-3) B n-2.*  G n-1  O n-2  E n-2 ...  recompute and propagate back
-    update      U p behind O p, or all of them in forward order behind N, where the norm of the gradients is known
+    update      U p after O p, or all of them in forward order after N, where the norm of the gradients is known
 
-Around all of that, I u brings the unlayered parameters, and O u, G u, E u take them away: in front of N, if there is one.
+Around all of that, I u brings the unlayered parameters, and O u, G u, E u take them away: before N, if there is one.
 U u updates them, and U v those that the model does not use.
 
 Without grouping, forward to backward once for each micro-batch, and the updates with the last one's. A micro-batch whose
 forward pass ran alone has B n-1 in the place of L n-1.
 
-Of several devices, R p in front of every O p, or behind it if gradients are added up on the host; and A p behind every I p
+Of several devices, R p before every O p, or after it if gradients are added up on the host; and A p after every I p
 where each swaps in a share.
 
-In brackets: swap-ins issued one pack ahead. A pack whose gradient is on its way to the host keeps it until the next
+In brackets: swap-ins issued one pack early. A pack whose gradient is on its way to the host keeps it until the next
 pack has been computed (G), so that the copy is hidden. A kept pack has neither the E of its forward pass nor the I of
 its backward pass; a resident pack has neither I, E, O nor G, and D in the place of U. Of both, the first micro-batches may
 have K in the place of F, which keeps the graph, and P in the place of B; their stash never moves.
@@ -36,7 +36,7 @@ class Group:
 
     Attributes:
         fresh: those of which nothing has run yet.
-        forwarded: those whose forward pass ran earlier, because somebody looked at its result.
+        forwarded: those whose forward pass ran earlier, because the program read its result.
         begun: something of their step has run: the unlayered parameters are on the device.
     """
 
@@ -54,21 +54,21 @@ class Group:
         return tuple(sorted(self.fresh + self.forwarded))
 
     def rounds(self, grouping: bool) -> list[Group]:
-        """What passes the packs together: all of them, or each on its own."""
+        """Return the sets that pass the packs together: all micro-batches, or each on its own."""
         if grouping or len(self.all) < 2:
             return [self]
         return [Group((m,)) if m in self.fresh else Group((), (m,)) for m in self.all]
 
 
 def compose_forward(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
-    """The forward pass of one micro-batch alone, every pack cut: somebody wants its outputs now, and may want gradients
+    """Return the forward pass of one micro-batch alone, every pack cut: its outputs are wanted now, and perhaps gradients
     later on, so that the unlayered parameters stay on the device.
     """
     return (*_begin(packing, group, policy), *issued(_Composer(packing, group, policy).forward_alone()))
 
 
 def compose_evaluation(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
-    """The forward passes of a group without gradients, each pack swapped in once for all of them."""
+    """Return the forward passes of a group without gradients, each pack swapped in once for all of them."""
     visits = []
     for index in packing.backward:
         visit = Visit(packing.packs[index], [(m, [Task(TaskKind.FORWARD, index, m)]) for m in group.fresh])
@@ -90,7 +90,7 @@ def compose_step(packing: Packing, group: Group, policy: Policy) -> tuple[Task, 
 
 
 def compose_end(packing: Packing, policy: Policy) -> tuple[Task, ...]:
-    """What of a step comes behind its last backward pass."""
+    """Return the part of a step after its last backward pass."""
     tasks: list[Task] = []
     away = [
         Task(kind, pack.index)
@@ -200,13 +200,13 @@ class _Composer:
             elif (index, m) in self._graphs:
                 tasks = [Task(TaskKind.BACKWARD_FROM_GRAPH, index, m)]
             else:
-                ahead = [Task(TaskKind.STASH_IN, index, back.pop(0))] if back else []
-                tasks = [*ahead, Task(TaskKind.BACKWARD, index, m)]
+                early = [Task(TaskKind.STASH_IN, index, back.pop(0))] if back else []
+                tasks = [*early, Task(TaskKind.BACKWARD, index, m)]
             visit.runs.append((m, tasks))
         return visit
 
     def _gradients_out(self, visits: Sequence[Visit], updates: bool) -> None:
-        """What comes after each pack's backward pass; its gradients are freed after that of the device's next one."""
+        """Yield what comes after each pack's backward pass; its gradients are freed after that of the device's next one."""
         freed: dict[int, Task] = {}
         for visit in visits:
             pack, resident = visit.pack, visit.pack.index in self._policy.resident
@@ -231,7 +231,7 @@ class _Composer:
         return last and bool(self._policy.stash_on_host) and micro_batch in self._group.forwarded
 
     def _swap_in(self, visits: Sequence[tuple[Visit, bool]]) -> None:
-        """Puts the swap-ins of `visits`, each with whether there is one, in front of what the same device runs before."""
+        """Put the swap-ins of `visits`, each with whether there is one, before what the same device runs before."""
         by_device: defaultdict[int, list[tuple[Visit, bool]]] = defaultdict(list)
         for visit, swapped in visits:
             by_device[visit.pack.device].append((visit, swapped))

@@ -107,7 +107,7 @@ def _dependencies(jobs: Sequence[Job]) -> tuple[list[int], list[list[int]]]:
 
 
 class _Speeds:
-    """Of running jobs: capacity over demand at the resource where that is smallest, and at most 1."""
+    """Return for running jobs: capacity over demand at the resource where that is smallest, and at most 1."""
 
     def __init__(self, capacities: Mapping[str, float], crowded: Collection[str]) -> None:
         self._capacities = tuple(capacities.items())
@@ -116,7 +116,7 @@ class _Speeds:
         self._known: dict[tuple[int, ...], Sequence[float]] = {}
 
     def kinds(self, jobs: Sequence[Job]) -> list[int]:
-        """A number for the demands of each job: what is looked up at every event is short."""
+        """Return a number for the demands of each job: what is looked up at every event is short."""
         numbers: dict[_Demands, int] = {}
         kinds = [numbers.setdefault(job.demands, len(numbers)) for job in jobs]
         self._demands = list(numbers)

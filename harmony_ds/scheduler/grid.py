@@ -47,8 +47,8 @@ class _Visit:
 
 
 def format_plan(plan: Plan) -> str:
-    """A table for people, at most 120 columns wide: a row for each time that a pack runs, in order of time. The same plan
-    always prints the same.
+    """Return a table for people, at most 120 columns wide: a row for each time that a pack runs, in order of time. The
+    same plan always prints the same.
     """
     visits, closing = _visits(plan)
     headings = [*_HEADINGS]
@@ -98,7 +98,7 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def _visits(plan: Plan) -> tuple[list[_Visit], Sequence[Task]]:
-    """The visits in the order of their first runs, and what comes from the norm on."""
+    """Return the visits in the order of their first runs, and what comes from the norm on."""
     tasks = plan.tasks
     end = next((place for place, task in enumerate(tasks) if task.kind is TaskKind.NORM), len(tasks))
     visits: list[_Visit] = []

@@ -1,4 +1,4 @@
-"""What waits in host memory while a plan runs: gradients for their update, and stash for its backward pass."""
+"""Bytes that wait in host memory while a plan runs: gradients for their update, and stash for its backward pass."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Waiting:
 
 
 def waiting_of(plan: Plan, costs: CostTable) -> Waiting:
-    """What waits in host memory while `plan` runs."""
+    """Return what waits in host memory while `plan` runs."""
     away = plan.packing.forward[: plan.policy.stash_on_host]
     stash = plan.micro_batches * sum(stash_bytes(plan.packs[index], costs) for index in away)
     return Waiting(gradient_bytes(plan.packing, plan.policy), stash)
 
 
 def gradient_bytes(packing: Packing, policy: Policy) -> int:
-    """Of one device: all gradients where they wait for their norm, else those of a few packs."""
+    """Return the bytes of one device: all gradients where they wait for their norm, else those of a few packs."""
     swapped = [packing.packs[index].piece_bytes() for index in packing.backward if index not in policy.resident]
     waiting = sum(swapped)
     if not policy.gradients_wait:

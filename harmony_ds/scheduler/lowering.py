@@ -1,8 +1,8 @@
 """Lowers a `Plan` to jobs: its tasks, as the executor would issue them, on the streams of a `Machine`.
 
     host      issues tasks in order; a swap-in makes it wait until the host has updated those weights
-    swap_in   I, T           waits, behind an E, for the compute that the evicted weights served
-    compute   F, L, B, K, P, D   waits for the weights of its pack and stash, and behind a G for the gradients on their way
+    swap_in   I, T           waits, after an E, for the compute that the evicted weights served
+    compute   F, L, B, K, P, D   waits for the weights of its pack and stash, and after a G for the gradients on their way
     peer      R, A, M, W     waits for the compute so far, or for the device's share of the weights
     swap_out  S, O           waits for the compute so far, or for the gradients to be reduced
     update    norms, U, R    waits for the gradients to arrive; without grouping, adds up what each micro-batch sends; R is
@@ -40,13 +40,13 @@ class Lowering:
 
     Attributes:
         jobs: of all steps so far.
-        work: for each job, its stream and the tasks behind it.
+        work: for each job, its stream and its tasks.
     """
 
     def __init__(
         self, plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[int] = (), pieces: int = STASH_PIECES
     ) -> None:
-        """`counts`: how many micro-batches each one stands for; empty: for itself. `pieces`: of the stash for a pack."""
+        """Keep what to lower; `counts`: micro-batches that each stands for; empty: itself; `pieces`: of a pack's stash."""
         self._plan = plan
         self._costs = costs
         self._machine = machine
@@ -146,7 +146,7 @@ class Lowering:
         self._updated.update(dict.fromkeys(pack.owned, done))
 
     def _before_update_ms(self, pack: Pack) -> float:
-        """What the host does to gradients first: it clips those that waited for their norm, or takes it of others."""
+        """Add what the host does to gradients first: it clips those that waited for their norm, or takes it of others."""
         if self._plan.policy.deferred_update:
             return _SCALING * pack.update_elements / self._machine.norm_elements_per_ms
         return self._machine.host_norm_ms(pack.update_elements, self._plan.policy.leave_whole)
@@ -195,7 +195,7 @@ class Lowering:
         self._gone[pack.index] = self._copy_out((task,), pack.swap_out_bytes(), freed, reduced)
 
     def _gradients_there(self, task: Task, pack: Pack, there: int) -> None:
-        """The device's part of them is on the host behind job `there`: added to what was sent before, and measured."""
+        """Add the device's part, on the host after job `there`, to what was sent before, and measure it."""
         policy = self._plan.policy
         self._there[pack.index] = there
         addition_ms = _ADDITION * pack.update_elements / self._machine.norm_elements_per_ms
@@ -208,10 +208,10 @@ class Lowering:
             done = self._add(UPDATE, (task,), duration, (there,), self._host_demand())
             self._norms += [done] if measured else []
 
-    def _exchange(self, task: Task, sent_bytes: int, behind: tuple[int, ...]) -> int:
+    def _exchange(self, task: Task, sent_bytes: int, last: tuple[int, ...]) -> int:
         machine = self._machine
         demands = self._link_demand(machine.peer_bytes_per_ms) if machine.peers_share_link else ()
-        after = (*self._host((task,), machine.task_ms), *behind)
+        after = (*self._host((task,), machine.task_ms), *last)
         return self._add(PEER, (task,), machine.peer_exchange_ms(sent_bytes), after, demands)
 
     # ---- jobs
@@ -233,16 +233,16 @@ class Lowering:
         demands = self._link_demand(machine.swap_in_bytes_per_ms)
         return self._add(SWAP_IN, tasks, len(tasks) * machine.swap_in_ms(nbytes), after, demands)
 
-    def _copy_out(self, tasks: _Tasks, nbytes: int, freed: tuple[int, ...] = (), behind: int | None = None) -> int:
-        """Of each task; behind job `behind`; None: behind the compute so far."""
+    def _copy_out(self, tasks: _Tasks, nbytes: int, freed: tuple[int, ...] = (), last: int | None = None) -> int:
+        """Add the host's work for each task, after job `last`; None: after the compute so far."""
         machine = self._machine
-        ready = self._latest(COMPUTE) if behind is None else (behind,)
+        ready = self._latest(COMPUTE) if last is None else (last,)
         after = (*self._host(tasks, len(tasks) * machine.task_ms, freed), *freed, *ready)
         demands = self._link_demand(machine.swap_out_bytes_per_ms)
         return self._add(SWAP_OUT, tasks, len(tasks) * machine.swap_out_ms(nbytes), after, demands)
 
     def _host(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The host's part in a task; where nothing overlaps, it is part of the task itself."""
+        """Return the host's part in a task; where nothing overlaps, it is part of the task itself."""
         if not self._machine.copies_overlap or (not duration_ms and not after):
             return ()
         return (self._add(HOST, tasks, duration_ms, after),)
@@ -252,7 +252,7 @@ class Lowering:
         return () if known is None else (known,)
 
     def _own(self, stream: str) -> str:
-        """The name of the device's own `stream`."""
+        """Return the name of the device's own `stream`."""
         return of_device(stream, self._device)
 
     def _link_demand(self, bytes_per_ms: float) -> tuple[tuple[str, float], ...]:
@@ -297,7 +297,7 @@ def run_ms(kind: TaskKind, pack: Pack, costs: CostTable) -> float:
 
 
 def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
-    """Runs of further micro-batches through the same pack go with the first one; where their stash moves between them,
+    """Group runs: further micro-batches through the same pack go with the first one; where stash moves between them,
     `at_once` do, and as many moves, so that a plan of many micro-batches has few jobs. A task that stands for several is
     there as often.
     """
@@ -320,7 +320,7 @@ def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
 
 
 def _alternating(runs: list[_Tasks], moves: list[_Tasks]) -> Iterator[_Tasks]:
-    """A stash leaves behind its run; it comes back while the run before it is under way."""
+    """Return the order in which a stash leaves after its run, and comes back while the run before it is under way."""
     if moves[0][0].kind is TaskKind.STASH_OUT:
         yield from chain.from_iterable(zip(runs, moves, strict=True))
         return

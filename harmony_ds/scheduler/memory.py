@@ -65,7 +65,7 @@ class MemoryWalks:
         counts: Sequence[int] = (),
         others: Mapping[int, CostTable] = _NO_OTHERS,
     ) -> MemoryProfile:
-        """The bytes alive while each task runs.
+        """Return the bytes alive while each task runs.
 
         Args:
             counts: how many micro-batches each one stands for; empty: for itself. While one runs that stands for
@@ -86,7 +86,7 @@ class MemoryWalks:
         return MemoryProfile(tuple([w for w, _ in rows]), tuple([a for _, a in rows]), tuple(devices))
 
     def pack_bytes(self, packs: tuple[Pack, ...], away: bool) -> list[PackBytes]:
-        """What a micro-batch adds in each pack; `away`: where some stash waits on the host."""
+        """Return what a micro-batch adds in each pack; `away`: where some stash waits on the host."""
         return self._counted(packs, away)[1]
 
     def _counted(self, packs: tuple[Pack, ...], away: bool) -> tuple[CostTable, list[PackBytes]]:
@@ -125,14 +125,14 @@ class _Total:
         return known
 
     def take(self, key: object) -> int:
-        """What `key` held; it holds nothing any more."""
+        """Remove and return what `key` held."""
         nbytes, times = self._held.pop(key, (0, 0))
         self.total -= times * nbytes
         return nbytes
 
 
 class _Side:
-    """What micro-batches of one cost table take."""
+    """Bytes of micro-batches of one cost table."""
 
     def __init__(self, costs: CostTable, packs: list[PackBytes]) -> None:
         self.costs = costs
@@ -144,7 +144,7 @@ class _Side:
 
 
 class _Walk:
-    """What is on one device. A micro-batch that has gone on to another holds there what it held when it left."""
+    """Bytes on one device. A micro-batch that has gone on to another holds there what it held when it left."""
 
     def __init__(
         self, packs: tuple[Pack, ...], side: _Side, others: Mapping[int, _Side], counts: Sequence[int]
@@ -200,7 +200,7 @@ class _Walk:
         return held
 
     def _moved(self, pack: PackBytes, task: Task) -> int:
-        """What a micro-batch holds that comes to the device."""
+        """Return what a micro-batch holds that comes to the device."""
         if task.kind is TaskKind.MOVE:
             return self._side.costs.costs[pack.first].alive_bytes
         return self._held_by(task) + self._side.costs.costs[pack.last + 1].shared_bytes
@@ -226,7 +226,7 @@ class _Walk:
 
     @property
     def _between(self) -> int:
-        """What all micro-batches hold while none runs."""
+        """Bytes that all micro-batches hold while none runs."""
         return self._waiting.total + self._stash.total + self._graphs.total + self._arrived.total + self._leaving
 
     def _forward(self, pack: PackBytes, task: Task) -> int:
@@ -237,12 +237,12 @@ class _Walk:
         if keeps:
             self._graphs.put((task.pack, task.micro_batch), pack.kept_bytes, self._times(task))
         times = self._times(task)
-        self._waiting.put(task.micro_batch, self._held_behind(pack, task), times)
+        self._waiting.put(task.micro_batch, self._held_after(pack, task), times)
         self._stash.put(task.micro_batch, self._stash.take(task.micro_batch) + pack.stash_bytes, times)
         return max(most, self._between)
 
-    def _held_behind(self, pack: PackBytes, task: Task) -> int:
-        """What a micro-batch holds that has been run forward through `pack`, beside its stash."""
+    def _held_after(self, pack: PackBytes, task: Task) -> int:
+        """Return what a micro-batch holds that has been run forward through `pack`, beside its stash."""
         calls, following = self._side.costs.costs, pack.last + 1
         return calls[following].alive_bytes if following < len(calls) else self._held_by(task)
 
@@ -288,7 +288,7 @@ class _Walk:
         self._waiting.put(task.micro_batch, left, self._times(task))
 
     def _stash_out(self, pack: PackBytes, task: Task) -> None:
-        """The copies to the host leave the device when the next ones move."""
+        """Drop the copies to the host, which leave the device when the next ones move."""
         self._leaving = pack.stash_bytes
         own = self._stash.take(task.micro_batch)
         self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes), self._times(task))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from harmony_ds.scheduler.candidates import ahead, both_ways
+from harmony_ds.scheduler.candidates import both_ways, prefetch_choices
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Policy
@@ -24,7 +24,7 @@ _MANY = 8
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a search decides, by positions of calls.
+    """The decisions of a search, by positions of calls.
 
     Attributes:
         backward, forward: bounds of the packs of both passes; the forward ones end where the fused pack begins.
@@ -57,7 +57,7 @@ class Point:
         )
 
     def policy_for(self, packing: Packing, base: Policy) -> Policy:
-        """The policy for its packs, without what cannot be: a kept pack that only one pass has, half of a tied pair."""
+        """Return the policy for its packs, without kept packs that only one pass has, and without halves of tied pairs."""
         begins = {packing.packs[index].positions[0]: index for index in packing.backward}
         resident = closed(packing, [begins[p] for p in sorted(self.resident) if p in begins])
         kept = both_ways(packing).intersection(begins[p] for p in self.kept if p in begins).difference(resident)
@@ -87,8 +87,8 @@ def reused(point: Point, packing: Packing, request: PlanRequest, copies_overlap:
 
 
 def _reused(point: Point, packing: Packing, request: PlanRequest, copies_overlap: bool) -> Iterator[Point]:
-    """Swaps are issued ahead, or not; more or less stash waits on the host; a pack stays, or no longer; other graphs."""
-    for early in ahead(copies_overlap, request):
+    """Yield points with swaps issued early or not, more or less stash on the host, a pack more or less, other graphs."""
+    for early in prefetch_choices(copies_overlap, request):
         if early != point.prefetch:
             yield replace(point, prefetch=early)
     if request.settings.stash == "auto":
@@ -106,7 +106,7 @@ def _reused(point: Point, packing: Packing, request: PlanRequest, copies_overlap
 
 
 def _restated(point: Point, packing: Packing, request: PlanRequest) -> Iterator[Point]:
-    """One pack (with those that share a parameter with it) kept, resident, or swapped; many kept, or none."""
+    """Yield points with one pack (and those that share a parameter with it) kept, resident, or swapped."""
     begin_of = {index: packing.packs[index].positions[0] for index in packing.backward}
     able = both_ways(packing)
     auto = request.settings.residency == "auto"
@@ -123,11 +123,11 @@ def _restated(point: Point, packing: Packing, request: PlanRequest) -> Iterator[
 
 
 def _other_cuts(point: Point) -> Iterator[Point]:
-    """A cut of both passes that is moved, that is gone, that is new."""
+    """Yield points with a cut of both passes moved, removed, or added."""
     bounds = point.backward
-    for before, cut, behind in zip(bounds, bounds[1:], bounds[2:], strict=False):
+    for before, cut, following in zip(bounds, bounds[1:], bounds[2:], strict=False):
         for moved in (cut - 1, cut + 1):
-            if before < moved < behind:
+            if before < moved < following:
                 yield _recut(point, cut, moved)
         yield _recut(point, cut, None)
     for first, last in pairwise(bounds):
@@ -137,19 +137,19 @@ def _other_cuts(point: Point) -> Iterator[Point]:
 
 
 def _other_forward_cuts(point: Point) -> Iterator[Point]:
-    """A cut of the forward pass alone: gone, or new where the backward pass has one; moved by one call."""
+    """Yield points with a cut of the forward pass removed, added where the backward pass has one, or moved by a call."""
     for cut in point.backward[1:-2]:
         inner = {*point.forward} ^ {cut}
         yield replace(point, forward=tuple(sorted(inner)))
     bounds = point.forward
-    for before, cut, behind in zip(bounds, bounds[1:], bounds[2:], strict=False):
+    for before, cut, following in zip(bounds, bounds[1:], bounds[2:], strict=False):
         for moved in (cut - 1, cut + 1):
-            if before < moved < behind:
+            if before < moved < following:
                 yield replace(point, forward=tuple(sorted({*bounds} - {cut} | {moved})))
 
 
 def _recut(point: Point, old: int | None, new: int | None) -> Point:
-    """The point with another cut in the place of an old one, in both passes where both have it."""
+    """Return the point with another cut in the place of an old one, in both passes where both have it."""
 
     def moved(begins: frozenset[int]) -> frozenset[int]:
         if new is None:

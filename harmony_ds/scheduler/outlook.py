@@ -50,7 +50,7 @@ class Outlook:
         self._walks = MemoryWalks(costs)
 
     def short(self, packing: Packing, policy: Policy) -> Short:
-        """The plan over as few micro-batches as show everything."""
+        """Return the plan over as few micro-batches as show everything."""
         wanted = self._request.micro_batches
         # Waves do not grow evenly with micro-batches: they are walked in full.
         counts = (1,) * wanted if policy.pipeline > 1 else _counts(wanted, policy.graphs)
@@ -61,7 +61,7 @@ class Outlook:
         return Short(Plan(packing, policy, tasks, several, 0, 0), counts)
 
     def stages(self, short: Short) -> list[int]:
-        """The peak in bytes while each pack runs: forward, then back, in the order in which they do."""
+        """Return the peak in bytes while each pack runs: forward, then back, in the order in which they do."""
         plan = short.plan
         packing = plan.packing
         forward = {index: stage for stage, index in enumerate(packing.forward)}
@@ -81,7 +81,7 @@ class Outlook:
         return peaks
 
     def least_ms(self, packing: Packing, policy: Policy) -> float:
-        """What the device that computes most takes for that, with nothing to wait for."""
+        """Return what the device that computes most takes for that, with nothing to wait for."""
         counts = dict(enumerate(policy.graphs))
         busy: defaultdict[int, float] = defaultdict(float)
         for index in packing.backward:
@@ -94,7 +94,7 @@ class Outlook:
         return max(busy.values())
 
     def pack_bytes(self, packing: Packing, policy: Policy) -> list[PackBytes]:
-        """What a micro-batch adds in each pack."""
+        """Return what a micro-batch adds in each pack."""
         return self._walks.pack_bytes(packing.packs, away=policy.stash_on_host > 0)
 
     def step_ms(self, short: Short, pieces: int, wanted_ms: float = float("inf")) -> float:
@@ -110,7 +110,7 @@ class Outlook:
         return with_all + (self._request.micro_batches - len(counts)) * (with_all - with_fewer)
 
     def swapped_bytes(self, short: Short) -> int:
-        """What a step moves between host and device."""
+        """Return what a step moves between host and device."""
         plan = short.plan
         if plan.policy.grouping:
             return swaps_of(plan, self._costs, counts=short.counts).total

@@ -1,4 +1,4 @@
-"""What one micro-batch adds on the device while it runs through a pack, in each of the three ways; see `CallCost`."""
+"""Bytes that one micro-batch adds on the device while it runs through a pack, in each of the three ways; see `CallCost`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_stash_on_host(firsts: Collection[int], costs: CostTable) -> CostTable:
 
 
 class PackBytes:
-    """What one micro-batch adds at most while it runs through a pack, in each of the three ways."""
+    """The most bytes that one micro-batch adds while it runs through a pack, in each of the three ways."""
 
     def __init__(self, pack: Pack, costs: CostTable) -> None:
         self._costs = costs
@@ -93,7 +93,7 @@ class PackBytes:
         return most
 
     def _sums(self, pack: Pack) -> list[int]:
-        """Sums of gradients that are not there yet (negative) while the first micro-batch is propagated through each
+        """Return sums of gradients that are not there yet (negative) while the first micro-batch is propagated through each
         call, and before that.
         """
         own = [call.gradient_bytes for call in self._calls]

@@ -1,4 +1,4 @@
-"""Makes packs of the call order, cut where somebody says."""
+"""Make packs of the call order, cut at given bounds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Packer:
         return Packing(tuple(everything), tuple(order), tuple(range(len(packs))), *without_calls)
 
     def packs(self, bounds: tuple[int, ...]) -> tuple[Pack, ...]:
-        """The packs between `bounds`, each owning the parameters that no earlier one owns."""
+        """Return the packs between `bounds`, each owning the parameters that no earlier one owns."""
         owned_by_earlier = set(self._unlayered)
         packs: list[Pack] = []
         for first, last in pairwise(bounds):

@@ -17,14 +17,14 @@ Bounds = tuple[int, ...]
 
 
 class Combine(Enum):
-    """What a cut costs: the costs of its parts added up, or the largest of them."""
+    """How a cut is judged: the costs of its parts added up, or the largest of them."""
 
     SUM = "sum"
     MAX = "max"
 
 
 def sums_of(values: Sequence[float]) -> NDArray[np.float64]:
-    """What every part costs that costs the sum of its values: see `BestCuts`."""
+    """Return the costs of parts that cost the sum of their values: see `BestCuts`."""
     before = np.array([0, *accumulate(values)], dtype=np.float64)
     return before[None, :] - before[:, None]
 
@@ -70,13 +70,13 @@ class BestCuts:
             self._begins.append(begins.tolist())
 
     def cost(self, parts: int, items: int | None = None) -> float:
-        """Of the cheapest cut of the first `items` (None: of all) into `parts`; infinite if there is none."""
+        """Return the cost of the cheapest cut of the first `items` (None: all) into `parts`; infinite if there is none."""
         if not 0 < parts <= len(self._costs):
             return float("inf")
         return self._costs[parts - 1][self._count if items is None else items]
 
     def bounds(self, parts: int, items: int | None = None) -> Bounds | None:
-        """That cut, None if there is none."""
+        """Return that cut, None if there is none."""
         if self.cost(parts, items) == float("inf"):
             return None
         bounds = [self._count if items is None else items]

@@ -6,7 +6,7 @@ forward and keeps the graph, through which `P2.0` propagates back; `O2` swaps th
 update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0` and `T1.0` move the stash of micro-batch 0
 for pack 1 to the host and back; `N` is the point where the gradient norm of the whole model is known; `D2` updates pack 2,
 which never leaves the device, there; `R2` adds up the gradients of pack 2 that several devices have, so that each updates
-its own piece: in front of `O2`, or on the host behind it; `A2` brings together the weights of pack 2 of which each has
+its own piece: before `O2`, or on the host after it; `A2` brings together the weights of pack 2 of which each has
 swapped in its share.
 
 Parameters that no layer call covers are packs without calls, which come last: `I4` at the beginning of a step brings what
@@ -59,7 +59,7 @@ class Task:
 
     @staticmethod
     def parse(text: str) -> Task:
-        """The task that prints as `text`. Raises ValueError where none does."""
+        """Return the task that prints as `text`. Raises ValueError where none does."""
         pack, _, micro_batch = text[1:].partition(".")
         task = Task(TaskKind(text[:1]), int(pack or 0), int(micro_batch or -1))
         if str(task) != text:
@@ -78,7 +78,7 @@ class Pack:
     Attributes:
         index: its number in the plan.
         positions: the positions in the call order that it covers; none: of a pack that is on the device for all of them.
-        layers: the layers behind them, each once.
+        layers: the layers called there, each once.
         parameters: canonical names of their parameters, each once.
         owned: those of `parameters` that no earlier pack with a backward pass has; the host updates them with this pack,
             whose gradient is the last of theirs to arrive.
@@ -118,15 +118,15 @@ class Pack:
     backward_ms: float = 0.0
 
     def swap_in_bytes(self, shared: bool) -> int:
-        """What one swap-in moves; `shared`: of a device's share."""
+        """Return what one swap-in moves; `shared`: of a device's share."""
         return self.weight_bytes - self.gathered_bytes * shared
 
     def swap_out_bytes(self, rank: int | None = None) -> int:
-        """What one swap-out of its gradients moves on device `rank`; None: on the one that moves most."""
+        """Return what one swap-out of its gradients moves on device `rank`; None: on the one that moves most."""
         return self.piece_bytes(rank) if self.sent_bytes else self.gradient_bytes
 
     def piece_bytes(self, rank: int | None = None) -> int:
-        """What waits on the host for the update of device `rank`; None: of the one that has most."""
+        """Return what waits on the host for the update of device `rank`; None: of the one that has most."""
         if not self.gradient_pieces:
             return self.gradient_bytes
         return max(self.gradient_pieces) if rank is None else self.gradient_pieces[rank]
@@ -170,7 +170,7 @@ class Packing:
 
     @property
     def turning(self) -> tuple[int, ...]:
-        """Of several devices: the last pack of each one's forward pass, which begins its backward pass, and stays there."""
+        """The last pack of each device's forward pass, which begins its backward pass, and stays there."""
         last = {self.packs[index].device: index for index in (*self.forward, self.backward[-1])}
         return tuple(index for index in last.values() if index != self.backward[-1])
 
@@ -182,7 +182,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Where things wait, and when tasks are issued: what the ds_config says (the first three), and what the search decides.
+    """Places and times of tasks: as the ds_config says (the first three), and as the search decides.
 
     Of one kind of update (`deferred_update`), size of slices and number of devices, every policy gives the same bits.
 
@@ -291,18 +291,18 @@ class Plan:
         return held
 
     def owners_of(self, pack: Pack) -> list[Pack]:
-        """The packs whose update `pack` must wait for before it is swapped in: its own, and those it borrows from."""
+        """Return the packs whose updates the swap-in of `pack` waits for: its own, and those that it shares with."""
         shared = set(pack.parameters) - set(pack.owned)
         return [pack, *(other for other in self.packs if other is not pack and shared & set(other.owned))]
 
     def part(self, begin: int, end: int | None = None) -> Plan:
-        """The tasks from one place to before another."""
+        """Return the tasks from one place to before another."""
         part = slice(begin, end)
         return replace(self, tasks=self.tasks[part], activation_bytes=self.activation_bytes[part])
 
     def to_json(self) -> str:
         data = asdict(replace(self, tasks=(), rows=WHOLE_CALLS))
-        del data["rows"]  # whoever runs the plan has found them out
+        del data["rows"]  # measured anew by the process that runs the plan
         return json.dumps({**data, "tasks": [str(task) for task in self.tasks]})
 
     @staticmethod

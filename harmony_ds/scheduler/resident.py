@@ -15,7 +15,7 @@ def may_stay(request: PlanRequest) -> bool:
 
 
 def resident_packs(packing: Packing, count: int | None) -> tuple[int, ...]:
-    """The last `count` packs of the backward pass (None: none), without those that cannot be resident.
+    """Return the last `count` packs of the backward pass (None: none), without those that cannot be resident.
 
     A parameter has one place: a pack is not resident if it shares one with a pack that is not.
     """
@@ -23,7 +23,7 @@ def resident_packs(packing: Packing, count: int | None) -> tuple[int, ...]:
 
 
 def closed(packing: Packing, wanted: Sequence[int]) -> tuple[int, ...]:
-    """Those of `wanted` that share no parameter with a pack that is not resident."""
+    """Return the packs of `wanted` that share no parameter with a pack that is not resident."""
     if not wanted:
         return ()
     having, wanted = holders(packing), list(wanted)
@@ -45,7 +45,7 @@ def holders(packing: Packing) -> dict[int, set[int]]:
 
 
 def why_not_resident(packing: Packing, count: int | None) -> list[str]:
-    """A line for each of the last `count` packs that `resident_packs` leaves out."""
+    """Return a line for each of the last `count` packs that `resident_packs` leaves out."""
     resident = resident_packs(packing, count)
     lines = []
     for index in packing.backward[-count:] if count else ():
@@ -56,7 +56,7 @@ def why_not_resident(packing: Packing, count: int | None) -> list[str]:
 
 
 def sharing(packing: Packing, index: int, resident: tuple[int, ...] | list[int]) -> tuple[str, int] | None:
-    """A parameter of pack `index`, and a pack outside `resident` that has it too; None if there is none."""
+    """Return a parameter of pack `index`, and a pack outside `resident` that has it too; None if there is none."""
     mine = packing.packs[index].parameters
     for other in packing.packs:
         if other.index != index and other.index not in resident:

@@ -25,7 +25,7 @@ _CONTRADICTS = (
 def adopt(
     plan: Plan, graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest
 ) -> Choice:
-    """The choice of `plan`: its packs and its policy, with tasks and memory for what is wanted now.
+    """Return the choice of `plan`: its packs and its policy, with tasks and memory for what is wanted now.
 
     Raises:
         ConfigError: it was made for another model, other dtypes or another kind of update, or contradicts itself.
@@ -56,7 +56,7 @@ def adopt(
 
 
 def _rebuilt(plan: Plan, packer: Packer, calls: tuple[int, ...]) -> Packing:
-    """The same packs of this model, which makes these calls."""
+    """Return the same packs of this model, which makes these calls."""
     packing, resident = plan.packing, plan.policy.resident
     try:
         backward, forward = _bounds(packing, packing.backward), _bounds(packing, packing.forward)
@@ -79,7 +79,7 @@ def _packs(packing: Packing) -> tuple[object, ...]:
 
 
 def _depends_on(packing: Packing, policy: Policy) -> dict[str, str]:
-    """What must be the same when a plan is made and when it is run."""
+    """Return what must be the same when a plan is made and when it is run."""
     return {
         "gradient clipping or loss scaling:": str(policy.deferred_update).lower(),
         "harmony.grouping:": str(policy.grouping).lower(),

@@ -1,10 +1,10 @@
 """Searches for the fastest plan that fits.
 
 What is varied: where the passes are cut into packs, each in its own way; how much of the stash waits on the host; which
-packs stay on the device from forward to backward, and which from step to step; whether swaps are issued ahead; whose graphs
+packs stay on the device from forward to backward, and which from step to step; whether swaps are issued early; whose graphs
 are kept.
 
-First many ways to cut are looked at, with few uses of memory each; then, again and again, the neighbours of the best few.
+First many ways to cut are tried, with few uses of memory each; then, again and again, the neighbours of the best few.
 All are judged by their outlook: the walks over a few micro-batches that stand for all. Those chosen are walked in full.
 Times are compared in steps of two thousandths; of equally fast plans the one that moves fewer bytes is taken, then the one
 with fewer packs. Nothing depends on chance.
@@ -37,13 +37,13 @@ from harmony_ds.scheduler.simulate import Prediction, simulate
 
 _QUANTUM = math.log1p(2e-3)
 _BEAM = 6
-"""So many of the best ways to cut have their neighbours looked at."""
+"""So many of the best ways to cut have their neighbours tried."""
 _AT_ONCE = 48
 """So many neighbours of one, before those of the best are gone on with."""
 _PATIENCE = 900
 """After so many plans none of which was better, the others are taken not to be."""
 _WORK, _FIRST_WORK = 500_000, 300_000
-"""After so many tasks walked no more neighbours are looked at; after so many, no more ways to cut from scratch."""
+"""After so many tasks walked no more neighbours are tried; after so many, no more ways to cut from scratch."""
 _SIMULATED = 3
 """So much more work it is to simulate a task than to walk it."""
 _SLOWER, _MARGIN = 2, 1.1
@@ -51,7 +51,7 @@ _SLOWER, _MARGIN = 2, 1.1
 _FEW = 6
 """Of so many packs at most, every set of them is tried as the resident ones."""
 _SHORT = 8
-"""Of so many packs at most, all uses of memory are looked at for each way to cut."""
+"""Of so many packs at most, all uses of memory are tried for each way to cut."""
 _PIECES = 8
 """In so many pieces, at most, the stash for a pack moves while candidates are compared; in fewer where packs are many."""
 _MANY = 24
@@ -63,7 +63,7 @@ _TRIALS = 4
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan that fits, what it will take, and how it came about."""
+    """A plan that fits, what it will take, and how it was found."""
 
     plan: Plan
     prediction: Prediction
@@ -73,7 +73,7 @@ class Choice:
 def search(
     graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int = 1
 ) -> tuple[Choice, ...]:
-    """The `top` fastest plans that fit, best first; such as the host has room for, if the fastest is not and any is.
+    """Return the `top` fastest plans that fit, best first; such as the host has room for, if the fastest is not and any is.
 
     Raises:
         ConfigError: there are more devices than packs.
@@ -137,7 +137,7 @@ class _Found:
 
 
 class _Search:
-    """What is known of one request while it is searched."""
+    """The state of the search for one request."""
 
     def __init__(self, costs: CostTable, machine: Machine, packer: Packer, request: PlanRequest, top: int) -> None:
         self._costs = costs
@@ -163,9 +163,9 @@ class _Search:
     # ---- the way
 
     def run(self) -> None:
-        """Look at ways to cut from scratch, then at neighbours of the best."""
+        """Try ways to cut from scratch, then at neighbours of the best."""
         cuts = Cuts(self._costs, self._packer, self._request)
-        self._look_at(cuts.first(), cuts)
+        self._try_cuts(cuts.first(), cuts)
         varied: set[Cut] = set()
         while not self._request.is_manual and (not varied or self._work < _FIRST_WORK):
             best = (self._cuts[_cuts_of(one.packing)] for one in self.found)
@@ -173,31 +173,31 @@ class _Search:
             if cut is None:
                 break
             varied.add(cut)
-            self._look_at(cuts.near(cut), cuts)
+            self._try_cuts(cuts.near(cut), cuts)
         if self._request.thorough and self._request.policy.grouping:
             self._improve()
 
-    def _look_at(self, several: Iterable[Cut], cuts: Cuts) -> None:
+    def _try_cuts(self, several: Iterable[Cut], cuts: Cuts) -> None:
         slower: Counter[Kind] = Counter()
         for cut in several:
             made = cuts.packing(cut) if slower[cut.kind] < _SLOWER else None
             if made is None or self._cuts.setdefault(_cuts_of(made[0]), cut) != cut:
                 continue
-            ms = self._look_at_uses(*made, thorough=len(made[0].backward) <= _SHORT)
+            ms = self._try_uses(*made, thorough=len(made[0].backward) <= _SHORT)
             if self.found and len(made[0].backward) > _SHORT:
                 slower[cut.kind] = slower[cut.kind] + 1 if ms > _MARGIN * self.found[0].ms else 0
 
-    def _look_at_uses(self, packing: Packing, cut: str, thorough: bool) -> float:
-        """Look at a few ways to use memory with these cuts. Returns the shortest step; infinite if it is too long."""
+    def _try_uses(self, packing: Packing, cut: str, thorough: bool) -> float:
+        """Try a few ways to use memory with these cuts; return the shortest step; infinite if it is too long."""
 
         def peak(policy: Policy) -> float:
             return self._peak(packing, policy)
 
         every = policies(packing, self._machine.copies_overlap, self._request, peak, thorough)
-        return min([self._look(packing, Point.of(packing, one), one, cut) for one in every], default=0.0)
+        return min([self._try(packing, Point.of(packing, one), one, cut) for one in every], default=0.0)
 
     def _improve(self) -> None:
-        """Look at the neighbours of the best, as long as they bring better ones."""
+        """Try the neighbours of the best, as long as they bring better ones."""
         waiting: dict[Point, Iterator[Point]] = {}
         over: set[Point] = set()
         self._in_vain = 0
@@ -212,7 +212,7 @@ class _Search:
                 if near is None or self._work >= _WORK:
                     over.add(best.point)
                     break
-                self._look_near(near, best)
+                self._try_near(near, best)
 
     def _around(self, best: _Found) -> Iterator[Point]:
         """Its neighbours: other uses of memory and other cuts in turn. Of few packs, first any that may be resident are."""
@@ -228,22 +228,22 @@ class _Search:
         for both in zip_longest(uses, cuts):
             yield from filter(None, both)
 
-    def _look_near(self, point: Point, best: _Found) -> None:
-        """Look at a point, or, where it does not fit, at those that differ from it by what takes too much."""
+    def _try_near(self, point: Point, best: _Found) -> None:
+        """Try a point, or, where it does not fit, those that differ from it by what takes too much."""
         known = len(self._packings)
         packing = self._packing(point)
         if len(self._packings) > known and len(packing.backward) <= _SHORT:
-            self._look_at_uses(packing, f"{len(packing.backward)} packs, cut by trial", thorough=True)
+            self._try_uses(packing, f"{len(packing.backward)} packs, cut by trial", thorough=True)
         policy = point.policy_for(packing, self._request.policy)
         same = packing is best.packing
         cut = best.cut if same else f"{len(packing.backward)} packs, cut by trial"
         if self._peak(packing, policy) <= self._budget:
-            self._look(packing, point, policy, cut)
+            self._try(packing, point, policy, cut)
             return
         for way in self._smaller(packing, policy):
             fitting = first_fitting(way, lambda one: self._peak(packing, one), self._request)
             if fitting is not None:
-                self._look(packing, Point.of(packing, fitting, point.graphs), fitting, cut)
+                self._try(packing, Point.of(packing, fitting, point.graphs), fitting, cut)
 
     def _smaller(self, packing: Packing, policy: Policy) -> Iterator[list[Policy]]:
         """Policies of less and less memory."""
@@ -267,7 +267,7 @@ class _Search:
         return self._packings[cuts]
 
     def _stages(self, packing: Packing, policy: Policy) -> list[int]:
-        """The peak in bytes by stage, without graphs."""
+        """Return the peak in bytes by stage, without graphs."""
         key = (*_cuts_of(packing), policy)
         peaks = self._peaks.get(key)
         if peaks is None:
@@ -279,7 +279,7 @@ class _Search:
         return peaks
 
     def _peak(self, packing: Packing, policy: Policy) -> float:
-        """The device peak in bytes; infinite where the host has no room."""
+        """Return the device peak in bytes; infinite where the host has no room."""
         room = self._request.host_bytes
         if room is not None:
             plan = Plan(packing, policy, (), self._request.micro_batches, 0, 0)
@@ -287,7 +287,7 @@ class _Search:
                 return float("inf")
         return max(self._stages(packing, policy))
 
-    def _look(self, packing: Packing, point: Point, policy: Policy, cut: str) -> float:
+    def _try(self, packing: Packing, point: Point, policy: Policy, cut: str) -> float:
         """Simulate a candidate that fits. Returns the time of its step; infinite if it is none of the best."""
         if point in self._tried:
             return float("inf")
@@ -301,12 +301,12 @@ class _Search:
             + [one.ms for one in self.found[self._most - 1 :]],
             default=float("inf"),
         )
-        new = self._judged(_Found(float("inf"), (), packing, policy, point, cut), max(peaks), pieces, wanted_ms)
+        new = self._timed(_Found(float("inf"), (), packing, policy, point, cut), max(peaks), pieces, wanted_ms)
         better = new.ms < float("inf") and self._add(new)
         self._in_vain = 0 if better else self._in_vain + 1
         return new.ms
 
-    def _judged(self, found: _Found, peak: int, pieces: int, wanted_ms: float = float("inf")) -> _Found:
+    def _timed(self, found: _Found, peak: int, pieces: int, wanted_ms: float = float("inf")) -> _Found:
         if self._outlook.least_ms(found.packing, found.policy) > wanted_ms:
             return found
         short = self._outlook.short(found.packing, found.policy)
@@ -334,13 +334,13 @@ class _Search:
     # ---- the end
 
     def choices(self) -> tuple[Choice, ...]:
-        """The best, walked and simulated in full."""
+        """Return the best, walked and simulated in full."""
         near = [one for place, one in enumerate(self.found) if place < self._top or one.ms < _NEAR * self.found[0].ms]
-        finalists = sorted((self._judged(one, one.rank[-1], STASH_PIECES) for one in near), key=lambda one: one.rank)
-        choices = [self._settled(one) for one in finalists[: self._top]]
+        finalists = sorted((self._timed(one, one.rank[-1], STASH_PIECES) for one in near), key=lambda one: one.rank)
+        choices = [self._with_graphs(one) for one in finalists[: self._top]]
         return tuple(sorted(choices, key=lambda one: steps(one.prediction.step_ms)))
 
-    def _settled(self, found: _Found) -> Choice:
+    def _with_graphs(self, found: _Found) -> Choice:
         """With as many graphs as fit to the byte; without any, if they bring nothing."""
         packing, without = found.packing, replace(found.policy, graphs=())
         policy, bytes_of = found.policy, self._outlook.pack_bytes(found.packing, without)
@@ -366,12 +366,12 @@ class _Search:
 
 
 def _cuts_of(packing: Packing) -> tuple[Bounds, Bounds]:
-    """Where packs end, in both passes."""
+    """Return the ends of packs, in both passes."""
     return tuple(
         tuple(packing.packs[index].positions[-1] for index in order) for order in (packing.backward, packing.forward)
     )  # type: ignore[return-value]
 
 
 def steps(ms: float) -> int:
-    """A time in steps of two thousandths."""
+    """Return a time in steps of two thousandths."""
     return math.ceil(math.log(max(ms, 1e-9)) / _QUANTUM)

@@ -22,10 +22,10 @@ _STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a plan will take.
+    """The time and bytes that a plan will take.
 
     Attributes:
-        step_ms: from the end of one step to the end of the next, updates that lag behind apart.
+        step_ms: from the end of one step to the end of the next, late updates apart.
         busy_ms: how long each stream works in a step.
         swaps: bytes between host and device.
         spans: the second of two steps, from its first task on.

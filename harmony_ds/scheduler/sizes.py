@@ -16,7 +16,7 @@ from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.search import Choice, steps
 
 _GAIN = 0.99
-"""A size that is not at least this much faster than a smaller one is not looked at."""
+"""A size that is not at least this much faster than a smaller one is not tried."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -28,12 +28,12 @@ class Sizes:
 
     @staticmethod
     def of(policy: Policy) -> Sizes:
-        """Those of a plan."""
+        """Return the sizes of a plan."""
         return Sizes(policy.forward_rows, policy.backward_rows)
 
     @staticmethod
     def wanted(micro_batch: str | tuple[int, int]) -> Sizes | None:
-        """Those that harmony.micro_batch names; None: as the search finds best."""
+        """Return the sizes that harmony.micro_batch names; None: as the search finds best."""
         if isinstance(micro_batch, tuple):
             return Sizes(*micro_batch)
         return WHOLE if micro_batch == "config" else None
@@ -117,7 +117,7 @@ def _promising(profile: Profile, rows: int) -> list[tuple[float, Sizes]]:
 
 
 def _front(times: Iterable[tuple[int, float]]) -> list[int]:
-    """The sizes that are faster than every smaller one."""
+    """Return the sizes that are faster than every smaller one."""
     chosen: list[int] = []
     best_ms = float("inf")
     for size, ms in times:

@@ -1,4 +1,4 @@
-"""What ran, or will run, on which stream and when."""
+"""Work on streams, and when it ran or will run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PEER = "peer"
 
 
 def of_device(stream: str, device: int) -> str:
-    """The name of a stream, or of a link, of one of several devices, which share the host."""
+    """Return the name of a stream, or of a link, of one of several devices, which share the host."""
     return stream if not device or stream in (HOST, UPDATE) else f"{stream} {device}"
 
 
 def streams_of(devices: int, peers: bool) -> tuple[str, ...]:
-    """The streams of so many devices of one process, and of their host. `peers`: there are devices of other processes."""
+    """Return the streams of a process's devices, and of their host. `peers`: other processes have devices, too."""
     own = (SWAP_IN, COMPUTE, SWAP_OUT, PEER)
     more = tuple(of_device(stream, device) for device in range(1, devices) for stream in own)
     return (*STREAMS, *((PEER,) if peers or more else ()), *more)
@@ -26,7 +26,7 @@ def streams_of(devices: int, peers: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work on a stream, predicted or executed: when it ran, and the task (or tasks) behind it."""
+    """Work on a stream, predicted or executed: when it ran, and its task or tasks."""
 
     stream: str
     begin_ms: float
@@ -35,7 +35,7 @@ class Span:
 
     @property
     def name(self) -> str:
-        """As its tasks print; what the host does with gradients that have arrived is their norm, or their sum."""
+        """The name by which its tasks print; the host takes the norm of gradients that have arrived, or their sum."""
         first, more = self.tasks[0], len(self.tasks) - 1
         arrived = self.stream == UPDATE and first.kind is TaskKind.SWAP_OUT
         return f"{'gradients ' if arrived else ''}{first}{f'+{more}' if more else ''}"

@@ -32,8 +32,8 @@ class Swaps:
 
 
 def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequence[int] = ()) -> Swaps:
-    """The bytes that the tasks of `plan` move on device `rank` (None: on the one that moves most); what the ledger will
-    count. `counts`: how many micro-batches each one stands for; empty: for itself.
+    """Return the bytes that the tasks of `plan` move on device `rank` (None: on the one that moves most), as the ledger
+    will count them. `counts`: how many micro-batches each one stands for; empty: for itself.
     """
     weights = gradients = out = back = sent = 0
     away = {p for index in plan.packing.forward[: plan.policy.stash_on_host] for p in plan.packs[index].positions}
@@ -60,12 +60,12 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
 
 
 def stash_bytes(pack: Pack, costs: CostTable) -> int:
-    """What one micro-batch stashes for a pack."""
+    """Return what one micro-batch stashes for a pack."""
     return sum(costs.costs[p].stash_bytes for p in pack.positions)
 
 
 def between_devices(packing: Packing, flow: Flow, micro_batches: int) -> dict[tuple[int, int], int]:
-    """What a step takes from a device to another, by their numbers: activations, and gradients of them."""
+    """Return what a step takes from a device to another, by their numbers: activations, and gradients of them."""
     between: Counter[tuple[int, int]] = Counter()
     for move in _moves(packing, flow):
         between[move.source, move.target] += move.nbytes * (1 if move.is_lasting else micro_batches)

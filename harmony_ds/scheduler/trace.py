@@ -30,7 +30,7 @@ class ExecutedStep:
         plan: that was executed, with the tasks of the group that ran.
         issued_ms: for each task, from when to when the host was busy with it, waiting for earlier updates apart.
         device_bytes: for each task, what was in use when it had been issued.
-        spans: work on the streams, in order of its beginning. Updates may end behind the step.
+        spans: work on the streams, in order of its beginning. Updates may end after the step.
     """
 
     plan: Plan
@@ -45,7 +45,7 @@ class ExecutedStep:
 
     @property
     def step_ms(self) -> float:
-        """Until host and device were done; updates that lag behind apart."""
+        """Until host and device were done; late updates apart."""
         ends = [end for _, end in self.issued_ms]
         return max([*ends, *(span.end_ms for span in self.spans if span.stream != UPDATE)], default=0.0)
 
@@ -62,7 +62,7 @@ def trace_of(
     executed: ExecutedStep | None = None,
     layer_names: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The predicted step of `plan`, and beside it the executed one, as an object that `json.dumps` takes.
+    """Return the predicted step of `plan`, and beside it the executed one, as an object that `json.dumps` takes.
 
     Args:
         costs: of one micro-batch, for the bytes of the stash and the memory alive.
@@ -87,7 +87,7 @@ def trace_of(
 
 
 def _one_by_one(spans: Sequence[Span]) -> Iterator[Span]:
-    """The simulator runs the micro-batches of a pack as one job: each gets its share."""
+    """Return each micro-batch's share of its pack's job, which the simulator runs as one."""
     for span in spans:
         if len(span.tasks) < 2:
             yield span
@@ -141,7 +141,7 @@ class _Process:
         return {"ph": phase, "name": name, "pid": self.pid, "tid": tid, "ts": _us(begin_ms), "args": args}
 
     def _args(self, span: Span) -> _Event:
-        """The same keys for every event: pack and micro-batch are -1, bytes 0, where there are none."""
+        """Return the same keys for every event: pack and micro-batch are -1, bytes 0, where there are none."""
         task = span.tasks[0]
         whole = task.kind is TaskKind.NORM
         pack = self.plan.packs[task.pack]

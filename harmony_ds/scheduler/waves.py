@@ -40,7 +40,7 @@ class Visit:
 
 
 def issued(visits: Sequence[Visit], last_first: bool = False) -> Iterator[Task]:
-    """The tasks of `visits`, which are in the order in which each micro-batch passes them. `last_first`: the updates of the
+    """Return the tasks of `visits`, in the order in which each micro-batch passes them. `last_first`: the updates of the
     last packs end first, so that the swap-ins of their devices are issued first.
     """
     if len({visit.pack.device for visit in visits}) > 1:
@@ -75,7 +75,7 @@ def _in_waves(visits: Sequence[Visit], last_first: bool) -> Iterator[Task]:
 
 
 def _moved(visit: Visit, after: Visit | None, micro_batch: int) -> list[Task]:
-    """What takes the results of `visit` to the device of the visit that comes next."""
+    """Return what takes the results of `visit` to the device of the visit that comes next."""
     if after is None or after.pack.device == visit.pack.device:
         return []
     back = after.is_backward and visit.is_backward

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import runpy
 import sys
-from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "paper"
 RESULTS = FOLDER.parent / "results" / "paper"
 IMAGES = FOLDER.parents[1] / "docs" / "images" / "paper"
-NAMES = ("table1", "fig8", "fig10", "fig12", "fig13", "fig17", "fig21")
+NAMES = ("fig8", "fig10", "fig12", "devices", "fig13", "fig17", "fig21")
 PNG = b"\x89PNG"
 
 
@@ -50,15 +47,6 @@ def test_grouped_swaps_do_not_grow_and_those_of_each_alone_do(tmp_path: Path, mo
     assert alone == [group * grouped[0] for group in groups]
 
 
-def test_the_schedule_found_is_no_slower_than_the_published_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (row,) = content_of("table1", tmp_path, monkeypatch)["simulated"]
-
-    assert row["published_simulated_s"] == pytest.approx(row["published_estimate_s"], rel=0.01)
-    assert row["step_s"] <= row["published_simulated_s"]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_results_and_figure_are_kept(name: str) -> None:
     content = json.loads((RESULTS / f"{name}.json").read_text())
@@ -78,38 +66,7 @@ def test_the_kept_training_is_plain_training_bit_for_bit(name: str) -> None:
 
 
 def test_the_page_is_made_from_the_kept_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "paper.md"
-    run("page", monkeypatch, "--out", str(page))
+    run("page", monkeypatch, "--out", str(tmp_path))
 
-    assert page.read_text() == (FOLDER.parents[1] / "docs" / "paper.md").read_text()
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("machine")
-
-
-def test_packs_of_merged_layers_cost_what_packs_of_their_layers_cost(machine: ModuleType) -> None:
-    profile = machine.published_profile("GPT2-10B")
-    layers, merged = machine.PackCosts(profile), machine.PackCosts(machine.merged(profile, 6))
-    places = [0, 1, *range(7, 52, 6), 52, 53, 54]
-
-    assert merged.count == len(places) - 1
-    for a, b in combinations(range(len(places)), 2):
-        first, last = places[a], places[b]
-        assert merged.state_bytes(a, b) == layers.state_bytes(first, last)
-        assert merged.input_bytes(a) == layers.input_bytes(first)
-        assert merged.backward_ms(2, a, b) == pytest.approx(layers.backward_ms(2, first, last))
-        assert merged.memory(True, 2)(a, b) == layers.memory(True, 2)(first, last)
-        assert merged.memory(False, 2)(a, b) == layers.memory(False, 2)(first, last)
-
-
-def test_a_deeper_profile_has_the_published_bytes_of_twenty_billion_parameters(machine: ModuleType) -> None:
-    profile = machine.deeper(machine.published_profile("GPT2-10B"), {3: 50})
-    deeper = machine.PackCosts(profile)
-
-    assert deeper.count == 104
-    assert sum(layer.weight_bytes for layer in profile.layers) / 2**30 == pytest.approx(76.57, abs=0.01)
-    assert deeper.forward_ms(1, 0, 104) == pytest.approx(5408, abs=1)
-    assert deeper.backward_ms(1, 0, 104) == pytest.approx(17098, abs=1)
+    assert (tmp_path / "paper.md").read_text() == (FOLDER.parents[1] / "docs" / "paper.md").read_text()
+    assert {path.stem for path in tmp_path.glob("*.png")} == set(NAMES)

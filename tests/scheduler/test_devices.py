@@ -138,7 +138,7 @@ def test_the_host_reads_all_gradients_and_writes_their_sum() -> None:
         ("host", {"peer_bytes_per_ms": 5000.0}, [True]),
     ],
 )
-def test_reducing_on_the_host_is_looked_at_unless_devices_reach_each_other_faster(
+def test_reducing_on_the_host_is_tried_unless_devices_reach_each_other_faster(
     wanted: str, rates: dict[str, Any], on_host: list[bool]
 ) -> None:
     request = PlanRequest(HarmonySettings(reduce=wanted), 3, 10_000, 0, DEFERRED, beside_bytes=7, exchange_bytes=300)

@@ -1,4 +1,4 @@
-"""What waits in host memory, told from packs and policies before anything is composed."""
+"""Bytes that wait in host memory, told from packs and policies before anything is composed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_where_the_device_is_too_small_the_hosts_room_is_not_what_is_said() -> N
         search(GRAPH, COSTS, GPU, FP32, request)
 
 
-def test_a_device_without_a_budget_has_its_host_looked_at_too() -> None:
+def test_a_device_without_a_budget_has_its_host_checked_too() -> None:
     request = PlanRequest(HarmonySettings(), 6, None, 0, Policy(), host_bytes=0)
     assert search(GRAPH, COSTS, GPU, FP32, request) == search(
         GRAPH, COSTS, GPU, FP32, replace(request, host_bytes=None)

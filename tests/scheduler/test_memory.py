@@ -227,7 +227,7 @@ def test_a_stash_is_counted_once_on_the_device_and_once_per_pack_on_the_host() -
     assert peaks(packs, costs, "E1", ON_DEVICE) == [1_000, 1_000]
     assert peaks(packs, costs, "T1.0", ON_HOST) == [1_000]
     assert peaks(packs, costs, "T0.0", ON_HOST) == [1_000]
-    # It lingers behind call 0, and is on its way to the host with pack 1.
+    # It lingers after call 0, and is on its way to the host with pack 1.
     assert peaks(packs, costs, "F1.0", ON_HOST) == [2_000]
 
 

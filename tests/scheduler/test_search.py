@@ -212,7 +212,7 @@ def test_without_a_budget_and_with_little_to_hide_all_is_one_pack_that_recompute
     assert not plan.policy.stash_on_host
 
 
-def test_neighbours_are_looked_at_until_so_much_has_been_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_are_tried_until_so_much_has_been_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Random(7)
     calls = [
         replace(COSTS.costs[0], forward_ms=draw.uniform(0.2, 2), backward_ms=draw.uniform(0.5, 6), propagate_ms=0.2)

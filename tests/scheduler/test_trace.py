@@ -35,7 +35,7 @@ def plan_of(policy: Policy = STASHING, unlayered: bool = False) -> Plan:
 
 
 def executed_of(plan: Plan) -> ExecutedStep:
-    """As if each task had taken one millisecond on the compute stream."""
+    """Execute each task as if it had taken one millisecond on the compute stream."""
     count = len(plan.tasks)
     times = tuple((float(i), i + 1.0) for i in range(count))
     spans = tuple(Span("compute", *times[i], (task,)) for i, task in enumerate(plan.tasks))
@@ -84,7 +84,7 @@ def test_both_steps_have_the_same_tracks_in_the_same_order() -> None:
     assert names == ["simulated step", "executed step"]
 
 
-def test_the_same_task_looks_the_same_in_both() -> None:
+def test_the_same_task_is_drawn_the_same_in_both() -> None:
     plan = plan_of()
     events = drawn(plan, executed_of(plan))
     looks = [

@@ -1,4 +1,4 @@
-"""What a list of tasks must keep to, task by task: what the composer issues is checked against it."""
+"""Rules that a list of tasks must keep to, task by task: what the composer issues is checked against it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def composed(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]
 def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Policy = _DEFAULT) -> None:
     """Raises PlanError unless every micro-batch passes every pack once, forward in order and backward in reverse, with
     the pack's weights (gathered, where several devices share them) and its own stash on the device; every gradient is
-    swapped out once (without grouping, once for each micro-batch), behind the last backward, freed as often, and updated
-    once behind that (and behind the norm, if there is one, or the backward pass, as the policy says), and of several
+    swapped out once (without grouping, once for each micro-batch), after the last backward, freed as often, and updated
+    once after that (and after the norm, if there is one, or the backward pass, as the policy says), and of several
     devices reduced before it is swapped out; and nothing is left on the device but the resident packs, which are never
     swapped and share no parameter with others. The unlayered parameters are there while anything runs. A pack whose graph
     is kept stays until that has been propagated through, and is not recomputed. Of several devices that one process
@@ -50,7 +50,7 @@ def _require(holds: bool, wrong: str) -> None:
 
 
 class _Walk:
-    """What has happened so far."""
+    """The events so far."""
 
     def __init__(self, packing: Packing, group: Group, policy: Policy, deferred: bool) -> None:
         self._packing, self._group, self._policy = packing, group, policy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from benchmarks.vldb22.planner.graph import Mode, Schedule, Setup
-from benchmarks.vldb22.planner.machine import Server
-from benchmarks.vldb22.planner.profile import LayerCost, LayerProfile, PackCosts, PassCosts
+from benchmarks.vldb22.cost_model.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.cost_model.profile import LayerCost, LayerProfile, PackCosts, PassCosts
+from benchmarks.vldb22.cost_model.server import Server
 
 MACHINE = Server(swap=100.0, peer=50.0, message=400.0, free_ms=1.0)
 LAYERS = 6

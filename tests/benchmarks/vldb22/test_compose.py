@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from benchmarks.vldb22.planner.compose import compose, split_samples
-from benchmarks.vldb22.planner.graph import (
+from benchmarks.vldb22.cost_model.compose import compose, split_samples
+from benchmarks.vldb22.cost_model.graph import (
     Content,
     DeviceTask,
     DeviceTaskKind,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from benchmarks.vldb22.planner.compose import compose
-from benchmarks.vldb22.planner.graph import Medium, Mode, Schedule, Setup
-from benchmarks.vldb22.planner.volumes import count_volumes
+from benchmarks.vldb22.cost_model.compose import compose
+from benchmarks.vldb22.cost_model.graph import Medium, Mode, Schedule, Setup
+from benchmarks.vldb22.cost_model.volumes import count_volumes
 from tests.benchmarks.vldb22.examples import LAYERS, costs_of, schedules, setups
 
 COSTS = costs_of()

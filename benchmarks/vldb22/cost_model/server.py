@@ -1,4 +1,4 @@
-"""The machine that a schedule is simulated on: constants, no behaviour."""
+"""The server that a schedule is simulated on: constants, no behaviour."""
 
 from __future__ import annotations
 
@@ -24,10 +24,5 @@ class Server:
     free_ms: float
 
 
-HARMONY_VLDB22 = Server(
-    swap=11.5 * _GIB / 1000,
-    peer=8.2 * _GIB / 1000,
-    message=16 * _GIB / 1000,
-    free_ms=40.0,
-)
+HARMONY_VLDB22 = Server(swap=11.5 * _GIB / 1000, peer=8.2 * _GIB / 1000, message=16 * _GIB / 1000, free_ms=40.0)
 """Four or eight GTX 1080 Ti on PCIe 3: the defaults of Harmony's scheduler (VLDB'22, msr-fiddle/harmony)."""

@@ -27,7 +27,7 @@ class DeviceTaskKind(Enum):
 
 
 class Content(Enum):
-    """What passes: of a layer's tensors, or of a range of layers."""
+    """Contents of ports: of a layer's tensors, or of a range of layers."""
 
     INPUT = "X"
     STASH = "stash"
@@ -100,7 +100,7 @@ class DeviceTask:
         return sum(self.micro_batches)
 
     def taken(self, content: Content) -> Port | None:
-        """The first thing of this kind that it takes."""
+        """Return the first thing of this kind that it takes."""
         return next((port for port in self.takes if port.content is content), None)
 
     def given(self, *contents: Content) -> tuple[Port, ...]:
@@ -110,14 +110,14 @@ class DeviceTask:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is to be run: the mode, the number of devices, and the samples of one optimizer step over all of them."""
+    """A run: the mode, the number of devices, and the samples of one optimizer step over all of them."""
 
     mode: Mode
     devices: int
     batch: int
 
     def share(self, rank: int) -> int:
-        """Samples of one device: all of them in a pipeline; in data parallel the first devices have one more."""
+        """Return the samples of one device: all of them in a pipeline; in data parallel the first devices have one more."""
         if self.mode is Mode.PIPELINE:
             return self.batch
         return self.batch // self.devices + (rank < self.batch % self.devices)
@@ -125,7 +125,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the search chooses.
+    """A schedule: sizes and cuts.
 
     Attributes:
         forward_micro_batch, backward_micro_batch: samples in one; the last one of a device may be smaller.
@@ -145,7 +145,7 @@ class Schedule:
             )
 
     def __str__(self) -> str:
-        """The sizes and the numbers of packs."""
+        """Return the sizes and the numbers of packs."""
         return (
             f"({self.forward_micro_batch}, {len(self.forward) - 1}, "
             f"{self.backward_micro_batch}, {len(self.backward) - 1})"

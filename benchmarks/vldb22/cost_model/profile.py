@@ -1,4 +1,4 @@
-"""What the layers of a model cost, and what a pack of them costs. Knows neither devices nor tasks.
+"""The costs of a model's layers, and what a pack of them costs. Knows neither devices nor tasks.
 
 A pack is the layers from a first one to before a last one, as between two bounds of `harmony_ds.scheduler.partition`.
 """
@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
-from numpy.typing import NDArray
+PartCost = Callable[[int, int], float]
+"""Return what the layers from the first number to before the second cost as one pack."""
 
-from benchmarks.vldb22.planner.cuts import PartCost, sum_and_input, sum_of
+
+def sum_of(values: Sequence[float]) -> PartCost:
+    """Return the cost of packs that cost the sum of their layers' values."""
+    before = (0, *accumulate(values))
+    return lambda first, last: before[last] - before[first]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer takes whatever the micro-batch: bytes, input bytes per sample, and ms of its update on the host."""
+    """The costs of one layer whatever the micro-batch: bytes, input bytes per sample, and ms of its update on the host."""
 
     weight_bytes: int
     buffer_bytes: int
@@ -42,7 +47,7 @@ class PassCosts:
     peaks_bytes: tuple[tuple[int, ...], ...]
 
     def at(self, micro_batch: int) -> tuple[list[float], list[int]]:
-        """Times and peaks of the layers at one size: linear between the sizes measured.
+        """Return times and peaks of the layers at one size: linear between the sizes measured.
 
         Beyond the last size, on the line through it and the size half as large.
         """
@@ -61,7 +66,7 @@ class LayerProfile:
 
     @staticmethod
     def from_json(text: str) -> LayerProfile:
-        """Reads the format of benchmarks/vldb22/data, which counts in seconds."""
+        """Read the format of benchmarks/vldb22/data, which counts in seconds."""
         data = json.loads(text)
         columns = ("W_bytes", "B_bytes", "K_bytes", "X_bytes_per_sample", "upd_cpu_s")
         return LayerProfile(
@@ -97,7 +102,7 @@ def _line(sizes: Sequence[int], rows: Sequence[Sequence[float]], size: int) -> l
 
 
 class PackCosts:
-    """What packs of one model cost; remembers what it has added up.
+    """The costs of a model's packs; remembers what it has added up.
 
     Times are in ms; `micro_batch` is the number of samples in one.
     """
@@ -112,7 +117,7 @@ class PackCosts:
         self._at: dict[tuple[bool, int], tuple[list[float], PartCost, PartCost]] = {}
 
     def input_bytes(self, layer: int, samples: int = 1) -> int:
-        """Of a layer; the number of layers stands for the output of the last, which is nothing."""
+        """Return the input bytes of a layer; the number of layers stands for the output of the last, which is nothing."""
         return self._inputs[layer] * samples if layer < self.count else 0
 
     def state_bytes(self, first: int, last: int) -> int:
@@ -123,7 +128,7 @@ class PackCosts:
         return self._update(first, last)
 
     def times_ms(self, backward: bool, micro_batch: int) -> list[float]:
-        """Of each layer's pass for one micro-batch; backward contains the recomputation."""
+        """Return the times of each layer's pass for one micro-batch; backward contains the recomputation."""
         return self._costs(backward, micro_batch)[0]
 
     def forward_ms(self, micro_batch: int, first: int, last: int) -> float:
@@ -140,19 +145,13 @@ class PackCosts:
         """
         return self._costs(backward, micro_batch)[2]
 
-    def all_memory(self, backward: bool, micro_batch: int) -> NDArray[np.float64]:
-        """The same of every pack, from a first layer (axis 0) to before a last one."""
-        passes = self._profile.backward if backward else self._profile.forward
-        inputs = np.array([one * micro_batch for one in self._inputs] + [0], dtype=np.float64)
-        before = np.concatenate([[0.0], np.cumsum(np.array(passes.at(micro_batch)[1]) - inputs[:-1])])
-        memory: NDArray[np.float64] = before[None, :] - before[:, None] + inputs[:, None]
-        return memory
-
     def _costs(self, backward: bool, micro_batch: int) -> tuple[list[float], PartCost, PartCost]:
         key = (backward, micro_batch)
         if key not in self._at:
             passes = self._profile.backward if backward else self._profile.forward
             times, peaks = passes.at(micro_batch)
             inputs = [one * micro_batch for one in self._inputs]
-            self._at[key] = (times, sum_of(times), sum_and_input(peaks, inputs))
+            # A layer's input is its predecessor's output: within a pack it is counted already.
+            alone = sum_of([peak - own for peak, own in zip(peaks, inputs, strict=True)])
+            self._at[key] = (times, sum_of(times), lambda first, last: alone(first, last) + inputs[first])
         return self._at[key]

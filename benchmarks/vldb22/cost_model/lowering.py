@@ -13,17 +13,17 @@ from bisect import bisect_left
 from functools import cache
 from itertools import accumulate
 
-from benchmarks.vldb22.planner.graph import Content, DeviceTask, DeviceTaskKind, Medium, Mode, Port, TaskGraph
-from benchmarks.vldb22.planner.machine import Server
-from benchmarks.vldb22.planner.profile import PackCosts
-from benchmarks.vldb22.planner.waits import Done, Overlapped, Places, Serial
+from benchmarks.vldb22.cost_model.graph import Content, DeviceTask, DeviceTaskKind, Medium, Mode, Port, TaskGraph
+from benchmarks.vldb22.cost_model.profile import PackCosts
+from benchmarks.vldb22.cost_model.server import Server
+from benchmarks.vldb22.cost_model.waits import Done, Overlapped, Places, Serial
 from harmony_ds.scheduler.events import Job
 
 
 def lower(graph: TaskGraph, costs: PackCosts, machine: Server, overlap: bool) -> list[Job]:
-    """The jobs of a graph; of a data-parallel one those of device 0, which has the largest share.
+    """Return the jobs of a graph; of a data-parallel one those of device 0, which has the largest share.
 
-    Every job stands behind those that it waits for. Times are in ms.
+    Every job stands after those that it waits for. Times are in ms.
     """
     shop = _Shop(graph, costs, machine, overlap)
     for task in graph.tasks:
@@ -168,7 +168,7 @@ class _TaskJobs:
         self._done.weights = self._shop.job(size / self._shop.swap, self._waits.weights(), self._lanes.swap_in)
 
     def _take(self, port: Port, i: int, size: int, waits: Places) -> int:
-        """The job that brings an input or a gradient of micro-batch `i`, which has `size` samples."""
+        """Return the job that brings an input or a gradient of micro-batch `i`, which has `size` samples."""
         shop = self._shop
         moved = shop.costs.input_bytes(port.first, size)
         if port.peer is None:
@@ -181,7 +181,7 @@ class _TaskJobs:
         return shop.job(moved / shop.swap, (ready, *waits), self._lanes.swap_in)
 
     def _hand_on(self, i: int, size: int) -> None:
-        """An output or a gradient; what goes to another device directly, the receiver fetches."""
+        """Return an output or a gradient; what goes to another device directly, the receiver fetches."""
         for port in self._handed:
             if port.medium is not Medium.PEER:
                 self._done.copied.append(self._copy_out(port, i, size, (self._done.computed[i],)))

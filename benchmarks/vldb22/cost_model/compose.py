@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from benchmarks.vldb22.planner.graph import (
+from benchmarks.vldb22.cost_model.graph import (
     Content,
     DeviceTask,
     DeviceTaskKind,
@@ -26,7 +26,7 @@ def split_samples(samples: int, micro_batch: int) -> tuple[int, ...]:
 
 
 def compose(setup: Setup, schedule: Schedule, *, first_replica_only: bool = False) -> TaskGraph:
-    """The task graph of a schedule.
+    """Return the task graph of a schedule.
 
     Args:
         setup: what is to be run.

@@ -1,4 +1,4 @@
-"""What the jobs of a task wait for, beside the data they need: with overlap and without (Harmony's scheduler, VLDB'22).
+"""The jobs that those of a task wait for, beside data: with overlap and without (Harmony's scheduler, VLDB'22).
 
 serial        overlapped
 W X0 X1       W X0 X1         swap in
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.vldb22.planner.graph import DeviceTask, DeviceTaskKind
+from benchmarks.vldb22.cost_model.graph import DeviceTask, DeviceTaskKind
 
 Places = tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Done:
-    """Where the jobs of a task stand in the list, for the jobs that wait for them.
+    """The places of a task's jobs in the list, for the jobs that wait for them.
 
     Attributes:
         task: which.
@@ -57,7 +57,7 @@ class Serial:
 
     @property
     def weights_come_first(self) -> bool:
-        """Whether the weights are queued before the first input, or behind it."""
+        """Whether the weights are queued before the first input, or after it."""
         return True
 
     def weights(self) -> Places:
@@ -69,19 +69,19 @@ class Serial:
         return self.end() or (self._done.computed[i - 1],)
 
     def stash(self, i: int) -> Places:
-        """The copy of an input that is a stash too, beyond the input itself."""
+        """Return the copy of an input that is a stash too, beyond the input itself."""
         return ()
 
     def computation_after(self, copy: int) -> Places:
-        """The computation that follows a stash's copy."""
+        """Return the computation that follows a stash's copy."""
         return (copy,)
 
     def gradient_before_recomputation(self, i: int) -> Places | None:
-        """None: the gradient comes behind it."""
+        """Return what the gradient waits for; None: it comes after the recomputation."""
         return None
 
     def end(self) -> Places:
-        """The end of a task, or its all-reduce."""
+        """Return the end of a task, or its all-reduce."""
         return () if self._pipeline else tuple(self._done.copied[-1:])
 
     def _left_freed(self) -> Places:

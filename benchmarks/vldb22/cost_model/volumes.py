@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.vldb22.planner.graph import Content, DeviceTask, DeviceTaskKind, Medium, Port, TaskGraph
-from benchmarks.vldb22.planner.profile import PackCosts
+from benchmarks.vldb22.cost_model.graph import Content, DeviceTask, DeviceTaskKind, Medium, Port, TaskGraph
+from benchmarks.vldb22.cost_model.profile import PackCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ _HOST = (Medium.SWAP, Medium.MESSAGE, Medium.SHARED)
 
 
 def count_volumes(graph: TaskGraph, costs: PackCosts) -> Volumes:
-    """Adds up what the tasks take and give."""
+    """Add up what the tasks take and give."""
     tasks = [task for task in graph.tasks if task.kind is not DeviceTaskKind.UPDATE]
     taken = [(port, _bytes(port, task, costs)) for task in tasks for port in task.takes]
     given = [(port, _bytes(port, task, costs)) for task in tasks for port in task.gives]

@@ -1,0 +1,245 @@
+"""The paper's models and server as the engine's own planner (`harmony_ds.scheduler`) sees them, and what it plans for them.
+
+A layer call takes U_F samples forward and U_B backward, from one to all of the step's. A set is as many samples as the
+larger of the two; its calls are cut into slices of the smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+
+from benchmarks.vldb22.cost_model.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.cost_model.profile import LayerProfile, PackCosts, PassCosts
+from benchmarks.vldb22.cost_model.server import HARMONY_VLDB22
+from harmony_ds.config import HarmonySettings
+from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
+from harmony_ds.errors import DoesNotFitError
+from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.flow import Flow, Kind
+from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
+from harmony_ds.scheduler.candidates import Cuts
+from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.plan import Packing, Policy
+from harmony_ds.scheduler.search import Choice, search
+
+FP32 = ElementBytes(4, 4)
+_TASK_MS, _SWAP_MS = 0.1, 0.02
+"""The engine's values for issuing a task and for the latency of a copy (`harmony_ds/profiler/hardware.json`)."""
+_DEVICE_BYTES_PER_MS = 484e6 * 0.85
+_HOST_BYTES_PER_MS = 4 * 2400e3 * 8 * 0.75
+"""Four channels of DDR4-2400: assumed; the shares are the catalogue's."""
+_UNITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40)
+_NEAR = 1.15
+"""Sizes whose layers compute longer than the fastest's by more are not planned with."""
+_MOST_SIZES = 5
+_ROOM = 1.5
+"""The engine counts prefetched weights and whole stashes, for which the original's capacity formula has no room."""
+_PROPOSALS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Samples of a layer call, forward and backward."""
+
+    forward: int
+    backward: int
+
+    @property
+    def together(self) -> int:
+        return max(self.forward, self.backward)
+
+
+def graph_of(profile: LayerProfile) -> LayerGraph:
+    """Return its layers, each with one parameter, without the last, which holds the loss and no weights."""
+    numels = [layer.weight_bytes // FP32.weight for layer in profile.layers[:-1]]
+    parameters = tuple(ParameterSpec(f"p{i}", (n,), True, state_bytes=8 * n) for i, n in enumerate(numels))
+    layers = tuple(LayerSpec(i, f"l{i}", (f"p{i}",)) for i in range(len(numels)))
+    return LayerGraph(layers, parameters, tuple(range(len(numels))), ())
+
+
+def table_of(profile: LayerProfile, units: Units) -> CostTable:
+    """Return the costs of a set; a graph is counted as all that recomputing and propagating back takes."""
+    together, layers = units.together, profile.layers
+    forward_ms, backward_ms = (
+        _times_ms(passes, together, unit)
+        for passes, unit in ((profile.forward, units.forward), (profile.backward, units.backward))
+    )
+    forward_peaks, backward_peaks = profile.forward.at(units.forward)[1], profile.backward.at(units.backward)[1]
+    inputs = [layer.input_bytes for layer in layers]
+    calls, last = [], len(layers) - 1
+    for place, layer in enumerate(layers[:-1]):
+        state, taken, given = layer.weight_bytes + layer.buffer_bytes, together * inputs[place], inputs[place + 1]
+        running = max(0, backward_peaks[place] - state - layer.weight_bytes - units.backward * inputs[place])
+        slice_bytes = forward_peaks[place] - state - units.forward * inputs[place]
+        calls.append(
+            CallCost(
+                alive_bytes=taken,
+                stash_bytes=taken,
+                shared_bytes=taken if place else 0,
+                forward_bytes=max(together * given, slice_bytes + (together - units.forward) * given),
+                graph_bytes=running,
+                kept_bytes=running,
+                settle_bytes=together * given,
+                backward_bytes=running,
+                gradient_bytes=layer.weight_bytes,
+                needs_backward=True,
+                forward_ms=forward_ms[place],
+                backward_ms=backward_ms[place],
+                fused_ms=backward_ms[place],
+                propagate_ms=max(0.0, backward_ms[place] - forward_ms[place]),
+            )
+        )
+    events = tuple((Kind.CALL, p, (p - 1,) if p else (), (p,)) for p in range(last))
+    flow = Flow(tuple(together * nbytes for nbytes in inputs[1:]), (True,) * last, events)
+    order = tuple(range(last))
+    return CostTable(order, tuple(calls), backward_peaks[last], tail_ms=backward_ms[last], scalar_bytes=4, flow=flow)
+
+
+def _times_ms(passes: PassCosts, samples: int, unit: int) -> list[float]:
+    """Return each layer's time for so many samples, a unit at a time."""
+    full, rest = divmod(samples, unit)
+    times = [full * ms for ms in passes.at(unit)[0]]
+    return [a + b for a, b in zip(times, passes.at(rest)[0], strict=True)] if rest else times
+
+
+def machine_of(profile: LayerProfile, devices: int) -> Machine:
+    """Return the paper's server, by its scheduler's constants.
+
+    All devices share the host's link. Its one rate for both directions becomes the rate of host memory, on which all swaps
+    draw; updates, which have a rate of their own there, draw on nothing. The host updates as fast as one of the original's
+    processes for each device, but no faster than its memory.
+    """
+    swap = HARMONY_VLDB22.swap
+    elements = sum(layer.weight_bytes for layer in profile.layers) / FP32.weight
+    alone = elements / sum(layer.update_ms for layer in profile.layers)
+    updates = min(devices * alone, _HOST_BYTES_PER_MS / UPDATE_BYTES_PER_ELEMENT)
+    return Machine(
+        name="GTX 1080 Ti on PCIe 3, by the original's constants",
+        copies_overlap=True,
+        swap_in_bytes_per_ms=swap,
+        swap_out_bytes_per_ms=swap,
+        link_bytes_per_ms=2 * swap,
+        update_elements_per_ms=updates,
+        norm_elements_per_ms=updates,
+        host_bytes_per_ms=2 * swap,
+        device_update_elements_per_ms=_DEVICE_BYTES_PER_MS / UPDATE_BYTES_PER_ELEMENT,
+        swap_ms=_SWAP_MS,
+        task_ms=_TASK_MS,
+        update_bytes_per_element=1e-9,
+        peer_bytes_per_ms=HARMONY_VLDB22.peer,
+    )
+
+
+def plan(profile: LayerProfile, units: Units, samples: int, devices: int, budget_bytes: int) -> Choice:
+    """Return the plan that `"harmony": {"devices": N}` would run, with all of the engine's uses of memory."""
+    settings = HarmonySettings(residency="auto" if devices == 1 else "kept")
+    return _search(profile, units, samples, _request(profile, settings, devices, budget_bytes), 1)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A schedule that is wanted in the original's cost model.
+
+    Attributes:
+        largest: samples that were profiled, forward and backward.
+        cap_bytes: the memory of a pack, by the original's formula.
+    """
+
+    profile: LayerProfile
+    setup: Setup
+    largest: tuple[int, int]
+    cap_bytes: int
+
+    @property
+    def samples(self) -> int:
+        return self.setup.share(0)
+
+    @property
+    def devices(self) -> int:
+        """Devices that one process drives."""
+        return self.setup.devices if self.setup.mode is Mode.PIPELINE else 1
+
+    @property
+    def request(self) -> PlanRequest:
+        """The original's model knows neither resident packs nor kept graphs, and its stash is on the host."""
+        settings = HarmonySettings(stash="host", residency="off", keep_graphs=False)
+        return _request(self.profile, settings, self.devices, int(_ROOM * self.cap_bytes))
+
+
+def searched(question: Question) -> Iterator[Schedule]:
+    """Yield the fastest schedules by the engine's own search and simulator, as far as they fit."""
+    costs = PackCosts(question.profile)
+    for units in _promising(question, costs):
+        with suppress(DoesNotFitError):
+            for choice in _search(question.profile, units, question.samples, question.request, _PROPOSALS):
+                schedule = schedule_of(choice.plan.packing, units)
+                if capacity_bytes(costs, schedule) <= question.cap_bytes:
+                    yield schedule
+
+
+def cut(question: Question) -> Iterator[Schedule]:
+    """Yield a schedule for each way to cut that the engine's search begins with, as far as it fits."""
+    costs, graph = PackCosts(question.profile), graph_of(question.profile)
+    for units in _promising(question, costs):
+        table = table_of(question.profile, units)
+        cuts = Cuts(table, Packer(graph, table, FP32, question.request.policy), question.request)
+        near = (way for first in cuts.first() for way in (first, *cuts.near(first)))
+        multiples = (1, 2, 3, 4) if question.devices == 1 else (1,)
+        for way in {replace(one, multiple=multiple) for one in near for multiple in multiples}:
+            if (made := cuts.packing(way)) is not None:
+                schedule = schedule_of(made[0], units)
+                if capacity_bytes(costs, schedule) <= question.cap_bytes:
+                    yield schedule
+
+
+def _promising(question: Question, costs: PackCosts) -> list[Units]:
+    """Return the sizes with which single layers fit, those that compute fastest first."""
+    profile, samples, devices = question.profile, question.samples, question.devices
+    found: list[tuple[float, Units]] = []
+    most = min(max(1, samples // devices), question.largest[0])  # in a pipeline every device has a set to work on
+    singles = tuple(range(costs.count + 1))
+    for forward, backward in product(_UNITS, _UNITS):
+        if not backward <= forward <= min(4 * backward, most) or backward > question.largest[1]:
+            continue
+        units = Units(forward, backward)
+        if capacity_bytes(costs, Schedule(forward, singles[:-1], backward, singles)) <= question.cap_bytes:
+            # The last pack, as much of the model as fits, has no forward pass of its own.
+            fused = min(1.0, question.cap_bytes / costs.memory(True, backward)(0, costs.count))
+            ms = sum(_times_ms(profile.backward, samples, backward))
+            ms += (1 - fused) * sum(_times_ms(profile.forward, samples, forward))
+            # In a pipeline devices wait for the first set; with two packs for each of them, about so long.
+            found.append((ms * (1 + (devices - 1) * units.together / (2 * samples)), units))
+    found.sort(key=lambda one: one[0])
+    return [units for ms, units in found if ms <= _NEAR * found[0][0]][:_MOST_SIZES]
+
+
+def _request(profile: LayerProfile, settings: HarmonySettings, devices: int, budget_bytes: int) -> PlanRequest:
+    buffers = sum(layer.buffer_bytes for layer in profile.layers)
+    policy = Policy(deferred_update=False, gradient_slabs=3 * devices, pipeline=devices)
+    return PlanRequest(settings, 1, budget_bytes + buffers, buffers, policy)
+
+
+def _search(profile: LayerProfile, units: Units, samples: int, request: PlanRequest, top: int) -> tuple[Choice, ...]:
+    request = replace(request, micro_batches=-(-samples // units.together), thorough=top == 1)
+    machine = machine_of(profile, request.policy.pipeline)
+    return search(graph_of(profile), table_of(profile, units), machine, FP32, request, top)
+
+
+def schedule_of(packing: Packing, units: Units) -> Schedule:
+    """Return cuts as the original writes them; its last pack takes the loss, too."""
+    begins, last = [pack.positions[0] for pack in packing.packs], packing.fused.positions[-1]
+    backward = (*(begins[index] for index in packing.backward), last + 2)
+    forward = (*(begins[index] for index in packing.forward), backward[-2])
+    return Schedule(units.forward, forward, units.backward, backward)
+
+
+def capacity_bytes(costs: PackCosts, schedule: Schedule) -> int:
+    """Return the memory of the largest pack, by the original's formula."""
+    forward = costs.memory(False, schedule.forward_micro_batch)
+    backward = costs.memory(True, schedule.backward_micro_batch)
+    packs = [forward(*pack) for pack in pairwise(schedule.forward)]
+    return int(max(packs + [backward(*pack) for pack in pairwise(schedule.backward)]))
