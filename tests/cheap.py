@@ -21,7 +21,7 @@ from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.runtime import executor
-from harmony_ds.stepping import planner
+from harmony_ds.stepping import group_plans
 from tests.scheduler.validate import composed
 
 Patch = Callable[[Any, str, Any], None]
@@ -34,7 +34,7 @@ def install(patch: Patch = setattr) -> None:
     """Make every engine of this process cheap; `patch` is `setattr`, or a MonkeyPatch's, which takes it back."""
     patch(measuring, "measure_rates", constant_rates)
     patch(Timing, "time", constant_times)
-    patch(planner, "compose_step", composed)  # not cheap, but every step that a test runs is checked
+    patch(group_plans, "compose_step", composed)  # not cheap, but every step that a test runs is checked
     patch(executor, "collection_within_steps", lambda: nullcontext)  # to count what conftest has frozen takes 40 ms
 
 

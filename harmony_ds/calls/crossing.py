@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from harmony_ds.calls.arguments import change_contents
+from harmony_ds.calls.row_parts import parts_moved
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import HOME, Device, Event, Stream
 from harmony_ds.device.group import DeviceGroup
@@ -42,7 +43,7 @@ class Crossings:
         self._group = device if isinstance(device, DeviceGroup) else None
         self._ledger = ledger
         self._numbers: dict[torch.device, int] = {}  # of devices that are one to torch, the first
-        for number, member in enumerate(() if self._group is None else self._group.members):
+        for number, member in enumerate((device,) if self._group is None else self._group.members):
             self._numbers.setdefault(member.torch_device, number)
         self._leaving: dict[int, tuple[Event, Tensor]] = {}
         self._of_leaves: list[_Copies] = []  # freed by hand: copies and leaves refer to each other
@@ -89,11 +90,10 @@ class Crossings:
     @contextmanager
     def running_on(self, place: int | None = None) -> Iterator[None]:
         """Run operations on `place` (None: the current device), unless torch runs them where their operands are."""
-        assert self._group is not None
-        here = self._group.number
-        if place is None or place == here or self._has_distinct_devices:
+        if self._group is None or place in (None, self._group.number) or self._has_distinct_devices:
             yield
             return
+        here = self._group.number
         self._group.enter(place)
         try:
             yield
@@ -125,10 +125,12 @@ class Crossings:
         copies: _Copies = tensor.__dict__.setdefault(_COPIES, {})
         if target not in copies or copies[target][0] != tensor._version:
             with torch.enable_grad():
-                made: Tensor = _Crossing.apply(tensor, self, source, target)  # type: ignore[no-untyped-call]
-            if not self._has_distinct_devices:
-                setattr(made, _PLACE, target)
-            copies[target] = tensor._version, made
+                pairs = parts_moved(tensor, lambda whole: self.move(whole, target))  # once for all micro-batches
+                pairs = pairs or [(tensor, _Crossing.apply(tensor, self, source, target))]  # type: ignore[no-untyped-call]
+            for own, made in pairs:
+                if not self._has_distinct_devices:
+                    setattr(made, _PLACE, target)
+                own.__dict__.setdefault(_COPIES, {})[target] = own._version, made
             if tensor.is_leaf and tensor.requires_grad:
                 self._of_leaves.append(copies)
         copy = copies[target][1]

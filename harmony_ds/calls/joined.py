@@ -1,4 +1,4 @@
-"""One layer call over the rows of several micro-batches: arguments joined, results parted.
+"""One layer call over the rows of several micro-batches: arguments joined, results split.
 
     micro-batch 0   rows 0 1 --.                          .--> rows 0 1
     micro-batch 1   rows 0 1 ----> layer, rows 0 1 2 3 ---+--> rows 0 1
@@ -13,6 +13,7 @@ finds out which layers those are.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from harmony_ds.calls.arguments import PLAIN, CallInputs, Collector
 from harmony_ds.calls.contract import UnseenError
+from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.row_parts import parts_of, whole_of
 from harmony_ds.calls.sameness import equal
 from harmony_ds.calls.trees import flatten_all, unflatten_all
 from harmony_ds.device.base import Device, Event, Stream
@@ -30,23 +33,22 @@ from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.profiler.rows import RowDims
 
 _logger = logging.getLogger(__name__)
-_WHOLE = "_harmony_whole"
 _ALL = -1
-"""In the place of a layer: the whole model."""
+"""Stands for all layers."""
 
 
 class CannotJoinError(UnseenError):
-    """Calls were taken to be joined that cannot be: the step is to run again without."""
+    """Calls that were joined cannot be: the step is to run again without."""
 
 
 @dataclass(slots=True, eq=False)
 class Joined:
-    """A call that is made for those of several micro-batches.
+    """One call in the place of those of several micro-batches.
 
     Attributes:
-        places: of these among those that wait.
-        collectors: what each one's calls hand to beside their results.
-        collected: by key, how much had been handed to the first one's before.
+        places: of the micro-batches, among all.
+        collectors: of each micro-batch, where its calls leave tensors beside their results.
+        collected: by key, how many the first micro-batch's collector held before.
     """
 
     places: tuple[int, ...]
@@ -55,52 +57,56 @@ class Joined:
     collected: dict[str, int] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """It is about to be made."""
+        """Note what the collector holds before the call."""
         held = (self.collectors[0] or {}) if self.collectors else {}
         self.collected = {key: len(value) for key, value in held.items() if isinstance(value, list)}
 
 
 class Joins:
-    """Joins calls, and knows which cannot be.
+    """Joiner of calls, which knows what cannot be joined.
 
     Attributes:
         dims: by layer, where its tensors hold the rows; a layer that is not among them runs micro-batch by micro-batch.
         are_random: whether layers draw random numbers: joined calls draw others than single ones.
     """
 
-    def __init__(self, device: Device, name_of: Callable[[int], str], may_be_joined: Callable[[int], bool]) -> None:
+    def __init__(
+        self, device: Device, crossings: Crossings, name_of: Callable[[int], str], may_be_joined: Callable[[int], bool]
+    ) -> None:
         self.dims: Mapping[int, RowDims] = {}
         self.are_random = False
         self._device = device
+        self._crossings = crossings
         self._name_of = name_of
         self._may_be_joined = may_be_joined
-        self._apart: dict[int, str] = {}
+        self._refused: dict[int, str] = {}
         self._same: dict[tuple[int, ...], Sequence[Tensor]] = {}  # that have been compared in this step, by their ids
-        self._doubts: list[tuple[int, Tensor]] = []  # by layer, whether what was joined differs
-        self._told: list[tuple[tuple[int, ...], Tensor, HostBuffer, Event]] = []  # the same, on its way to the host
+        self._doubts: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        """By device: layers, and whether what was joined for them differs."""
+        self._checks: list[tuple[tuple[int, ...], Tensor, HostBuffer, Event]] = []  # the same, on its way to the host
         self._buffers = HostBuffers(device)
 
     @property
     def are_off(self) -> bool:
         """Whether no calls are joined any more."""
-        return _ALL in self._apart
+        return _ALL in self._refused
 
     def refuse(self, why: str, layer: int = _ALL) -> CannotJoinError:
-        """From now on, calls of `layer` are not joined; returns what is to be raised for the step to run again."""
-        if layer not in self._apart:
-            self._apart[layer] = why
+        """Join no calls of `layer` from now on; return what is to be raised for the step to run again."""
+        if layer not in self._refused:
+            self._refused[layer] = why
             what = "layer calls" if layer == _ALL else f"calls of layer {self._name_of(layer)}"
             _logger.warning("%s run micro-batch by micro-batch from now on: %s", what, why)
         return CannotJoinError(why)
 
     def join(self, requests: Sequence[Request]) -> list[Joined]:
-        """As few calls as may be made for `requests`, which are of one layer.
+        """Return as few calls as can be made for `requests`, which are of one layer.
 
         Raises:
             CannotJoinError: what all rows share differs.
         """
         layer = requests[0].layer
-        if len(requests) < 2 or layer not in self.dims or layer in self._apart or not self._may_be_joined(layer):
+        if len(requests) < 2 or layer not in self.dims or layer in self._refused or not self._may_be_joined(layer):
             return [Joined((place,), request) for place, request in enumerate(requests)]
         alike: dict[Any, list[int]] = {}
         given = [CallInputs.of(request) for request in requests]
@@ -118,7 +124,7 @@ class Joins:
         return made
 
     def _joined(self, first: Request, given: Sequence[CallInputs]) -> Request | None:
-        """One call for those that were `given` alike, `first` among them; None: they cannot be joined."""
+        """Return one call for those that were `given` alike, `first` among them; None: they cannot be joined."""
         arguments, known = given[0].arguments, self.dims[first.layer]
         dims = dict(zip(known.places, known.inputs, strict=True))
         tensors: list[Tensor] = []
@@ -128,10 +134,15 @@ class Joins:
             dim = dims[places[0]]
             if dim is None and not self._are_same(first.layer, several):
                 return None
-            tensors.append(several[0] if dim is None else whole_of(several, dim))
+            tensors.append(several[0] if dim is None else self._whole(several, dim))
         values = arguments.rebuild(tensors)
         kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
         return replace(first, args=tuple(values[: arguments.positional]), kwargs=kwargs, raised=[])
+
+    def _whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        whole = whole_of(self._crossings.to_current([*parts]), dim)
+        self._crossings.mark(whole)
+        return whole
 
     def _are_same(self, layer: int, tensors: Sequence[Tensor]) -> bool:
         others = [one for one in tensors[1:] if one is not tensors[0]]
@@ -142,29 +153,34 @@ class Joins:
         key = tuple(map(id, tensors))
         if key in self._same or not self._device.has_values:
             return True
-        if not self._device.copies_overlap or tensors[0].device != self._device.torch_device:
+        place = self._crossings.device_of(tensors[0])
+        if not self._device.copies_overlap or place is None:
             if not all(equal(tensors[0], other) for other in others):
                 raise self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
         else:
-            self._doubts += [(layer, (tensors[0] != other).any()) for other in others]
+            with self._crossings.running_on(place):
+                self._doubts[place] += [(layer, (tensors[0] != other).any()) for other in others]
         self._same[key] = tensors
         return True
 
-    def tell(self) -> None:
-        """Issues the answers to what the device has been asked to compare; see `check`."""
-        if self._doubts:
-            buffer = self._buffers.take(self, len(self._doubts))
-            on_host = buffer.tensor(torch.Size((len(self._doubts),)), (1,), torch.bool)
-            on_host.copy_(torch.stack([flag for _, flag in self._doubts]), non_blocking=True)
-            layers = tuple(layer for layer, _ in self._doubts)
-            self._told.append((layers, on_host, buffer, self._device.record(Stream.COMPUTE)))
-            self._doubts.clear()
+    def issue_checks(self) -> None:
+        """Copy the results of comparisons to the host, without waiting for them; see `check`."""
+        here = self._device.number
+        for place, doubts in self._doubts.items():
+            self._device.enter(place)
+            buffer = self._buffers.take(self, len(doubts))
+            on_host = buffer.tensor(torch.Size((len(doubts),)), (1,), torch.bool)
+            on_host.copy_(torch.stack([flag for _, flag in doubts]), non_blocking=True)
+            layers = tuple(layer for layer, _ in doubts)
+            self._checks.append((layers, on_host, buffer, self._device.record(Stream.COMPUTE)))
+        self._device.enter(here)
+        self._doubts.clear()
 
     def check(self) -> None:
-        """Raises CannotJoinError if something differed that was joined. To be called before gradients are used."""
-        self.tell()
+        """Raise CannotJoinError if something differed that was joined. To be called before gradients are used."""
+        self.issue_checks()
         wrong: list[int] = []
-        for layers, flags, _, arrived in self._told:
+        for layers, flags, _, arrived in self._checks:
             arrived.synchronize()
             wrong += [layer for layer, differs in zip(layers, flags.tolist(), strict=True) if differs]
         self._give_back()
@@ -174,22 +190,22 @@ class Joins:
             raise error
 
     def _give_back(self) -> None:
-        for *_, buffer, arrived in self._told:
+        for *_, buffer, arrived in self._checks:
             self._buffers.release(buffer, arrived)
-        self._told.clear()
+        self._checks.clear()
 
     def forget(self) -> None:
-        """Drops what was compared in a step: it is over, or has failed."""
+        """Drop what was compared in a step, which is over or has failed."""
         self._same.clear()
         self._doubts.clear()
         self._give_back()
 
     def destroy(self) -> None:
-        """Gives page-locked memory back."""
+        """Give page-locked memory back."""
         self._buffers.destroy()
 
     def part(self, call: Joined, result: Any) -> list[Any]:
-        """Each micro-batch's part of what `call` gave; what it has handed to a collector goes to those of all."""
+        """Return each micro-batch's part of `result`; split what `call` has left with a collector among those of all."""
         count = len(call.places)
         if count == 1:
             return [result]
@@ -202,6 +218,7 @@ class Joins:
                 dim = next(dims, None) if isinstance(leaf, Tensor) else None
                 if dim is not None and id(leaf) not in parted:
                     parted[id(leaf)] = parts_of(leaf, dim, count)
+                    self._crossings.mark(parted[id(leaf)])
                 several.append([leaf] * count if dim is None else parted[id(leaf)])
             return [unflatten_all([one[member] for one in several], shape)[0] for member in range(count)]
 
@@ -216,7 +233,7 @@ class Joins:
 
 
 def _signature(request: Request, given: CallInputs, place: int) -> Any:
-    """Equal for calls that can be joined; `place` for one that cannot be, whose layer may write into its arguments."""
+    """Return what is equal for calls that can be joined; `place` for one whose layer may write into its arguments."""
     arguments = given.arguments
     if arguments.containers:
         return place
@@ -226,24 +243,3 @@ def _signature(request: Request, given: CallInputs, place: int) -> Any:
     tensors = [(t.shape, t.dtype, t.requires_grad) for t in given.tensors]
     called = request.grad, arguments.positional, arguments.keywords, tuple(given.collector or ())
     return called, tuple(plain), tuple(tensors), repr((arguments.places, arguments.shape, list(arguments.caches)))
-
-
-def parts_of(whole: Tensor, dim: int, count: int) -> list[Tensor]:
-    """`whole` in so many equal parts along `dim`, which know what they are of."""
-    parts = list(whole.split(whole.shape[dim] // count, dim))
-    for number, part in enumerate(parts):
-        setattr(part, _WHOLE, (whole, number, count, dim, part._version))
-    return parts
-
-
-def whole_of(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """`parts` along `dim` as one tensor: what they are the parts of, if nothing has been done to them since."""
-    whole, _, count, along, _ = getattr(parts[0], _WHOLE, (None, 0, 0, 0, 0))
-    if whole is not None and (count, along) == (len(parts), dim):
-        known = [getattr(part, _WHOLE, None) for part in parts]
-        same = (
-            k is not None and k[0] is whole and k[1] == n and k[4] == parts[n]._version for n, k in enumerate(known)
-        )
-        if all(same):
-            return whole  # type: ignore[no-any-return]
-    return torch.cat(list(parts), dim)

@@ -248,7 +248,7 @@ def _parts(
         contract=Contract(model),
         crossings=crossings,
         layer_calls=layer_calls,
-        joins=Joins(device, layer_calls.name_of, layer_calls.may_be_joined),
+        joins=Joins(device, crossings, layer_calls.name_of, layer_calls.may_be_joined),
         random=RandomStreams(device),
         timeline=timeline,
         user_gradients=UserGradients(store, updater),

@@ -27,7 +27,7 @@ from harmony_ds.runtime.updates import Outcome
 from harmony_ds.stepping.group import GroupParts, StepGroup
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
-from harmony_ds.stepping.put_forward import PutForward
+from harmony_ds.stepping.replaced_forward import ReplacedForward
 
 _logger = logging.getLogger("harmony_ds")
 
@@ -69,7 +69,7 @@ class OpenStep:
             ),
             runner=self._runner,
             kinds=OutputKinds(),
-            put_forward=PutForward(training.model),
+            replaced_forward=ReplacedForward(training.model),
             seed=self._world.first("seed", torch.initial_seed) if seed is None else seed,
             looked=partial(warn, EARLY_READ),
             propagating=_refuse_backward if self._optimizer is None else training.scaler.check_scaled,

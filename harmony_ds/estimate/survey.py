@@ -219,7 +219,7 @@ def _see(
         ranks_sizes: whether sizes of layer calls are chosen where the ds_config leaves them open.
     """
     planner = assembly.runner.planner
-    measuring, wanted = planner.measuring, planner.wanted_sizes
+    measuring, wanted = planner.measuring, planner.sizes.wanted
     measuring.machine = machine
 
     autocast = Autocast.of(assembly.device.torch_device.type, config.autocast_dtype)
@@ -229,7 +229,7 @@ def _see(
             return model(**named)
 
     sample = Sample(dict(inputs), call, loss_of, seed=0)
-    sizes, profile = planner.joined(sample) or (wanted or WHOLE, measuring.profile(sample, wanted))
+    sizes, profile = planner.sizes.joined(sample) or (wanted or WHOLE, measuring.profile(sample, wanted))
     costs = profile.tables[-1][1]
     if ranks_sizes and wanted is None:
         try:
@@ -239,7 +239,7 @@ def _see(
     graph = planner.graph_with(profile.calls)
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
     request = planner.request(graph, config.gradient_accumulation_steps, sizes)
-    return Survey(graph, profile, costs, element, request, planner.may_join)
+    return Survey(graph, profile, costs, element, request, planner.sizes.may_join)
 
 
 def _of_several_sizes(profile: Profile) -> bool:

@@ -1,4 +1,4 @@
-"""Watches which tensors a forward pass hands from layer to layer."""
+"""Watch which tensors a forward pass hands from layer to layer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NUMBER = "_harmony_flow"
 
 
 class FlowWatch(TorchFunctionMode):
-    """Notes the operations between layers while it is open, and the calls that it is told of.
+    """Observer of the operations between layers while it is open, and of the calls that it is told of.
 
     Attributes:
         in_objective: operations are noted though no layer call would be handled: the loss is computed.
     """
 
     def __init__(self, parameters: Collection[Tensor]) -> None:
-        """`parameters`: those that code between layers may use, as it sees them."""
+        """Know `parameters`: those that code between layers may use, as it sees them."""
         super().__init__()
         self._key = object()  # numbers of another watch are none
         self._nbytes: list[int] = []
@@ -39,11 +39,11 @@ class FlowWatch(TorchFunctionMode):
 
     @property
     def flow(self) -> Flow:
-        """What was seen so far."""
+        """Flow that was seen so far."""
         return Flow(tuple(self._nbytes), tuple(self._returns), tuple(self._events), tuple(self._lasting))
 
     def call(self, request: Request, took: Sequence[Tensor], gave: Any) -> None:
-        """The next layer call was given `took` and has returned `gave`.
+        """Note that the next layer call was given `took` and has returned `gave`.
 
         It may have written into containers among its arguments, which hold what it has of their tensors then; and handed
         more to a collector.

@@ -1,8 +1,8 @@
-"""Measures a model on the device with one micro-batch: the call order, and the bytes of every call.
+"""Measure a model on the device with one micro-batch: the call order, and the bytes of every call.
 
 The model's forward runs on the calling thread. Each layer is swapped in alone, run forward and, with a made-up
 gradient, backward at once, exactly as a step would run it; then it is evicted. What a step runs as one graph is put
-together from stretches: each call up to its return, the code behind it up to the next call, and the loss.
+together from stretches: each call up to its return, the code after it up to the next call, and the loss.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Measurement(Passes):
-    """Runs one micro-batch through the model, layer by layer."""
+    """Measurement of one micro-batch, which goes through the model layer by layer."""
 
     def __init__(self, *model: Any) -> None:
         super().__init__(*model)
@@ -61,13 +61,12 @@ class Measurement(Passes):
         self._flow: FlowWatch | None = None
 
     def measure(self, sample: Sample) -> CostTable:
-        """Costs of its forward pass and of propagating its objective.
+        """Return costs of its forward pass and of propagating its objective.
 
         Raises:
             UnseenError: the model does something that was not known of it, and is now: to be measured again.
             ModelError: a layer gives something else when it is run again on what it was given.
             ModelError: a layer writes into its own parameters.
-            BaseException: whatever the model or the objective raised; perhaps for what `Installation.touched` names.
         """
         with self._opened() as copy, self._parts.layer_calls.collecting_unseen() as self._surprises:
             _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
@@ -114,7 +113,7 @@ class Measurement(Passes):
         return loss
 
     def _allocation(self, dtype: torch.dtype) -> int:
-        """What the allocator takes for one element."""
+        """Return what the allocator takes for one element."""
         self._stretch.begin()
         scalar = torch.empty((), dtype=dtype, device=self._parts.device.torch_device)
         nbytes = self._stretch.left()
@@ -124,7 +123,7 @@ class Measurement(Passes):
     # ---- one call of a layer
 
     def arrived(self, request: Request) -> None:
-        """Notes what the code since the last call took; lets go of that call's inputs."""
+        """Note what the code since the last call took; release that call's inputs."""
         calls, stretch, lead = self._seen.calls, self._stretch, 0
         if calls:
             graph = calls[-1].cost.graph_bytes
@@ -135,7 +134,7 @@ class Measurement(Passes):
         known = {id(tensor) for tensor in self._inputs}
         self._inputs = tensors_in((request.args, request.kwargs))
         self._just_taken = {_place(t) for t in self._inputs if id(t) in known}
-        # What calls have stashed and is alive for another reason: here, the stash is let go at once.
+        # What calls have stashed and is alive for another reason: here, the stash is released at once.
         stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
         alive = max(0, stretch.alive() - self._base - stashed)
         calls.append(SeenCall(request.layer))
@@ -143,7 +142,7 @@ class Measurement(Passes):
         calls[-1].note_most(forward_bytes=lead - alive)
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
-        """Runs the call, measured, and propagates through it at once."""
+        """Run the call, measured, and propagate through it at once."""
         call, stretch, own = self._seen.calls[-1], self._stretch, request.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -167,17 +166,17 @@ class Measurement(Passes):
         return outputs
 
     def evicted(self) -> None:
-        """What comes now is the code behind the call."""
+        """Begin to measure the code after the call."""
         self._stretch.begin()
 
-    # ---- what nobody knew of the model
+    # ---- what was not known of the model
 
     def _check_seen(self) -> None:
-        """Behind the forward pass and the objective; raises UnseenError."""
+        """Raise UnseenError if the forward pass and the objective did what was not known of the model."""
         calls = self._parts.layer_calls
         for layer in sorted({layer for layer, writes in self._given if writes.happened}):
             calls.copy_inputs(layer)
-            self._surprises.append(f"inputs of layer {self._layers[layer].name} are changed in place behind its call.")
+            self._surprises.append(f"inputs of layer {self._layers[layer].name} are changed in place after its call.")
         unseen = self._parts.installation.buffers.find_unversioned_writes() if self._parts.device.has_values else set()
         for one in self._layers:
             if not unseen.isdisjoint(one.module.modules()) and calls.replay_buffers(one.index):
@@ -187,7 +186,7 @@ class Measurement(Passes):
             raise UnseenError(" ".join(self._surprises))
 
     def _prove(self, recorded: RecordedCall, copy: DeviceCopy, outputs: list[Tensor]) -> None:
-        """Runs a call again: whether that gives what its forward pass gave, and leaves its parameters as they are."""
+        """Run a call again; it must give what its forward pass gave, and leave its parameters as they are."""
         calls, layer = self._parts.layer_calls, self._layers[recorded.request.layer]
         has_values = self._parts.device.has_values and not any(leaf.is_meta for leaf in copy.leaves.values())
         if self._surprises or recorded.slicing is not None or not has_values:
@@ -245,7 +244,7 @@ class Measurement(Passes):
         call.taken = [target for target in recorded.targets if isinstance(target, (OutputGradient, InterLayerGradient))]
 
     def _propagate(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, routes: bool) -> None:
-        """Backward with a made-up gradient; what reaches earlier calls is dropped.
+        """Run backward with a made-up gradient; what reaches earlier calls is dropped.
 
         The plan counts sums of parameters' gradients by itself. Where they gather on the leaves, they are there before
         this begins, as they are for every micro-batch but the first.
@@ -297,7 +296,7 @@ class Measurement(Passes):
     # ---- the code between the calls
 
     def _settle(self) -> None:
-        """Runs made-up gradients back through the code between the calls, as a step does before the calls behind it."""
+        """Run made-up gradients back through the code between calls, as a step does before the calls that made it run."""
         calls = self._seen.calls
         for number in (*reversed(range(len(calls))), -1):
             due = [(target, *shape) for target, shape in self._shapes.items() if target.deadline == number]
@@ -313,7 +312,7 @@ class Measurement(Passes):
             place.unlayered |= self._given_to_unlayered()
 
     def _drop_recorded(self) -> int:
-        """Lets go of the recorded calls, the last one first as a step does.
+        """Release the recorded calls, the last one first as a step does.
 
         Returns:
             The bytes that they alone held and that a step stashes, for no shorter than they hold them.
@@ -325,17 +324,17 @@ class Measurement(Passes):
         return stashed
 
     def _pop_freed(self) -> list[_Stashed]:
-        """What was stashed and nothing holds any more; forgets it."""
+        """Return what was stashed and nothing holds any more; forget it."""
         freed = [s for s in self._stashed if s.storage.expired()]
         self._stashed = [s for s in self._stashed if not s.storage.expired()]
         return freed
 
     def _take_gradients(self) -> list[OutputGradient]:
-        """The outputs whose gradients came into being since the last time; drops those."""
+        """Return the outputs whose gradients came into being since the last time; drop those."""
         return [gradient for call in self._seen.calls for gradient in call.made if gradient.take() is not None]
 
     def _given_to_unlayered(self) -> dict[str, int]:
-        """Bytes of the unlayered parameters whose gradients have changed since the last time."""
+        """Return bytes of the unlayered parameters whose gradients have changed since the last time."""
         given: dict[str, int] = {}
         for name, leaf in self._resident_leaves.items():
             if leaf.grad is not None and leaf.grad._version != self._versions.get(name, 0):
@@ -344,7 +343,7 @@ class Measurement(Passes):
         return given
 
     def _consumers(self) -> dict[InterLayerGradient, tuple[int, int]]:
-        """For each tensor made between the calls: the first and the last call that takes it."""
+        """Return, for each tensor made between the calls, the first and the last call that takes it."""
         places: dict[InterLayerGradient, tuple[int, int]] = {}
         for position, call in enumerate(self._seen.calls):
             for target in call.taken:
@@ -375,11 +374,11 @@ class _Stretch:
         self._before = self.alive()
 
     def peak(self) -> int:
-        """The most since `begin`."""
+        """Return the most since `begin`."""
         return self._probe.peak_bytes() - self._before
 
     def left(self) -> int:
-        """What there is now."""
+        """Return what there is now."""
         return self.alive() - self._before
 
 
@@ -396,5 +395,5 @@ def _tensor_of(kept: StashEntry | SavedTensor) -> Tensor:
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Where `tensor` begins; on a device without memory, too."""
+    """Return where `tensor` begins; on a device without memory, too."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata), int(tensor.storage_offset())

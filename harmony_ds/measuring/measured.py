@@ -1,4 +1,4 @@
-"""What a measurement saw, call by call, and the costs that follow from it."""
+"""Record of a measurement, call by call, and the costs that follow from it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _NOTHING_KNOWN = CallCost()
 
 @dataclass(slots=True, eq=False)
 class SeenCall:
-    """Bytes of one call, or of what comes behind the last one, as differences to what was alive when it began.
+    """Bytes of one call, or of what comes after the last one, as differences to what was alive when it began.
 
     Attributes:
         layer: that was called.
         cost: what is known of its `CallCost` without the other calls.
         backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
-        settle: the most while gradients ran back through the code behind it; gradients that waited there not counted.
+        settle: the most while gradients ran back through the code after it; gradients that waited there not counted.
         unlayered: by name, bytes of the unlayered parameters that it gave a gradient to.
         made: gradients of its outputs.
         taken: gradients that come of propagating through it.
-        settled: gradients that come of propagating through the code behind it.
+        settled: gradients that come of propagating through the code after it.
     """
 
     layer: int = -1
@@ -38,11 +38,11 @@ class SeenCall:
     settled: list[OutputGradient] = field(default_factory=list)
 
     def note(self, **known: int | bool) -> None:
-        """Of `cost`."""
+        """Note fields of `cost`."""
         self.cost = replace(self.cost, **known)  # type: ignore[arg-type]
 
     def note_most(self, **known: int) -> None:
-        """Of `cost`, where it is more than what was known."""
+        """Note fields of `cost`, where it is more than what was known."""
         self.note(**{name: max(nbytes, getattr(self.cost, name)) for name, nbytes in known.items()})
 
 
@@ -52,7 +52,7 @@ class Seen:
 
     Attributes:
         calls: in order.
-        tail: what comes behind the last call; its forward_bytes are the most of it, its `taken` what it propagates to.
+        tail: what comes after the last call; its forward_bytes are the most of it, its `taken` what it propagates to.
         held, held_and_stashed: see `CostTable`.
         scalar, grain: what a number takes on the device, and what a byte does.
         spans: places that share inter-layer operations, see `InterLayerGraph.spans`.
@@ -69,7 +69,7 @@ class Seen:
     flow: Flow = field(default_factory=Flow)
 
     def table(self) -> CostTable:
-        """The costs of every call."""
+        """Return the costs of every call."""
         costs = tuple(self._cost(position) for position in range(len(self.calls)))
         return CostTable(
             tuple(call.layer for call in self.calls),
@@ -102,12 +102,12 @@ class Seen:
         )
 
     def _later(self, position: int) -> list[_Gradient]:
-        """All gradients that have come into being when everything from `position` on has been propagated through."""
+        """Return all gradients that exist when everything from `position` on has been propagated through."""
         later = self.calls[position:]
         return [*self.tail.taken, *(g for call in later for g in (*call.taken, *call.settled))]
 
     def _waiting(self, gradients: list[_Gradient], position: int) -> int:
-        """Bytes of those of `gradients` that wait for calls before `position`, or for the code between those.
+        """Return bytes of those of `gradients` that wait for calls before `position`, or for the code between those.
 
         The gradient of a tensor that such code computed waits at that tensor, until every call that takes the tensor has
         been propagated through. Where those calls were run in one graph with the code, it is propagated through that at
@@ -130,13 +130,13 @@ class Seen:
         return total
 
     def _unlayered_sums(self, position: int) -> int:
-        """Gradients of unlayered parameters that later calls gave, and that wait for those of calls up to here."""
+        """Return bytes of unlayered parameters' gradients of later calls that wait for those of calls up to here."""
         later = {k: v for call in (*self.calls[position + 1 :], self.tail) for k, v in call.unlayered.items()}
         earlier = {name for call in self.calls[: position + 1] for name in call.unlayered}
         return sum(nbytes for name, nbytes in later.items() if name in earlier)
 
     def _largest_sum(self, new: Iterable[_Gradient], known: Iterable[_Gradient]) -> int:
-        """The most that a sum takes: of one of `new` and the same one among `known`, which are dropped behind it."""
+        """Return the most that a sum takes: of one of `new` and the same one among `known`, which are dropped after it."""
         waiting = {id(g) for g in known}
         return max((self._rounded(g.nbytes) for g in new if id(g) in waiting), default=0)
 
@@ -148,5 +148,5 @@ class Seen:
 
 
 def _due(gradient: _Gradient) -> int:
-    """The call before whose propagation it is needed; one made by code behind that call is run through the code then."""
+    """Return the call before whose propagation it is needed; code after that call is propagated through then, too."""
     return gradient.call if isinstance(gradient, OutputGradient) else gradient.deadline

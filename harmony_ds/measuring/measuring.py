@@ -1,4 +1,4 @@
-"""Measures a model on its device: what a micro-batch costs, whole or with its layer calls cut into slices.
+"""Measure a model on its device: what a micro-batch costs, whole or with its layer calls cut into slices.
 
 Times and the machine's rates may come from a file that an earlier run left (`profile_cache`); bytes are always
 measured anew.
@@ -43,10 +43,10 @@ _MOST_COUNTED = 8
 
 
 class Measuring:
-    """Measures one model. What it finds out about it (its unlayered set, rates, rows) it keeps."""
+    """Measurements of one model, and what they find out about it: its unlayered set, rates, rows."""
 
     def __init__(self, parts: Parts, layers: tuple[Layer, ...], graph: LayerGraph, file: ProfileFile) -> None:
-        """`file`: for times and rates."""
+        """Keep times and rates in `file`."""
         self._parts = parts
         self._file = file
         self._layers = layers
@@ -57,30 +57,30 @@ class Measuring:
         self.machine: Machine | None = None
 
     def join_unlayered(self, names: Iterable[str]) -> None:
-        """Parameters that other processes have found to be used between layers are unlayered here, too."""
+        """Make parameters unlayered that other processes have found to be used between layers."""
         self.unlayered = tuple(dict.fromkeys((*names, *self.unlayered)))
 
     def rows(self, sizes: Sizes) -> Rows:
-        """How layer calls are cut into slices of `sizes`, once a micro-batch has been measured in such."""
+        """Return how layer calls are cut into slices of `sizes`, once a micro-batch has been measured in such."""
         if sizes == WHOLE:
             return WHOLE_CALLS
         assert self._found is not None
         return replace(self._found, forward=sizes.forward, backward=sizes.backward)
 
     def found_rows(self, sample: Sample) -> Rows:
-        """Where calls hold the rows of a micro-batch."""
+        """Return where calls hold the rows of a micro-batch."""
         with self._within_budget():
             self._probe(sample)
         assert self._found is not None
         return self._found
 
     def profile(self, sample: Sample, sizes: Sizes | None) -> Profile:
-        """Bytes and times of `sample` in slices of `sizes`; None: of 1, 2, 4, ... rows and whole, as far as the device
-        holds them. The machine's rates too, if they are not known yet.
+        """Return bytes and times of `sample` in slices of `sizes`, and the machine's rates.
+
+        None: of 1, 2, 4, ... rows and whole, as far as the device holds them.
 
         Raises:
             DoesNotFitError: it does not hold one layer with `sample` in slices of `sizes`, or of single rows.
-            BaseException: whatever the model or the objective raised.
         """
         with self._within_budget():
             profile = self._of_several_sizes(sample) if sizes is None else self._of_one_size(sample, sizes)
@@ -91,7 +91,7 @@ class Measuring:
         table = self._observe(sample, sizes)
         key = self._key(table.calls, sample, sizes)
         known = self._file.load(key)
-        # Whoever has other processes may wait for them within the model: all make as many forward passes.
+        # A model may wait for other processes within its forward pass: all make as many of them.
         if not self._parts.world.any("measure the model", known is None):
             assert known is not None
             return replace(known, tables=((sample.rows, with_times(table, known.tables[0][1])),))
@@ -119,19 +119,16 @@ class Measuring:
         return self._saved(tuple(tables), key)
 
     def in_slices(self, sample: Sample, profile: Profile, sizes: Sizes) -> CostTable:
-        """Bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them.
-
-        Raises: as `profile`.
-        """
+        """Return bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them."""
         with self._within_budget():
             return with_times(self._observe(sample, sizes), combined(profile, sizes, sample.rows))
 
     def losses(self, rows: Rows) -> AbstractContextManager[Callable[[Sample], Tensor | None]]:
-        """See `Passes.losses`; layer calls are cut into `rows`."""
+        """Open `Passes.losses`; layer calls are cut into `rows`."""
         return Passes(self._parts, self._layers, self.unlayered, rows).losses()
 
     def _probe(self, sample: Sample) -> None:
-        """Which layers can be cut; found out once, and said."""
+        """Find out, once, which layers can be cut, and log the others."""
         if self._found is not None:
             return
         # What the first look at a model finds (parameters between layers, inputs that are changed) comes first.
@@ -155,8 +152,9 @@ class Measuring:
                 _logger.warning("layer %s runs with whole micro-batches: %s", self._layers[layer].name, reason)
 
     def _observe(self, sample: Sample, sizes: Sizes) -> CostTable:
-        """Bytes, measured until nothing about the model comes as a surprise: parameters that turn out to be used between
-        layers join the unlayered ones.
+        """Measure bytes until nothing about the model is new.
+
+        Parameters that turn out to be used between layers join the unlayered ones.
         """
         if sizes != WHOLE:
             self._probe(sample)
@@ -180,7 +178,7 @@ class Measuring:
         return timed
 
     def _key(self, calls: tuple[int, ...], sample: Sample, sizes: Sizes | None) -> dict[str, str]:
-        """What a profile depends on; `sizes`: of its slices, None: several."""
+        """Return what a profile depends on; `sizes`: of its slices, None: several."""
         key = self._file.key(calls, shapes_of(sample.inputs))
         return key if sizes == WHOLE else {**key, "pieces": SEVERAL if sizes is None else str(sizes)}
 
@@ -192,7 +190,7 @@ class Measuring:
 
     @contextmanager
     def _within_budget(self) -> Iterator[None]:
-        """A context whose torch.OutOfMemoryError leaves it as DoesNotFitError, and holds nothing that is on the device."""
+        """Turn torch.OutOfMemoryError within the context into DoesNotFitError, which holds nothing on the device."""
         device = self._parts.device
         before = device.allocated_bytes()
         device.reset_peak()

@@ -1,5 +1,5 @@
 """Forward passes that are measured: layer by layer, with gradients, their outputs cut as in a step. Nothing is kept of
-them: no gradient, no random number, no change of a buffer. What is looked at is for subclasses.
+them: no gradient, no random number, no change of a buffer. Subclasses look at what they measure.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Reached = list[tuple[GradientTarget, torch.Size, torch.dtype]]
 
 
 class Passes(Observer):
-    """Runs forward passes of one model. Used once."""
+    """Forward passes of one model. Used once."""
 
     def __init__(
         self, parts: Parts, layers: tuple[Layer, ...], unlayered: tuple[str, ...] = (), rows: Rows = WHOLE_CALLS
     ) -> None:
-        """`unlayered`: as far as they are known; `rows`: how layer calls are cut into slices."""
+        """Run with `unlayered` parameters, as far as they are known, and with layer calls cut into `rows`."""
         super().__init__(parts)
         self._layers = layers
         self._unlayered = unlayered
@@ -43,8 +43,9 @@ class Passes(Observer):
 
     @contextmanager
     def losses(self) -> Iterator[Callable[[Sample], Tensor | None]]:
-        """A context with a function from a micro-batch to its loss, if its forward pass runs by itself. What one leaves in
-        buffers, the next one finds.
+        """Open a context with a function from a micro-batch to its loss, if its forward pass runs by itself.
+
+        What one leaves in buffers, the next one finds.
         """
 
         def loss_of(sample: Sample) -> Tensor | None:
@@ -57,8 +58,9 @@ class Passes(Observer):
 
     @contextmanager
     def _opened(self) -> Iterator[DeviceCopy]:
-        """The unlayered parameters on the device, and the model without its host parameters. Random numbers, buffers and
-        attributes are put back in the end.
+        """Put the unlayered parameters on the device, in the place of the model's host parameters.
+
+        Random numbers, buffers and attributes are restored in the end.
         """
         installation, calls = self._parts.installation, self._parts.layer_calls
         installation.touched.clear()
@@ -78,10 +80,10 @@ class Passes(Observer):
             del self._streamer  # each would hold the other, and device memory, until the garbage collector comes
 
     def _forward(self, sample: Sample) -> Any:
-        """One forward pass of `sample`, on a random stream of its own.
+        """Run one forward pass of `sample`, on a random stream of its own.
 
         Raises:
-            UnseenError: it draws from generators that nobody knew it to draw from.
+            UnseenError: it draws from generators that it was not known to draw from.
         """
         self._number = 0
         self._inter_layer = InterLayerGraph()
@@ -92,14 +94,14 @@ class Passes(Observer):
         return outputs
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
-        """Runs a layer call, and forgets it."""
+        """Run a layer call, and forget it."""
         outputs, call = self._record(request, copy)
         if call is not None:
             self._parts.layer_calls.discard(call)
         return outputs
 
     def _record(self, request: Request, copy: DeviceCopy) -> tuple[Any, RecordedCall | None]:
-        """Its outputs, and what it takes to propagate through it."""
+        """Run a layer call; return its outputs, and the record to propagate through it."""
         self._number += 1
         return self._parts.layer_calls.forward(
             request, self._number - 1, copy.leaves, self._inter_layer, self._parts.random.snapshot, self._rows
@@ -107,7 +109,7 @@ class Passes(Observer):
 
     @contextmanager
     def _made_up_gradients(self, call: RecordedCall) -> Iterator[Reached]:
-        """While open, `call` can be propagated through. The list names those whose gradient came of that, in the end."""
+        """Let `call` be propagated through while open. In the end, the list names the targets that got a gradient."""
         reached: Reached = []
         for made in call.output_gradients:
             if made is not None:

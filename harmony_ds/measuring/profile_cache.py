@@ -1,4 +1,4 @@
-"""Keeps a profile in a file: times that were measured once are used again for the same model on the same machine.
+"""Keep a profile in a file: times that were measured once are used again for the same model on the same machine.
 
 Bytes are measured anew by every engine, in one pass; what is kept are the times and the machine's rates, which take
 longer to measure and decide the plan. A file that was measured on something else is noticed, named, and replaced.
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProfileFile:
-    """The file that profiles of one model on one device are kept in; without a path, none are."""
+    """File that profiles of one model on one device are kept in; without a path, none are."""
 
     path: Path | None
     graph: LayerGraph
@@ -35,7 +35,7 @@ class ProfileFile:
     device: Device
 
     def key(self, calls: tuple[int, ...], shapes: object) -> dict[str, str]:
-        """What a profile depends on: model structure, shapes, dtypes, versions, hardware."""
+        """Return what a profile depends on: model structure, shapes, dtypes, versions, hardware."""
         graph = self.graph
         structure = [(layer.name, [graph.parameter(n).shape for n in layer.parameters]) for layer in graph.layers]
         digest = hashlib.sha256(repr((structure, calls)).encode()).hexdigest()[:16]
@@ -51,7 +51,7 @@ class ProfileFile:
         }
 
     def load(self, key: Mapping[str, str]) -> Profile | None:
-        """The profile, if it was measured on what `key` says; None, with a warning, if on something else."""
+        """Return the profile, if it was measured on what `key` says; None, with a warning, if on something else."""
         if self.path is None or not self.path.is_file():
             return None
         try:
@@ -63,7 +63,7 @@ class ProfileFile:
         return profile
 
     def save(self, profile: Profile) -> None:
-        """Writes beside the path and renames, so that a reader never sees half a file, whoever else writes it meanwhile."""
+        """Write beside the path and rename, so that no reader sees half a file, even if others write it meanwhile."""
         if self.path is not None:
             beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.new")
             beside.write_text(profile.to_json(), encoding="utf-8")
@@ -71,7 +71,7 @@ class ProfileFile:
 
 
 def with_times(table: CostTable, timed: CostTable) -> CostTable:
-    """`table`, whose bytes were just measured, with the times of `timed`, which has the same calls."""
+    """Return `table`, whose bytes were just measured, with the times of `timed`, which has the same calls."""
     costs = tuple(
         replace(
             cost, **{name: getattr(known, name) for name in ("forward_ms", "backward_ms", "fused_ms", "propagate_ms")}

@@ -1,4 +1,4 @@
-"""Measures the machine: the link, the host's memory and optimizer, and how compute and updates disturb each other.
+"""Measure the machine: the link, the host's memory and optimizer, and how compute and updates disturb each other.
 
 Everything is measured the way the engine does it, on memory of its own; the model and the optimizer's state are not
 touched. Takes well under a second, for a model of hundreds of millions of parameters some.
@@ -25,7 +25,7 @@ from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
 _SCRATCH_ELEMENTS = 2**20
 _SCRATCH_ROWS = 2**10
 _MOST_ELEMENTS = 2**25
-"""What an update of so many takes, half a GiB with Adam, no cache holds: those of servers have up to 300 MiB."""
+"""So many elements take half a GiB to update with Adam, which no cache holds: servers' have up to 300 MiB."""
 _REPEATS = 5
 _MATRIX = 256
 _BESIDE_SECONDS = 0.1
@@ -42,7 +42,7 @@ def measure_rates(
     swaps: Sequence[tuple[int, float]],
     threads: int | None = None,
 ) -> Machine:
-    """The machine as it is now.
+    """Measure the machine as it is now.
 
     Args:
         optimizer: of the engine (None: nothing is ever updated).
@@ -64,7 +64,7 @@ def measure_rates(
 
 
 def _host_elements(optimizer: HostOptimizer | None) -> int:
-    """Of how many the host's work is timed: a model that caches do not hold is updated from memory."""
+    """Return the number of elements whose update is timed: a model that caches do not hold is updated from memory."""
     trained = 0 if optimizer is None else optimizer.trained_elements
     return min(max(trained // 8 // _SCRATCH_ROWS * _SCRATCH_ROWS, _SCRATCH_ELEMENTS), _MOST_ELEMENTS)
 
@@ -72,7 +72,7 @@ def _host_elements(optimizer: HostOptimizer | None) -> int:
 def _measured(
     device: Device, optimizer: HostOptimizer | None, weight_dtype: torch.dtype, threads: int, elements: int
 ) -> Machine:
-    """Everything but what swap-ins take."""
+    """Measure all rates but those of swap-ins."""
     swap_out, link, copied = _device_bytes_per_ms(device)
     update = _update_of(optimizer, weight_dtype, elements)
     with computing_with(threads):
@@ -96,7 +96,7 @@ def _measured(
 
 
 def _device_bytes_per_ms(device: Device) -> tuple[float, float, float]:
-    """Of swap-outs; where copies overlap, of both directions at once, with page-locked memory, and of what the device
+    """Return bytes per ms of swap-outs; of both directions at once, with page-locked memory; and of what the device
     reads and writes in a copy of its own.
     """
     count = _SCRATCH_ELEMENTS if device.budget_bytes is None else min(_SCRATCH_ELEMENTS, device.budget_bytes // 64)
@@ -119,7 +119,7 @@ def _device_bytes_per_ms(device: Device) -> tuple[float, float, float]:
 
 
 def _update_of(optimizer: HostOptimizer | None, weight_dtype: torch.dtype, elements: int) -> Callable[[], None]:
-    """What the update thread does for one parameter, on memory of its own."""
+    """Return what the update thread does for one parameter, on memory of its own."""
     shape = _SCRATCH_ROWS, elements // _SCRATCH_ROWS  # a matrix: some, as Muon, take nothing else
     dtype = torch.float32 if optimizer is None else optimizer.master_dtype
     master, gradient = nn.Parameter(torch.zeros(shape, dtype=dtype)), torch.full(shape, 1e-3, dtype=dtype)
@@ -160,14 +160,14 @@ def _copy(device: Device, stream: Stream, target: Tensor, source: Tensor) -> Non
 
 
 def _host_rates(elements: int) -> tuple[float, float]:
-    """Bytes a millisecond of STREAM's triad, which reads two arrays and writes one; elements whose norm is taken."""
+    """Return bytes a millisecond of STREAM's triad (two arrays are read, one written), and elements whose norm is taken."""
     a, b, c = (torch.zeros(max(elements, 4 * _SCRATCH_ELEMENTS)) for _ in range(3))
     triad = 3 * a.nbytes / _typical_ms(None, lambda: torch.add(a, b, alpha=3.0, out=c))
     return triad, a.numel() / _typical_ms(None, lambda: torch.linalg.vector_norm(a, 2))
 
 
 def _beside(update: Callable[[], None]) -> float:
-    """The speed of matrix products, and of updates, while both run, over their speeds alone (the mean of both)."""
+    """Return the speeds of matrix products and of updates while both run, over their speeds alone (the mean of both)."""
     a = torch.zeros(_MATRIX, _MATRIX)
 
     def multiply() -> None:
@@ -195,7 +195,7 @@ def _beside(update: Callable[[], None]) -> float:
 
 
 def _line(swaps: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fixed milliseconds, and bytes per millisecond, that fit `swaps` best (least squares over the relative error)."""
+    """Return fixed milliseconds, and bytes per millisecond, that fit `swaps` best (least squares of relative errors)."""
     known = np.array([(nbytes, ms) for nbytes, ms in swaps if nbytes > 0 and ms > 0])
     if not len(known):
         return 0.0, 1e9

@@ -16,7 +16,7 @@ from harmony_ds.device.live_bytes import EagerDispatchMode
 
 
 class RoutingWatch(EagerDispatchMode):
-    """Sees whether an operator runs whose output shape depends on data (nonzero, masked_select, unique, ...)."""
+    """Observer of operators whose output shape depends on data (nonzero, masked_select, unique, ...)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class RoutingWatch(EagerDispatchMode):
 
 
 def extremes(inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """`inputs` as they make routing most uneven: rows all alike, and all but the last one alike.
+    """Return `inputs` as they make routing most uneven: rows all alike, and all but the last one alike.
 
     A router decides row by row, so rows that are alike go one way, as many as there are. The odd one keeps a second
     way in use.

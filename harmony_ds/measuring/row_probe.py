@@ -1,4 +1,4 @@
-"""Finds out which layers can be cut into slices of a micro-batch's rows, and where their tensors hold the rows.
+"""Find out which layers can be cut into slices of a micro-batch's rows, and where their tensors hold the rows.
 
 The model is run twice, with a few rows and with one more. What grows with the rows holds them. Then each layer is run
 in slices on what it was given, and must give what it gave as a whole: a layer whose rows look at each other (batch
@@ -25,7 +25,7 @@ from harmony_ds.profiler.rows import RowDims, Rows
 
 
 class RowProbe(Passes):
-    """Runs two small micro-batches through the model, layer by layer."""
+    """Probe that runs two small micro-batches through the model, layer by layer."""
 
     def __init__(self, *model: Any) -> None:
         super().__init__(*model)
@@ -37,13 +37,10 @@ class RowProbe(Passes):
         self._comparing = False
 
     def probe(self, sample: Sample, rows: tuple[int, int]) -> tuple[Rows, dict[int, str]]:
-        """What forward passes over `rows[0]` rows and over `rows[1]`, which are more, show.
+        """Run forward passes over `rows[0]` rows and over `rows[1]`, which are more.
 
         Returns:
             Which layers can be cut; and why others cannot, which is empty where nothing depends on the rows.
-
-        Raises:
-            BaseException: whatever the model raised.
         """
         self._counts = rows
         with self._opened():
@@ -53,7 +50,7 @@ class RowProbe(Passes):
         return Rows(dims=can, drawing=self._drawing), self._refused
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
-        """Tries the call before it is run."""
+        """Try the call before it is run."""
         random, layer = self._parts.random, request.layer
         before = random.snapshot()
         trial = self._parts.layer_calls.trial(request, copy.leaves)
@@ -75,10 +72,10 @@ class RowProbe(Passes):
         more: tuple[int, Shapes, Shapes],
         copies: Leaves,
     ) -> None:
-        """Notes where the rows of this call are, or why it cannot be cut."""
+        """Note where the rows of this call are, or why it cannot be cut."""
         layer, refused = request.layer, self._refused
         few = self._few[self._number] if self._number < len(self._few) else None
-        if few == more:  # whatever the rows: there is nothing to cut, or to tell
+        if few == more:  # nothing depends on the rows: there is nothing to cut, or to log
             refused.setdefault(layer, "")
             return
         dims = None
@@ -110,5 +107,5 @@ class RowProbe(Passes):
 
 
 def _evaluating(module: nn.Module) -> AbstractContextManager[object]:
-    """In evaluation mode, without telling a module that overrides `train`."""
+    """Put `module` in evaluation mode, without calling `train`, which it may override."""
     return patched((m.__dict__, "training", False) for m in module.modules() if m.training)

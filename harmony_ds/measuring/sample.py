@@ -35,13 +35,11 @@ class Sample:
 
     @property
     def rows(self) -> int:
-        """The length of its first tensor."""
+        """Length of its first tensor."""
         return next((t.shape[0] for t in tensors_in(self.inputs) if t.dim()), 1)
 
     def few(self, rows: int) -> Sample:
-        """The same with only the first `rows` rows of each tensor that has as many as the first one, which are repeated
-        if there are not enough.
-        """
+        """Return the first `rows` rows of each tensor that has as many as the first one, repeated if there are fewer."""
         total = self.rows
 
         def some(tensor: Tensor) -> Tensor:
@@ -53,5 +51,5 @@ class Sample:
 
 
 def shapes_of(inputs: Any) -> Shapes:
-    """The shape of every tensor of `inputs`."""
+    """Return the shape of every tensor of `inputs`."""
     return tuple(tuple(t.shape) for t in tensors_in(inputs))

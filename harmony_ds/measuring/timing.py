@@ -1,4 +1,4 @@
-"""Times a model on the device with one micro-batch: how long every layer call takes forward and backward.
+"""Time a model on the device with one micro-batch: how long every layer call takes forward and backward.
 
 As `Measurement` does for bytes, and apart from it, because counting bytes slows every operation down. Calls of equal
 structure share what was measured of them; only the first few are propagated back through.
@@ -22,27 +22,27 @@ from harmony_ds.profiler.costs import CostTable
 
 _PASSES = 2
 _BACKWARD_SAMPLES = 4
-"""Of equal calls, in each pass."""
+"""Equal calls that are timed, in each pass."""
 
 Structure = tuple[object, ...]
 _REST: Structure = ()
-"""What is no call: the code before the first one and behind the last."""
+"""Stands for the code before the first call and after the last."""
 
 
 def structure_of(layer: Layer, request: Request) -> Structure:
-    """What the calls of equal layers have in common: same class, same parameters, same arguments, in shape and dtype."""
+    """Key of the calls of equal layers: same class, same parameters, same arguments, in shape and dtype."""
     parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in layer.module.parameters())
     arguments = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_in((request.args, request.kwargs)))
     return (type(layer.module), parameters, arguments)
 
 
 def typical(samples: list[float]) -> float:
-    """The median, without the first of several, which paid for what is only done once."""
+    """Return the median, without the first of several, which paid for what is only done once."""
     return statistics.median(samples[1:] or samples or [0.0])
 
 
 class Timing(Passes):
-    """Runs a micro-batch through the model, layer by layer."""
+    """Timing of one micro-batch, which goes through the model layer by layer."""
 
     def __init__(self, *model: Any) -> None:
         super().__init__(*model)
@@ -56,11 +56,7 @@ class Timing(Passes):
         """Bytes and milliseconds of every swap-in."""
 
     def time(self, costs: CostTable, sample: Sample) -> CostTable:
-        """`costs` with the times of its forward pass and of propagating its objective.
-
-        Raises:
-            BaseException: whatever the model or the objective raised.
-        """
+        """Return `costs` with the times of its forward pass and of propagating its objective."""
         self._lap()
         with self._opened():
             for _ in range(_PASSES if self._device.has_values else 1):
@@ -74,18 +70,18 @@ class Timing(Passes):
         return self._timed(costs)
 
     def arrived(self, request: Request) -> None:
-        """What the code since the last call took."""
+        """Note what the code since the last call took."""
         if self._structures:
             self._take(self._structures[-1], "inter-layer")
         else:
             self._take(_REST, "head")
 
     def swapped_in(self, copy: DeviceCopy) -> None:
-        """What the swap-in took."""
+        """Note what the swap-in took."""
         self.swaps.append((copy.buffer.numel() * copy.buffer.element_size(), self._lap()))
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
-        """Runs the call, and propagates through the first few of its structure."""
+        """Run the call, and propagate through the first few of its structure."""
         calls, residency, replay = self._parts.layer_calls, self._parts.residency, self._parts.random.replay
         keeps_graphs = calls.may_keep_graphs(request.layer)
         structure = (*structure_of(self._layers[request.layer], request), keeps_graphs)
@@ -116,7 +112,7 @@ class Timing(Passes):
         return outputs
 
     def evicted(self) -> None:
-        """What comes now is the code behind the call."""
+        """Begin to time the code after the call."""
         self._lap()
 
     def _lap(self) -> float:
@@ -124,7 +120,7 @@ class Timing(Passes):
         return self._since - before
 
     def _issued(self, structure: Structure, what: str, begin: float) -> None:
-        """What the host took until now, if the device may still compute."""
+        """Note what the host took until now, if the device may still compute."""
         if self._device.copies_overlap:
             self._samples[structure, what].append(self._device.issued_ms() - begin)
 
@@ -132,7 +128,7 @@ class Timing(Passes):
         self._samples[structure, what].append(self._lap())
 
     def _timed(self, costs: CostTable) -> CostTable:
-        """Times by position; the calls are those that were measured, as the random numbers were the same."""
+        """Return times by position; the calls are those that were measured, as the random numbers were the same."""
         timed, issued_ms, timed_ms = [], 0.0, 0.0
         for cost, structure in zip(costs.costs, self._structures, strict=True):
             forward, inter_layer, again, propagate, *issue = (

@@ -49,12 +49,24 @@ class Flow:
         nbytes, returns: by number: the size, and whether it requires a gradient.
         events: in the order of the forward pass.
         lasting: the numbers of parameters, which all micro-batches share.
+        own: of a set of micro-batches whose calls are joined, those that each of its `members` has for itself between
+            layers, and of which a call takes one: they do not grow with the rows.
     """
 
     nbytes: tuple[int, ...] = ()
     returns: tuple[bool, ...] = ()
     events: tuple[Event, ...] = ()
     lasting: tuple[int, ...] = ()
+    own: tuple[int, ...] = ()
+    members: int = 1
+
+    def of_set(self, alone: Flow, members: int) -> Flow:
+        """Return the same flow as that of a set of `members`, given the flow of one `alone`."""
+        if len(self.nbytes) != len(alone.nbytes):
+            return self
+        sizes = enumerate(zip(self.nbytes, alone.nbytes, strict=True))
+        own = tuple(number for number, (all_bytes, one) in sizes if all_bytes == one and number not in self.lasting)
+        return replace(self, own=own, members=members)
 
     def at(self, positions: Sequence[int]) -> Flow:
         """Return the same where the call at each position is at another one."""
@@ -68,7 +80,7 @@ class Flow:
         call returns as it came is what has crossed for it, from then on.
         """
         where: dict[int, int] = {}
-        copies: defaultdict[int, set[int]] = defaultdict(set)
+        copies: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by device, how many members' are there
         moves: list[Move] = []
         for kind, position, took, gave in self.events:
             here = devices[position] if position >= 0 else HOME
@@ -79,9 +91,10 @@ class Flow:
                 here = where.get(took[0], HOME)
             for tensor in took:
                 source = where.get(tensor, HOME)
-                if source != here and here not in copies[tensor]:
-                    copies[tensor].add(here)
-                    nbytes, returns = self.nbytes[tensor], self.returns[tensor]
+                wanted = self.members if tensor in self.own and kind is not Kind.CALL else 1
+                if source != here and (more := wanted - copies[tensor].get(here, 0)) > 0:
+                    copies[tensor][here] = wanted
+                    nbytes, returns = more * self.nbytes[tensor], self.returns[tensor]
                     moves.append(Move(position, source, here, nbytes, returns, tensor in self.lasting))
             if kind is Kind.WRITE:
                 copies[took[0]].clear()
@@ -96,4 +109,5 @@ class Flow:
     def of(data: dict[str, Any]) -> Flow:
         """From what `dataclasses.asdict` made of it and JSON has kept."""
         events = tuple((Kind(kind), p, tuple(took), tuple(gave)) for kind, p, took, gave in data["events"])
-        return Flow(tuple(data["nbytes"]), tuple(data["returns"]), events, tuple(data["lasting"]))
+        own, members = tuple(data.get("own", ())), data.get("members", 1)
+        return Flow(tuple(data["nbytes"]), tuple(data["returns"]), events, tuple(data["lasting"]), own, members)

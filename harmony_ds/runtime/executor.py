@@ -1,6 +1,6 @@
-"""Executes a plan: a handler per kind of task, and no policy of its own.
+"""Execute a plan: a handler per kind of task, and no policy of its own.
 
-SWAP_IN    residency.swap_in         FORWARD    lane -> layer_calls.forward, until the pack is behind it;
+SWAP_IN    residency.swap_in         FORWARD    lane -> layer_calls.forward, until it has passed the pack;
                                                 FORWARD_FOR_GRAPH as well, and BACKWARD_FROM_GRAPH as BACKWARD
 GATHER     world.gather              FUSED      lane -> layer_calls.run_attached, loss, backward
 EVICT      residency.evict           BACKWARD   inter_layer.propagate_due, layer_calls.backward, in reverse
@@ -23,7 +23,7 @@ from torch import nn
 
 from harmony_ds.calls.checkpointing import checkpoints_bypassed
 from harmony_ds.calls.intercept import Autocast, Request
-from harmony_ds.calls.trees import map_tensors, tensors_in
+from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import HOME, Stream
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy, Leaves
@@ -31,7 +31,7 @@ from harmony_ds.offload.stash import StashEntry
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.runtime.garbage import collection_within_steps
 from harmony_ds.runtime.gathered import GatheredGradients
-from harmony_ds.runtime.lane import Lane, Turn
+from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.updates import Updates
@@ -40,11 +40,11 @@ from harmony_ds.scheduler.plan import NOTHING, Pack, Plan, Task, TaskKind
 
 _USING_GRADIENTS = (TaskKind.SWAP_OUT, TaskKind.REDUCE, TaskKind.NORM, TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
 OnTask = Callable[[int, int, Task], None]
-"""Is told, of each task that has run, how many of the step's are done, how many there are, and which it is."""
+"""Called after each task with the number of the step's tasks that are done, the number of all, and the task."""
 
 
 class Executor:
-    """Runs tasks on the calling thread."""
+    """Runner of a plan's tasks, on the calling thread."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -86,7 +86,7 @@ class Executor:
     def run(
         self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper = (), clipping: Clipping | None = None
     ) -> None:
-        """Executes every task of `plan`, in its order but for swap-ins that wait for an update.
+        """Execute every task of `plan`, in its order but for swap-ins that wait for an update.
 
         Args:
             micro_batches: those of the plan's tasks.
@@ -95,7 +95,6 @@ class Executor:
 
         Raises:
             OffPlanError: a micro-batch called a layer that `plan` has no place for; nothing has been updated.
-            BaseException: whatever the model, the loss, the optimizer or the device raised.
         """
         # Autograd's threads, one for each device, would add up gradients of one tensor in their order of arrival.
         in_one_thread = self._parts.device.count > 1 and torch.autograd.set_multithreading_enabled(False)
@@ -149,17 +148,18 @@ class Executor:
                 self._told(self._done, len(self._plan.tasks), task)
 
     def tell(self, listener: OnTask | None) -> None:
-        """From now on `listener` is told of each task, and nobody else."""
+        """Call `listener`, and no other, after each task from now on."""
         self._told = listener
 
     def begin(self) -> None:
-        """A step begins, or a part of one."""
+        """Begin a step, or a part of one."""
         self._before, self.propagated = self._unlayered, False
         self.updates.begin()
 
     def abandon_run(self) -> None:
-        """After a failure before anything was propagated back: frees what the plan that was run last has brought to the
-        device. What earlier ones of the same step have left is as it was.
+        """Free what the last plan has brought to the device, after a failure before anything was propagated back.
+
+        What earlier plans of the same step have left is as it was.
         """
         for pack, copy in list(self._copies.items()):
             if not any(copy is one for one in self._before):
@@ -167,9 +167,7 @@ class Executor:
         self._parts.stash.abandon()
 
     def abandon(self) -> None:
-        """After a failure: frees everything on the device but resident packs. Gradients on the host are dropped by the
-        updater.
-        """
+        """Free everything on the device but resident packs, after a failure; the updater drops gradients on the host."""
         self._parts.stash.abandon()
         self._parts.device_store.clear_gradients()
         for pack in list(self._copies):
@@ -182,7 +180,7 @@ class Executor:
         self._parts.residency.evict(self._copies.pop(pack))
 
     def _handle(self, task: Task) -> None:
-        """A task, in the modes that its micro-batch was called in."""
+        """Run a task, in the modes that its micro-batch was called in."""
         handler, contract = self._handlers[task.kind], self._parts.contract
         if task.micro_batch < 0:
             if task.kind in _USING_GRADIENTS:
@@ -193,7 +191,7 @@ class Executor:
         state, autocast = micro_batch.state, micro_batch.backward_autocast
         micro_batch.at_work = True
         try:
-            if contract.is_current(state) and (autocast is None or not autocast.matters):  # as it mostly is
+            if contract.is_current(state) and (autocast is None or not autocast.matters):  # the common case
                 handler(task)
             else:
                 with contract.entered(state), Autocast.entered(autocast):
@@ -204,7 +202,7 @@ class Executor:
     # ---- weights
 
     def _take(self, plan: Plan) -> None:
-        """What is to be known of `plan` for all of its tasks."""
+        """Work out what all tasks of `plan` need to know of it."""
         if plan is self._plan:
             return
         if plan.packs != self._plan.packs:
@@ -236,7 +234,7 @@ class Executor:
         return [self._copies[pack.index] for pack in self._plan.packing.always if pack.index in self._copies]
 
     def _hold_packs(self) -> None:
-        """Resident packs: what the host still has to update of them comes to the device once."""
+        """Bring resident packs to the device, once, when the host has updated them."""
         resident = self._plan.policy.resident
         names = [self._plan.packs[index].parameters for index in resident]
         if self._parts.updater is not None and not self._parts.device_store.holds(names):
@@ -286,17 +284,20 @@ class Executor:
         micro_batch, leaves = self._micro_batches[task.micro_batch], self._leaves(task.pack)
         if micro_batch.forwarded:  # it ended before this pack
             return
-        self._enter(micro_batch).run_on(partial(self._answer_cut, task, micro_batch, leaves))
+        calls, last = self._plan.calls, self._plan.packs[task.pack].positions[-1]
+        self._enter(micro_batch).run_on(
+            partial(self._answer_cut, task, micro_batch, leaves),
+            is_later=lambda request: micro_batch.place(request.layer, calls) > last,
+        )
         if micro_batch.has_ended:
             micro_batch.finish()
-            micro_batch.outputs = map_tensors(self._parts.crossings.to_home, micro_batch.outputs)
+            if task.kind is not TaskKind.FUSED:  # which propagates back at once
+                micro_batch.outputs = map_tensors(self._parts.crossings.to_home, micro_batch.outputs)
 
     def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
-        """What the model gets of a layer call that is cut from its graph."""
+        """Return the outputs, cut from their graph, of a layer call."""
         plan = self._plan
         position = micro_batch.place(request.layer, plan.calls)
-        if position > plan.packs[task.pack].positions[-1]:
-            return Turn.LATER
         number = micro_batch.pass_position(position)
         rows = None if task.kind is TaskKind.FORWARD_FOR_GRAPH else plan.rows
         outputs, call = self._parts.layer_calls.forward(
@@ -305,11 +306,11 @@ class Executor:
         if call is not None:
             if not self._needs_backward[position]:  # it returned its input when it was measured
                 raise OffPlanError
-            micro_batch.record(position, call)
+            micro_batch.calls.append((position, call))
         return outputs
 
     def _answer_attached(self, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
-        """What the model gets of a layer call that is part of its graph."""
+        """Return the outputs of a layer call as part of the micro-batch's graph."""
         micro_batch.pass_position(micro_batch.place(request.layer, self._plan.calls))
         return self._parts.layer_calls.run_attached(request, leaves)
 
@@ -326,7 +327,7 @@ class Executor:
         with (self._parts.crossings.between_layers or nullcontext)():
             micro_batch.propagate_loss()
         self._parts.random.check_drawn()
-        self._parts.joins.tell()
+        self._parts.joins.issue_checks()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
         if plan.rows.cuts:
@@ -353,7 +354,7 @@ class Executor:
             self._parts.residency.accumulate(copy)
 
     def _enter(self, micro_batch: MicroBatch) -> Lane:
-        """The micro-batch's lane, with its random stream current; started if it was not."""
+        """Return the micro-batch's lane, started, and make its random stream current."""
         if micro_batch.lane is not None:
             self._parts.random.switch(micro_batch)
             return micro_batch.lane
@@ -363,14 +364,12 @@ class Executor:
     # ---- between devices
 
     def _move(self, task: Task) -> None:
-        """What the micro-batch hands to the next pack goes to that pack's device while others compute."""
-        micro_batch = self._micro_batches[task.micro_batch]
-        if micro_batch.lane is not None and micro_batch.lane.request is not None:
-            request = micro_batch.lane.request
-            self._parts.crossings.to_current(tensors_in((request.args, request.kwargs)))
+        """Move what the micro-batch hands to the next pack to that pack's device, while others compute."""
+        if (lane := self._micro_batches[task.micro_batch].lane) is not None:
+            self._parts.crossings.to_current(lane.waiting_tensors())
 
     def _move_back(self, task: Task) -> None:
-        """Gradients of what the pack has given go back to its device."""
+        """Move gradients of the pack's outputs back to its device."""
         micro_batch = self._micro_batches[task.micro_batch]
         if calls := micro_batch.calls_in(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(calls[-1].number)

@@ -11,16 +11,16 @@ from harmony_ds.runtime.parts import Parts
 
 
 class GatheredGradients:
-    """Finds them, changes their place, and drops them."""
+    """Keeper of these gradients: finds, moves, and drops them."""
 
     def __init__(self, parts: Parts, unlayered: Callable[[], Sequence[DeviceCopy]]) -> None:
-        """`unlayered`: the copy of the unlayered parameters, if it is on the device."""
+        """Take `unlayered`, which gives the copy of the unlayered parameters while it is on the device."""
         self._parts = parts
         self._unlayered = unlayered
         self._moved = False  # to the host, of packs that are updated on the device, since a plan was exchanged
 
     def receive_own(self, names: tuple[str, ...], measure: bool = False) -> bool:
-        """Takes what the user's own backward passes left on the host parameters `names`; whether there was anything.
+        """Take what the user's own backward passes left on the host parameters `names`; return whether there was anything.
 
         Args:
             measure: takes the norms of their gradients anew if so.
@@ -35,7 +35,7 @@ class GatheredGradients:
         return bool(own)
 
     def to_host(self) -> None:
-        """Takes those of resident packs to the host, since the packs go."""
+        """Move the gradients of resident packs to the host, since the packs leave the device."""
         parts = self._parts
         kept = parts.device_store.take_gradients()
         if kept and parts.updater is not None and parts.gradients is not None:
@@ -44,7 +44,7 @@ class GatheredGradients:
             self._moved = True
 
     def to_device(self, names: tuple[str, ...]) -> None:
-        """Takes those on the host for `names`, which are updated on the device, there."""
+        """Move gradients of `names`, which are updated on the device, there from the host."""
         assert self._parts.updater is not None
         on_host = self._parts.updater.pop_gradients(names) if self._moved else {}
         for gradients in (on_host, self._parts.user_gradients.pop(names)):
@@ -52,7 +52,7 @@ class GatheredGradients:
                 self._parts.device_store.add_gradient(name, gradient)
 
     def find(self, name: str) -> Tensor | None:
-        """That of `name`: the tensor itself."""
+        """Return the gradient of `name`: the tensor itself."""
         assert self._parts.updater is not None
         store = self._parts.device_store
         if self._moved and store.leaves((name,)):
@@ -64,12 +64,12 @@ class GatheredGradients:
         return self._parts.updater.gradient(name) if found is None else found
 
     def changed(self, names: Iterable[str]) -> None:
-        """Those of `names` may have been changed: their norms are taken again."""
+        """Measure the norms of `names` again, since the program may have changed their gradients."""
         assert self._parts.updater is not None
         self._parts.updater.measure(tuple(names))
 
     def drop(self, names: Iterable[str]) -> None:
-        """Forgets those of `names`."""
+        """Drop the gradients of `names`."""
         assert self._parts.updater is not None and self._parts.gradients is not None
         self._parts.gradients.discard_received(names)
         self._parts.updater.drop_gradients(tuple(names))
@@ -79,5 +79,5 @@ class GatheredGradients:
                 self._parts.residency.clear_gradient(copy, name)
 
     def used(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._moved = False

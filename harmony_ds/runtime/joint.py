@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +18,17 @@ from torch import Tensor
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.joined import Joined, Joins
+from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
-from harmony_ds.runtime.lane import Answer, Lane, Turn
+from harmony_ds.runtime.lane import Answer, IsLater, Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 
 
 class JointLane:
-    """Takes the lanes of several micro-batches from layer to layer."""
+    """Lanes of several micro-batches, which go from layer to layer together."""
 
     def __init__(self, lanes: list[Lane], joins: Joins, again: Callable[[bool], None]) -> None:
-        """`again`: told whether the call that is answered next is of the same place as the one before."""
+        """Take `again`, which is told whether the call that is answered next is of the same place as the one before."""
         self._lanes = lanes
         self._joins = joins
         self._again = again
@@ -34,16 +36,16 @@ class JointLane:
 
     @property
     def finished(self) -> bool:
-        """Whether all have come to their ends."""
+        """Whether all lanes have come to their ends."""
         return all(lane.finished for lane in self._lanes)
 
-    def start(self) -> None:
-        """Runs all up to their first layer calls."""
-        for lane in self._lanes:
-            lane.resume()
+    def waiting_tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments of the calls to be made, which are joined."""
+        requests = [lane.request for lane in self._lanes if lane.request is not None]
+        return tensors_in([(call.request.args, call.request.kwargs) for call in self._joined(requests)])
 
-    def run_on(self, answer: Answer) -> None:
-        """As `Lane.run_on`, with one call for all where they can be joined.
+    def run_on(self, answer: Answer, is_later: IsLater | None = None) -> None:
+        """Do what `Lane.run_on` does, with one call for all where they can be joined.
 
         Raises:
             CannotJoinError: they take different ways, or something went wrong, and must run one by one.
@@ -53,9 +55,9 @@ class JointLane:
                 requests = [lane.request for lane in self._lanes if lane.request is not None]
                 if len(requests) < len(self._lanes) or len({request.layer for request in requests}) > 1:
                     raise self._joins.refuse("micro-batches take different ways through the model")
-                replies = self._answered(requests, answer)
-                if replies is None:
+                if is_later and is_later(requests[0]):
                     return
+                replies = self._answered(requests, answer)
                 requests.clear()
                 for lane in self._lanes:
                     lane.resume(replies.pop(0))
@@ -64,18 +66,19 @@ class JointLane:
         except Exception as error:
             raise self._joins.refuse(f"the model raised {error!r}") from error
 
-    def _answered(self, requests: list[Request], answer: Answer) -> list[Any] | None:
-        """What each lane gets; None: not yet."""
-        if not self._calls:
+    def _joined(self, requests: list[Request]) -> list[Joined]:
+        if not self._calls and requests:
             with torch.enable_grad():
                 self._calls = self._joins.join(requests)
+        return self._calls
+
+    def _answered(self, requests: list[Request], answer: Answer) -> list[Any]:
+        """Return what each lane gets."""
         replies: dict[int, Any] = {}
-        for number, call in enumerate(self._calls):
+        for number, call in enumerate(self._joined(requests)):
             self._again(number > 0)
             call.begin()
             result = answer(call.request)
-            if result is Turn.LATER:
-                return None
             with torch.enable_grad():
                 replies.update(zip(call.places, self._joins.part(call, result), strict=True))
         self._again(False)
@@ -83,14 +86,17 @@ class JointLane:
         return [replies[place] for place in range(len(requests))]
 
     def take_result(self) -> list[Any]:
-        """What each has returned."""
+        """Return what each lane's forward pass returned."""
         return [lane.take_result() for lane in self._lanes]
 
     def close(self) -> None:
-        """Ends all wherever they are."""
+        """End all lanes wherever they are."""
         self._calls = []
         for lane in self._lanes:
             lane.close()
+
+
+_CALLED = ("index", "seed", "forward", "autocast", "backward_autocast", "context", "state", "home")
 
 
 @dataclass(slots=True, eq=False)
@@ -102,33 +108,24 @@ class JointMicroBatch(MicroBatch):
     _is_again: bool = field(default=False)
 
     @staticmethod
-    def of(index: int, members: Sequence[MicroBatch], joins: Joins) -> JointMicroBatch:
-        """Of `members`, which were called in the same modes; its random numbers are the first one's."""
-        first = members[0]
+    def of(members: Sequence[MicroBatch], joins: Joins) -> JointMicroBatch:
+        """Join `members`, which were called in the same modes; random numbers are those of the first one."""
+        first = {name: getattr(members[0], name) for name in _CALLED}
         return JointMicroBatch(
-            index=index,
-            seed=first.seed,
-            forward=first.forward,
-            objective=lambda outputs: _sum_of(members, outputs),
-            autocast=first.autocast,
-            backward_autocast=first.backward_autocast,
-            context=first.context,
-            state=first.state,
-            home=first.home,
-            members=members,
-            joins=joins,
+            objective=lambda outputs: _sum_of(members, outputs), members=members, joins=joins, **first
         )
+
+    @property
+    def count(self) -> int:
+        return len(self.members)
 
     def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Any:
         assert self.joins is not None
         lanes = [Lane(m.forward, m.grad, m.autocast, device, m.context, between_layers) for m in self.members]
-        joint = JointLane(lanes, self.joins, self._note_again)
-        self.lane = joint  # type: ignore[assignment]
-        joint.start()
-        return joint
-
-    def _note_again(self, again: bool) -> None:
-        self._is_again = again
+        self.lane = JointLane(lanes, self.joins, partial(setattr, self, "_is_again"))  # type: ignore[assignment]
+        for lane in lanes:
+            lane.resume()
+        return self.lane
 
     def place(self, layer: int, order: tuple[int, ...]) -> int:
         if self._is_again and self._cursor and order[self._cursor - 1] == layer:

@@ -9,35 +9,31 @@ one. Context variables are kept apart by greenlets themselves; what torch keeps 
 from __future__ import annotations
 
 import contextvars
-import enum
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
+from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast, Request, handled_by
+from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.runtime.thread_state import OnTop, ThreadState
 
-
-class Turn(enum.Enum):
-    """What the engine may say of a layer call instead of its outputs."""
-
-    LATER = enum.auto()
-
-
 Answer = Callable[[Request], Any]
-"""The outputs of a layer call, or `Turn.LATER`."""
+"""Make the outputs of a layer call."""
+IsLater = Callable[[Request], bool]
+"""Tell whether a layer call is to wait for a later task."""
 
 
 class LaneAborted(BaseException):
-    """Unwinds a suspended forward pass whose step has failed elsewhere."""
+    """Raised in a suspended forward pass to unwind it, when its step has failed elsewhere."""
 
 
 class Lane:
-    """Runs `function` up to its next layer call, again and again, on the thread that made the lane.
+    """Suspended run of `function`, from layer call to layer call, on the thread that made the lane.
 
     Attributes:
         request: the layer call that it waits at.
@@ -53,7 +49,7 @@ class Lane:
         context: contextvars.Context,
         between_layers: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
-        """A lane that has not begun, and will run in `context`; `between_layers` makes what its own code runs in."""
+        """Make a lane that will run in `context`; `between_layers` makes the context of the code between layer calls."""
         self.device_type = device.torch_device.type
         self.request: Request | None = None
         self.result: Any = None
@@ -63,7 +59,7 @@ class Lane:
         self._thread = ThreadState(device)
         self._between_layers = between_layers
         self._on_top: OnTop | None = None  # while it is suspended
-        self._reply: Any = None  # to the call that it waits at; nobody else holds it while the lane runs on
+        self._reply: Any = None  # to the call that it waits at; not held elsewhere while the lane runs
         self._aborted = False
         self._greenlet = greenlet(self._run)
         self._greenlet.gr_context = context
@@ -73,16 +69,17 @@ class Lane:
         """Whether it has come to its end, or was ended."""
         return bool(self._greenlet.dead)
 
-    def run_on(self, answer: Answer) -> None:
-        """Runs on while `answer` answers its layer calls: to one that is to wait, or to its end.
+    def waiting_tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments of the layer call that it waits at."""
+        return [] if self.request is None else tensors_in((self.request.args, self.request.kwargs))
+
+    def run_on(self, answer: Answer, is_later: IsLater | None = None) -> None:
+        """Run on to the first layer call that is to wait, or to the end; `answer` answers the calls before it.
 
         What a layer has raised, the model's code gets; what else comes up in an answer is raised here.
-
-        Raises:
-            BaseException: what `function` or `answer` raised.
         """
         engines = self._thread.read()
-        while self.request is not None:
+        while self.request is not None and not (is_later and is_later(self.request)):
             try:
                 self._reply = answer(self.request)
             except BaseException as error:
@@ -90,27 +87,21 @@ class Lane:
                     raise
                 self._go_on(engines, self._greenlet.throw, error)  # the model's code may know what to do about it
             else:
-                if self._reply is Turn.LATER:
-                    return
                 self._go_on(engines, self._greenlet.switch)
 
     def resume(self, reply: Any = None) -> None:
-        """Runs on, with `reply` as the outputs of the layer call it waits at, until the next one or the end.
-
-        Raises:
-            BaseException: what `function` raised.
-        """
+        """Run on, with `reply` as the outputs of the layer call it waits at, until the next one or the end."""
         self._reply = reply
         del reply
         self._go_on(self._thread.read(), self._greenlet.switch)
 
     def take_result(self) -> Any:
-        """What `function` returned, which is kept no longer."""
+        """Return what `function` returned, and keep it no longer."""
         result, self.result = self.result, None
         return result
 
     def close(self) -> None:
-        """Ends it wherever it is: what is open in the model's code is unwound."""
+        """End it wherever it is, and unwind what is open in the model's code."""
         self._aborted = True
         if self._greenlet:
             self._go_on(self._thread.read(), self._greenlet.throw, LaneAborted)
@@ -138,7 +129,7 @@ class Lane:
     # ---- in the greenlet
 
     def call(self, request: Request) -> Any:
-        """Returns what the engine makes of a layer call, behind a suspension."""
+        """Suspend the lane at a layer call; return the outputs that the engine answers with."""
         if self._aborted:
             raise LaneAborted
         self.request = request

@@ -40,10 +40,10 @@ class MicroBatch:
         forward: runs the model on its inputs; called in the lane.
         objective: called with the outputs, by the engine, where forward and backward are fused.
         autocast: the caller's, entered again in the lane.
-        backward_autocast: of who called backward on its loss; None: whatever is there when it runs.
+        backward_autocast: of the caller of backward on its loss; None: the one in force when it runs.
         context: the caller's context variables, likewise.
         state: what the call saw of the model; None: what is there when it runs.
-        home: the device that losses are on whose values somebody sees.
+        home: the device of losses whose values the program reads.
         reduce: if given, what is kept of the outputs (evaluation keeps the loss, not everybody's logits).
     """
 
@@ -71,28 +71,25 @@ class MicroBatch:
     _numbers: int = 0
 
     @property
+    def count(self) -> int:
+        """How many micro-batches it stands for."""
+        return 1
+
+    @property
     def modes(self) -> bytes:
-        """What it was called in: training and requires_grad flags."""
+        """Training and requires_grad flags that it was called in."""
         return b"" if self.state is None else self.state.modes.flags
-
-    def serve(self, objective: Objective) -> None:
-        """Whoever waits for it says what to propagate back from."""
-        self.objective = objective
-
-    def note_caller(self, autocast: Autocast | None) -> None:
-        """Whoever propagates back from it does so under `autocast`."""
-        self.backward_autocast = autocast
 
     # ---- its forward pass
 
     def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Lane:
-        """Runs forward up to the first layer call; `between_layers` makes what the model's own code runs in."""
+        """Run forward up to the first layer call; `between_layers` makes the context of the code between layer calls."""
         self.lane = Lane(self.forward, self.grad, self.autocast, device, self.context, between_layers)
         self.lane.resume()
         return self.lane
 
     def place(self, layer: int, order: tuple[int, ...]) -> int:
-        """The position of the call of `layer` that comes next.
+        """Return the position of the next call of `layer`.
 
         Raises:
             OffPlanError: there is none.
@@ -103,26 +100,22 @@ class MicroBatch:
             raise OffPlanError from None
 
     def pass_position(self, position: int) -> int:
-        """Moves on behind `position`; returns the number of the call just placed there."""
+        """Move on past `position`; return the number of the call just placed there."""
         self._cursor = position + 1
         self._numbers += 1
         return self._numbers - 1
 
-    def record(self, position: int, call: RecordedCall) -> None:
-        """Keeps a call for the backward pass."""
-        self.calls.append((position, call))
-
     def calls_in(self, pack: Pack) -> list[RecordedCall]:
-        """The recorded calls of `pack`."""
+        """Return the recorded calls of `pack`."""
         return [call for position, call in self.calls if position in pack.positions]
 
     def take_calls(self, pack: Pack) -> Iterator[RecordedCall]:
-        """The recorded calls of `pack`, the last one first; each is recorded no longer, and kept by nobody else."""
+        """Yield the recorded calls of `pack`, the last one first, and forget each."""
         while self.calls and self.calls[-1][0] >= pack.positions[0]:
             yield self.calls.pop()[1]
 
     def move(self, positions: tuple[int, ...]) -> None:
-        """The call order has grown: `positions[p]` is where the call once at `p` is now."""
+        """Follow a call order that has grown: `positions[p]` is where the call once at `p` is now."""
         self.calls = [(positions[place], call) for place, call in self.calls]
 
     @property
@@ -131,7 +124,7 @@ class MicroBatch:
         return self.lane is not None and self.lane.finished
 
     def finish(self) -> None:
-        """Takes the outputs off a lane that ran to its end."""
+        """Take the outputs from a lane that ran to its end."""
         assert self.lane is not None
         outputs = self.lane.take_result()
         self.outputs = outputs if self.reduce is None else self.reduce(outputs)
@@ -140,13 +133,13 @@ class MicroBatch:
         self.forwarded = True
 
     def lead_outside(self, inputs: list[Tensor]) -> None:
-        """Whoever propagates back from its outputs gets to `inputs`, which require gradients."""
+        """Lead a backward pass of the caller's, from its outputs, to `inputs`, which require gradients."""
         self.outputs = map_tensors(lambda tensor: link_to_inputs(tensor, inputs), self.outputs)
 
     # ---- its backward pass
 
     def propagate_loss(self) -> None:
-        """Back from its outputs, which are kept no longer, through what came behind its last call."""
+        """Propagate from its outputs, which are kept no longer, through the code after its last call."""
         self.check_unwritten()
         loss = self.objective(self.outputs)
         self.outputs = None
@@ -155,12 +148,12 @@ class MicroBatch:
                 loss.backward(retain_graph=not self.inter_layer.is_trivial and self.inter_layer.touches(loss))
 
     def check_unwritten(self) -> None:
-        """Raises ModelError if what was kept of its calls, or a view that one gave, has been changed in place since."""
+        """Raise ModelError if what was kept of its calls, or a view that one gave, has been changed in place since."""
         for kept in {kept for _, call in self.calls for kept in (*call.tensors, *call.views)}:
             kept.check()
 
     def settle(self) -> None:
-        """Once every layer is behind: what is left leads to unlayered parameters and to the user's own leaves."""
+        """Propagate what is left after all layers: to unlayered parameters and to the user's own leaves."""
         if not self.calls:
             self.inter_layer.propagate_due(-1)
             self.inter_layer = InterLayerGraph()
@@ -168,7 +161,7 @@ class MicroBatch:
     # ---- what becomes of it
 
     def cut_outputs(self) -> None:
-        """Parts its outputs from code that layers depend on as well: whoever propagates back from them frees a graph."""
+        """Cut its outputs from code that layers depend on too, whose graph a backward pass of the caller's would free."""
 
         def own(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad or not self.inter_layer.touches(tensor):
@@ -180,7 +173,7 @@ class MicroBatch:
         self.outputs = map_tensors(own, self.outputs)
 
     def abandon(self) -> None:
-        """Ends the lane wherever it is, and forgets everything recorded."""
+        """End the lane wherever it is, and forget everything recorded."""
         if self.lane is not None:
             self.lane.close()
         self.lane = None
@@ -191,14 +184,14 @@ class MicroBatch:
         self._cursor = self._numbers = 0
 
     def close(self) -> None:
-        """Its step is over: it holds neither inputs nor the program's objects any more."""
+        """Drop its inputs and the program's objects: its step is over."""
         self.abandon()
         self.forward, self.objective = (lambda: None), (lambda outputs: None)
         self.inputs = (), {}
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The loss among a model's outputs: `.loss`, `["loss"]`, the first of a tuple, or the scalar itself.
+    """Return the loss among a model's outputs: `.loss`, `["loss"]`, the first of a tuple, or the scalar itself.
 
     Raises:
         BatchError: there is none.

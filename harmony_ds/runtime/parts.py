@@ -25,7 +25,7 @@ from harmony_ds.runtime.timeline import StepTimeline
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What runs a model. Without an optimizer there are no gradients and no updater."""
+    """Parts that run a model. Without an optimizer there are no gradients and no updater."""
 
     device: Device
     residency: Residency
@@ -44,4 +44,4 @@ class Parts:
     user_gradients: UserGradients
     world: SingleProcess
     copy_masters_to_weights: Callable[[Iterable[str]], None]
-    """Makes weights of the compute dtype follow their masters."""
+    """Make weights of the compute dtype follow their masters."""

@@ -1,8 +1,8 @@
 """Forward passes on the calling thread, one at a time and layer by layer: evaluation, `generate`, and all measuring.
 
-Layers are swapped in as they are called, the next one in the known order ahead of its call, and evicted behind it. What
-is on the device already is used there. A parameter that is used outside its layer's calls stays to the end. How a call
-is run is for an observer to say.
+Layers are swapped in as they are called, the next one in the known order before its call, and evicted after it. Parameters
+that are on the device already are used there. A parameter that is used outside its layer's calls stays to the end. An
+observer says how a call is run.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from harmony_ds.runtime.parts import Parts
 
 
 class Observer:
-    """Runs the layer calls of a forward pass, and looks at what it wants to know. As it is, it wants to know nothing."""
+    """Runner of the layer calls of a forward pass. Subclasses look at what they want to know."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     def arrived(self, request: Request) -> None:
-        """The model has come to a layer call; the layer is not waited for yet."""
+        """Note a layer call that the model has come to; its layer may not have arrived yet."""
 
     def swapped_in(self, copy: DeviceCopy) -> None:
-        """Parameters are on the device: those that no layer owns before all calls, a layer's before each of its own."""
+        """Note parameters on the device: those that no layer owns before all calls, a layer's before each of its own."""
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
-        """Runs a layer call on its parameters; returns the outputs for the model."""
+        """Run a layer call on its parameters; return the outputs for the model."""
         return self._parts.layer_calls.run_attached(request, copy.leaves)
 
     def evicted(self) -> None:
-        """The call is over, and its layer has left the device."""
+        """Note that the call is over, and its layer has left the device."""
 
 
 class Streamer:
-    """Handles layer calls on the calling thread."""
+    """Handler of layer calls on the calling thread."""
 
     def __init__(self, parts: Parts, layers: tuple[Layer, ...], observer: Observer | None = None) -> None:
-        """`observer`: None: without gradients, and nothing is looked at."""
+        """Run calls as `observer` says; None: without gradients."""
         self.device_type = parts.device.torch_device.type
         self._device = parts.device
         self._layers = layers
@@ -62,7 +62,7 @@ class Streamer:
 
     @contextmanager
     def streaming(self, unlayered: tuple[str, ...], order: tuple[int, ...]) -> Iterator[None]:
-        """While open, layer calls of this thread stream. `order` (may be empty) tells which layer to fetch ahead."""
+        """Stream layer calls of this thread while open. `order` (may be empty) tells which layer to prefetch."""
         if self._open:
             yield
             return
@@ -78,7 +78,7 @@ class Streamer:
 
     @contextmanager
     def on_device(self, unlayered: tuple[str, ...], order: tuple[int, ...] = ()) -> Iterator[DeviceCopy]:
-        """While open, `unlayered` are on the device, and layer calls may be handled. Nothing stays."""
+        """Keep `unlayered` on the device, and handle layer calls, while open. Nothing stays."""
         self._unlayered = frozenset(unlayered)
         self._next = dict(pairwise(order))
         copy = self._residency.swap_in(unlayered)
@@ -97,7 +97,7 @@ class Streamer:
             self._ahead.clear()
 
     def call(self, request: Request) -> Any:
-        """Runs one layer call at once."""
+        """Run one layer call at once."""
         with handled_by(None):  # it is no code between layers that runs
             return self._call(request)
 

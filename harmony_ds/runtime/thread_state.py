@@ -1,4 +1,4 @@
-"""What is set for a thread or for the process, exchanged between the engine and the lanes, which run on the same thread.
+"""Settings of a thread or of the process, exchanged between the engine and the lanes, which run on the same thread.
 
 A lane begins with what the engine has, and may put more on top of it: `with torch.no_grad():` around a few layers. When it
 is suspended there, the engine goes on with its own; when it is resumed, it finds what it had put there. The layer that it
@@ -32,7 +32,7 @@ _STACKS: tuple[tuple[Callable[[], int], Callable[[], Any], Callable[[Any], objec
 
 @dataclass(frozen=True, slots=True)
 class OnTop:
-    """What a suspended lane has set on top of the engine's.
+    """Settings that a suspended lane has made on top of the engine's.
 
     Attributes:
         put_back: closed when the lane goes on, which finds there again what it had set.
@@ -47,7 +47,7 @@ class ThreadState:
     """Inference and grad mode, hooks on saved tensors, open modes, torch's switches, autocast, and the current stream."""
 
     def __init__(self, device: Device) -> None:
-        """`device`: whose autocast may be on beside the host's, and whose stream is the current one."""
+        """Exchange the host's autocast, and that of `device` with its current stream."""
         values: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
             (read_switches, set_switches),
             (torch.is_grad_enabled, _C._set_grad_enabled),
@@ -61,14 +61,14 @@ class ThreadState:
         self._writes = [write for _, write in values]
 
     def read(self) -> tuple[Any, ...]:
-        """As it is now."""
+        """Return the settings as they are now."""
         depths = [depth() for depth, _, _ in _STACKS]
         return torch.is_inference_mode_enabled(), _innermost_hooks(), depths, [read() for read in self._reads]
 
     def restore(self, engines: tuple[Any, ...]) -> OnTop | None:
-        """Makes everything what it was when `engines` was read; returns what was otherwise."""
+        """Set everything as it was when `engines` was read; return what was otherwise."""
         now = self.read()
-        return None if now == engines else self._exchange(now, engines)  # as it mostly is
+        return None if now == engines else self._exchange(now, engines)  # the common case
 
     def _exchange(self, lanes: tuple[Any, ...], engines: tuple[Any, ...]) -> OnTop:
         inference, hooks, depths, values = engines
@@ -97,7 +97,7 @@ class ThreadState:
 def _within(
     switches: tuple[Any, ...], modes: list[tuple[Callable[[], Any], Callable[[Any], object], Any]]
 ) -> Iterator[None]:
-    """While open, torch's switches are set so and `modes` are open, the last one innermost."""
+    """Set torch's switches so, and open `modes`, the last one innermost, while open."""
     with ExitStack() as stack:
         stack.callback(set_switches, read_switches())
         set_switches(switches)

@@ -45,22 +45,22 @@ class _Step:
 
 
 class StepTimeline:
-    """Records the steps of one engine while somebody wants it to. A step that fails leaves nothing behind."""
+    """Recorder of one engine's steps, while a caller records. A step that fails leaves nothing."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._steps: list[_Step] | None = None  # None: nobody does
+        self._steps: list[_Step] | None = None  # None: no caller records
         self._step: _Step | None = None
         self._open: _Entry | None = None
 
     @property
     def is_recording(self) -> bool:
-        """Whether a step runs that somebody wants."""
+        """Whether a step runs that is being recorded."""
         return self._step is not None
 
     @contextmanager
     def recording(self, finish: Callable[[], None]) -> Iterator[list[ExecutedStep]]:
-        """A context whose steps are recorded; they are in the list when it has been left.
+        """Record the steps of a context; they are in the list when it has been left.
 
         Args:
             finish: waits for the updates that the steps have issued.
@@ -107,7 +107,7 @@ class StepTimeline:
         self._open = None
 
     def waited(self) -> None:
-        """The task that is open had to wait until now for an earlier update."""
+        """Note that the open task had to wait until now for an earlier update."""
         if self._open is not None:
             self._open.begin_ms = _now_ms()
 

@@ -1,4 +1,4 @@
-"""What becomes of gradients once they are made: they leave the device, are reduced, measured, and updated with.
+"""Gradients once they are made: they leave the device, are reduced, measured, and updated with.
 
 REDUCE      world.reduce, .reduce_on_host     FREE_GRADIENTS     dropping them
 SWAP_OUT    host_gradients.swap_out           UPDATE             updater.update
@@ -26,13 +26,13 @@ from harmony_ds.scheduler.plan import NOTHING, Plan, Task, TaskKind
 
 @dataclass(slots=True)
 class Outcome:
-    """What is known of a step, from its begin on.
+    """Facts about a step, from its begin on.
 
     Attributes:
         norm: of all gradients; promised when the step returns.
         overflow: whether its updates were skipped, because gradients were not finite.
         updates_issued: packs whose weights it has changed, or will.
-        others_update: whether other processes may change weights, whatever becomes of the step here.
+        others_update: whether other processes may change weights, though the step fails here.
     """
 
     norm: Future[GradientNorm] | None = None
@@ -42,7 +42,7 @@ class Outcome:
 
 
 class Updates:
-    """Handles these tasks, and steps of gradients that are all there.
+    """Handler of these tasks, and of steps whose gradients are all there.
 
     Attributes:
         handlers: by kind of task.
@@ -50,7 +50,7 @@ class Updates:
     """
 
     def __init__(self, parts: Parts, copies: Mapping[int, DeviceCopy], gathered: GatheredGradients) -> None:
-        """`copies`: by pack, what is on the device now."""
+        """Work with `copies`: by pack, what is on the device now."""
         self._parts = parts
         self._copies = copies
         self._gathered = gathered
@@ -75,7 +75,7 @@ class Updates:
         }
 
     def take(self, plan: Plan) -> None:
-        """From now on, tasks are those of `plan`."""
+        """Take `plan`, whose tasks come from now on."""
         self._plan, self._held_transfers = plan, plan.held_transfers
         self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
         if self._sends and self._parts.gradients is not None:
@@ -88,23 +88,23 @@ class Updates:
             self._parts.gradients.reserve(waiting, self._held_transfers)
 
     def begin(self) -> None:
-        """A step begins, of which nothing is known."""
+        """Begin a step, of which nothing is known."""
         self.outcome = Outcome()
 
     def start(self, hyper: Hyper, clipping: Clipping | None) -> None:
-        """The plan begins to run, with `hyper` for updates; with `clipping`, they wait for the norm of all gradients."""
+        """Begin to run the plan, with `hyper` for updates; with `clipping`, they wait for the norm of all gradients."""
         self._hyper, self._clipping, self._to_send = hyper, clipping, self._sends.copy()
         self._held = self._held_transfers if clipping is None else None
 
     def promise_norm(self) -> None:
-        """Where no update waits for the norm of all gradients: it will be known when all are made."""
+        """Promise the norm of all gradients, where no update waits for it: when all are made."""
         updater = self._parts.updater
         if self.outcome.norm is None and updater is not None:
             updater.add_norms(self._parts.device_store.take_norms())
             self.outcome.norm = updater.norm_of_updates()
 
     def step_whole(self, clipping: Clipping) -> None:
-        """The optimizer's own `step` over all gradients that have gathered, and have left the device."""
+        """Call the optimizer's own `step` over all gradients that have gathered, and have left the device."""
         optimizer, updater, outcome = self._parts.optimizer, self._parts.updater, self.outcome
         assert optimizer is not None and updater is not None
         names = tuple(optimizer.trained)
@@ -121,11 +121,11 @@ class Updates:
         if norm.coefficient is not None:
             for gradient in gradients.values():
                 gradient.mul_(norm.coefficient)
-        outcome.updates_issued = 1  # from here on, nobody knows what has been changed
+        outcome.updates_issued = 1  # from here on, it is not known what has been changed
         optimizer.step_whole(gradients, lambda: self._parts.copy_masters_to_weights(gradients))
 
     def update_own(self, hyper: Hyper, clipping: Clipping | None) -> None:
-        """Updates from what the user's own backward passes left on host parameters, and nothing else."""
+        """Update from what the user's own backward passes left on host parameters, and nothing else."""
         optimizer, updater = self._parts.optimizer, self._parts.updater
         assert optimizer is not None and updater is not None
         if optimizer.steps_whole:
@@ -143,10 +143,10 @@ class Updates:
         updater.wait_all()
 
     def abandon(self) -> None:
-        """After a failure: frees what is on its way."""
+        """Free what is on its way, after a failure."""
         self._reduced.clear()
         self._left.clear()
-        self._leaving.clear()  # behind their copies: the stash has seen to that
+        self._leaving.clear()  # after their copies: the stash has waited for those
 
     # ---- handlers
 
@@ -181,7 +181,7 @@ class Updates:
         self._receive(task, transfer)
 
     def _receive(self, task: Task, transfer: GradientTransfer) -> None:
-        """The pack's gradients, as the host updates with them, are on their way."""
+        """Issue the update with the pack's gradients, which are on their way to the host."""
         parts, pack = self._parts, self._plan.packs[task.pack]
         assert parts.updater is not None
         parts.updater.receive(transfer)
@@ -193,7 +193,7 @@ class Updates:
 
     def _free(self, pack: int) -> None:
         _, copied = self._leaving.pop(pack)
-        # Their memory belongs to the compute stream: its next owner there comes behind the copy.
+        # Their memory belongs to the compute stream: its next owner there comes after the copy.
         self._parts.device.wait(Stream.COMPUTE, copied)
 
     def _norm(self, task: Task) -> None:
@@ -203,7 +203,7 @@ class Updates:
             if pack.index in self._plan.policy.resident:
                 self._gathered.to_device(pack.owned)
                 store.measure(pack.owned)
-            else:  # behind the backward pass of the step's last part
+            else:  # after the backward pass of the step's last part
                 self._gathered.receive_own(pack.owned, measure=True)
         updater.add_norms(store.take_norms())
         self._parts.world.agree("norm")  # from here on, weights change

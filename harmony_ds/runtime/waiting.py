@@ -17,7 +17,7 @@ Charged = tuple[Task, int]
 
 
 class WaitingSwapIns:
-    """Puts the swap-ins of one run of `plan` where they hold nothing up."""
+    """Scheduler of the swap-ins of one run of `plan`: it puts them where they hold nothing up."""
 
     def __init__(self, parts: Parts, plan: Plan) -> None:
         self._parts = parts
@@ -25,8 +25,9 @@ class WaitingSwapIns:
         self._waiting: deque[Charged] = deque()
 
     def placed(self, tasks: Iterable[Charged]) -> Iterator[Charged]:
-        """`tasks`, of which some swap-ins come later: in their order, and before any other task of their packs. Some may
-        be left, for the next tasks or `left`.
+        """Yield `tasks`, some swap-ins later: in their order, and before any other task of their packs.
+
+        Some may be left, for the next tasks or `left`.
         """
         for task, nbytes in tasks:
             yield from self._ready(task.pack)
@@ -36,7 +37,7 @@ class WaitingSwapIns:
                 yield task, nbytes
 
     def left(self) -> Iterator[Charged]:
-        """Those that nothing has asked for."""
+        """Yield the swap-ins that no task has needed."""
         while self._waiting:
             yield self._waiting.popleft()
 
@@ -48,8 +49,9 @@ class WaitingSwapIns:
             yield self._waiting.popleft()
 
     def _may_wait(self, task: Task) -> bool:
-        """Only swap-ins, on streams of their own; and one waits behind the other, as they share a stream. None that other
-        devices take part in, at the place of the plan.
+        """Return whether `task` is a swap-in that may wait; after one that waits it has to, since they share a stream.
+
+        Those that other devices take part in stay at their place in the plan.
         """
         if task.kind is not TaskKind.SWAP_IN or self._plan.policy.shared or not self._parts.device.copies_overlap:
             return False

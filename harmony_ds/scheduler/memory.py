@@ -9,7 +9,7 @@ ten thousand tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -40,9 +40,14 @@ class MemoryProfile:
         return max(self.device_peaks)
 
 
-def walk_memory(packs: tuple[Pack, ...], tasks: tuple[Task, ...], costs: CostTable) -> MemoryProfile:
-    """Return the bytes alive while each task runs."""
-    return MemoryWalks(costs).walk(packs, tasks)
+def walk_memory(
+    packs: tuple[Pack, ...], tasks: tuple[Task, ...], costs: CostTable, others: Mapping[int, CostTable] | None = None
+) -> MemoryProfile:
+    """Return the bytes alive while each task runs; `others`: costs by micro-batch, where they are not `costs`."""
+    return MemoryWalks(costs).walk(packs, tasks, others=others or {})
+
+
+_NO_OTHERS: Mapping[int, CostTable] = {}
 
 
 class MemoryWalks:
@@ -53,7 +58,13 @@ class MemoryWalks:
         self._tables: dict[frozenset[int] | None, CostTable] = {None: costs}
         self._known: dict[tuple[int, int, frozenset[int] | None], PackBytes] = {}
 
-    def walk(self, packs: tuple[Pack, ...], tasks: tuple[Task, ...], counts: Sequence[int] = ()) -> MemoryProfile:
+    def walk(
+        self,
+        packs: tuple[Pack, ...],
+        tasks: tuple[Task, ...],
+        counts: Sequence[int] = (),
+        others: Mapping[int, CostTable] = _NO_OTHERS,
+    ) -> MemoryProfile:
         """Return the bytes alive while each task runs.
 
         Args:
@@ -63,7 +74,9 @@ class MemoryWalks:
         count = 1 + max(pack.device for pack in packs)
         # On several devices each pack has what it takes for itself, as it has where its stash waits on the host.
         away = count > 1 or any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
-        walks = [_Walk(packs, *self._counted(packs, away), counts) for _ in range(count)]
+        known = {id(costs): MemoryWalks(costs)._counted(packs, away) for costs in others.values()}
+        sides = {m: _Side(*known[id(costs)]) for m, costs in others.items()}
+        walks = [_Walk(packs, _Side(*self._counted(packs, away)), sides, counts) for _ in range(count)]
         swapped_in = {task.pack for task in tasks if task.kind is TaskKind.SWAP_IN}
         for pack in packs:
             if not pack.positions and pack.index not in swapped_in:  # an earlier part of the step brought it
@@ -118,21 +131,29 @@ class _Total:
         return nbytes
 
 
+class _Side:
+    """Bytes of micro-batches of one cost table."""
+
+    def __init__(self, costs: CostTable, packs: list[PackBytes]) -> None:
+        self.costs = costs
+        self.packs = packs
+        self.stash_before = list(accumulate((call.stashed_bytes for call in costs.costs), initial=0))
+        needing = [position for position, cost in enumerate(costs.costs) if cost.needs_backward]
+        self.backward_ends = min(needing, default=0)
+        self.loss = 2 * costs.scalar_bytes  # and its scaled copy
+
+
 class _Walk:
     """Bytes on one device. A micro-batch that has gone on to another holds there what it held when it left."""
 
     def __init__(
-        self, packs: tuple[Pack, ...], costs: CostTable, pack_costs: list[PackBytes], counts: Sequence[int]
+        self, packs: tuple[Pack, ...], side: _Side, others: Mapping[int, _Side], counts: Sequence[int]
     ) -> None:
-        self._costs = costs
+        self._side = self._mine = side
+        self._others = others  # by micro-batch
         self._counts = counts
-        self._packs = pack_costs
         self._plan_packs = packs
         self._updated: set[int] = set()  # packs, on the device
-        self._stash_before = list(accumulate((call.stashed_bytes for call in costs.costs), initial=0))
-        needing = [position for position, cost in enumerate(costs.costs) if cost.needs_backward]
-        self._backward_ends = min(needing, default=0)
-        self._loss = 2 * costs.scalar_bytes  # and its scaled copy
         self._held: dict[int, int] = {}  # by micro-batch: what it holds between its passes
         self._weights = _Total()
         self._gradients = _Total()
@@ -152,21 +173,22 @@ class _Walk:
 
     def step(self, task: Task) -> tuple[int, int]:
         """Weights, and everything else, while `task` runs."""
+        self._side = self._others.get(task.micro_batch, self._mine)
         run = self._runs.get(task.kind)
         if run is not None:
-            activations = run(self._packs[task.pack], task)
+            activations = run(self._side.packs[task.pack], task)
             if self._times(task) > 1:
                 return 0, 0
-            return self._weights.total, activations + self._costs.margin_bytes + self._gradients.total
+            return self._weights.total, activations + self._side.costs.margin_bytes + self._gradients.total
         match task.kind:
             case TaskKind.SWAP_IN:
                 self.bring(task.pack)
             case TaskKind.STASH_OUT:
-                self._stash_out(self._packs[task.pack], task)
+                self._stash_out(self._side.packs[task.pack], task)
             case TaskKind.STASH_IN:
-                self._stash_in(self._packs[task.pack], task)
+                self._stash_in(self._side.packs[task.pack], task)
             case TaskKind.MOVE | TaskKind.MOVE_BACK:
-                self._waiting.put(task.micro_batch, self._moved(self._packs[task.pack], task))
+                self._waiting.put(task.micro_batch, self._moved(self._side.packs[task.pack], task))
             case TaskKind.FREE_GRADIENTS:
                 self._gradients.take(task.pack)
         working = self._plan_packs[task.pack].update_bytes if task.kind is TaskKind.UPDATE_ON_DEVICE else 0
@@ -180,14 +202,14 @@ class _Walk:
     def _moved(self, pack: PackBytes, task: Task) -> int:
         """Return what a micro-batch holds that comes to the device."""
         if task.kind is TaskKind.MOVE:
-            return self._costs.costs[pack.first].alive_bytes
-        return self._held_by(task) + self._costs.costs[pack.last + 1].shared_bytes
+            return self._side.costs.costs[pack.first].alive_bytes
+        return self._held_by(task) + self._side.costs.costs[pack.last + 1].shared_bytes
 
     def bring(self, index: int) -> None:
         """Weights come; those of no call with their gradients, which any call may give them."""
         pack = self._plan_packs[index]
         if pack.positions:
-            self._weights.put(index, self._packs[index].weight_bytes)
+            self._weights.put(index, self._side.packs[index].weight_bytes)
         else:
             self._weights.put(index, pack.weight_bytes)
             self._gradients.put(index, pack.gradient_bytes)
@@ -221,7 +243,7 @@ class _Walk:
 
     def _held_after(self, pack: PackBytes, task: Task) -> int:
         """Return what a micro-batch holds that has been run forward through `pack`, beside its stash."""
-        calls, following = self._costs.costs, pack.last + 1
+        calls, following = self._side.costs.costs, pack.last + 1
         return calls[following].alive_bytes if following < len(calls) else self._held_by(task)
 
     def _fused(self, pack: PackBytes, task: Task) -> int:
@@ -230,12 +252,14 @@ class _Walk:
         self._waiting.take(task.micro_batch)
         most = self._between + pack.fused_bytes[again]
         # What it holds from before this pack waited with it; what came with this pack goes with its graph.
-        self._held[task.micro_batch] = min(self._costs.held_bytes, pack.alive_after_forward_bytes) + self._loss
+        self._held[task.micro_batch] = (
+            min(self._side.costs.held_bytes, pack.alive_after_forward_bytes) + self._side.loss
+        )
         self._leave(pack, task)
         return max(most, self._between)
 
     def _held_by(self, task: Task) -> int:
-        return self._held.get(task.micro_batch, self._costs.held_bytes + self._loss)
+        return self._held.get(task.micro_batch, self._side.costs.held_bytes + self._side.loss)
 
     def _backward(self, pack: PackBytes, task: Task) -> int:
         again = self._gradients.put(task.pack, pack.gradient_bytes)
@@ -247,7 +271,7 @@ class _Walk:
             # Of a micro-batch whose forward pass ran before the first task, all the stash is still there.
             own = self._stash.take(task.micro_batch)
             if task.micro_batch not in self._known:
-                own = self._stash_before[pack.last + 1]
+                own = self._side.stash_before[pack.last + 1]
             self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes), self._times(task))
         self._known.add(task.micro_batch)
         self._waiting.take(task.micro_batch)
@@ -259,8 +283,8 @@ class _Walk:
         return max(most, self._between)
 
     def _leave(self, pack: PackBytes, task: Task) -> None:
-        done = pack.first <= self._backward_ends
-        left = self._loss if done else self._held_by(task) + pack.shared_bytes
+        done = pack.first <= self._side.backward_ends
+        left = self._side.loss if done else self._held_by(task) + pack.shared_bytes
         self._waiting.put(task.micro_batch, left, self._times(task))
 
     def _stash_out(self, pack: PackBytes, task: Task) -> None:

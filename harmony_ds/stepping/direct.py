@@ -2,7 +2,7 @@
 
 As in DeepSpeed, the gradients that come from outside to a model's outputs are divided by the accumulation steps then.
 `engine.backward` has divided its loss, so that what it brings is taken as it comes. Each gradient is divided once, where it
-enters: an output that another one was computed from (`logits` and their `loss`) stands behind an alias of its own.
+enters: an output that another one was computed from (`logits` and their `loss`) is returned as an alias.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from harmony_ds.calls.boundary import reachable_nodes
 
 
 class EngineBackward:
-    """Counts the calls of `engine.backward` that are under way, of whichever engine: one may lead through another."""
+    """Count of the calls of `engine.backward` under way, of all engines: one may lead through another."""
 
     under_way: ClassVar[int] = 0
 
     @classmethod
     @contextmanager
     def entered(cls) -> Iterator[None]:
-        """Around a backward pass whose loss has been divided."""
+        """Run a backward pass whose loss has been divided."""
         cls.under_way += 1
         try:
             yield
@@ -33,7 +33,7 @@ class EngineBackward:
 
 
 def divided(tensor: Tensor, divisor: int) -> Tensor:
-    """`tensor`, but that gradients which come to it are divided."""
+    """Return `tensor` so that gradients which come to it are divided."""
     if divisor == 1 or not tensor.requires_grad:
         return tensor
     alias = tensor.view_as(tensor)
@@ -42,6 +42,6 @@ def divided(tensor: Tensor, divisor: int) -> Tensor:
 
 
 def behind_others(outputs: Sequence[Tensor]) -> set[int]:
-    """The ids of those `outputs` that others were computed from."""
+    """Return the ids of those `outputs` that others were computed from."""
     edges = {edge for node in reachable_nodes(output.grad_fn for output in outputs) for edge in node.next_functions}
     return {id(output) for output in outputs if (output.grad_fn, output.output_nr) in edges}

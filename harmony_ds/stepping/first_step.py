@@ -22,8 +22,10 @@ def prove(
     as_called: Callable[[QueuedMicroBatch], AbstractContextManager[None]],
     sample_of: Callable[[QueuedMicroBatch], Sample],
 ) -> bool:
-    """Runs the forward passes of `tickets` alone and in order. In the step that follows, where they take turns layer by
-    layer, their losses must be the same, or the step is refused before anything is updated.
+    """Run the forward passes of `tickets` alone and in order.
+
+    In the step that follows, where they take turns layer by layer, their losses must be the same, or the step is refused
+    before anything is updated.
 
     Returns:
         Whether that will prove it; else the next step is to try.
@@ -31,9 +33,8 @@ def prove(
     unlike = runner.at_their_calls or any(ticket.micro_batch.forwarded for ticket in tickets)
     if runner.world.any("compare losses", unlike):
         return False
-    if (
-        runner.planner.joins_calls and runner.planner.joins_are_random
-    ):  # its losses are not those of single micro-batches
+    sizes = runner.planner.sizes
+    if runner.world.any("draw other numbers", sizes.joins_random_calls):  # losses are not those of single micro-batches
         return True
     unseen = False
     try:
@@ -42,7 +43,7 @@ def prove(
                 with as_called(ticket):
                     loss = loss_of(sample_of(ticket))
                 if loss is not None:
-                    alike = close if runner.planner.joins_calls else comparison(loss.device)
+                    alike = close if sizes.joins_calls else comparison(loss.device)
                     ticket.expected = partial(_check, runner.contract, ticket.micro_batch.index, alike, loss)
     except UnseenError:  # the step will find it, too, and measure anew
         unseen = True
@@ -52,7 +53,7 @@ def prove(
 def _check(
     contract: Contract, index: int, alike: Callable[[Tensor, Tensor], bool], alone: Tensor, loss: Tensor
 ) -> None:
-    """Raises ModelError if the two differ."""
+    """Raise ModelError if the two differ."""
     if loss.is_meta or alone.isnan().all() or alike(alone, loss.cpu()):
         return
     raise ModelError(

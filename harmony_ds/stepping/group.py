@@ -31,7 +31,7 @@ from harmony_ds.stepping.inputs import Arguments, Inputs, check_modes
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.pending import PendingLoss
-from harmony_ds.stepping.put_forward import PutForward
+from harmony_ds.stepping.replaced_forward import ReplacedForward
 from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.same_step import check_same_step
 from harmony_ds.stepping.ticket import LossFunction, Queue, QueuedMicroBatch, Stage
@@ -42,7 +42,7 @@ _ATTEMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
-    """What every group of an engine works with.
+    """Parts that every group of an engine works with.
 
     Attributes:
         looked, propagating: called when an output is looked at, and propagated back from, before its boundary.
@@ -55,7 +55,7 @@ class GroupParts:
     calls: ModelCalls
     runner: Runner
     kinds: OutputKinds
-    put_forward: PutForward
+    replaced_forward: ReplacedForward
     seed: int
     looked: Callable[[], None]
     propagating: Callable[[], None]
@@ -65,7 +65,7 @@ class GroupParts:
 
 
 class StepGroup(Queue):
-    """Collects micro-batches until the boundary and runs them.
+    """Collector of micro-batches until the boundary, when it runs them.
 
     Attributes:
         buffers_before: the model's buffers that are saved, before the first forward pass, where those change them.
@@ -87,7 +87,7 @@ class StepGroup(Queue):
     # ---- handing over
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of the engine: pending outputs, or real ones where the model returns no loss."""
+        """Take one call of the engine; return pending outputs, or real ones where the model returns no loss."""
         refuse_transforms()
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
         kind = self._parts.kinds.get(*ticket.micro_batch.inputs)
@@ -104,15 +104,15 @@ class StepGroup(Queue):
         call: Callable[..., Any] | None = None,
         aside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> QueuedMicroBatch:
-        """Queues one micro-batch; measures the model first if none as large has been seen.
+        """Queue one micro-batch; measure the model first if none as large has been seen.
 
         Args:
             call: what is called with `arguments` instead of the model; it calls the model itself.
             aside: makes the context that measuring runs in.
         """
         refuse_outer_checkpoint()
-        known = call is not None or not self._parts.put_forward.is_new
-        call = call or self._parts.put_forward.call()
+        known = call is not None or not self._parts.replaced_forward.is_new
+        call = call or self._parts.replaced_forward.call()
         micro_batch = self._micro_batch(len(self._queue), arguments, call)
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
         inputs = micro_batch.inputs
@@ -130,7 +130,7 @@ class StepGroup(Queue):
     def _micro_batch(
         self, index: int, arguments: Arguments, call: Callable[..., Any], reduce: Callable[[Any], Any] | None = None
     ) -> MicroBatch:
-        """`reduce`: of one without gradients, what is kept of its outputs."""
+        """Make a micro-batch; `reduce`: of one without gradients, what is kept of its outputs."""
         check_modes("a call of the engine", self._parts.calls.device.modes)
         args, kwargs = inputs = arguments.tree
         if not arguments.tensors:
@@ -167,7 +167,7 @@ class StepGroup(Queue):
 
     @contextmanager
     def _as_called(self, ticket: QueuedMicroBatch) -> Iterator[None]:
-        """While open, forward passes run as `ticket` was called, and are not counted."""
+        """Run forward passes as `ticket` was called, not counted, while open."""
         with (
             self._parts.calls.ledger.excluded(),
             ticket.aside(),
@@ -204,7 +204,7 @@ class StepGroup(Queue):
         self._forward(ticket)
 
     def catch_up(self, until: QueuedMicroBatch | None = None) -> None:
-        """Runs forward passes that wait (of calls before `until`), in order, if they change buffers."""
+        """Run forward passes that wait (of calls before `until`), in order, if they change buffers."""
         if not self._runner.changes_buffers or self._contract.is_running:
             return
         for ticket in takewhile(lambda one: one is not until, self._queue):
@@ -212,7 +212,7 @@ class StepGroup(Queue):
                 self._run_forward(ticket)
 
     def _forward(self, ticket: QueuedMicroBatch) -> None:
-        """Its forward pass, whose errors are its own caller's, behind those of earlier calls."""
+        """Run its forward pass, whose errors its own caller gets, after those of earlier calls."""
         self.catch_up(ticket)
         try:
             self._run_forward(ticket)
@@ -221,14 +221,14 @@ class StepGroup(Queue):
             raise
 
     @torch.inference_mode(False)
-    @torch.enable_grad()  # whoever wants its outputs may want no gradients of what it does itself
+    @torch.enable_grad()  # the caller may have gradients off for code of its own
     def _run_forward(self, ticket: QueuedMicroBatch) -> None:
-        def strayed(_: Exception) -> None:
+        def diverged(_: Exception) -> None:
             self._world.refuse(
                 "a micro-batch that is looked at before its step takes another way through the model than those before"
             )
 
-        self._until_planned(lambda: self._runner.forward_now(ticket.micro_batch), [ticket], strayed)
+        self._until_planned(lambda: self._runner.forward_now(ticket.micro_batch), [ticket], diverged)
         ticket.forward_ran()
 
     # ---- propagating back
@@ -260,12 +260,12 @@ class StepGroup(Queue):
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody propagates back from a micro-batch whose backward pass is still to run."""
+        """Whether the program propagates back from a micro-batch whose backward pass is still to run."""
         return any(ticket.wanted for ticket in self._queue)
 
     @property
     def propagated_from(self) -> int:
-        """How many micro-batches somebody has propagated back from."""
+        """How many micro-batches the program has propagated back from."""
         return sum(ticket.wanted or ticket.stage is Stage.PROPAGATED for ticket in self._queue)
 
     @property
@@ -275,13 +275,13 @@ class StepGroup(Queue):
 
     @property
     def waits(self) -> bool:
-        """Whether a micro-batch is queued that has not been propagated back from, and nobody wants to (yet)."""
+        """Whether a micro-batch is queued that the program has not propagated back from (yet)."""
         return any(not t.wanted and t.stage is not Stage.PROPAGATED for t in self._queue)
 
     # ---- running
 
     def run(self, hyper: Hyper, clipping: Clipping | None) -> bool:
-        """Forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran."""
+        """Run forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran."""
         runner = self._runner
         try:
             if not self.propagated and not runner.steps_whole:
@@ -296,7 +296,7 @@ class StepGroup(Queue):
             self.abandon()
 
     def propagate(self, hyper: Hyper, clipping: Clipping) -> bool:
-        """Forward and backward of what is propagated from so far; `run` does the rest.
+        """Run forward and backward of what is propagated from so far; `run` does the rest.
 
         Returns:
             Whether there are gradients.
@@ -305,8 +305,8 @@ class StepGroup(Queue):
         return self.propagated
 
     def _run(self, run: Callable[[Sequence[MicroBatch]], None], hyper: Hyper, last: bool = False) -> bool:
-        """`last`: with those whose outputs were looked at and that nobody wants gradients of, which lets go of them."""
-        # Forward passes that nobody propagates back from change buffers, too; those behind the last that is may wait.
+        """Run what is wanted; `last`: and release the others whose outputs were read."""
+        # Forward passes that are not propagated back from change buffers, too; those after the last that is may wait.
         wanted = [place for place, ticket in enumerate(self._queue) if ticket.wanted]
         end = len(self._queue) if last or not wanted else wanted[-1] + 1
         if any(ticket.stage is Stage.QUEUED and not ticket.wanted for ticket in self._queue[:end]):
@@ -317,7 +317,7 @@ class StepGroup(Queue):
             return False
         if not self._runner.proven and len(tickets) > 1:
             self._runner.proven = prove(self._runner, tickets[:2], self._as_called, self._sample)
-        # Behind the first part of a step each micro-batch runs by itself, so that it can run again without the others.
+        # After the first part of a step each micro-batch runs by itself, so that it can run again without the others.
         for part in [[ticket] for ticket in tickets] if self.propagated else [tickets]:
             self._run_part(run, part)
         for ticket in tickets:
@@ -329,7 +329,7 @@ class StepGroup(Queue):
         behind_others = self.propagated
         once = self._world.any("begin a step", any(ticket.stage is Stage.FORWARDED for ticket in tickets))
 
-        def strayed(error: Exception) -> None:
+        def diverged(error: Exception) -> None:
             again = not once and (self.propagated or not behind_others)
             if isinstance(error, PeerDiverged | torch.OutOfMemoryError):
                 if not again:
@@ -340,29 +340,29 @@ class StepGroup(Queue):
                 raise UnsupportedError(
                     "a micro-batch takes another way through the model than those that were measured (LayerDrop, or code "
                     "that depends on data), in a step of which losses or outputs were looked at: such a step is not run "
-                    "again. Nothing has been updated. Look at losses behind engine.step(), or at all of a step's before "
+                    "again. Nothing has been updated. Look at losses after engine.step(), or at all of a step's before "
                     "its boundary."
                 ) from None
 
         # The micro-batches draw the same random numbers again, and so take the same way through the model.
-        self._until_planned(lambda: run(micro_batches), tickets, strayed)
+        self._until_planned(lambda: run(micro_batches), tickets, diverged)
 
     def _until_planned(
-        self, run: Callable[[], None], tickets: Sequence[QueuedMicroBatch], strayed: Callable[[Exception], None]
+        self, run: Callable[[], None], tickets: Sequence[QueuedMicroBatch], diverged: Callable[[Exception], None]
     ) -> None:
         """Call `run`, and again when it met what was not measured, or memory ran out; `tickets` are measured in between.
 
         Args:
-            strayed: raises if the step must not run again.
+            diverged: raises if the step must not run again.
         """
         with self._runner.less_memory() as shrink:
             for _ in range(_ATTEMPTS):
                 try:
                     return run()
                 except (OffPlanError, UnseenError, PeerDiverged) as error:
-                    strayed(error)
+                    diverged(error)
                 except torch.OutOfMemoryError as error:
-                    strayed(error)
+                    diverged(error)
                     shrink(error)
                 for ticket in tickets:
                     self._measure(ticket)
@@ -372,7 +372,7 @@ class StepGroup(Queue):
         )
 
     def evaluate(self, batches: Sequence[Arguments], loss_fn: LossFunction | None) -> list[Tensor]:
-        """Losses of micro-batches, without gradients."""
+        """Return losses of micro-batches, without gradients."""
         self.catch_up()
         micro_batches: list[MicroBatch] = []
         for index, arguments in enumerate(batches):
@@ -386,7 +386,7 @@ class StepGroup(Queue):
         return [micro_batch.outputs.detach() for micro_batch in micro_batches]
 
     def abandon(self, destroyed: bool = False) -> None:
-        """Forgets everything queued; `destroyed`: with the engine."""
+        """Forget everything queued; `destroyed`: with the engine."""
         for ticket in self._queue:
             ticket.close(destroyed)
         self._queue.clear()
@@ -394,7 +394,7 @@ class StepGroup(Queue):
 
 
 def _on_its_own(tensor: Tensor) -> Tensor:
-    """`tensor` apart from its graph; what was made by an operation may still be changed in place."""
+    """Return `tensor` apart from its graph; what was made by an operation may still be changed in place."""
     if not tensor.requires_grad:
         return tensor
     leaf = tensor.detach().requires_grad_()

@@ -21,17 +21,17 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Arguments:
-    """What a call is given. Whoever runs it gets fresh containers; what is written into those, the caller does not see."""
+    """Arguments of a call. Who runs it gets fresh containers: the caller does not see what is written into those."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], take_over: bool = False) -> None:
-        """`take_over`: tensors and arrays, too. What is one tensor stays one, and its gradients reach the caller's."""
+        """Copy containers; `take_over`: tensors and arrays, too. One tensor stays one; its gradients reach the caller's."""
         leaves, self._shape = flatten((args, kwargs))
         own = {id(leaf): _own(leaf) if take_over else leaf for leaf in leaves}
         self._leaves = [own[id(leaf)] for leaf in leaves]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor among them."""
+        """Tensors among the arguments."""
         return [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
 
     @property
@@ -40,18 +40,18 @@ class Arguments:
         return self.mapped(lambda tensor: tensor)
 
     def mapped(self, to_device: Callable[[Tensor], Tensor]) -> Inputs:
-        """The arguments with every tensor as `to_device` makes it, once however often it is there."""
+        """Return the arguments with every tensor as `to_device` makes it, once however often it is there."""
         copies = {id(tensor): to_device(tensor) for tensor in self.tensors}
         args, kwargs = unflatten([copies.get(id(leaf), leaf) for leaf in self._leaves], self._shape)
         return args, kwargs
 
     def forget(self) -> None:
-        """Lets go of everything."""
+        """Release everything."""
         self._leaves = []
 
 
 def take_batches(data: Iterator[Any] | Sequence[Any], count: int) -> list[Arguments]:
-    """The next `count` micro-batches of an iterator or a list: mappings (keyword arguments), tuples or single arguments.
+    """Take `count` micro-batches from an iterator or a list: mappings (keyword arguments), tuples or single arguments.
 
     Raises:
         BatchError: `data` would begin anew with every step.
@@ -87,7 +87,7 @@ def _own(leaf: Any) -> Any:
 
 
 def check_modes(what: str, carried: tuple[type, ...]) -> None:
-    """What runs later is not seen by the modes that are active around `what`, but by those `carried`.
+    """Refuse modes that are active around `what` and would not see what runs later, as those `carried` do.
 
     Raises:
         UnsupportedError: one is, other than torch's default device.

@@ -18,7 +18,7 @@ from harmony_ds.stepping.inputs import Arguments
 
 @dataclass(frozen=True, slots=True)
 class ModelCalls:
-    """Calls the model, or what stands for it."""
+    """Caller of the model, or of what stands for it."""
 
     device: Device
     ledger: Ledger
@@ -26,7 +26,7 @@ class ModelCalls:
     casts: bool = False  # positional arguments to fp16, as `fp16.auto_cast` says (DeepSpeed leaves keywords alone, too)
 
     def run(self, call: Callable[..., Any], arguments: Arguments) -> Any:
-        """What `call` returns for copies of `arguments`, into which it may write."""
+        """Return what `call` makes of copies of `arguments`, into which it may write."""
         args, kwargs = arguments.mapped(self._to_device)
         with Autocast.entered(self.autocast):
             return call(*(map_tensors(_half, args) if self.casts else args), **kwargs)

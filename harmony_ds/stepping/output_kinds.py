@@ -1,6 +1,6 @@
-"""What a model returns, by the form of its call, and what stands for it until it is computed.
+"""Outputs that a model returns, by the form of its call, and what stands for them until they are computed.
 
-The loss of pending outputs stays pending, by whichever way it is got at; whatever else is done with them computes them.
+The loss of pending outputs stays pending, however it is reached; any other use of them computes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harmony_ds.stepping.pending import PendingLoss
 
 @dataclass(frozen=True, slots=True)
 class OutputKind:
-    """What calls of one form (these keyword arguments and switches among them, that many positional ones) return."""
+    """Outputs of calls of one form (these keyword arguments and switches among them, that many positional ones)."""
 
     cls: Any
     pending: bool = False  # whether the loss can be: it is a scalar, and not in a tuple, which may be unpacked at once
@@ -32,7 +32,7 @@ class OutputKind:
 
     @staticmethod
     def of(outputs: Any) -> OutputKind:
-        """The kind of `outputs`."""
+        """Return the kind of `outputs`."""
         try:
             loss = loss_of(outputs)
         except BatchError:
@@ -42,7 +42,7 @@ class OutputKind:
         return OutputKind(type(outputs), not isinstance(outputs, tuple), loss.dtype, named, keys)
 
     def outputs(self, loss: PendingLoss, compute: Callable[[], Any]) -> Any:
-        """What stands for the outputs that `compute` returns, among them `loss`."""
+        """Return what stands for the outputs that `compute` returns, among them `loss`."""
         if issubclass(self.cls, Tensor):
             return loss
         outputs = object.__new__(_pending_class(self.cls))
@@ -56,7 +56,7 @@ def _item(outputs: Any, key: Any) -> Any:
 
 
 class OutputKinds:
-    """Learns what a model returns, from the first time each form of call is measured."""
+    """Kinds of outputs of one model, learned the first time that each form of call is measured."""
 
     def __init__(self) -> None:
         self._known: dict[object, OutputKind] = {}
@@ -65,7 +65,7 @@ class OutputKinds:
         return self._known.get(_form(args, kwargs))
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """A call of these arguments returned `outputs`."""
+        """Learn that a call of these arguments returned `outputs`."""
         self._known[_form(args, kwargs)] = OutputKind.of(outputs)
 
 
@@ -82,18 +82,18 @@ class _Pending:
     computed: Any = None
 
     def outputs(self) -> Any:
-        """The outputs themselves."""
+        """Return the outputs themselves."""
         if self.computed is None:
             self.computed = self.compute()
         return self.computed
 
     def is_loss(self, key: Any) -> bool:
-        """Whether `outputs[key]` is the loss, still pending."""
+        """Return whether `outputs[key]` is the loss, still pending."""
         return self.computed is None and key in self.kind.keys
 
 
 class _PendingOutputs:
-    """Passes for an instance of the model's class, and hands on to one."""
+    """Stand-in for an instance of the model's class, which hands on to one."""
 
     __slots__ = ("_harmony",)
     _harmony: _Pending
@@ -105,7 +105,7 @@ class _PendingOutputs:
                 return pending.loss
             if name == "get" and "loss" in pending.kind.keys:
                 return functools.partial(Mapping.get, self)
-            if name.startswith("__") and not hasattr(pending.kind.cls, name):  # somebody asks for a protocol
+            if name.startswith("__") and not hasattr(pending.kind.cls, name):  # a protocol is asked for
                 raise AttributeError(name)
         return getattr(pending.outputs(), name)
 
@@ -124,7 +124,7 @@ _SPECIAL = (
 
 @functools.cache
 def _pending_class(cls: Any) -> type[_PendingOutputs]:
-    """Has the special methods that `cls` has: Python looks for them in the class alone."""
+    """Return a class with the special methods that `cls` has: Python looks for them in the class alone."""
     namespace: dict[str, Any] = {name: _handing_on(name) for name in _SPECIAL if hasattr(cls, name)}
     namespace |= {"__slots__": (), "__class__": cls, "__new__": lambda _, *args, **kwargs: cls(*args, **kwargs)}
     if is_dataclass(cls):

@@ -27,14 +27,14 @@ class Ticket(Protocol):
     """One queued micro-batch."""
 
     def loss(self, attached: bool) -> Tensor:
-        """Its loss, computed now if need be; with its graph if `attached` and the step is not over."""
+        """Return its loss, computed now if need be; with its graph if `attached` and the step is not over."""
 
     @property
     def resolved(self) -> bool:
         """Whether its loss is known."""
 
     def check_not_propagated(self) -> None:
-        """Raises UsageError if its backward pass is over."""
+        """Raise UsageError if its backward pass is over."""
 
     def backward(self, loss: PendingLoss) -> None:
         """Propagate back from `loss`, which depends on this ticket alone, when the group runs."""
@@ -64,25 +64,25 @@ class PendingLoss(torch.Tensor):
         return all(ticket.resolved for ticket in self.tickets)
 
     def evaluate(self, loss: Callable[[Ticket], Tensor]) -> Tensor:
-        """Its value, given the losses."""
+        """Return its value, given the losses."""
         operands = [one.evaluate(loss) if isinstance(one, PendingLoss) else one for one in self._operands]
         value = loss(*self.tickets) if self._function is None else self._function(operands)
         return value if self.requires_grad else value.detach()
 
     def value(self) -> Tensor:
-        """Its value, computed now if need be. What is written into it stays."""
+        """Return its value, computed now if need be. What is written into it stays."""
         if self._known is None:
-            with torch.inference_mode(False):  # with gradients, though whoever looks may want none now
+            with torch.inference_mode(False):  # with gradients, though the reader may want none now
                 self._known = self.evaluate(lambda ticket: ticket.loss(self.requires_grad)).clone()
         return self._known
 
     def check_not_propagated(self) -> None:
-        """Raises UsageError if the backward pass of a micro-batch that it depends on is over."""
+        """Raise UsageError if the backward pass of a micro-batch that it depends on is over."""
         for ticket in self.tickets:
             ticket.check_not_propagated()
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Notes that the group has to propagate back from this loss; what is known already is propagated at once."""
+        """Note that the group has to propagate back from this loss; what is known already is propagated at once."""
         self.check_not_propagated()
         plain = not args and not any(kwargs.values())
         if plain and self.requires_grad and len(self.tickets) == 1 and not self.resolved:
@@ -129,7 +129,7 @@ def _now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _later(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingLoss | None:
-    """What `func` will return; None if it cannot wait, because an operand is no scalar, or leads gradients elsewhere."""
+    """Return what `func` will return; None if it cannot wait: an operand is no scalar, or leads gradients elsewhere."""
     leaves, spec = tree_flatten((args, kwargs))
     operands = [_as_it_is(leaf) for leaf in leaves]
     pending = [one for one in operands if isinstance(one, PendingLoss)]
@@ -152,7 +152,7 @@ def _later(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _leads_elsewhere(tensor: Tensor) -> bool:
-    """Whether its gradients go to anything but parameters of an engine, which keep them for the step."""
+    """Return whether its gradients go to anything but parameters of an engine, which keep them for the step."""
     behind = reachable_nodes([tensor.grad_fn])
     ends = all(node in behind for one in behind for node in next_nodes(one))  # in no layer's output
     own = all(hasattr(node.variable, "_hp_mapping") for node in behind if hasattr(node, "variable"))
@@ -160,14 +160,14 @@ def _leads_elsewhere(tensor: Tensor) -> bool:
 
 
 def _as_it_is(operand: Any) -> Any:
-    """A scalar as it is now: it may be written into before its micro-batch runs."""
+    """Return a scalar as it is now: it may be written into before its micro-batch runs."""
     if isinstance(operand, PendingLoss):
         return operand.value() if operand.resolved else operand
     return operand.clone() if isinstance(operand, Tensor) and not operand.ndim else operand
 
 
 def _stand_in(operand: Any) -> Any:
-    """Shows what a result will look like."""
+    """Return a tensor that shows what a result will look like."""
     if not isinstance(operand, PendingLoss):
         return operand
     return torch.zeros((), dtype=operand.dtype, device=operand.device, requires_grad=operand.requires_grad)

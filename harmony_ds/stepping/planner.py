@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
@@ -22,39 +22,31 @@ from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.profiler.rows import WHOLE_CALLS
-from harmony_ds.runtime.joint import JointMicroBatch
-from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.scheduler.choose import PlanRequest
-from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
-from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes
-from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
+from harmony_ds.scheduler.plan import Plan, Policy
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, doubling, rank_sizes
+from harmony_ds.scheduler.sizes import WHOLE, Sizes
 from harmony_ds.scheduler.swaps import Swaps, swaps_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
+from harmony_ds.stepping.call_sizes import CallSizes
 
 _logger = logging.getLogger(__name__)
 
 _TOP = 10
-_GAIN = 0.99
-"""A larger set of micro-batches that is not at least this much faster is not looked at further."""
-_MOST_PLANS = 256
-"""So many composed plans are kept: which losses a program looks at may differ from step to step."""
-_Compose = Callable[[Packing, Group, Policy], tuple[Task, ...]]
 
 
 class Planner:
-    """Measures micro-batches, searches for plans, and says what a group of micro-batches has to do."""
+    """Planner of one model: it measures micro-batches and searches for plans."""
 
     def __init__(
         self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, config: Config, saved: Plan | None
     ) -> None:
-        """`saved`: a plan to run in the place of a search."""
+        """Run `saved`, if given, in the place of a search."""
         self._parts = parts
         self._settings = config.harmony
         self._saved = saved
@@ -69,19 +61,12 @@ class Planner:
             servers=parts.world.servers,
             pipeline=parts.device.count,
         )
-        self.wanted_sizes = Sizes.wanted(config.harmony.micro_batch) if saved is None else Sizes.of(saved.policy)
-        """As configured; None: as the search finds best."""
         self.graph = graph
         """Layers, and their call order once a micro-batch has been seen."""
         self._costs: CostTable | None = None
-        self._alone: CostTable | None = None  # of single micro-batches, where the plan is of several as one
-        self._together = 1  # micro-batches whose layer calls are joined
-        if saved is not None and parts.device.count == parts.world.size == 1:
-            self._together = saved.policy.together
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
         self._measured: list[tuple[Shapes, bytes]] = []
-        self._plans: dict[tuple[_Compose, Group, Policy, bool], Plan] = {}  # the last: of several as one
         self._outgrown = False  # a step took more than planned
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
@@ -94,6 +79,7 @@ class Planner:
         if config.autocast_dtype is not None:
             dtypes += f", autocast to {config.autocast_dtype}"
         self.measuring = Measuring(parts, decomposition.layers, graph, ProfileFile(path, graph, dtypes, parts.device))
+        self.sizes = CallSizes(parts, config, self.measuring, saved)
 
     @property
     def plan(self) -> Plan | None:
@@ -101,27 +87,33 @@ class Planner:
         return self.choices[0].plan if self.choices else None
 
     @property
+    def costs(self) -> tuple[CostTable, CostTable]:
+        """Costs of a set of micro-batches whose calls are joined, and of a single one."""
+        costs, alone = self._costs, self.sizes.alone
+        assert costs is not None
+        return costs, alone if alone is not None and alone.calls == costs.calls else costs
+
+    @property
     def swaps(self) -> Swaps:
-        """What a step of `plan` moves on this process's device."""
+        """Bytes that a step of `plan` moves on this process's device."""
         assert self.plan is not None and self._costs is not None
         return swaps_of(self.plan, self._costs, self._parts.world.local_rank)
 
     def covers(self, inputs: Any, modes: bytes | None = None) -> bool:
-        """Whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
+        """Return whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
         shapes = shapes_of(inputs)
         return any(modes in (None, own) and _dominates(known, shapes) for known, own in self._measured)
 
     # ---- measuring and searching
 
     def measure(self, sample: Sample) -> tuple[int, ...]:
-        """Measures the model with one micro-batch and plans anew; nothing may be under way.
+        """Measure the model with one micro-batch and plan anew; nothing may be under way.
 
         Returns:
             Where each place of the call order before is in the new one.
 
         Raises:
             DoesNotFitError: no plan fits, or not even one layer at a time.
-            BaseException: whatever the model raised.
         """
         if self._before_bytes is None:
             self._before_bytes = others_bytes(self._parts)
@@ -130,108 +122,23 @@ class Planner:
         self._measured.append((shapes_of(sample.inputs), sample.modes))
         return moved
 
-    def _by_size(self, sample: Sample) -> Iterator[tuple[Sizes, CostTable]]:
-        """Costs in slices of the wanted size, or of every size that promises to fit, the fastest first."""
-        wanted, together = self.wanted_sizes, self._together
-        plan = self.plan or self._saved
-        if together > 1 and plan is not None:  # as it was chosen
-            self._see_alone(sample)
-            yield Sizes.of(plan.policy), self._of_set(sample, together, Sizes.of(plan.policy)).tables[0][1]
-            return
-        if (joined := self.joined(sample)) is not None:
-            yield joined[0], joined[1].tables[0][1]
-            return
-        profile = self.measuring.profile(sample, wanted)
-        if wanted is not None:
-            yield wanted, profile.tables[0][1]
-            return
-        yield from self.ranked(sample, profile)
-
     def ranked(self, sample: Sample, profile: Profile) -> Iterator[tuple[Sizes, CostTable]]:
-        """Yield sizes of layer calls below and above the micro-batch with their costs, those of the fastest plan first.
-
-        Args:
-            profile: of `sample` in slices of several sizes.
-
-        Raises:
-            DoesNotFitError: none fits.
-        """
+        """Call `CallSizes.ranked` with plans that are found quickly."""
         graph = self.graph_with(profile.calls)
 
         def choose(costs: CostTable, sizes: Sizes) -> Choice:
             return self._choose(graph, costs, self._group_size, sizes, thorough=False)[0]
 
-        in_slices: list[Sizes] = []
-        failure: DoesNotFitError | None = None
-        try:
-            in_slices = rank_sizes(profile, sample.rows, choose)
-        except DoesNotFitError as error:
-            failure = error
-        if in_slices and self.may_join:
-            self._see_alone(sample)
-            one_by_one = choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
-            for table in self._faster_sets(sample, one_by_one, choose):
-                yield WHOLE, table
-        self._together, self._alone = 1, None
-        if failure is not None:
-            raise failure
-        for sizes in in_slices:
-            yield sizes, self.measuring.in_slices(sample, profile, sizes)
-
-    def joined(self, sample: Sample) -> tuple[Sizes, Profile] | None:
-        """Slices, and costs, of as many micro-batches as make the larger of the sizes that are configured; None: of one."""
-        wanted = self.wanted_sizes
-        if wanted is None or not self.may_join or max(wanted.forward, wanted.backward) <= sample.rows:
-            return None
-        together = min(-(-max(wanted.forward, wanted.backward) // sample.rows), self._group_size)
-        asked = (wanted.forward, wanted.backward)
-        sizes = Sizes(*(size if size < together * sample.rows else 0 for size in asked))
-        self._see_alone(sample)
-        return sizes, self._of_set(sample, together, sizes)
-
-    @property
-    def may_join(self) -> bool:
-        """Whether layer calls may take the rows of several micro-batches at once."""
-        alone = self._parts.device.count == self._parts.world.size == 1
-        return alone and self._settings.grouping and self._group_size > 1 and not self._parts.joins.are_off
-
-    def _see_alone(self, sample: Sample) -> None:
-        """What a micro-batch costs by itself, where several may be one, and where its calls hold the rows."""
-        single = self.measuring.profile(sample, WHOLE).tables[0][1]
-        self._alone = single if self._alone is None else self._alone.worst(single)
-        found = self.measuring.found_rows(sample)
-        self._parts.joins.dims, self._parts.joins.are_random = found.dims, bool(found.drawing)
-
-    def _of_set(self, sample: Sample, together: int, sizes: Sizes) -> Profile:
-        """Costs of so many micro-batches like `sample` as one, in slices of `sizes`."""
-        self._together = together
-        return self.measuring.profile(sample.few(together * sample.rows), sizes)
-
-    def _faster_sets(
-        self, sample: Sample, one_by_one: Choice, choose: Callable[[CostTable, Sizes], Choice]
-    ) -> Iterator[CostTable]:
-        """Costs of sets of micro-batches, those of the fastest plan first, as far as they are faster than single ones."""
-        found: list[tuple[float, int, CostTable]] = []
-        best_ms = one_by_one.prediction.step_ms
-        for together in tuple(doubling(self._group_size))[1:]:
-            try:
-                table = self._of_set(sample, together, WHOLE).tables[0][1]
-                ms = choose(table, WHOLE).prediction.step_ms
-            except DoesNotFitError:
-                break
-            if ms > _GAIN * best_ms:  # larger ones are not looked at: they take more memory
-                break
-            best_ms = ms
-            found.append((ms, together, table))
-        for _, self._together, table in sorted(found, key=lambda one: one[0]):
-            yield table
+        return self.sizes.ranked(sample, profile, choose)
 
     def _plan_with(self, sample: Sample) -> tuple[int, ...]:
-        """Plans with the first costs with which anything fits."""
+        """Plan with the first costs with which anything fits."""
         failure: DoesNotFitError | None = None
-        if self._together > 1 and self._parts.joins.are_off:
-            self._together, self._costs, self._alone = 1, self._alone, None
-        for sizes, measured in self._by_size(sample):
+        if self.sizes.together > 1 and self._parts.world.any("stop joining", self._parts.joins.are_off):
+            self._costs = self.sizes.stop_joining()
+        plan = self.plan or self._saved
+        chosen = Sizes.of(plan.policy) if self.sizes.together > 1 and plan is not None else None
+        for sizes, measured in self.sizes.measured(sample, chosen, self.ranked):
             table = self._agreed(measured if self._costs is None else self._costs.worst(measured))
             if not table.calls:
                 raise ModelError(
@@ -248,14 +155,13 @@ class Planner:
                 self.advice = self._advise(graph, table, sample.rows)
             moved = positions_of(self.graph.calls, table.calls)
             self._costs, self.graph, self.rows = table, graph, self.measuring.rows(sizes)
-            self._plans.clear()
             return moved
         assert failure is not None
         raise failure
 
     def _advise(self, graph: LayerGraph, costs: CostTable, rows: int) -> Advice | None:
         """Return joined calls that would be much faster than the plan, and log them, once for all processes."""
-        if self.wanted_sizes != WHOLE or self._saved is not None or not self.may_join:
+        if self.sizes.wanted != WHOLE or self._saved is not None or not self.sizes.may_join:
             return None
         joined = JoinedCosts(graph, costs, self._machine(), self._element)
         request = self.request(graph, self._group_size)
@@ -269,14 +175,14 @@ class Planner:
         return self._parts.world.first("advice", found)
 
     def graph_with(self, calls: tuple[int, ...]) -> LayerGraph:
-        """What is known of the model, now that it has been seen to make these calls."""
+        """Return what is known of the model, now that it has been seen to make these calls."""
         graph = replace(self.graph, calls=calls, unlayered=self.measuring.unlayered)
         used = {name for layer in calls for name in graph.layers[layer].parameters}.union(graph.unlayered)
         trained = () if self._parts.optimizer is None else self._parts.optimizer.trained
         return replace(graph, uncalled=tuple(name for name in trained if name not in used))
 
     def _agreed(self, table: CostTable) -> CostTable:
-        """What covers the micro-batches of all processes, what they found out about the model, the least room."""
+        """Return costs that cover all processes' micro-batches; take over what they found out, and the least room."""
         found = self._parts.world.all("costs", (table, self.measuring.unlayered, self._host_bytes))
         self.measuring.join_unlayered(name for _, names, _ in found for name in names)
         self._host_bytes = min((room for _, _, room in found if room is not None), default=None)
@@ -285,7 +191,7 @@ class Planner:
     def _choose(
         self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes, thorough: bool = True
     ) -> tuple[Choice, ...]:
-        """The best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
+        """Return the best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
         machine = self._machine()
         request = replace(self.request(graph, group_size, sizes), thorough=thorough)
 
@@ -306,7 +212,7 @@ class Planner:
     def _of_replicas(
         self, graph: LayerGraph, costs: CostTable, machine: Machine, request: PlanRequest
     ) -> Iterator[Choice]:
-        """The plan, found by a quick search, of as many processes as there are devices, each of which has one."""
+        """Yield the plan, found by a quick search, of as many processes as there are devices, each of which has one."""
         count, processes = self._parts.device.count, self._parts.device.count * self._policy.devices
         asked = replace(
             request,
@@ -330,17 +236,17 @@ class Planner:
         return reduce(Machine.slower, world.all("rates", machine))
 
     def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> PlanRequest:
-        """What is asked of the search for a plan."""
+        """Return what is asked of the search for a plan."""
         budget, beside = self._parts.device.budget_bytes, self._set_aside_bytes
         return PlanRequest(
             settings=self._settings,
-            micro_batches=-(-group_size // self._together),
+            micro_batches=-(-group_size // self.sizes.together),
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
             exchange_bytes=self._parts.world.reduce_bytes(self._parts.device),
             policy=replace(
-                self._policy, together=self._together, forward_rows=sizes.forward, backward_rows=sizes.backward
+                self._policy, together=self.sizes.together, forward_rows=sizes.forward, backward_rows=sizes.backward
             ),
             host_bytes=self._host_bytes,
         )
@@ -351,7 +257,7 @@ class Planner:
         return self._set_aside_bytes + (0 if self.plan is None else self.exchange_bytes(self.plan))
 
     def exchange_bytes(self, plan: Plan) -> int:
-        """Device memory that is set aside for exchanging gradients as `plan` does."""
+        """Return the device memory that is set aside for exchanging gradients as `plan` does."""
         return 0 if plan.policy.reduce_on_host else self._parts.world.reduce_bytes(self._parts.device)
 
     @property
@@ -359,112 +265,37 @@ class Planner:
         return self._parts.device.reserve_bytes() + (self._before_bytes or 0)
 
     def _resident_bytes(self, graph: LayerGraph) -> int:
-        """Buffers; and of unlayered parameters what autograd makes on the way into their gradients."""
+        """Return bytes of buffers, and of what autograd makes on the way into unlayered parameters' gradients."""
         trained = [spec for name in graph.unlayered if (spec := graph.parameter(name)).trainable]
         made = 0 if self._parts.residency.accumulates_in_place else self._element.weight
         return self._parts.installation.buffers.nbytes + sum(slab_bytes(spec.numel, made) for spec in trained)
 
-    # ---- what is to be done
-
-    def sets(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """`micro_batches`, those whose layer calls are joined as one: such as follow each other and are alike."""
-        joins = self._parts.joins
-        if self._together == 1 or joins.are_off or any(m.forwarded for m in micro_batches):
-            return micro_batches
-        found: list[list[MicroBatch]] = []
-        for micro_batch in micro_batches:
-            if found and len(found[-1]) < self._together and self._are_alike(found[-1][0], micro_batch):
-                found[-1].append(micro_batch)
-            else:
-                found.append([micro_batch])
-        if len(found) > -(-len(micro_batches) // self._together):  # of several shapes: the plan has no room for so many
-            return micro_batches
-        return [JointMicroBatch.of(index, members, joins) for index, members in enumerate(found)]
-
-    def _are_alike(self, one: MicroBatch, other: MicroBatch) -> bool:
-        in_place = self._parts.contract.is_current
-        called = one.autocast, one.backward_autocast, shapes_of(one.inputs)
-        alike = called == (other.autocast, other.backward_autocast, shapes_of(other.inputs))
-        return alike and in_place(one.state) and in_place(other.state)
-
-    @property
-    def joins_calls(self) -> bool:
-        """Whether layer calls of several micro-batches are made as one."""
-        return self._together > 1 and not self._parts.joins.are_off
-
-    @property
-    def joins_are_random(self) -> bool:
-        """Whether layers draw random numbers, in joined calls others than in single ones."""
-        return self._parts.joins.are_random
-
-    def step(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
-        """The step over `micro_batches`; `begun`: something of it has run."""
-        policy = self._policy_for(micro_batches, begun, len(micro_batches))
-        return self._of_group(compose_step, micro_batches, begun, policy)
-
-    def part_of_step(self, micro_batches: Sequence[MicroBatch], begun: bool, first: bool) -> tuple[Plan, Plan]:
-        """The step over some of its micro-batches, up to their last backward pass, and from there on.
-
-        Behind the `first` part each micro-batch's gradient is added for itself: in the order of plain accumulation.
-        """
-        policy = self._policy_for(micro_batches, begun, len(micro_batches))
-        policy = replace(policy, deferred_update=True, grouping=policy.grouping and first)
-        plan = self._of_group(compose_step, micro_batches, begun, policy)
-        split = len(plan.tasks) - len(compose_end(plan.packing, policy))
-        return plan.part(0, split), plan.part(split)
-
-    def forward(self, micro_batch: MicroBatch, begun: bool) -> Plan:
-        """The forward pass of one micro-batch for itself."""
-        policy = replace(self._plan_for(1).policy, shared=False)  # the others may do something else
-        return self._of_group(compose_forward, [micro_batch], begun, policy)
-
-    def evaluation(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
-        """The forward passes of a group without gradients, each pack swapped in once for all of them."""
-        policy = self._policy_for(micro_batches, begun, 1)
-        return self._of_group(compose_evaluation, micro_batches, begun, policy)
-
-    def _policy_for(self, micro_batches: Sequence[MicroBatch], begun: bool, count: int) -> Policy:
-        """That of a group that all processes run: they share swap-ins unless some of it has run in one of them."""
-        policy = self._plan_for(count).policy
-        if not policy.shared:
-            return policy
-        alone = begun or any(m.forwarded for m in micro_batches)
-        return replace(policy, shared=not self._parts.world.any("share swap-ins", alone))
-
-    def _plan_for(self, micro_batches: int) -> Plan:
+    def plan_for(self, micro_batches: int) -> Plan:
+        """Return the plan, made anew if so many single micro-batches are more than it is for."""
         assert self.plan is not None and self._costs is not None
-        if self._outgrown or micro_batches > self.plan.micro_batches * self._together:
-            size = max(micro_batches, self.plan.micro_batches * self._together)
+        if self._outgrown or micro_batches > self.plan.micro_batches * self.sizes.together:
+            size = max(micro_batches, self.plan.micro_batches * self.sizes.together)
             self.choices = self._choose(self.graph, self._costs, size, Sizes.of(self.plan.policy))
-            self._plans.clear()
             self._outgrown = False
         return self.choices[0].plan
 
-    def _of_group(self, compose: _Compose, micro_batches: Sequence[MicroBatch], begun: bool, policy: Policy) -> Plan:
-        """The plan that is in force, for these micro-batches."""
-        fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
-        group = Group(fresh, forwarded, begun)
-        joint = any(isinstance(micro_batch, JointMicroBatch) for micro_batch in micro_batches)
-        key = (compose, group, policy, joint)
-        if key not in self._plans:
-            if len(self._plans) >= _MOST_PLANS:
-                del self._plans[next(iter(self._plans))]  # the oldest
-            plan, costs = self.choices[0].plan, self._costs if joint else self._alone or self._costs
-            assert costs is not None
-            tasks = compose(plan.packing, group, policy)
-            if compose is compose_evaluation:  # keeps nothing
-                calls = tuple(replace(cost, stash_bytes=0) for cost in costs.costs)
-                costs = replace(costs, costs=calls, held_bytes=0)
-            held = walk_memory(plan.packs, tasks, costs).activation_bytes
-            self._plans[key] = replace(
-                plan, policy=policy, tasks=tasks, micro_batches=len(group.all), activation_bytes=held, rows=self.rows
-            )
-        return self._plans[key]
+    def cover(self, peaks: tuple[int, ...]) -> bool:
+        """Let the plan's peaks cover those of a group too, if the budget holds them; return whether it does."""
+        assert self.plan is not None
+        most = tuple(map(max, peaks, self.plan.device_peaks))
+        if most == self.plan.device_peaks:
+            return True
+        budget_bytes = self.request(self.graph, self._group_size).budget_bytes
+        if budget_bytes is not None and max(most) > budget_bytes:
+            return False
+        plan = replace(self.plan, peak_bytes=max(most), device_peaks=most)
+        self.choices = (replace(self.choices[0], plan=plan), *self.choices[1:])
+        return True
 
     # ---- what became of it
 
     def check_peak(self, peak_bytes: int) -> None:
-        """Says that a step took more than planned in any process, and plans for that in all from the next one on."""
+        """Log that a step took more than planned in any process, and plan for that in all from the next one on."""
         assert self.plan is not None and self._costs is not None
         excess = self._parts.world.max("end a step", max(0, peak_bytes - self.plan.peak_bytes))
         if excess <= 0:
@@ -476,10 +307,12 @@ class Planner:
             f"{excess:,}",
         )
         self._costs = replace(self._costs, margin_bytes=self._costs.margin_bytes + excess)
+        if self.sizes.alone is not None:
+            self.sizes.alone = replace(self.sizes.alone, margin_bytes=self._costs.margin_bytes)
         self._outgrown = True
 
     def trace(self, executed: ExecutedStep | None) -> dict[str, Any]:
-        """The predicted step, and beside it the executed one, as a Chrome trace."""
+        """Return the predicted step, and beside it the executed one, as a Chrome trace."""
         assert self.choices and self._costs is not None
         best, names = self.choices[0], tuple(layer.name for layer in self.graph.layers)
         return trace_of(best.plan, best.prediction, self._costs, executed, names)
@@ -498,14 +331,16 @@ def _tell_of_replicas(choices: tuple[Choice, ...]) -> None:
 
 
 def others_bytes(parts: Parts) -> int:
-    """Device memory beside buffers and resident packs: tensors of the program's own, and losses that were looked at."""
+    """Return device memory beside buffers and resident packs: tensors of the program's own, and losses that were read."""
     ours = parts.installation.buffers.copied_bytes + parts.device_store.nbytes
     return max(0, parts.device.allocated_bytes() - ours)
 
 
 def host_room_bytes(parts: Parts) -> int | None:
-    """Host memory for what waits there: this process's share of what is free before gradients and stash have been there,
-    without what the optimizer is still to make. None: the system does not say.
+    """Return host memory for what waits there; None: the system does not say.
+
+    It is this process's share of what is free before gradients and stash have been there, without what the optimizer is
+    still to make.
     """
     free = free_host_bytes()
     coming = 0 if parts.optimizer is None else parts.optimizer.unallocated_bytes()

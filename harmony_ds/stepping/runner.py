@@ -1,4 +1,4 @@
-"""Runs groups of micro-batches as planned, and recovers from whatever a step may raise."""
+"""Run groups of micro-batches as planned, and recover from errors in a step."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Streamer
 from harmony_ds.scheduler.plan import Plan, TaskKind
 from harmony_ds.scheduler.trace import ExecutedStep
+from harmony_ds.stepping.group_plans import GroupPlans
 from harmony_ds.stepping.planner import Planner, others_bytes
 from harmony_ds.stepping.ticket import DESTROYED
 
@@ -33,19 +34,20 @@ _SMALLER = (15, 16)
 
 
 class Runner:
-    """Everything between a queued micro-batch and an updated weight."""
+    """Runner of all that happens between a queued micro-batch and an updated weight."""
 
     def __init__(
         self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, config: Config, saved: Plan | None
     ) -> None:
-        """`saved`: a plan to run in the place of a search."""
+        """Run `saved`, if given, in the place of a plan that is searched for."""
         self._parts = parts
         self._layers = decomposition.layers
         self._said = False
         self.proven = False
         """Whether micro-batches that run together have given the losses that they give alone."""
-        self._end: Plan | None = None  # of a step whose gradients are being looked at
+        self._end: Plan | None = None  # of a step whose gradients the program reads
         self.planner = Planner(parts, decomposition, graph, config, saved)
+        self.plans = GroupPlans(parts, self.planner)
         self.executor = Executor(parts)
         self._streamer = Streamer(parts, self._layers)
         self._failed: str | None = None
@@ -60,7 +62,7 @@ class Runner:
 
     @property
     def contract(self) -> Contract:
-        """What calls of the model saw."""
+        """The record of what calls of the model saw."""
         return self._parts.contract
 
     @property
@@ -70,8 +72,9 @@ class Runner:
 
     @property
     def at_their_calls(self) -> bool:
-        """Whether forward passes run one by one at their calls: a layer changes its buffers in several calls of each, which
-        would not come in the order of plain PyTorch. Said once.
+        """Whether forward passes run one by one at their calls, which is logged once.
+
+        A layer changes its buffers in several calls of each, which would not come in the order of plain PyTorch.
         """
         calls = self.planner.graph.calls
         layer = next((one for one in self._parts.layer_calls.changing_buffers if calls.count(one) > 1), None)
@@ -97,19 +100,19 @@ class Runner:
         return self._failed
 
     def fail(self, why: str) -> None:
-        """From now on nothing runs: some layers were changed and others not."""
+        """Run nothing from now on: some layers were changed and others not."""
         self._failed = why
         self.world.give_up(f"it cannot go on: {why}")
 
     def destroy(self) -> None:
-        """From now on nothing runs: the model is a plain one again."""
+        """Run nothing from now on: the model is a plain one again."""
         self._destroyed = True
         self.executor.abandon()
 
     def check_usable(self) -> None:
-        """Raises EngineFailedError after a failure that left some layers updated and others not.
+        """Raise EngineFailedError after a failure that left some layers updated and others not.
 
-        A failure of the background update that nobody has seen yet surfaces as itself first.
+        A failure of the background update that has not been raised yet surfaces as itself first.
         """
         self.check_alive()
         updater = self._parts.updater
@@ -122,21 +125,20 @@ class Runner:
             )
 
     def check_alive(self) -> None:
-        """Raises UsageError after `destroy`."""
+        """Raise UsageError after `destroy`."""
         if self._destroyed:
             raise UsageError(DESTROYED)
 
     # ---- steps
 
     def measure(self, sample: Sample, queued: Sequence[MicroBatch]) -> None:
-        """Measures the model with one micro-batch and plans anew.
+        """Measure the model with one micro-batch and plan anew.
 
         Args:
             queued: micro-batches of the same step whose forward pass ran already; they are moved to the new plan.
 
         Raises:
             DoesNotFitError: no plan fits, or not even one layer at a time.
-            BaseException: whatever the model raised.
         """
         self.check_usable()
         self._make_room()
@@ -146,20 +148,20 @@ class Runner:
 
     @contextmanager
     def alone(self) -> Iterator[Callable[[Sample], Tensor | None]]:
-        """A context with a function from a micro-batch to its loss, if its forward pass runs by itself. Nothing stays."""
+        """Open a context with a function from a micro-batch to its loss, if it runs by itself. Nothing stays."""
         self._make_room()
         with self._parts.contract.running(), self.planner.measuring.losses(self.planner.rows) as loss_of:
             yield loss_of
 
     def _make_room(self) -> None:
-        """On the device: what is resident goes to the host."""
+        """Move what is resident on the device to the host."""
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
         self.executor.gathered.to_host()
         self._parts.device_store.drop()
 
     def recording(self) -> AbstractContextManager[list[ExecutedStep]]:
-        """A context whose steps are recorded; they are in the list when it has been left.
+        """Record the steps of a context; they are in the list when it has been left.
 
         Raises:
             RuntimeError: another one is open.
@@ -171,17 +173,16 @@ class Runner:
             self._parts.updater.wait_all()
 
     def step(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
-        """Forward, backward and updates of one optimizer step; updates may still be under way on return.
+        """Run forward, backward and updates of one optimizer step; updates may still be under way on return.
 
         Raises:
             OffPlanError, UnseenError: the step must be measured and run again; nothing has been updated.
-            BaseException: whatever was raised on the way; `failed` says whether the engine is still usable.
         """
         self.check_usable()
         self._check_can_run(micro_batches)
-        sets = self.planner.sets(micro_batches)
-        plan = self.planner.step(sets, self.executor.begun)
-        # The plan's peak is that of passes that nobody looks into.
+        sets = self.plans.sets(micro_batches)
+        plan = self.plans.step(sets, self.executor.begun)
+        # The plan's peak is that of passes whose losses and outputs are not read.
         as_planned = not any(m.forwarded for m in micro_batches)
         with self._recovering(sets):
             device = self._parts.device
@@ -198,13 +199,10 @@ class Runner:
             self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
 
     def part(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
-        """Forward and backward of a part of an optimizer step, whose gradients wait; `end` ends the step.
-
-        Raises: as `step`.
-        """
+        """Run forward and backward of a part of an optimizer step, whose gradients wait; `end` ends the step."""
         self.check_usable()
         self._check_can_run(micro_batches)
-        part, end = self.planner.part_of_step(micro_batches, self.executor.begun, first=self._end is None)
+        part, end = self.plans.part_of_step(micro_batches, self.executor.begun, first=self._end is None)
         with self._recovering(micro_batches, part=True):
             self.executor.run(part, micro_batches, hyper, clipping)
             self._parts.layer_calls.checks_recomputation &= (
@@ -218,7 +216,7 @@ class Runner:
         return self._end is not None
 
     def end(self, hyper: Hyper, clipping: Clipping) -> None:
-        """The norm and the updates of the step that `part` ran the parts of."""
+        """Measure the norm, and update, in the step that `part` ran the parts of."""
         self.check_usable()
         end, self._end = self._end, None
         assert end is not None
@@ -237,7 +235,7 @@ class Runner:
         return self._parts.optimizer is not None and self._parts.optimizer.steps_whole
 
     def update_only(self, hyper: Hyper, clipping: Clipping | None) -> bool:
-        """Updates from what the user's own backward passes left on the host's parameters; False if that is nothing."""
+        """Update from what the user's own backward passes left on the host's parameters; False if that is nothing."""
         self.check_usable()
         optimizer = self._parts.optimizer
         if optimizer is None or not self._parts.user_gradients.exist(optimizer.trained):
@@ -247,7 +245,7 @@ class Runner:
         return True
 
     def _check_can_run(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """What is refused before anything runs."""
+        """Refuse what cannot run, before anything does."""
         self._parts.contract.check([micro_batch.state for micro_batch in micro_batches])
         for micro_batch in micro_batches:
             self._parts.layer_calls.check_replayed(call for _, call in micro_batch.calls)
@@ -256,20 +254,20 @@ class Runner:
     # ---- without gradients
 
     def forward_now(self, micro_batch: MicroBatch) -> None:
-        """The forward pass of one micro-batch, because somebody wants its outputs."""
+        """Run the forward pass of one micro-batch, whose outputs are read."""
         self.check_usable()
         with self._recovering([micro_batch], part=True):
-            self.executor.run(self.planner.forward(micro_batch, self.executor.begun), [micro_batch])
+            self.executor.run(self.plans.forward(micro_batch, self.executor.begun), [micro_batch])
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """The forward passes of a group without gradients, each pack swapped in once for all of them."""
+        """Run the forward passes of a group without gradients, each pack swapped in once for all of them."""
         self.check_usable()
         with self._recovering(micro_batches):
-            self.executor.run(self.planner.evaluation(micro_batches, self.executor.begun), micro_batches)
+            self.executor.run(self.plans.evaluation(micro_batches, self.executor.begun), micro_batches)
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """A context in which the model can be called without gradients."""
+        """Let the model be called without gradients while open."""
         self.check_usable()
         if self._parts.updater is not None:
             self._parts.updater.wait_all()
@@ -315,7 +313,7 @@ class Runner:
 
     @contextmanager
     def _recovering(self, micro_batches: Sequence[MicroBatch], part: bool = False) -> Iterator[None]:
-        """`part`: of a step, whose other parts are as they were after a failure before anything was propagated back."""
+        """Drop the step on an error; of a `part` of one before anything was propagated back, that part alone."""
         self.executor.begin()
         with self._parts.contract.running():
             try:
@@ -330,19 +328,19 @@ class Runner:
                 raise
 
     def end_step(self) -> None:
-        """Whatever became of the last step, another begins: nothing stays of one that has run in part and was not taken."""
+        """Drop what is left of a step that has run in part and was not taken: another begins."""
         if (self.has_gathered or self.executor.begun) and not self._destroyed:
             self._drop()
 
     def _recover(self, error: BaseException) -> None:
-        """After `error` in what was run last: drops the step, and decides whether one can go on."""
+        """Drop the step after `error` in what was run last, and decide whether the engine can go on."""
         outcome = self.executor.updates.outcome
         if self.failed is None and (outcome.updates_issued or outcome.others_update):
             self.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
         self._drop()
 
     def _drop(self) -> None:
-        """Frees the device, and drops the gradients, of a step that will not be taken."""
+        """Free the device, and drop the gradients, of a step that will not be taken."""
         self.executor.abandon()
         self._end = None
         if self.failed is None and self._parts.updater is not None:

@@ -26,10 +26,10 @@ DESTROYED = (
 
 
 class Stage(enum.Enum):
-    """What of a micro-batch has run."""
+    """Passes of a micro-batch that have run."""
 
     QUEUED = enum.auto()
-    FORWARDED = enum.auto()  # its forward pass, on its own: somebody looked at what comes of it
+    FORWARDED = enum.auto()  # its forward pass, on its own: the program read its loss or outputs
     FAILED = enum.auto()  # its forward pass, which has raised something that its caller has got
     PROPAGATED = enum.auto()  # both passes
 
@@ -38,19 +38,19 @@ class Queue(Protocol):
     """The group, as its tickets know it."""
 
     def autocast(self) -> Autocast | None:
-        """The calling thread's, on the device."""
+        """Return the calling thread's autocast, on the device."""
 
     def forward_now(self, ticket: QueuedMicroBatch) -> None:
-        """Runs the forward pass of `ticket`, because somebody looks at what comes of it."""
+        """Run the forward pass of `ticket`, whose loss or outputs the program reads."""
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
-        """Somebody propagates back from an output of `ticket`; `later`: and autograd is at it."""
+        """Note that the program propagates back from an output of `ticket`; `later`: autograd does so now."""
 
     def divisor(self) -> int:
-        """What gradients are divided by that come to outputs now: the accumulation steps, unless a loss has been."""
+        """Return what gradients that come to outputs now are divided by: the accumulation steps, unless a loss has been."""
 
     def divided_by_hand(self) -> None:
-        """A loss that the program has divided by the accumulation steps is about to be divided by them again."""
+        """Note that a loss which the program has divided by the accumulation steps is about to be divided by them again."""
 
 
 class QueuedMicroBatch:
@@ -66,7 +66,7 @@ class QueuedMicroBatch:
         aside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.micro_batch = micro_batch
-        micro_batch.serve(self.objective)
+        micro_batch.objective = self.objective
         self.arguments = arguments
         self.call = call
         self.aside = aside
@@ -83,7 +83,7 @@ class QueuedMicroBatch:
         self.leads_outside = any(t.requires_grad for t in arguments.tensors)
 
     def loss(self, attached: bool) -> Tensor:
-        """Its loss, computed now if need be; with its graph if `attached` and the step is not over."""
+        """Return its loss, computed now if need be; with its graph if `attached` and the step is not over."""
         if self._value is None:
             self._forward_now()
         if attached and self._attached is not None:
@@ -97,7 +97,7 @@ class QueuedMicroBatch:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody propagates back from it, and that has not been done."""
+        """Whether the program propagates back from it, and that has not been done."""
         return (bool(self._objectives) or self._received) and self.stage is not Stage.PROPAGATED
 
     def backward(self, loss: PendingLoss) -> None:
@@ -110,7 +110,7 @@ class QueuedMicroBatch:
         group.propagating(self)
 
     def receive(self, gradient: Tensor) -> Tensor:
-        """A gradient comes to one of its outputs, which were computed on their own; what goes on from there."""
+        """Take a gradient of one of its outputs, which were computed on their own; return what goes on from there."""
         if self.micro_batch.at_work:  # on its way from a later layer to an earlier one: an output may lie between them
             return gradient
         self.check_not_propagated()
@@ -132,11 +132,11 @@ class QueuedMicroBatch:
         return self._group
 
     def _note_caller(self) -> None:
-        """Whoever propagates back does so under autocast, or not."""
-        self.micro_batch.note_caller(self._open_group().autocast())
+        """Note the autocast under which its loss is propagated back from."""
+        self.micro_batch.backward_autocast = self._open_group().autocast()
 
     def check_not_propagated(self) -> None:
-        """Raises UsageError if its backward pass is over, or its engine destroyed."""
+        """Raise UsageError if its backward pass is over, or its engine destroyed."""
         if self._destroyed:
             raise UsageError(DESTROYED)
         if self.stage is Stage.PROPAGATED:
@@ -146,14 +146,14 @@ class QueuedMicroBatch:
             )
 
     def backward_from_loss(self, divisor: int, scale: float) -> None:
-        """As `backward(loss / divisor * scale)`."""
+        """Do what `backward(loss / divisor * scale)` does."""
         self._note_caller()
         self._objectives.append(lambda own: own / divisor if scale == 1.0 else own / divisor * scale)
         if self.stage is Stage.FORWARDED:
             self._backward_now()
 
     def outputs(self) -> Any:
-        """The model's outputs, with their graph; computed now if need be."""
+        """Return the model's outputs, with their graph; computed now if need be."""
         if self.micro_batch.outputs is None:
             self._forward_now()
         return self.micro_batch.outputs
@@ -171,7 +171,7 @@ class QueuedMicroBatch:
         self._group.forward_now(self)
 
     def take_loss(self, outputs: Any) -> Tensor:
-        """Notes the loss among `outputs`."""
+        """Note the loss among `outputs`."""
         loss = self.loss_fn(outputs)
         self._value = loss.detach().to(self.micro_batch.home, copy=True)  # a loss may be a view of something large
         if self.expected is not None:
@@ -179,7 +179,7 @@ class QueuedMicroBatch:
         return loss
 
     def objective(self, outputs: Any) -> Tensor | None:
-        """What the fused pack propagates back from: nothing, if the forward pass ran on its own."""
+        """Return what the fused pack propagates back from: nothing, if the forward pass ran on its own."""
         if self.stage is Stage.FORWARDED:
             return None
         loss = self.take_loss(outputs)
@@ -187,7 +187,7 @@ class QueuedMicroBatch:
         return sum(terms[1:], terms[0]) if terms else None
 
     def forward_ran(self) -> None:
-        """The forward pass ran on its own: its loss can be looked at, and propagated from, until the step is over."""
+        """Note that the forward pass ran on its own: its loss can be read, and propagated from, until the step is over."""
         micro_batch = self.micro_batch
         micro_batch.cut_outputs()
         if self.leads_outside:
@@ -200,12 +200,12 @@ class QueuedMicroBatch:
             output.register_hook(self._receive_leaf if output.is_leaf else self.receive)
 
     def _receive_leaf(self, gradient: Tensor) -> None:
-        """What the model was given, or keeps, and returns: no gradient of the model's own comes by it."""
+        """Return what the model was given, or keeps, and returns: no gradient of the model's own comes by it."""
         if self._group is not None:
             self.receive(gradient)
 
     def _part_outputs(self) -> None:
-        """Puts outputs that others were computed from behind aliases: what comes to those is the program's alone."""
+        """Replace outputs that others were computed from by aliases: gradients of those are the program's alone."""
         behind = behind_others(tensors_in(self.micro_batch.outputs))
         if behind:
             self.micro_batch.outputs = map_tensors(
@@ -220,13 +220,13 @@ class QueuedMicroBatch:
             self._attached = None
 
     def finish_propagation(self) -> None:
-        """Its backward pass is done; the value of its loss stays."""
+        """Note that its backward pass is done; the value of its loss stays."""
         self._attached = None
         self._objectives.clear()
         self.stage = Stage.PROPAGATED
 
     def _backward_now(self) -> None:
-        """Runs what `backward` noted before the forward pass was run on its own."""
+        """Run what `backward` noted before the forward pass was run on its own."""
         assert self._attached is not None
         terms = [objective(self._attached) for objective in self._objectives]
         self._objectives.clear()
@@ -235,7 +235,7 @@ class QueuedMicroBatch:
         self._received = True
 
     def close(self, destroyed: bool = False) -> None:
-        """The step is over, or its engine is `destroyed`: the value stays; graph, outputs and inputs go."""
+        """Drop graph, outputs and inputs, not the value: the step is over, or the engine `destroyed`."""
         self._destroyed = destroyed
         self._attached = None
         self._objectives.clear()

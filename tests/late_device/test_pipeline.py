@@ -30,6 +30,7 @@ from tests.engine.drive import (
     train_groups,
     weights_of,
 )
+from tests.engine.test_joined import sgd, single_rows, trained
 from tests.engine.test_pipeline import Mixer, Trained, assert_equal
 from tests.families import Batch
 from tests.late_device.test_engine import late_devices, late_engine
@@ -88,6 +89,16 @@ def test_several_devices_train_as_one(name: str, setting: Setting) -> None:
         losses = means_of(loop(engine, groups, lambda i: i == 1)) if setting.looks else train_groups(engine, groups)
         assert len(engine.memory_report().device_peaks) == setting.devices
     assert_equal((weights_of(model), losses), on_one_device(name, setting.clip))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_joined_calls_cross_in_order(name: str) -> None:
+    groups, sizes = single_rows(name), {"forward": 8, "backward": 4}
+    expected = trained(family(name).build(0.0), groups, sgd, micro_batch=sizes)
+    model, config = family(name).build(0.0), config_of(len(groups[0]), 0.5, {"pack_layers": 1, "micro_batch": sizes})
+    with late_engine(model, config, make=sgd, device=late_devices(3, 1, None)) as engine:
+        losses = train_groups(engine, groups)
+    assert_equal((weights_of(model), losses), expected)
 
 
 def test_steps_leave_no_more_on_the_devices_than_the_ones_before() -> None:

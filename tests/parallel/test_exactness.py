@@ -35,7 +35,12 @@ BITWISE = (
     Training(model="llama", steps=2, clip=0.05, harmony={**SHARE, "devices": 2, "pack_layers": 1}),
     Training(clip=0.05, harmony={"devices": 2, "pack_layers": 1}),
 )
+JOINED = {"micro_batch": {"forward": 12, "backward": 6}, "pack_layers": 1}
 CLOSE = (
+    # Processes, and micro-batches of one, join unlike numbers of calls.
+    Training(model="ragged", optimizer="SGD", clip=0.05, accumulation=4, harmony=JOINED),
+    Training(model="ragged", optimizer="SGD", accumulation=4, harmony={**JOINED, **SHARE}),
+    Training(model="ragged", optimizer="SGD", clip=0.05, accumulation=4, harmony={**JOINED, "devices": 2}),
     Training(harmony={"reproducible": False}, clip=0.05),
     # DeepSpeed's op takes powers of the betas otherwise for the first parameter that it steps than for the others.
     Training(optimizer="DeepSpeedCPUAdam"),
@@ -81,12 +86,12 @@ def test_plans_at_random_train_to_the_bits(size: int) -> None:
     assert not {training: what for training, what in told.items() if what}
 
 
-FEW = (BITWISE[1], BITWISE[4], BITWISE[7], BITWISE[-3], BITWISE[-1])
+FEW = (BITWISE[1], BITWISE[4], BITWISE[7], BITWISE[-3], BITWISE[-1], CLOSE[0])
 CHOSEN = [
     pytest.param(2, FEW, id="2"),
     pytest.param(2, [training for training in (*BITWISE, *CLOSE) if training not in FEW], id="2-others"),
     pytest.param(3, (*BITWISE, *CLOSE), id="3"),
-    pytest.param(4, (*BITWISE[:7], *BITWISE[-3:], *CLOSE[:2]), id="4"),
+    pytest.param(4, (*BITWISE[:7], *BITWISE[-3:], *CLOSE[:5]), id="4"),
 ]
 
 

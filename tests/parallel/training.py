@@ -33,9 +33,9 @@ class Training:
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(19, 19), nn.Dropout(0.2), nn.Tanh()) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(19, 19), nn.Dropout(dropout), nn.Tanh()) for _ in range(4))
         self.head = nn.Linear(19, 1)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ class Experts(nn.Module):
 
 
 def build(name: str) -> nn.Module:
-    if name in ("mlp", "experts"):
+    if name in ("mlp", "ragged", "experts"):
         torch.manual_seed(1)
-        return Mlp() if name == "mlp" else Experts()
+        return Experts() if name == "experts" else Mlp(0.2 if name == "mlp" else 0.0)
     return _family(name).build(0.1)
 
 
@@ -80,6 +80,9 @@ def batch(name: str, number: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1000 + number)
     if name == "mlp":
         return {"x": torch.randn(3, 19, generator=generator), "y": torch.randn(3, 1, generator=generator)}
+    if name == "ragged":
+        rows = 2 if number % 5 == 3 else 3
+        return {"x": torch.randn(rows, 19, generator=generator), "y": torch.randn(rows, 1, generator=generator)}
     if name == "experts":  # 3 of 4 are used, and by one micro-batch each
         return {"x": torch.randn(3, 13, generator=generator), "which": torch.tensor([number % 3])}
     return dict(_family(name).batch(number))
@@ -137,6 +140,7 @@ def train(training: Training) -> Result:
     """In one of several processes."""
     engine = engine_of(training)
     result = train_with(engine, training)
+    assert engine.plan.policy.together == (training.accumulation if "micro_batch" in training.harmony else 1)
     engine.destroy()
     return result
 

@@ -15,7 +15,7 @@ from harmony_ds.calls.intercept import Autocast, Interception, Request, is_betwe
 from harmony_ds.decomposer import find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.device.base import Device
-from harmony_ds.runtime.lane import Lane, Turn
+from harmony_ds.runtime.lane import Lane
 
 FLAVOUR: contextvars.ContextVar[str] = contextvars.ContextVar("flavour", default="none")
 
@@ -133,18 +133,16 @@ def test_what_else_came_up_in_a_layer_call_is_not_the_models() -> None:
         assert not lane.finished
 
 
-def test_a_call_that_is_to_wait_is_asked_about_again_when_its_turn_comes_and_not_before() -> None:
+def test_a_call_that_is_to_wait_is_answered_when_its_turn_comes_and_not_before() -> None:
     with model_and_lane(whole) as lane:
         lane.resume()
-        first = Answers(1.0, Turn.LATER)
-        lane.run_on(first)
-        assert first.asked == [0, 1]
+        first, second = Answers(1.0), Answers(2.0, 3.0)
+        lane.run_on(first, is_later=lambda request: request.layer > 0)
+        assert first.asked == [0]
         assert lane.request.layer == 1 and not lane.finished
-        second = Answers(Turn.LATER)
+        lane.run_on(first, is_later=lambda request: request.layer > 0)
         lane.run_on(second)
-        third = Answers(2.0, 3.0)
-        lane.run_on(third)
-        assert [*second.asked, *third.asked] == [1, 1, 2]
+        assert [*first.asked, *second.asked] == [0, 1, 2]
         assert lane.finished
         assert lane.result == 3.0
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from harmony_ds.stepping import planner
+from harmony_ds.stepping import group_plans
 from tests.engine.drive import config_of, engine_for, sgd
 from tests.engine.test_paths import Net, batch_of, built
-from tests.inside import planner_of
+from tests.inside import assembly_of, planner_of
 from tests.scheduler.examples import GPU
 
 
@@ -26,13 +26,13 @@ def test_a_plan_for_all_processes_is_made_with_the_slowest_rates(monkeypatch: py
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 def test_as_many_composed_plans_are_kept_as_the_bound_says(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    compose = planner.compose_forward
-    monkeypatch.setattr(planner, "_MOST_PLANS", 2)
-    monkeypatch.setattr(planner, "compose_forward", lambda *arguments: made.append(0) or compose(*arguments))
+    compose = group_plans.compose_forward
+    monkeypatch.setattr(group_plans, "_MOST_PLANS", 2)
+    monkeypatch.setattr(group_plans, "compose_forward", lambda *arguments: made.append(0) or compose(*arguments))
     with engine_for(built(Net), sgd, config_of(4)) as engine:
         for index in range(4):
             loss = engine(**batch_of(index))["loss"]
             loss.item()
             engine.backward(loss)
             engine.step()
-        assert len(made) == 4 and len(planner_of(engine)._plans) == 2
+        assert len(made) == 4 and len(assembly_of(engine).runner.plans._plans) == 2

@@ -13,8 +13,8 @@ from torch import nn
 from harmony_ds.calls.intercept import InterceptedForward
 
 
-class PutForward:
-    """What stands in the place of `module.forward`, and what that leaves there when it has run."""
+class ReplacedForward:
+    """Callable in the place of `module.forward`, and what that leaves there when it has run."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -22,11 +22,11 @@ class PutForward:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing like what stands there has run so far."""
+        """Whether nothing like the callable there has run so far."""
         return _code(self._standing()) not in self._left
 
     def call(self) -> Callable[..., Any]:
-        """Calls the module by what stands there now, which stands there no more if it takes itself away."""
+        """Return a call of the module by the callable there now, which is there no more if it takes itself away."""
         put = self._standing()
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -51,5 +51,5 @@ class PutForward:
 
 
 def _code(forward: Any) -> object:
-    """What functions that are made anew for every call have alike."""
+    """Return what is the same of functions that are made anew for every call."""
     return getattr(forward, "__code__", type(forward))

@@ -1,0 +1,59 @@
+"""Parts of a tensor along its rows, one for each of several micro-batches, which know the whole that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+_PART = "_harmony_part"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Place of a tensor in `whole`; `version`: of the tensor when it was made; `all`: the parts, not kept alive."""
+
+    whole: Tensor
+    number: int
+    count: int
+    dim: int
+    version: int
+    all: Sequence[ref[Tensor]]
+
+
+def parts_of(whole: Tensor, dim: int, count: int) -> list[Tensor]:
+    """Split `whole` into `count` equal parts along `dim`."""
+    parts = list(whole.split(whole.shape[dim] // count, dim))
+    refs = [ref(part) for part in parts]
+    for number, part in enumerate(parts):
+        setattr(part, _PART, _Part(whole, number, count, dim, part._version, refs))
+    return parts
+
+
+def whole_of(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Join `parts` along `dim`: without a copy if they are all parts of one tensor, unchanged and in order."""
+    known = [_part(part) for part in parts]
+    first = known[0]
+    if first is None or (first.count, first.dim) != (len(parts), dim):
+        return torch.cat(list(parts), dim)
+    in_order = all(one is not None and one.whole is first.whole and one.number == n for n, one in enumerate(known))
+    return first.whole if in_order else torch.cat(list(parts), dim)
+
+
+def parts_moved(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return the whole's parts that are alive, if `tensor` is one, each with its counterpart in what `move` makes of the
+    whole; nothing if it is no part.
+    """
+    part = _part(tensor)
+    if part is None:
+        return []
+    made = parts_of(move(part.whole), part.dim, part.count)
+    return [(own, other) for one, other in zip(part.all, made, strict=True) if (own := one()) is not None]
+
+
+def _part(tensor: Tensor) -> _Part | None:
+    part: _Part | None = getattr(tensor, _PART, None)
+    return part if part is not None and part.version == tensor._version else None

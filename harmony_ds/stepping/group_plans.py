@@ -1,0 +1,135 @@
+"""The plan in force, for the micro-batches of one group: joined into sets where their layer calls are, and its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from harmony_ds.measuring.sample import shapes_of
+from harmony_ds.runtime.joint import JointMicroBatch
+from harmony_ds.runtime.micro_batch import MicroBatch
+from harmony_ds.runtime.parts import Parts
+from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
+from harmony_ds.scheduler.memory import walk_memory
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
+from harmony_ds.stepping.planner import Planner
+
+_MOST_PLANS = 256  # to keep: which losses a program reads before its step may differ from step to step
+_Compose = Callable[[Packing, Group, Policy], tuple[Task, ...]]
+
+
+class GroupPlans:
+    """Plans of groups of micro-batches, kept as long as the planner's plan is in force."""
+
+    def __init__(self, parts: Parts, planner: Planner) -> None:
+        self._parts = parts
+        self._planner = planner
+        self._plans: dict[tuple[_Compose, Group, Policy, frozenset[int]], Plan] = {}  # the last: sets of several
+        self._in_force: Plan | None = None
+
+    def sets(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return `micro_batches`, those as one whose layer calls are joined: consecutive ones of equal shapes.
+
+        Sets that are not full count as full ones, with which the budget may be too small; those run one by one, then.
+        """
+        together, joins = self._planner.sizes.together, self._parts.joins
+        if not self._planner.sizes.joins_calls or any(m.forwarded for m in micro_batches):
+            return micro_batches
+        self._planner.plan_for(len(micro_batches))
+        runs = self._runs(micro_batches)
+        chosen = micro_batches
+        for least in (2, together):
+            found: list[MicroBatch] = []
+            for run in runs:
+                found += [JointMicroBatch.of(run, joins)] if len(run) >= least else run
+            if self._fits(found):
+                chosen = found
+                break
+        world = self._parts.world
+        if world.size > 1 and self._parts.device.count > 1:  # processes exchange packs in one order, a wave's
+            counts = world.all("join micro-batches", [micro_batch.count for micro_batch in chosen])
+            chosen = chosen if all(one == counts[0] for one in counts) else micro_batches
+        if chosen is micro_batches:
+            self._fits(micro_batches)
+        return chosen
+
+    def _runs(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+        runs: list[list[MicroBatch]] = []
+        for micro_batch in micro_batches:
+            if runs and len(runs[-1]) < self._planner.sizes.together and self._are_alike(runs[-1][0], micro_batch):
+                runs[-1].append(micro_batch)
+            else:
+                runs.append([micro_batch])
+        return runs
+
+    def _are_alike(self, one: MicroBatch, other: MicroBatch) -> bool:
+        is_current = self._parts.contract.is_current
+        called = one.autocast, one.backward_autocast, shapes_of(one.inputs)
+        alike = called == (other.autocast, other.backward_autocast, shapes_of(other.inputs))
+        return alike and is_current(one.state) and is_current(other.state)
+
+    def _fits(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Return whether the budget holds their step; the plan's peaks then cover it."""
+        policy = self._planner.plan_for(1).policy
+        return self._planner.cover(self._of_group(compose_step, micro_batches, False, policy).device_peaks)
+
+    def step(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
+        """Return the step over `micro_batches`; `begun`: something of it has run."""
+        policy = self._policy_for(micro_batches, begun, sum(m.count for m in micro_batches))
+        return self._of_group(compose_step, micro_batches, begun, policy)
+
+    def part_of_step(self, micro_batches: Sequence[MicroBatch], begun: bool, first: bool) -> tuple[Plan, Plan]:
+        """Return the step over some of its micro-batches, up to their last backward pass, and from there on.
+
+        After the `first` part each micro-batch's gradient is added for itself: in the order of plain accumulation.
+        """
+        policy = self._policy_for(micro_batches, begun, len(micro_batches))
+        policy = replace(policy, deferred_update=True, grouping=policy.grouping and first)
+        plan = self._of_group(compose_step, micro_batches, begun, policy)
+        split = len(plan.tasks) - len(compose_end(plan.packing, policy))
+        return plan.part(0, split), plan.part(split)
+
+    def forward(self, micro_batch: MicroBatch, begun: bool) -> Plan:
+        """Return the forward pass of one micro-batch for itself."""
+        policy = replace(self._planner.plan_for(1).policy, shared=False)  # the others may do something else
+        return self._of_group(compose_forward, [micro_batch], begun, policy)
+
+    def evaluation(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
+        """Return the forward passes of a group without gradients, each pack swapped in once for all of them."""
+        policy = self._policy_for(micro_batches, begun, 1)
+        return self._of_group(compose_evaluation, micro_batches, begun, policy)
+
+    def _policy_for(self, micro_batches: Sequence[MicroBatch], begun: bool, count: int) -> Policy:
+        """Return the policy for a group of all processes: they share swap-ins unless some of it has run in one."""
+        policy = self._planner.plan_for(count).policy
+        if not policy.shared:
+            return policy
+        alone = begun or any(m.forwarded for m in micro_batches)
+        return replace(policy, shared=not self._parts.world.any("share swap-ins", alone))
+
+    def _of_group(self, compose: _Compose, micro_batches: Sequence[MicroBatch], begun: bool, policy: Policy) -> Plan:
+        fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
+        group = Group(fresh, forwarded, begun)
+        joint = frozenset(m.index for m in micro_batches if m.count > 1)
+        if self._planner.plan is not self._in_force:
+            self._in_force = self._planner.plan
+            self._plans.clear()
+        key = (compose, group, policy, joint)
+        if key not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]  # the oldest
+            self._plans[key] = self._composed(compose, group, policy, joint)
+        return self._plans[key]
+
+    def _composed(self, compose: _Compose, group: Group, policy: Policy, joint: frozenset[int]) -> Plan:
+        plan = self._in_force
+        assert plan is not None
+        tasks = compose(plan.packing, group, policy)
+        costs, alone = self._planner.costs
+        if compose is compose_evaluation:  # keeps nothing
+            calls = tuple(replace(cost, stash_bytes=0) for cost in alone.costs)
+            alone = replace(alone, costs=calls, held_bytes=0)
+        walked = walk_memory(plan.packs, tasks, alone, dict.fromkeys(joint, costs))
+        peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)
+        plan = replace(plan, policy=policy, tasks=tasks, micro_batches=len(group.all), rows=self._planner.rows)
+        return replace(plan, activation_bytes=walked.activation_bytes, peak_bytes=max(peaks), device_peaks=peaks)
