@@ -229,7 +229,6 @@ def _parts(
     if host_optimizer is not None:
         limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
         gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
-        gradients.master_dtype = config.master_dtype
         threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
         host_optimizer.watch_state(partial(_finish_updates, updater, device_store))

@@ -16,9 +16,6 @@ _ALONE = SingleProcess()
 class GradientSums(ABC):
     """Gradients by parameter, added up over packs. Knows no thread."""
 
-    master_dtype = torch.float32
-    """Of the parameters that an optimizer steps, and of the gradients that it takes."""
-
     def __init__(self, trains: Callable[[str], bool], world: SingleProcess = _ALONE) -> None:
         """`trains`: tells whether the optimizer has a parameter; `world`: of the gradients' norms."""
         self._trains = trains
@@ -52,16 +49,19 @@ class GradientSums(ABC):
     def _norm_of(self, name: str, total: Tensor) -> Tensor:
         return self.world.norm_part(total)
 
-    def for_update(self, names: Iterable[str], coefficient: Tensor | None, measured: bool) -> dict[str, Tensor]:
-        """Return the gradients of `names` for the optimizer, in the masters' dtype.
+    def for_update(
+        self, names: Iterable[str], coefficient: Tensor | None, measured: bool, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        """Return the gradients of `names` for the optimizer.
 
         Args:
             coefficient: factor of the gradients (on the host, 0-dim).
             measured: their norms are known; if not, they are computed, for reports.
+            dtype: of the parameters that the optimizer steps.
         """
         gradients: dict[str, Tensor] = {}
         for name, total in self._trained(names):
-            gradient = total.to(self.master_dtype)
+            gradient = total.to(dtype)
             if not measured:
                 self.norms[name] = self._norm_of(name, gradient)
             gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient.item())

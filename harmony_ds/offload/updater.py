@@ -198,7 +198,8 @@ class Updater:
             coefficient = None if norm is None else norm.result().coefficient
             self._gradients.wait_arrived(names)
             with work:
-                gradients = self._gradients.for_update(names, coefficient, measured=norm is not None)
+                dtype = self._optimizer.master_dtype
+                gradients = self._gradients.for_update(names, coefficient, norm is not None, dtype)
                 self._optimizer.step(gradients, hyper)
                 self._store.copy_masters_to_weights(gradients)
                 self._gradients.clear_gradients(names)
