@@ -145,11 +145,12 @@ def assemble(
     accept(model, device, config.compute_dtype)
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
+    disk_bytes = 0
     if device.host_type == "cpu":
         need = admission.host_need(decomposition, model, config, (client_optimizer, given), device)
         admission.check_host_room(need, world)
+        disk_bytes = admission.disk_need(model, config, (client_optimizer, given))
         fill_meta(model)
-    disk_bytes = admission.disk_need(model, config, (client_optimizer, given))
     store = _to_slabs(model, decomposition, config, (device, world), disk_bytes)
     masters = Masters(store.parameters, store.masters)
     optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)

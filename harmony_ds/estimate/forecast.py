@@ -169,7 +169,7 @@ def _state_bytes(situation: Situation) -> dict[str, int]:
     return {
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
         "masters": update.master_bytes * elements if update.copy_bytes else 0,
-        "optimizer": update.state_bytes * update.states * elements,
+        "optimizer": 0 if update.on_disk else update.state_bytes * update.states * elements,
     }
 
 

@@ -154,7 +154,8 @@ def update_cost(config: Config) -> UpdateCost:
     states = 2 if states is None else states  # taken for Adam-like
     master = config.master_bytes or config.master_dtype.itemsize
     copy = config.compute_dtype.itemsize if config.master_bytes else 0
-    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, config.state_dtype.itemsize)
+    state, on_disk = config.state_dtype.itemsize, config.disk_folder is not None
+    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, state, on_disk)
 
 
 def _on_meta(

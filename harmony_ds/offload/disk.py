@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -45,20 +45,19 @@ class DiskFile:
         self.nbytes = max(nbytes, _GRAIN)
         self.read_bytes = self.written_bytes = 0
         self._end = 0
-        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
-        descriptor, path = tempfile.mkstemp(prefix="harmony_ds-", dir=folder)
-        os.unlink(path)  # noqa: PTH108
-        self._descriptor = descriptor
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - without a name, and open until `close`
+        self._descriptor = self._file.fileno()
         try:
-            os.posix_fallocate(descriptor, 0, self.nbytes)
+            os.posix_fallocate(self._descriptor, 0, self.nbytes)
         except OSError as error:
-            os.close(descriptor)
+            self._file.close()
             free = os.statvfs(folder)
             raise HostMemoryError(
                 f"masters and optimizer state take {self.nbytes:,} bytes, and the disk of {folder} (offload_optimizer's "
                 f"nvme_path) has {free.f_bavail * free.f_frsize:,} free ({error.strerror}): free some, or name another."
             ) from error
-        self._memory = torch.frombuffer(mmap.mmap(descriptor, self.nbytes), dtype=torch.uint8)
+        self._memory = torch.frombuffer(mmap.mmap(self._descriptor, self.nbytes), dtype=torch.uint8)
         self.bytes_per_ms = self._measure()
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -108,8 +107,7 @@ class DiskFile:
 
     def close(self) -> None:
         """Close the file; mapped tensors that are still held stay readable."""
-        with suppress(OSError):
-            os.close(self._descriptor)
+        self._file.close()
 
 
 class DiskMasters:

@@ -115,6 +115,7 @@ class UpdateCost:
         gradient_bytes: of one element of the gradient, as it arrives.
         copy_bytes: of one element of the compute-dtype copy that is written beside the master; 0 without one.
         master_bytes, state_bytes: of one element of the master, and of one of those numbers.
+        on_disk: whether they lie on a disk, whose rate is not known here.
     """
 
     states: int
@@ -122,6 +123,7 @@ class UpdateCost:
     copy_bytes: int
     master_bytes: int = 4
     state_bytes: int = 4
+    on_disk: bool = False
 
     @property
     def bytes_per_element(self) -> float:

@@ -356,20 +356,22 @@ class StepGroup(Queue):
             diverged: raises if the step must not run again.
         """
         with self._runner.less_memory() as shrink:
-            for _ in range(_ATTEMPTS):
+            for attempt in range(_ATTEMPTS):
                 try:
                     return run()
                 except (OffPlanError, UnseenError, PeerDiverged) as error:
                     diverged(error)
                 except torch.OutOfMemoryError as error:
                     diverged(error)
+                    if attempt + 1 == _ATTEMPTS:
+                        raise
                     shrink(error)
                 for ticket in tickets:
                     self._measure(ticket)
-        raise ModelError(
-            f"the model called layers that it was not measured with {_ATTEMPTS} times in a row, each time others, with the "
-            "same inputs and random numbers of torch. Which layers a call runs must depend on those alone."
-        )
+            raise ModelError(
+                f"the model called layers that it was not measured with {_ATTEMPTS} times in a row, each time others, with "
+                "the same inputs and random numbers of torch. Which layers a call runs must depend on those alone."
+            )
 
     def evaluate(self, batches: Sequence[Arguments], loss_fn: LossFunction | None) -> list[Tensor]:
         """Return losses of micro-batches, without gradients."""
