@@ -56,7 +56,7 @@ class OptimizerRow:
 
 
 _MUP = "it belongs to the package mup, with optimizers of its own: pass one as optimizer=..."
-_ONE_BIT = "1-bit optimizers compress what processes exchange, and there is one process"
+_ONE_BIT = "1-bit optimizers compress what processes exchange, and gradients are exchanged whole"
 OPTIMIZERS = (
     OptimizerRow(
         ("adam", "adamw"),

@@ -87,6 +87,10 @@ class Settings:
         """Return this process's rank among all that train the model, by which loaders share out their data."""
         return self._world.rank
 
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Return whether masters and optimizer state lie on a disk."""
+        return self.now.disk_folder is not None
+
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype that layers compute in, and the one that gradients are added up in."""
         return self.now.compute_dtype, self.now.accumulation_dtype
@@ -115,7 +119,7 @@ _SAME: dict[str, Any] = {
     **{"checkpoint_mp_rank": 0, "dist_backend": "gloo"},
     **dict.fromkeys(("get_model_parallel_rank", "get_tensor_parallel_rank"), lambda _: 0),
     **dict.fromkeys(("get_sequence_parallel_group", "clip_fp32_gradients"), lambda _: None),  # `step()` clips
-    **dict.fromkeys(("is_deepcompile_active", "zero_nvme_offload_optimizer"), lambda _: False),
+    "is_deepcompile_active": lambda _: False,
 }
 """Names of DeepSpeed's engine that answer the same in every training without parallelism but that of data."""
 
