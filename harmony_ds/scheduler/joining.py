@@ -46,8 +46,8 @@ class Advice:
         return (
             f"layer calls of {self.rows} rows, several micro-batches joined, are predicted (not measured) to take "
             f"{self.step_ms:,.1f} ms a step instead of {self.now_ms:,.1f} ({self.step_ms / self.now_ms - 1:+.0%}). To try "
-            f'them, add to the ds_config: "harmony": {{"micro_batch": {self.rows}}}. Results are then equal to rounding, not '
-            "to the bit."
+            f'them, add to the ds_config: "harmony": {{"micro_batch": {self.rows}}}. Results are then equal to rounding, '
+            "not to the bit."
         )
 
 
