@@ -178,10 +178,17 @@ def _optimizer_states(optimizer: HostOptimizer, saved: OptimizerState) -> Iterat
         state = saved.states.get(name)
         if state is not None:
             present_state = optimizer.state_of(name) or {}
-            state = {key: _read_into(present_state.get(key), value) for key, value in state.items()}
+            state = {
+                key: _read_into(present_state.get(key), _as_kept(optimizer, value)) for key, value in state.items()
+            }
             if not same and "step" in state:  # a Python number in DeepSpeed's compiled optimizers, a tensor in torch's
                 state["step"] = int(state["step"]) if optimizer.native else torch.tensor(float(state["step"]))
         yield name, state
+
+
+def _as_kept(optimizer: HostOptimizer, value: Any) -> Any:
+    """Convert a saved state to the dtype in which `optimizer` keeps it."""
+    return value.to(optimizer.state_dtype) if isinstance(value, Source) and optimizer.state_dtype is not None else value
 
 
 def _read_into(memory: Any, value: Any) -> Any:

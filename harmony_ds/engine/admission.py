@@ -24,6 +24,8 @@ from harmony_ds.offload.optimizers import ClientOptimizer, parameters_in
 from harmony_ds.parallel import SingleProcess
 from harmony_ds.scheduler.plan import Plan
 
+_ON_DISK = ("adam", "adamw", "adagrad", "lion", "sgd")
+"""Optimizers of which it is known how much state they keep."""
 _SWAPPED = ("auto", "kept", "off", 0)
 """Values of `harmony.residency` with which no pack is updated on the device."""
 
@@ -169,12 +171,13 @@ def disk_need(model: nn.Module, config: Config, optimizer: tuple[ClientOptimizer
     if config.disk_folder is None or (client is None and config.optimizer is None):
         return 0
     if isinstance(client, torch.optim.Optimizer):
-        given, name, options = client.param_groups, type(client).__name__, client.defaults
+        given, name = client.param_groups, type(client).__name__
+        options = {key: True for group in given for key, value in group.items() if value and key != "params"}
     elif client is None and config.optimizer is not None:
         name, options = config.optimizer.type, config.optimizer.params
     else:
         name, options = "an optimizer that a function makes", {}
-    numbers = state_numbers(name, options)
+    numbers = state_numbers(name, options) if name.lower().removeprefix("deepspeedcpu") in _ON_DISK else None
     if numbers is None:
         raise ConfigError(
             f'zero_optimization.offload_optimizer.device is "nvme", and the state that {name} keeps for a parameter is not '

@@ -53,7 +53,31 @@ class OptimizerOverride:
         step_by_hand._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers leave it as it is
         self._ours = {"step": step_by_hand, "zero_grad": zero_grad_by_hand}
         vars(optimizer).update(self._ours)
-        self._hook = optimizer.register_load_state_dict_pre_hook(lambda *_: finish())
+        self._loading: dict[str, Any] = {}
+
+        def before_loading(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            finish()
+            self._loading = state_dict
+
+        self._hooks = (
+            optimizer.register_load_state_dict_pre_hook(before_loading),
+            optimizer.register_load_state_dict_post_hook(self._keep_dtypes),
+        )
+
+    def _keep_dtypes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give state its saved dtypes again: torch has cast it to those of parameters, which may be bf16."""
+        saved, self._loading = self._loading, {}
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for key, value in saved["state"].get(number, {}).items():
+                present = optimizer.state[parameter].get(key)
+                if (
+                    isinstance(value, torch.Tensor)
+                    and isinstance(present, torch.Tensor)
+                    and present.dtype != value.dtype
+                ):
+                    optimizer.state[parameter][key] = value.detach().to("cpu", copy=True)
 
     def check(self) -> None:
         """Raise OptimizerError if the program has replaced `optimizer.step` since."""
@@ -62,7 +86,8 @@ class OptimizerOverride:
 
     def remove(self) -> None:
         """Give the optimizer its own methods back."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for name, ours in self._ours.items():
             if vars(self._optimizer).get(name) is ours:
                 del vars(self._optimizer)[name]

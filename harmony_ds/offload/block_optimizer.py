@@ -10,10 +10,11 @@ back after the step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,11 @@ from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.disk import DiskMasters
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
-from harmony_ds.offload.piece_optimizer import check_elementwise
+from harmony_ds.offload.piece_optimizer import KEPT_ONCE, check_elementwise
 from harmony_ds.offload.synced_state import plain_state
 
 Tensors = dict[str, Tensor]
+_Result = TypeVar("_Result")
 _AHEAD = 2
 """Blocks that are read while one is stepped; as many may still be written."""
 
@@ -71,7 +73,7 @@ class BlockOptimizer(HostOptimizer):
     def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         names = [name for name in gradients if self.trains(name)]
         before = {name: dict(self._state(name)) for name in names}
-        whole = {name: {k: v for k, v in before[name].items() if self._is_numbered(name, v)} for name in names}
+        whole = {name: {k: v for k, v in before[name].items() if self._is_numbered(name, k, v)} for name in names}
         once = {name: {k: v for k, v in before[name].items() if k not in whole[name]} for name in names}
         after: dict[str, dict[str, Any]] = {name: {} for name in names}
         for name, block, values, parts in self._read(whole):
@@ -83,7 +85,7 @@ class BlockOptimizer(HostOptimizer):
             self.step_part(self.part, {name: piece}, {name: gradients[name].reshape(-1)[block].contiguous()}, hyper)
             numbered: dict[str, Tensor] = {}
             for key, value in self.part.state[piece].items():
-                is_numbered = isinstance(value, Tensor) and value.dim() and value.shape == piece.shape
+                is_numbered = key not in KEPT_ONCE and isinstance(value, Tensor) and value.shape == piece.shape
                 (numbered if is_numbered else after[name])[key] = value
             self._write(name, block, values, numbered)
         self.part.state.clear()
@@ -94,20 +96,17 @@ class BlockOptimizer(HostOptimizer):
         state: dict[str, Any] = plain_state(self.optimizer.state)[self._masters[name]]
         return state
 
-    def _is_numbered(self, name: str, value: Any) -> bool:
+    def _is_numbered(self, name: str, key: str, value: Any) -> bool:
         """Whether an optimizer's state has one value for each number of its parameter."""
-        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self._masters[name].shape
+        return key not in KEPT_ONCE and isinstance(value, Tensor) and value.shape == self._masters[name].shape
 
     def _place(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
         """Return the memory of a state of a whole parameter, flat; allocate it at its first step."""
         state = self._state(name)
-        if not self._is_numbered(name, state.get(key)):
-            state[key] = self._empty(self._masters[name].shape, dtype)
+        if not self._is_numbered(name, key, state.get(key)):
+            state[key] = torch.empty(self._masters[name].shape, dtype=dtype)
         place: Tensor = state[key].view(-1)
         return place
-
-    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
 
     def _read(self, whole: Mapping[str, Tensors]) -> Iterator[tuple[str, slice, Tensor, Tensors]]:
         """Yield every block of the parameters in `whole`, which has their states, with its values and parts of these."""
@@ -140,19 +139,37 @@ class DiskOptimizer(BlockOptimizer):
         self._reader = ThreadPoolExecutor(1, "harmony-disk-read")
         self._writer = ThreadPoolExecutor(1, "harmony-disk-write")
         self._written: deque[Future[None]] = deque()
+        self._places: Tensors = {}  # regions of the file
         numbers = state_numbers(type(optimizer).__name__, optimizer.defaults) or 0
         self.moved_elements_per_ms = disk.file.bytes_per_ms / (8.0 * (numbers + disk.holds_masters))
 
     def put_state(self, name: str, state: dict[str, Any] | None) -> None:
         """Copy the state of `name` into the file; None: remove it."""
-        if state is None:
-            super().put_state(name, None)
-            return
-        for key, value in state.items():
-            if self._is_numbered(name, value):
-                self._place(name, key, value.dtype).copy_(value.reshape(-1))
-            else:
-                self._state(name)[key] = value
+        super().put_state(name, state)
+        self._move_in(name)
+
+    def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
+        for name in filter(self.trains, gradients):
+            self._move_in(name)
+        super()._step(gradients, hyper)
+
+    def _move_in(self, name: str) -> None:
+        """Copy states of `name` that do not lie in the file (handed over, or loaded) to their places there."""
+        for key, value in tuple(self._state(name).items()):
+            if self._is_numbered(name, key, value):
+                self._place(name, key, value.dtype)
+
+    def _place(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
+        where, state = f"{key} of {name}", self._state(name)
+        if where not in self._places or self._places[where].dtype != dtype:
+            self._places[where] = self._disk.file.empty(self._masters[name].shape, dtype)
+        place = self._places[where]
+        known = state.get(key)
+        if known is not place:
+            if isinstance(known, Tensor) and self._is_numbered(name, key, known):
+                place.copy_(known)
+            state[key] = place
+        return place.view(-1)
 
     def state_bytes(self) -> int:
         """Return 0: the state is on the disk."""
@@ -161,9 +178,6 @@ class DiskOptimizer(BlockOptimizer):
     def unallocated_bytes(self) -> int:
         return 0
 
-    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return self._disk.file.empty(shape, dtype)
-
     def _read(self, whole: Mapping[str, Tensors]) -> Iterator[tuple[str, slice, Tensor, Tensors]]:
         work = [(name, block) for name in whole for block in self._blocks.blocks(name)]
         coming = iter(work)
@@ -171,7 +185,7 @@ class DiskOptimizer(BlockOptimizer):
         try:
             for name, block in work:
                 for one, part in islice(coming, 1 + _AHEAD - len(ahead)):
-                    ahead.append(self._reader.submit(self._load, one, part, whole[one]))
+                    ahead.append(_submit(self._reader, partial(self._load, one, part, whole[one])))
                 values, parts = ahead.popleft().result()
                 yield name, block, values, parts
                 while len(self._written) > _AHEAD:
@@ -206,4 +220,14 @@ class DiskOptimizer(BlockOptimizer):
             for key, value in numbered.items():
                 self._disk.file.write(value, places[key])
 
-        self._written.append(self._writer.submit(write))
+        self._written.append(_submit(self._writer, write))
+
+
+def _submit(pool: ThreadPoolExecutor, job: Callable[[], _Result]) -> Future[_Result]:
+    """Run `job` on a thread of `pool`; at the end of the interpreter, which has ended pools, here."""
+    try:
+        return pool.submit(job)
+    except RuntimeError:
+        done: Future[_Result] = Future()
+        done.set_result(job())
+        return done

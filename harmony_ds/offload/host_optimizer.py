@@ -226,6 +226,13 @@ class HostOptimizer:
         """The dtype of the parameters that it steps, and of the gradients that it takes."""
         return next((master.dtype for master in self._masters.values()), torch.float32)
 
+    @property
+    def state_dtype(self) -> torch.dtype | None:
+        """The dtype of state that DeepSpeed's optimizers keep for each number; None: the optimizer's own affair."""
+        if not self.native:
+            return None
+        return torch.float32 if getattr(self.optimizer, "fp32_optimizer_states", True) else self.master_dtype
+
     moved_elements_per_ms: float | None = None
     """The rate at which masters and state move to and from a disk; None: they stay in memory."""
 

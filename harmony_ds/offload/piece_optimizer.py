@@ -28,7 +28,7 @@ _ELEMENTWISE = frozenset(
     "DeepSpeedCPULion".split()
 )
 """Classes of torch and DeepSpeed whose step of a part of a parameter equals that part of a step of the whole."""
-_KEPT_ONCE = frozenset("step mu_product eta mu".split())
+KEPT_ONCE = frozenset("step mu_product eta mu".split())
 """Their states that are one number for a parameter; for a scalar parameter the shape does not tell."""
 _MOST_STATES = 5
 """The most numbers that any of them keeps for an element."""
@@ -110,7 +110,7 @@ class PieceOptimizer(HostOptimizer):
             return
         mine: dict[str, Any] = {}
         for key, value in whole.items():
-            if key in _KEPT_ONCE or not self._is_kept_for_each(name, value):
+            if key in KEPT_ONCE or not self._is_kept_for_each(name, value):
                 mine[key] = value
                 continue
             shared = self._share(name, key, value.dtype)

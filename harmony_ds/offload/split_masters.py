@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,8 +64,11 @@ class SplitMasters:
 
     def __init__(self) -> None:
         self._loops = _compiled()
+        self._shapes: dict[str, torch.Size] = {}
         self._weights: dict[str, Tensor] = {}  # flat, the weights' own memory
         self._low: dict[str, Tensor] = {}
+        self.versions: Counter[str] = Counter()
+        """How often a block of each parameter has been written."""
         self._ties: dict[str, dict[int, Tensor]] = {}  # by block, where there are any
         self._places = torch.empty(BLOCK, dtype=torch.int64)
 
@@ -76,7 +80,7 @@ class SplitMasters:
 
     def add(self, name: str, weight: Tensor, values: Tensor) -> None:
         """Split `values`, of any dtype, into `weight` (bf16, contiguous) and its low half."""
-        self._weights[name] = weight.view(-1)
+        self._weights[name], self._shapes[name] = weight.view(-1), weight.shape
         self._low[name] = torch.empty(weight.numel(), dtype=torch.int16)
         self._ties[name] = {}
         self.write(name, values)
@@ -103,6 +107,7 @@ class SplitMasters:
         self._ties[name].pop(block.start, None)
         if found:
             self._ties[name][block.start] = self._places[:found].clone()
+        self.versions[name] += 1
 
     def read(self, name: str) -> Tensor:
         """Return a copy of the fp32 values of a parameter, flat."""
@@ -113,7 +118,7 @@ class SplitMasters:
 
     def write(self, name: str, values: Tensor) -> None:
         """Make `values`, of the parameter's shape and any dtype, the parameter's."""
-        flat = values.detach().reshape(-1)
+        flat = values.detach().expand(self._shapes[name]).reshape(-1)
         for block in self.blocks(name):
             self.write_block(name, block, flat[block].to("cpu", torch.float32, copy=True))
 

@@ -104,9 +104,15 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
             "torch.autograd.grad with respect to parameters that an engine trains: its backward pass runs layer by layer, "
             "outside that graph. Propagate with engine.backward(loss) and read .grad of the parameters."
         ) from error
-    if len(links) == 1 and isinstance(result, Tensor):
-        first.note_alias(result)
+    _note_aliases(result, links)
     return result
+
+
+def _note_aliases(result: Any, links: list[ParameterLink]) -> None:
+    for leaf in tree_iter(result):
+        if isinstance(leaf, Tensor):
+            for link in links:
+                link.note_alias(leaf)
 
 
 def _writes(name: str, descriptor: str, kwargs: dict[str, Any]) -> bool:
@@ -142,7 +148,7 @@ class ParameterLinks:
         for link in self._links:
             if link.has_aliases:
                 self._owner.materialize(link.name)
-                link.keep_weight()
+                link.follow_update()
 
     def remove(self) -> None:
         """Make the parameters plain ones again."""

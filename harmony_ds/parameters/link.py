@@ -38,7 +38,7 @@ class ParameterLink:
         self._is_touched = False  # it may have been written since its master followed
         self._store = store
         self._is_split = self._master is not None and store.split is not None
-        self._before: Tensor | None = None  # the weight when it was touched, where no master tells what was written
+        self._before: tuple[int, Tensor] | None = None  # version and weight when a split master's was touched
 
     def before(self, writes: bool = False) -> None:
         """Wait for the parameter's update before its values are read or changed (`writes`)."""
@@ -46,13 +46,25 @@ class ParameterLink:
             self.owner.before_write(self.name)
         self.owner.materialize(self.name)
         self._is_touched = True
-        if self._before is None:
-            self.keep_weight()
+        if self._kept() is None:
+            self._keep_weight()
 
-    def keep_weight(self) -> None:
+    def follow_update(self) -> None:
+        """After an update, begin to watch a weight that may be written through other tensors."""
+        self._is_touched = True
+        self._keep_weight()
+
+    def _keep_weight(self) -> None:
         """Keep a copy of the weight of a split master, so that what is written into it from now on can be found."""
-        if self._is_split:
-            self._before = self._weight.clone()
+        if self._is_split and self._store.split is not None:
+            self._before = self._store.split.versions[self.name], self._weight.clone()
+
+    def _kept(self) -> Tensor | None:
+        """Return that copy, unless the weight has been updated since."""
+        split = self._store.split
+        if self._before is None or split is None or self._before[0] != split.versions[self.name]:
+            return None
+        return self._before[1]
 
     @torch.no_grad()
     def replace(self, value: Tensor) -> None:
@@ -88,14 +100,14 @@ class ParameterLink:
     @torch.no_grad()
     def update_master(self) -> None:
         """Copy weights that differ from the master into it. Both must be up to date on the host."""
-        self._is_touched = False
+        self._is_touched = self.has_aliases  # one may be written, and dropped, unseen
         master, weight = self._apart, self._weight
         if self._is_split:
-            before, self._before = self._before, None
+            before, self._before = self._kept(), None
             if before is not None and self._store.split is not None:
                 self._store.split.round(self.name, weight != before)
             if self.has_aliases:
-                self.keep_weight()
+                self._keep_weight()
         elif master is not None:
             changed = weight != master.to(weight.dtype)
             if changed.any():
@@ -138,7 +150,7 @@ class ParameterLink:
             return
         if optim_state_key is None:
             self._store.write_master(self.name, value)
-            self.keep_weight()
+            self._keep_weight()
         else:
             found.copy_(value)
 

@@ -329,10 +329,12 @@ class StepGroup(Queue):
         behind_others = self.propagated
         once = self._world.any("begin a step", any(ticket.stage is Stage.FORWARDED for ticket in tickets))
 
+        own = self._runner.has_user_gradients  # which are gone after a step that failed
+
         def diverged(error: Exception) -> None:
             again = not once and (self.propagated or not behind_others)
             if isinstance(error, PeerDiverged | torch.OutOfMemoryError):
-                if not again:
+                if not again or (own and isinstance(error, torch.OutOfMemoryError)):
                     raise error
             elif again:
                 self._world.tell_diverged()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -230,6 +231,11 @@ class Runner:
         self.executor.gathered.used()
 
     @property
+    def has_user_gradients(self) -> bool:
+        """Whether the program has left gradients on parameters, which a step takes from there."""
+        return self._parts.user_gradients.exist()
+
+    @property
     def steps_whole(self) -> bool:
         """Whether the optimizer's own `step` has to be called with all gradients there."""
         return self._parts.optimizer is not None and self._parts.optimizer.steps_whole
@@ -290,6 +296,10 @@ class Runner:
         def shrink(error: torch.OutOfMemoryError) -> None:
             nonlocal first
             first = first or error
+            at: BaseException | None = error
+            while at is not None:  # frames of what failed hold tensors on the device
+                traceback.clear_frames(at.__traceback__)
+                at = at.__cause__ or at.__context__
             budget = device.budget_bytes
             if self.failed is not None or self.world.size > 1 or budget is None or isinstance(error, DoesNotFitError):
                 raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 from pathlib import Path
@@ -63,6 +64,34 @@ def test_a_step_reads_and_writes_masters_and_state_once(tmp_path: Path) -> None:
         train_groups(engine, groups_of(LLAMA, 1, 2))
         engine.finish_updates()
         assert (file.read_bytes, file.written_bytes) == (16 * count, 24 * count)
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, adagrad])
+def test_state_that_was_there_or_is_loaded_goes_to_the_disk(optimizer: Any, tmp_path: Path) -> None:
+    results = []
+    for where in (on(tmp_path), {}):
+        with engine_for(LLAMA.build(0.0), optimizer, config_of(2, None, **BF16, **where)) as engine:
+            train_groups(engine, groups_of(LLAMA, 2, 2))
+            saved = copy.deepcopy(engine.optimizer.state_dict())
+            train_groups(engine, groups_of(LLAMA, 2, 2))
+            engine.optimizer.load_state_dict(saved)
+            train_groups(engine, groups_of(LLAMA, 1, 2))
+            results.append(values_of(engine))
+    assert_equal(*results)
+
+
+def test_a_checkpoint_from_before_the_first_step_is_loaded_many_times(tmp_path: Path) -> None:
+    setup = Setup(optimizer=None, config={**BF16, "optimizer": ADAM, **on(tmp_path / "disk")})
+    with engine_of(setup) as engine:
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        for _ in range(3):
+            train(engine, setup, range(2))
+            engine.load_checkpoint(str(tmp_path / "saved"))
+        train(engine, setup, range(1))
 
 
 @pytest.mark.parametrize("write", [by_alias, in_place, by_name])

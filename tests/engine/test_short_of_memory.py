@@ -139,3 +139,15 @@ def test_where_no_smaller_plan_fits_the_error_comes_up_and_nothing_has_changed()
         members[0].limit = None
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine.module).items())
         train_groups(engine, GROUPS[1:])
+
+
+def test_gradients_of_the_programs_own_are_not_lost() -> None:
+    with engine_of(1) as (engine, members):
+        train_groups(engine, GROUPS[:1])
+        for index, batch in enumerate(GROUPS[1]):
+            engine.backward(engine(**batch).loss)
+            if index + 1 < MICRO_BATCHES:
+                engine.step()
+        engine.module.lm_head.weight.sum().backward()
+        with shrinking(engine, K.BACKWARD, 5, members), pytest.raises(torch.OutOfMemoryError, match="there are"):
+            engine.step()

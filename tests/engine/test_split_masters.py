@@ -67,6 +67,41 @@ def test_gradients_in_bf16_without_clipping() -> None:
     assert_equal(trained(LLAMA, True, **more), trained(LLAMA, False, **more))
 
 
+class Gated(nn.Module):
+    """A parameter without dimensions, as CLIP's logit scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("optimizer", [adamw, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)])
+def test_a_parameter_without_dimensions(optimizer: Any) -> None:
+    results = []
+    for split in (True, False):
+        torch.manual_seed(0)
+        model, batch = Gated(), torch.ones(2, 8, dtype=torch.bfloat16)
+        with engine_for(model, optimizer, config_of(1, None, {"split_masters": split}, **BF16)) as engine:
+            for _ in range(3):
+                engine.backward(engine(batch))
+                engine.step()
+            results.append(values_of(engine))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_the_optimizers_own_state_dict_keeps_its_dtypes(split: bool) -> None:
+    config = config_of(1, None, {"split_masters": split}, **BF16)
+    with engine_for(LLAMA.build(0.0), adamw, config) as engine:
+        train_groups(engine, groups_of(LLAMA, 2, 1))
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        assert {v.dtype for s in engine.optimizer.state.values() for v in s.values()} == {torch.float32}
+        train_groups(engine, groups_of(LLAMA, 1, 1))
+
+
 def test_the_host_holds_twelve_bytes_a_parameter() -> None:
     model = LLAMA.build(0.0)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -112,6 +147,40 @@ def test_what_is_written_by_hand_between_steps_is_trained_on(write: Any) -> None
             train_groups(engine, groups[:1])
             results.append(values_of(engine))
     assert_equal(*results)
+
+
+def test_reading_a_weight_within_a_step_leaves_its_master_alone() -> None:
+    results = []
+    for split in (True, False):
+        config = config_of(2, None, {"split_masters": split}, **BF16, optimizer=ADAM)
+        with engine_for(LLAMA.build(0.0), None, config) as engine:
+            parameter = engine.module.model.layers[1].mlp.up_proj.weight
+            parameter.register_hook(lambda gradient, p=parameter: gradient + 0.01 * p.detach().to(gradient.dtype))
+            kept = parameter.data
+            for group in groups_of(LLAMA, 3, 2):
+                for batch in group:
+                    engine.backward(engine(**batch).loss)
+                    parameter.detach().norm().item()
+                    engine.step()
+            del kept
+            train_groups(engine, groups_of(LLAMA, 1, 2))
+            parameter.detach().norm().item()
+            train_groups(engine, groups_of(LLAMA, 1, 2))
+            results.append(values_of(engine))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_what_is_written_through_memory_that_is_then_dropped_is_trained_on(split: bool) -> None:
+    config = config_of(1, None, {"split_masters": split}, **BF16, optimizer={"type": "AdamW", "params": {"lr": 0.0}})
+    with engine_for(LLAMA.build(0.0), None, config) as engine:
+        parameter = engine.module.model.layers[1].mlp.up_proj.weight
+        first, _ = parameter.data.chunk(2)
+        train_groups(engine, groups_of(LLAMA, 1, 1))
+        first.fill_(0.5)
+        del first
+        train_groups(engine, groups_of(LLAMA, 1, 1))
+        assert (parameter.detach()[: len(parameter) // 2] == 0.5).all()
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [(True, True), (True, False), (False, True)])
