@@ -34,6 +34,7 @@ from harmony_ds.profiler.rows import RowDims
 
 _logger = logging.getLogger(__name__)
 _ALL = -1
+_END: Any = object()
 """Stands for all layers."""
 
 
@@ -80,10 +81,10 @@ class Joins:
         self._name_of = name_of
         self._may_be_joined = may_be_joined
         self._refused: dict[int, str] = {}
-        self._same: dict[tuple[int, ...], Sequence[Tensor]] = {}  # that have been compared in this step, by their ids
-        self._doubts: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        self._same: dict[tuple[int, ...], tuple[Sequence[Tensor], list[int]]] = {}  # compared in this step, and by whom
+        self._doubts: defaultdict[int, list[tuple[list[int], Tensor]]] = defaultdict(list)
         """By device: layers, and whether what was joined for them differs."""
-        self._checks: list[tuple[tuple[int, ...], Tensor, HostBuffer, Event]] = []  # the same, on its way to the host
+        self._checks: list[tuple[list[list[int]], Tensor, HostBuffer, Event]] = []  # the same, on its way to the host
         self._buffers = HostBuffers(device)
 
     @property
@@ -151,16 +152,21 @@ class Joins:
         if tensors[0].requires_grad:  # whose gradient would go to one micro-batch
             return False
         key = tuple(map(id, tensors))
-        if key in self._same or not self._device.has_values:
+        if not self._device.has_values:
             return True
+        if key in self._same:
+            self._same[key][1].append(layer)
+            return True
+        takers = [layer]
         place = self._crossings.device_of(tensors[0])
         if not self._device.copies_overlap or place is None:
             if not all(equal(tensors[0], other) for other in others):
-                raise self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
+                self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
+                return False
         else:
             with self._crossings.running_on(place):
-                self._doubts[place] += [(layer, (tensors[0] != other).any()) for other in others]
-        self._same[key] = tensors
+                self._doubts[place] += [(takers, (tensors[0] != other).any()) for other in others]
+        self._same[key] = tensors, takers
         return True
 
     def issue_checks(self) -> None:
@@ -171,8 +177,8 @@ class Joins:
             buffer = self._buffers.take(self, len(doubts))
             on_host = buffer.tensor(torch.Size((len(doubts),)), (1,), torch.bool)
             on_host.copy_(torch.stack([flag for _, flag in doubts]), non_blocking=True)
-            layers = tuple(layer for layer, _ in doubts)
-            self._checks.append((layers, on_host, buffer, self._device.record(Stream.COMPUTE)))
+            takers = [layers for layers, _ in doubts]
+            self._checks.append((takers, on_host, buffer, self._device.record(Stream.COMPUTE)))
         self._device.enter(here)
         self._doubts.clear()
 
@@ -180,9 +186,11 @@ class Joins:
         """Raise CannotJoinError if something differed that was joined. To be called before gradients are used."""
         self.issue_checks()
         wrong: list[int] = []
-        for layers, flags, _, arrived in self._checks:
+        for takers, flags, _, arrived in self._checks:
             arrived.synchronize()
-            wrong += [layer for layer, differs in zip(layers, flags.tolist(), strict=True) if differs]
+            wrong += [
+                layer for layers, differs in zip(takers, flags.tolist(), strict=True) if differs for layer in layers
+            ]
         self._give_back()
         for layer in dict.fromkeys(wrong):
             error = self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
@@ -215,7 +223,11 @@ class Joins:
             leaves, shape = flatten_all((tree,))
             several = []
             for leaf in leaves:
-                dim = next(dims, None) if isinstance(leaf, Tensor) else None
+                dim = None
+                if isinstance(leaf, Tensor):
+                    if (known := next(dims, _END)) is _END:
+                        raise self.refuse("it returns more tensors than when it was measured", call.request.layer)
+                    dim = known
                 if dim is not None and id(leaf) not in parted:
                     parted[id(leaf)] = parts_of(leaf, dim, count)
                     self._crossings.mark(parted[id(leaf)])
@@ -229,6 +241,8 @@ class Joins:
             del lists[0][before:]
             for member, own in enumerate(lists):
                 own.extend(one[member] for one in new)
+        if next(dims, _END) is not _END:
+            raise self.refuse("it returns fewer tensors than when it was measured", call.request.layer)
         return results
 
 

@@ -56,4 +56,6 @@ def parts_moved(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> list[tuple[
 
 def _part(tensor: Tensor) -> _Part | None:
     part: _Part | None = getattr(tensor, _PART, None)
-    return part if part is not None and part.version == tensor._version else None
+    # Through a hook the gradient has to pass the part itself.
+    watched = tensor._backward_hooks or tensor.retains_grad
+    return part if part is not None and part.version == tensor._version and not watched else None

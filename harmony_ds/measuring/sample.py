@@ -39,15 +39,25 @@ class Sample:
         return next((t.shape[0] for t in tensors_in(self.inputs) if t.dim()), 1)
 
     def few(self, rows: int) -> Sample:
-        """Return the first `rows` rows of each tensor that has as many as the first one, repeated if there are fewer."""
+        """Return the first `rows` rows of each tensor that has as many as the first one, repeated if there are fewer.
+
+        Repeated rows are rolled along their first dimension, but for masks: of equal rows every mean and order is the same.
+        """
         total = self.rows
 
         def some(tensor: Tensor) -> Tensor:
             if not tensor.dim() or tensor.shape[0] != total or not total:
                 return tensor
-            return tensor[torch.arange(rows, device=tensor.device) % total]
+            if rows <= total or tensor.dim() < 2 or not (tensor.is_floating_point() or _counts(tensor)):
+                return tensor[torch.arange(rows, device=tensor.device) % total]
+            return torch.stack([tensor[row % total].roll(row // total, 0) for row in range(rows)])
 
         return replace(self, inputs=map_tensors(some, self.inputs))
+
+
+def _counts(tensor: Tensor) -> bool:
+    """Whether a tensor of integers is no mask."""
+    return not tensor.is_meta and tensor.dtype != torch.bool and tensor.numel() > 0 and tensor.max().item() > 1
 
 
 def shapes_of(inputs: Any) -> Shapes:

@@ -25,6 +25,7 @@ from harmony_ds.calls.checkpointing import checkpoints_bypassed
 from harmony_ds.calls.intercept import Autocast, Request
 from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import HOME, Stream
+from harmony_ds.errors import ModelError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
@@ -325,7 +326,11 @@ class Executor:
             micro_batch.finish()
         self.propagated = True
         with (self._parts.crossings.between_layers or nullcontext)():
-            micro_batch.propagate_loss()
+            try:
+                micro_batch.propagate_loss()
+            except ModelError:  # a loss that is not its own, of calls that should not have been joined
+                self._parts.joins.check()
+                raise
         self._parts.random.check_drawn()
         self._parts.joins.issue_checks()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):

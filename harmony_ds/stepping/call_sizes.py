@@ -88,7 +88,7 @@ class CallSizes:
         if in_slices and self.may_join:
             self._see_alone(sample)
             one_by_one = choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
-            for table in self._faster_sets(sample, one_by_one, choose):
+            for table in self._faster_sets(sample, one_by_one, choose) if self._joins.dims else ():
                 yield WHOLE, table
         self.together, self.alone = 1, None
         if failure is not None:
@@ -107,6 +107,10 @@ class CallSizes:
         together = min(-(-max(asked) // rows), self._group_size)
         sizes = Sizes(*(size if size < together * rows else 0 for size in asked))
         self._see_alone(sample)
+        if self._world.any(
+            "join nothing", not self._joins.dims
+        ):  # the model does not take repeated rows, or no layer can
+            return None
         return sizes, self._of_set(sample, together, sizes)
 
     @property

@@ -33,7 +33,9 @@ class GroupPlans:
         Sets that are not full count as full ones, with which the budget may be too small; those run one by one, then.
         """
         together, joins = self._planner.sizes.together, self._parts.joins
-        if not self._planner.sizes.joins_calls or any(m.forwarded for m in micro_batches):
+        if not self._planner.sizes.joins_calls:
+            return micro_batches
+        if self._parts.world.any("run some alone", any(m.forwarded for m in micro_batches)):
             return micro_batches
         self._planner.plan_for(len(micro_batches))
         runs = self._runs(micro_batches)
