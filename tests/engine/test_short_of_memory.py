@@ -149,5 +149,5 @@ def test_gradients_of_the_programs_own_are_not_lost() -> None:
             if index + 1 < MICRO_BATCHES:
                 engine.step()
         engine.module.lm_head.weight.sum().backward()
-        with shrinking(engine, K.BACKWARD, 5, members), pytest.raises(torch.OutOfMemoryError, match="there are"):
+        with shrinking(engine, K.FUSED, 1, members), pytest.raises(torch.OutOfMemoryError, match="there are"):
             engine.step()
