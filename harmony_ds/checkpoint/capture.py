@@ -49,10 +49,8 @@ def capture(
     frozen = tuple(name for name in store.parameters if name not in store.masters)
     excluded = frozen if exclude_frozen else ()
     buffers = persistent_buffers(trained.module).items()
-    trains = (
-        (lambda name: False) if trained.optimizer is None or not store.has_fp32_masters else trained.optimizer.trains
-    )
-    shapes = {name: tuple(master.shape) for name, master in store.masters.items() if trains(name)}
+    stepped = set(trained.optimizer.trained) if trained.optimizer is not None and store.has_fp32_masters else set()
+    shapes = {name: tuple(master.shape) for name, master in store.masters.items() if name in stepped}
     masters = {name: Source(one, store.master_dtype, partial(store.read_master, name)) for name, one in shapes.items()}
     with ungated():
         parameters = {name: Source.of(p.data) for name, p in store.parameters.items() if name not in excluded}

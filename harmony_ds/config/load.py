@@ -53,11 +53,7 @@ def load_config(
         loss_scale = _AS_GRAD_SCALER
     micro_batch, steps, batch = _batch_triple(model, world_size)
     settings = _harmony(raw, checked)
-    if settings.split_masters and (compute, master) != (torch.bfloat16, torch.float32):
-        raise ConfigError(
-            f"harmony.split_masters is for fp32 masters of bf16 weights, and here weights are {compute} and masters "
-            f"{master}: leave it out."
-        )
+    _check_split_masters(settings, compute, master)
     return Config(
         micro_batch=micro_batch,
         gradient_accumulation_steps=steps,
@@ -80,6 +76,14 @@ def load_config(
         values=checked.values,
         without_meaning=checked.without_meaning,
     )
+
+
+def _check_split_masters(settings: HarmonySettings, compute: torch.dtype, master: torch.dtype) -> None:
+    if settings.split_masters and (compute, master) != (torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"harmony.split_masters is for fp32 masters of bf16 weights, and here weights are {compute} and masters "
+            f"{master}: leave it out."
+        )
 
 
 def _harmony(raw: Mapping[str, Any], checked: Checked) -> HarmonySettings:

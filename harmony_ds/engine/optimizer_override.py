@@ -54,15 +54,15 @@ class OptimizerOverride:
         self._ours = {"step": step_by_hand, "zero_grad": zero_grad_by_hand}
         vars(optimizer).update(self._ours)
         self._loading: dict[str, Any] = {}
-
-        def before_loading(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-            finish()
-            self._loading = state_dict
-
+        self._finish = finish
         self._hooks = (
-            optimizer.register_load_state_dict_pre_hook(before_loading),
+            optimizer.register_load_state_dict_pre_hook(self._begin_loading),
             optimizer.register_load_state_dict_post_hook(self._keep_dtypes),
         )
+
+    def _begin_loading(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self._finish()
+        self._loading = state_dict
 
     def _keep_dtypes(self, optimizer: torch.optim.Optimizer) -> None:
         """Give state its saved dtypes again: torch has cast it to those of parameters, which may be bf16."""

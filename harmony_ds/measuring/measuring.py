@@ -7,7 +7,6 @@ measured anew.
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -30,6 +29,7 @@ from harmony_ds.measuring.timing import Timing
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
+from harmony_ds.runtime.garbage import release_frames
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, doubling
 
@@ -199,10 +199,7 @@ class Measuring:
         except torch.OutOfMemoryError as error:
             self._parts.stash.abandon()
             message = _explanation(device, before)
-            at: BaseException | None = error
-            while at is not None:  # the variables of functions that have failed
-                traceback.clear_frames(at.__traceback__)
-                at = at.__cause__ or at.__context__
+            release_frames(error)
             raise DoesNotFitError(message) from error
 
 

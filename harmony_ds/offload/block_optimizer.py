@@ -23,7 +23,7 @@ from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.disk import DiskMasters
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
-from harmony_ds.offload.piece_optimizer import KEPT_ONCE, check_elementwise
+from harmony_ds.offload.piece_optimizer import check_elementwise, is_kept_for_each
 from harmony_ds.offload.synced_state import plain_state
 
 Tensors = dict[str, Tensor]
@@ -85,8 +85,7 @@ class BlockOptimizer(HostOptimizer):
             self.step_part(self.part, {name: piece}, {name: gradients[name].reshape(-1)[block].contiguous()}, hyper)
             numbered: dict[str, Tensor] = {}
             for key, value in self.part.state[piece].items():
-                is_numbered = key not in KEPT_ONCE and isinstance(value, Tensor) and value.shape == piece.shape
-                (numbered if is_numbered else after[name])[key] = value
+                (numbered if is_kept_for_each(key, value, piece.shape) else after[name])[key] = value
             self._write(name, block, values, numbered)
         self.part.state.clear()
         for name, values_once in after.items():
@@ -97,8 +96,7 @@ class BlockOptimizer(HostOptimizer):
         return state
 
     def _is_numbered(self, name: str, key: str, value: Any) -> bool:
-        """Whether an optimizer's state has one value for each number of its parameter."""
-        return key not in KEPT_ONCE and isinstance(value, Tensor) and value.shape == self._masters[name].shape
+        return is_kept_for_each(key, value, self._masters[name].shape)
 
     def _place(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
         """Return the memory of a state of a whole parameter, flat; allocate it at its first step."""

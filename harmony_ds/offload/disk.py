@@ -71,10 +71,6 @@ class DiskFile:
             )
         return self._memory[begin : begin + numel * dtype.itemsize].view(dtype).view(shape)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the file."""
-        return 0 <= tensor.data_ptr() - self._memory.data_ptr() < self.nbytes
-
     def read(self, source: Tensor, values: Tensor) -> None:
         """Read a contiguous tensor of the file into memory; OSError: the disk fails."""
         self.read_bytes += self._move(os.preadv, source, values)

@@ -28,7 +28,7 @@ _ELEMENTWISE = frozenset(
     "DeepSpeedCPULion".split()
 )
 """Classes of torch and DeepSpeed whose step of a part of a parameter equals that part of a step of the whole."""
-KEPT_ONCE = frozenset("step mu_product eta mu".split())
+_KEPT_ONCE = frozenset("step mu_product eta mu".split())
 """Their states that are one number for a parameter; for a scalar parameter the shape does not tell."""
 _MOST_STATES = 5
 """The most numbers that any of them keeps for an element."""
@@ -46,6 +46,11 @@ def check_elementwise(host: HostOptimizer, where: str) -> None:
             f"{', with hooks or a step of its own' if known else ''}) cannot be stepped {where}. Those that can: "
             f"{', '.join(sorted(_ELEMENTWISE))}."
         )
+
+
+def is_kept_for_each(key: str, value: object, shape: torch.Size) -> bool:
+    """Return whether an optimizer's state has one value for each number of a parameter of `shape`."""
+    return key not in _KEPT_ONCE and isinstance(value, Tensor) and value.shape == shape
 
 
 class PieceOptimizer(HostOptimizer):
@@ -110,7 +115,7 @@ class PieceOptimizer(HostOptimizer):
             return
         mine: dict[str, Any] = {}
         for key, value in whole.items():
-            if key in KEPT_ONCE or not self._is_kept_for_each(name, value):
+            if not is_kept_for_each(key, value, self._masters[name].shape):
                 mine[key] = value
                 continue
             shared = self._share(name, key, value.dtype)
@@ -139,9 +144,6 @@ class PieceOptimizer(HostOptimizer):
                 whole[key] = value
         state[self._masters[name]] = whole
         return moved
-
-    def _is_kept_for_each(self, name: str, value: object) -> bool:
-        return isinstance(value, Tensor) and value.shape == self._masters[name].shape
 
     def _mine(self, name: str, shared: Tensor) -> Tensor:
         if name in self._scratch:

@@ -37,7 +37,7 @@ class ParameterLink:
         self._aliases = WeakIdKeyDictionary()  # living tensors that share its memory
         self._is_touched = False  # it may have been written since its master followed
         self._store = store
-        self._is_split = self._master is not None and store.split is not None
+        self._split = store.split if self._master is not None else None
         self._before: tuple[int, Tensor] | None = None  # version and weight when a split master's was touched
 
     def before(self, writes: bool = False) -> None:
@@ -56,15 +56,15 @@ class ParameterLink:
 
     def _keep_weight(self) -> None:
         """Keep a copy of the weight of a split master, so that what is written into it from now on can be found."""
-        if self._is_split and self._store.split is not None:
-            self._before = self._store.split.versions[self.name], self._weight.clone()
+        if self._split is not None:
+            self._before = self._split.versions[self.name], self._weight.clone()
 
     def _kept(self) -> Tensor | None:
         """Return that copy, unless the weight has been updated since."""
-        split = self._store.split
-        if self._before is None or split is None or self._before[0] != split.versions[self.name]:
+        if self._split is None or self._before is None:
             return None
-        return self._before[1]
+        version, weight = self._before
+        return weight if version == self._split.versions[self.name] else None
 
     @torch.no_grad()
     def replace(self, value: Tensor) -> None:
@@ -95,17 +95,17 @@ class ParameterLink:
     @property
     def may_be_newer(self) -> bool:
         """Whether the weight may be newer than its master; writes through aliases raise no version that tells."""
-        return (self._apart is not None or self._is_split) and (self._is_touched or self.has_aliases)
+        return (self._apart is not None or self._split is not None) and (self._is_touched or self.has_aliases)
 
     @torch.no_grad()
     def update_master(self) -> None:
         """Copy weights that differ from the master into it. Both must be up to date on the host."""
         self._is_touched = self.has_aliases  # one may be written, and dropped, unseen
         master, weight = self._apart, self._weight
-        if self._is_split:
+        if self._split is not None:
             before, self._before = self._kept(), None
-            if before is not None and self._store.split is not None:
-                self._store.split.round(self.name, weight != before)
+            if before is not None:
+                self._split.round(self.name, weight != before)
             if self.has_aliases:
                 self._keep_weight()
         elif master is not None:

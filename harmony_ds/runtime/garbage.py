@@ -1,10 +1,19 @@
-"""Python's garbage collection within a step."""
+"""Python's garbage: collection within a step, and what failed calls keep alive."""
 
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+
+def release_frames(error: BaseException) -> None:
+    """Clear the variables of functions that have failed with `error` and its causes: they hold tensors on the device."""
+    at: BaseException | None = error
+    while at is not None:
+        traceback.clear_frames(at.__traceback__)
+        at = at.__cause__ or at.__context__
 
 
 def collection_within_steps() -> Callable[[], AbstractContextManager[None]]:

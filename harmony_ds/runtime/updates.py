@@ -173,9 +173,9 @@ class Updates:
             self._leaving[task.pack] = [*own.values()], left.arrived
             return
         reduced = self._reduced.pop(task.pack, None)
-        gradients, behind = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
+        gradients, producer = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
         norms = parts.gradients.norms_of(gradients)
-        transfer = parts.gradients.swap_out(gradients, self._held, behind, norms)
+        transfer = parts.gradients.swap_out(gradients, self._held, producer, norms)
         leaving = [*own.values(), *gradients.values(), *([] if norms is None else [norms])]
         self._leaving[task.pack] = leaving, transfer.arrived
         self._receive(task, transfer)

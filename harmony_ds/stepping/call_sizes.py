@@ -107,9 +107,8 @@ class CallSizes:
         together = min(-(-max(asked) // rows), self._group_size)
         sizes = Sizes(*(size if size < together * rows else 0 for size in asked))
         self._see_alone(sample)
-        if self._world.any(
-            "join nothing", not self._joins.dims
-        ):  # the model does not take repeated rows, or no layer can
+        nothing = not self._joins.dims  # the model does not take repeated rows, or no layer can
+        if self._world.any("join nothing", nothing):
             return None
         return sizes, self._of_set(sample, together, sizes)
 

@@ -41,7 +41,7 @@ def divided(tensor: Tensor, divisor: int) -> Tensor:
     return alias
 
 
-def behind_others(outputs: Sequence[Tensor]) -> set[int]:
+def inputs_of_others(outputs: Sequence[Tensor]) -> set[int]:
     """Return the ids of those `outputs` that others were computed from."""
     edges = {edge for node in reachable_nodes(output.grad_fn for output in outputs) for edge in node.next_functions}
     return {id(output) for output in outputs if (output.grad_fn, output.output_nr) in edges}

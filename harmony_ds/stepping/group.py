@@ -326,13 +326,13 @@ class StepGroup(Queue):
 
     def _run_part(self, run: Callable[[Sequence[MicroBatch]], None], tickets: Sequence[QueuedMicroBatch]) -> None:
         micro_batches = [ticket.micro_batch for ticket in tickets]
-        behind_others = self.propagated
+        follows_others = self.propagated
         once = self._world.any("begin a step", any(ticket.stage is Stage.FORWARDED for ticket in tickets))
 
         own = self._runner.has_user_gradients  # which are gone after a step that failed
 
         def diverged(error: Exception) -> None:
-            again = not once and (self.propagated or not behind_others)
+            again = not once and (self.propagated or not follows_others)
             if isinstance(error, PeerDiverged | torch.OutOfMemoryError):
                 if not again or (own and isinstance(error, torch.OutOfMemoryError)):
                     raise error

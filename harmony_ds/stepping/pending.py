@@ -153,10 +153,10 @@ def _later(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str,
 
 def _leads_elsewhere(tensor: Tensor) -> bool:
     """Return whether its gradients go to anything but parameters of an engine, which keep them for the step."""
-    behind = reachable_nodes([tensor.grad_fn])
-    ends = all(node in behind for one in behind for node in next_nodes(one))  # in no layer's output
-    own = all(hasattr(node.variable, "_hp_mapping") for node in behind if hasattr(node, "variable"))
-    return not (behind and ends and own)
+    reached = reachable_nodes([tensor.grad_fn])
+    ends = all(node in reached for one in reached for node in next_nodes(one))  # in no layer's output
+    own = all(hasattr(node.variable, "_hp_mapping") for node in reached if hasattr(node, "variable"))
+    return not (reached and ends and own)
 
 
 def _as_it_is(operand: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -20,6 +19,7 @@ from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parallel import SingleProcess
 from harmony_ds.runtime.executor import Executor
+from harmony_ds.runtime.garbage import release_frames
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Streamer
@@ -296,10 +296,7 @@ class Runner:
         def shrink(error: torch.OutOfMemoryError) -> None:
             nonlocal first
             first = first or error
-            at: BaseException | None = error
-            while at is not None:  # frames of what failed hold tensors on the device
-                traceback.clear_frames(at.__traceback__)
-                at = at.__cause__ or at.__context__
+            release_frames(error)
             budget = device.budget_bytes
             if self.failed is not None or self.world.size > 1 or budget is None or isinstance(error, DoesNotFitError):
                 raise error

@@ -14,7 +14,7 @@ from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.errors import BatchError, UsageError
 from harmony_ds.runtime.micro_batch import MicroBatch
-from harmony_ds.stepping.direct import EngineBackward, behind_others, divided
+from harmony_ds.stepping.direct import EngineBackward, divided, inputs_of_others
 from harmony_ds.stepping.inputs import Arguments
 from harmony_ds.stepping.pending import PendingLoss
 
@@ -206,10 +206,10 @@ class QueuedMicroBatch:
 
     def _part_outputs(self) -> None:
         """Replace outputs that others were computed from by aliases: gradients of those are the program's alone."""
-        behind = behind_others(tensors_in(self.micro_batch.outputs))
-        if behind:
+        used = inputs_of_others(tensors_in(self.micro_batch.outputs))
+        if used:
             self.micro_batch.outputs = map_tensors(
-                lambda output: output.view_as(output) if id(output) in behind else output, self.micro_batch.outputs
+                lambda output: output.view_as(output) if id(output) in used else output, self.micro_batch.outputs
             )
 
     def _keep_graph(self) -> None:
