@@ -25,8 +25,8 @@ from torch.utils import cpp_extension
 
 from harmony_ds.errors import OptimizerError
 
-BLOCK = 2**17
-"""Numbers that are joined, stepped and split at a time: their fp32 values stay in a processor's cache."""
+BLOCK = 2**19
+"""Numbers that are joined, stepped and split at a time. A processor's last cache holds them."""
 _ONE_WEIGHT_UP = 2**16
 """The distance of two neighbouring weights, as the bits of an fp32 number."""
 
