@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
-from benchmarks.vldb22.cost_model.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.cost_model.jobs import HARMONY_VLDB22
 from benchmarks.vldb22.cost_model.profile import LayerProfile, PackCosts, PassCosts
-from benchmarks.vldb22.cost_model.server import HARMONY_VLDB22
+from benchmarks.vldb22.cost_model.schedule import Mode, Schedule, Setup
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.errors import DoesNotFitError
@@ -156,7 +156,7 @@ class Question:
 
     @property
     def samples(self) -> int:
-        return self.setup.share(0)
+        return self.setup.share
 
     @property
     def devices(self) -> int:
@@ -208,7 +208,7 @@ def _promising(question: Question, costs: PackCosts) -> list[Units]:
         units = Units(forward, backward)
         if capacity_bytes(costs, Schedule(forward, singles[:-1], backward, singles)) <= question.cap_bytes:
             # The last pack, as much of the model as fits, has no forward pass of its own.
-            fused = min(1.0, question.cap_bytes / costs.memory(True, backward)(0, costs.count))
+            fused = min(1.0, question.cap_bytes / costs.memory_bytes(True, backward, 0, costs.count))
             ms = sum(_times_ms(profile.backward, samples, backward))
             ms += (1 - fused) * sum(_times_ms(profile.forward, samples, forward))
             # In a pipeline devices wait for the first set; with two packs for each of them, about so long.
@@ -239,7 +239,6 @@ def schedule_of(packing: Packing, units: Units) -> Schedule:
 
 def capacity_bytes(costs: PackCosts, schedule: Schedule) -> int:
     """Return the memory of the largest pack, by the original's formula."""
-    forward = costs.memory(False, schedule.forward_micro_batch)
-    backward = costs.memory(True, schedule.backward_micro_batch)
-    packs = [forward(*pack) for pack in pairwise(schedule.forward)]
-    return int(max(packs + [backward(*pack) for pack in pairwise(schedule.backward)]))
+    forward, backward = schedule.forward_micro_batch, schedule.backward_micro_batch
+    packs = [costs.memory_bytes(False, forward, *pack) for pack in pairwise(schedule.forward)]
+    return int(max(packs + [costs.memory_bytes(True, backward, *pack) for pack in pairwise(schedule.backward)]))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from benchmarks.vldb22.cost_model.graph import Mode, Schedule, Setup
 from benchmarks.vldb22.cost_model.profile import LayerProfile, PackCosts
-from benchmarks.vldb22.cost_model.volumes import Volumes
+from benchmarks.vldb22.cost_model.schedule import Mode, Schedule, Setup
+from benchmarks.vldb22.cost_model.volumes import volumes_of
 
 _DATA = Path(__file__).parent / "data"
 LARGEST = {"bert_large": (243, 78), "bert_96": (243, 78), "gpt2_medium": (18, 9), "gpt2_10b": (18, 9)}
@@ -18,21 +18,6 @@ LARGEST = {"bert_large": (243, 78), "bert_96": (243, 78), "gpt2_medium": (18, 9)
 
 LAST_PROFILED = 40
 """The largest micro-batch of the BERT profiles in `data`; those of GPT-2 are complete."""
-
-_VOLUMES = {
-    "W_in": "weights_in",
-    "data_in": "data_in",
-    "stash_in": "stash_in",
-    "stash_out": "stash_out",
-    "Y_in": "input_in",
-    "Y_out": "input_out",
-    "dY_in": "gradient_in",
-    "dX_out": "gradient_out",
-    "dW_out": "weight_gradients_out",
-    "p2p": "peer",
-    "allreduce": "all_reduced",
-    "swap_total": "swapped",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +38,10 @@ class Shipped:
     time_s: tuple[float, float]
     volumes: tuple[tuple[str, float], ...]
 
-    def differences(self, volumes: Volumes) -> list[str]:
+    def differences(self) -> list[str]:
         """Return the kinds whose bytes are not those of the original; compared as whole bytes."""
-        return [kind for kind, gib in self.volumes if getattr(volumes, _VOLUMES[kind]) != gib * 2**30]
+        counted = volumes_of(self.setup, self.schedule, costs_of(self.model))
+        return [kind for kind, gib in self.volumes if counted[kind] != gib * 2**30]
 
 
 @cache

@@ -15,11 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vldb22.cost_model.compose import compose
-from benchmarks.vldb22.cost_model.graph import Schedule, Setup
-from benchmarks.vldb22.cost_model.server import HARMONY_VLDB22
-from benchmarks.vldb22.cost_model.simulate import step_ms
-from benchmarks.vldb22.cost_model.volumes import count_volumes
+from benchmarks.vldb22.cost_model.jobs import HARMONY_VLDB22, step_ms
+from benchmarks.vldb22.cost_model.schedule import Schedule, Setup
 from benchmarks.vldb22.planned import Question, Units, capacity_bytes, cut, plan, searched
 from benchmarks.vldb22.reference import LARGEST, LAST_PROFILED, Shipped, costs_of, profile_of, shipped
 
@@ -80,7 +77,7 @@ def row(case: Shipped, pool: dict[Schedule, float]) -> Content:
         "published": str(case.schedule),
         "published_s": case.time_s,
         "simulated_s": [ms / 1000 for ms in simulated],
-        "bytes_that_differ": case.differences(count_volumes(compose(case.setup, case.schedule), costs)),
+        "bytes_that_differ": case.differences(),
         "is_profiled": case.schedule.forward_micro_batch <= LAST_PROFILED,
         "found": str(best),
         "found_s": pool[best] / 1000,

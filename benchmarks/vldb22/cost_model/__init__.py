@@ -1,4 +1,4 @@
-"""The cost model of Harmony's scheduler (VLDB'22): task graphs, byte volumes and simulated times of a schedule.
+"""The cost model of Harmony's scheduler (VLDB'22): tasks, bytes and simulated time of a schedule.
 
-LayerProfile -> PackCosts;  Setup, Schedule -> compose -> TaskGraph -> count_volumes, lower -> jobs -> step_ms
+LayerProfile -> PackCosts;  Setup, Schedule -> tasks_of -> volumes_of, lower -> jobs -> step_ms
 """

@@ -7,18 +7,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
-
-PartCost = Callable[[int, int], float]
-"""Return what the layers from the first number to before the second cost as one pack."""
-
-
-def sum_of(values: Sequence[float]) -> PartCost:
-    """Return the cost of packs that cost the sum of their layers' values."""
-    before = (0, *accumulate(values))
-    return lambda first, last: before[last] - before[first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +19,6 @@ class LayerCost:
 
     weight_bytes: int
     buffer_bytes: int
-    optimizer_bytes: int
     input_bytes: int
     update_ms: float
 
@@ -56,7 +47,7 @@ class PassCosts:
         ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerProfile:
     """A model's layers in call order; the last holds the loss. `backward` contains the recomputation."""
 
@@ -68,12 +59,9 @@ class LayerProfile:
     def from_json(text: str) -> LayerProfile:
         """Read the format of benchmarks/vldb22/data, which counts in seconds."""
         data = json.loads(text)
-        columns = ("W_bytes", "B_bytes", "K_bytes", "X_bytes_per_sample", "upd_cpu_s")
+        columns = zip(*(data[name] for name in ("W_bytes", "B_bytes", "X_bytes_per_sample", "upd_cpu_s")), strict=True)
         return LayerProfile(
-            tuple(
-                LayerCost(weight, buffer, optimizer, input_, update_ms=1000 * update_s)
-                for weight, buffer, optimizer, input_, update_s in zip(*(data[name] for name in columns), strict=True)
-            ),
+            tuple(LayerCost(weight, buffer, taken, 1000 * update_s) for weight, buffer, taken, update_s in columns),
             _pass_costs(data["fwd_s"], data["fwd_peak_bytes"]),
             _pass_costs(data["bwd_with_recompute_s"], data["bwd_peak_bytes"]),
         )
@@ -101,20 +89,27 @@ def _line(sizes: Sequence[int], rows: Sequence[Sequence[float]], size: int) -> l
     return [low + part * (high - low) for low, high in zip(rows[left], rows[right], strict=True)]
 
 
-class PackCosts:
-    """The costs of a model's packs; remembers what it has added up.
+class _Sums:
+    """Sums over the layers from one to before another."""
 
-    Times are in ms; `micro_batch` is the number of samples in one.
-    """
+    def __init__(self, values: Iterable[float]) -> None:
+        self._before = (0, *accumulate(values))
+
+    def __call__(self, first: int, last: int) -> float:
+        return self._before[last] - self._before[first]
+
+
+class PackCosts:
+    """The costs of a model's packs. Times are in ms; `micro_batch` is the number of samples in one."""
 
     def __init__(self, profile: LayerProfile) -> None:
         layers = profile.layers
         self.count = len(layers)
         self._profile = profile
         self._inputs = [layer.input_bytes for layer in layers]
-        self._state = sum_of([layer.weight_bytes + layer.buffer_bytes for layer in layers])
-        self._update = sum_of([layer.update_ms for layer in layers])
-        self._at: dict[tuple[bool, int], tuple[list[float], PartCost, PartCost]] = {}
+        self._state = _Sums(layer.weight_bytes + layer.buffer_bytes for layer in layers)
+        self.update_ms = _Sums(layer.update_ms for layer in layers)
+        self._sums = cache(self._summed)
 
     def input_bytes(self, layer: int, samples: int = 1) -> int:
         """Return the input bytes of a layer; the number of layers stands for the output of the last, which is nothing."""
@@ -124,34 +119,22 @@ class PackCosts:
         """Weights and buffers."""
         return int(self._state(first, last))
 
-    def update_ms(self, first: int, last: int) -> float:
-        return self._update(first, last)
-
-    def times_ms(self, backward: bool, micro_batch: int) -> list[float]:
-        """Return the times of each layer's pass for one micro-batch; backward contains the recomputation."""
-        return self._costs(backward, micro_batch)[0]
-
     def forward_ms(self, micro_batch: int, first: int, last: int) -> float:
-        return self._costs(False, micro_batch)[1](first, last)
+        return self._sums(False, micro_batch)[0](first, last)
 
     def backward_ms(self, micro_batch: int, first: int, last: int) -> float:
         """With the recomputation."""
-        return self._costs(True, micro_batch)[1](first, last)
+        return self._sums(True, micro_batch)[0](first, last)
 
-    def memory(self, backward: bool, micro_batch: int) -> PartCost:
+    def memory_bytes(self, backward: bool, micro_batch: int, first: int, last: int) -> float:
         """Bytes of a pack in one pass, by Harmony's capacity formula (VLDB'22):
 
         sum over layers of (peak - input) + input of the first layer.
         """
-        return self._costs(backward, micro_batch)[2]
+        return self._sums(backward, micro_batch)[1](first, last) + self._inputs[first] * micro_batch
 
-    def _costs(self, backward: bool, micro_batch: int) -> tuple[list[float], PartCost, PartCost]:
-        key = (backward, micro_batch)
-        if key not in self._at:
-            passes = self._profile.backward if backward else self._profile.forward
-            times, peaks = passes.at(micro_batch)
-            inputs = [one * micro_batch for one in self._inputs]
-            # A layer's input is its predecessor's output: within a pack it is counted already.
-            alone = sum_of([peak - own for peak, own in zip(peaks, inputs, strict=True)])
-            self._at[key] = (times, sum_of(times), lambda first, last: alone(first, last) + inputs[first])
-        return self._at[key]
+    def _summed(self, backward: bool, micro_batch: int) -> tuple[_Sums, _Sums]:
+        times, peaks = (self._profile.backward if backward else self._profile.forward).at(micro_batch)
+        # A layer's input is its predecessor's output: within a pack it is counted already.
+        alone = (peak - own * micro_batch for peak, own in zip(peaks, self._inputs, strict=True))
+        return _Sums(times), _Sums(alone)

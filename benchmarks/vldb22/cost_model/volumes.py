@@ -1,79 +1,35 @@
-"""Bytes that one optimizer step moves, over all devices: counted from the task graph."""
+"""Bytes that one optimizer step moves, over all devices."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from itertools import pairwise
 
-from benchmarks.vldb22.cost_model.graph import Content, DeviceTask, DeviceTaskKind, Medium, Port, TaskGraph
 from benchmarks.vldb22.cost_model.profile import PackCosts
+from benchmarks.vldb22.cost_model.schedule import Schedule, Setup, Way, pinned, tasks_of, way
 
 
-@dataclass(frozen=True, slots=True)
-class Volumes:
-    """Bytes of each kind; `_in` is host to device, `_out` device to host.
+def volumes_of(setup: Setup, schedule: Schedule, costs: PackCosts) -> Counter[str]:
+    """Return the bytes of each kind, by the original's names; `_in` is host to device, `_out` device to host.
 
-    Attributes:
-        weights_in: weights and buffers, for forward and backward tasks.
-        data_in: what the data loader gives.
-        stash_in, stash_out: inputs of backward packs.
-        input_in, input_out: what forward tasks hand on over the host.
-        gradient_in, gradient_out: what backward tasks hand on over the host.
-        weight_gradients_out: gradients and buffers.
-        peer: inputs and gradients, from device to device.
-        all_reduced: gradients and buffers that enter all-reduces, over all devices.
+    W_in: weights and buffers, for forward and backward tasks. data_in: what the data loader gives. stash: inputs of
+    backward packs. Y, dY and dX: what forward and backward tasks hand on over the host. dW_out: gradients and buffers.
+    p2p: outputs and gradients, from device to device. allreduce: what enters all-reduces. swap_total: all but those two.
     """
-
-    weights_in: int
-    data_in: int
-    stash_in: int
-    stash_out: int
-    input_in: int
-    input_out: int
-    gradient_in: int
-    gradient_out: int
-    weight_gradients_out: int
-    peer: int
-    all_reduced: int
-
-    @property
-    def swapped(self) -> int:
-        """Everything between the host and devices."""
-        return (
-            (self.weights_in + self.data_in + self.weight_gradients_out)
-            + (self.stash_in + self.stash_out)
-            + (self.input_in + self.input_out)
-            + (self.gradient_in + self.gradient_out)
-        )
-
-
-_HOST = (Medium.SWAP, Medium.MESSAGE, Medium.SHARED)
-
-
-def count_volumes(graph: TaskGraph, costs: PackCosts) -> Volumes:
-    """Add up what the tasks take and give."""
-    tasks = [task for task in graph.tasks if task.kind is not DeviceTaskKind.UPDATE]
-    taken = [(port, _bytes(port, task, costs)) for task in tasks for port in task.takes]
-    given = [(port, _bytes(port, task, costs)) for task in tasks for port in task.gives]
-
-    def total(ports: list[tuple[Port, int]], content: Content, *media: Medium) -> int:
-        return sum(size for port, size in ports if port.content is content and port.medium in media)
-
-    return Volumes(
-        weights_in=total(taken, Content.WEIGHTS, Medium.SHARED),
-        data_in=total(taken, Content.INPUT, Medium.DATA),
-        stash_in=total(taken, Content.STASH, *_HOST),
-        stash_out=total(given, Content.STASH, *_HOST),
-        input_in=total(taken, Content.INPUT, *_HOST),
-        input_out=total(given, Content.INPUT, *_HOST),
-        gradient_in=total(taken, Content.GRADIENT, *_HOST),
-        gradient_out=total(given, Content.GRADIENT, *_HOST),
-        weight_gradients_out=total(given, Content.WEIGHT_GRADIENTS, Medium.SHARED),
-        peer=total(taken, Content.INPUT, Medium.PEER) + total(taken, Content.GRADIENT, Medium.PEER),
-        all_reduced=total(given, Content.WEIGHT_GRADIENTS, Medium.REDUCE),
-    )
-
-
-def _bytes(port: Port, task: DeviceTask, costs: PackCosts) -> int:
-    if port.content in (Content.WEIGHTS, Content.WEIGHT_GRADIENTS):
-        return costs.state_bytes(port.first, port.last)
-    return costs.input_bytes(port.first, task.samples)
+    tasks, replicas = tasks_of(setup, schedule), setup.replicas
+    state = sum(costs.state_bytes(task.first, task.last) for task in tasks)
+    state -= sum(costs.state_bytes(*layers) for layers in pinned(tasks))
+    stash = sum(costs.input_bytes(task.first, setup.batch) for task in tasks if task.is_stashed)
+    whole = costs.state_bytes(0, costs.count)
+    found = Counter(W_in=replicas * state, dW_out=whole, data_in=costs.input_bytes(0, setup.batch))
+    found.update(stash_in=stash, stash_out=stash)
+    for source, target in pairwise(tasks):
+        nbytes = costs.input_bytes(source.handed_layer(), setup.batch)
+        if way(source, target) is Way.PEER:
+            found["p2p"] += nbytes
+        else:
+            given, taken = ("dX_out", "dY_in") if source.backward else ("Y_out", "Y_in")
+            found.update({given: nbytes, taken: nbytes})
+    found["swap_total"] = found.total() - found["p2p"]
+    found["allreduce"] = replicas * whole if replicas > 1 else 0
+    return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from benchmarks.vldb22.cost_model.graph import Mode, Schedule, Setup
+from benchmarks.vldb22.cost_model.jobs import Server
 from benchmarks.vldb22.cost_model.profile import LayerCost, LayerProfile, PackCosts, PassCosts
-from benchmarks.vldb22.cost_model.server import Server
+from benchmarks.vldb22.cost_model.schedule import Mode, Schedule, Setup
 
 MACHINE = Server(swap=100.0, peer=50.0, message=400.0, free_ms=1.0)
 LAYERS = 6
@@ -14,7 +14,7 @@ LAYERS = 6
 
 def costs_of(layers: int = LAYERS) -> PackCosts:
     """Layer i: 100 (i + 1) bytes of weights, 10 (i + 1) of input per sample; forward 1 ms and both 3 ms per sample."""
-    per_layer = tuple(LayerCost(100 * (i + 1), 0, 200 * (i + 1), 10 * (i + 1), update_ms=2.0) for i in range(layers))
+    per_layer = tuple(LayerCost(100 * (i + 1), 0, 10 * (i + 1), update_ms=2.0) for i in range(layers))
     sizes = (1, 4)
     passes = [
         PassCosts(

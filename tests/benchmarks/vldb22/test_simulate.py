@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.vldb22.cost_model.compose import compose
-from benchmarks.vldb22.cost_model.graph import Mode, Schedule, Setup
-from benchmarks.vldb22.cost_model.lowering import lower, taken_with
-from benchmarks.vldb22.cost_model.simulate import step_ms
+from benchmarks.vldb22.cost_model.jobs import lower, step_ms, taken_with
+from benchmarks.vldb22.cost_model.schedule import Mode, Schedule, Setup
 from tests.benchmarks.vldb22.examples import MACHINE, costs_of, schedules, setups
 
 COSTS = costs_of()
@@ -34,19 +32,10 @@ def test_one_pack_on_one_device_by_hand() -> None:
 @given(setups(), schedules(), st.booleans())
 def test_jobs_wait_for_earlier_ones_only(setup: Setup, schedule: Schedule, overlap: bool) -> None:
     """So none can wait in a circle."""
-    jobs = lower(compose(setup, schedule), COSTS, MACHINE, overlap)
+    jobs = lower(setup, schedule, COSTS, MACHINE, overlap)
 
     assert all(0 <= before < place for place, job in enumerate(jobs) for before in job.after)
     assert all(job.duration_ms >= 0 for job in jobs)
-
-
-@given(setups(), schedules())
-def test_the_first_replica_is_the_slowest(setup: Setup, schedule: Schedule) -> None:
-    """Composing it alone gives the same jobs."""
-    whole = lower(compose(setup, schedule), COSTS, MACHINE, True)
-    alone = lower(compose(setup, schedule, first_replica_only=True), COSTS, MACHINE, True)
-
-    assert whole == alone
 
 
 def test_micro_batches_are_taken_when_their_last_sample_is_there() -> None:
