@@ -21,7 +21,7 @@ from harmony_ds.scheduler.choose import draft_plan
 from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import Bounds
-from harmony_ds.scheduler.plan import Pack, Packing, Policy
+from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.simulate import simulate
 
 _SWAPPED, _KEPT, _RESIDENT = range(3)
@@ -51,7 +51,7 @@ class Exhaustive:
         for backward in _cuts(len(self._model.graph.calls)):
             for forward in _cuts(backward[-2]):
                 packing = packer.packing(backward, forward)
-                policies = self._policies(packing, best_ms)
+                policies = self._policies(packing)
                 graphs = self._graphs(packing)
                 most = graphs.max(axis=0)[:, None] * (policies.kept | policies.resident)
                 bounds = self._bounds.tighter(packing, replace(policies, graphs=most))
@@ -97,58 +97,21 @@ class Exhaustive:
         self.plans += len(rows) - 1
         return replace(policy.only(np.zeros(len(rows), int)), graphs=rows.T)
 
-    def _policies(self, packing: Packing, best_ms: float) -> Policies:
-        """All that may fit and may be faster."""
-        rows = self._states(packing, best_ms)
-        which, away, early = (
-            grid.ravel()
-            for grid in np.meshgrid(
-                np.arange(len(rows)), np.arange(len(packing.forward) + 1), (True, False), indexing="ij"
-            )
-        )
-        states = rows[which].T
-        policies = Policies(self._model.request.policy, states == _RESIDENT, states == _KEPT, away, early)
-        return policies.only(self._peaks.at_least(packing, policies) <= self._budget)
-
-    def _states(self, packing: Packing, best_ms: float) -> NDArray[np.int_]:
-        """Rows of what becomes of each pack, without those that cannot fit or cannot be faster."""
-        packs, machine = packing.packs, self._model.machine
+    def _policies(self, packing: Packing) -> Policies:
+        """All that may fit."""
         fused, forward = packing.backward[-1], {*packing.forward}
-        choices = [
+        states = [
             (_SWAPPED, _RESIDENT) if i == fused else (_SWAPPED, _KEPT, _RESIDENT) if i in forward else (_SWAPPED,)
             for i in packing.backward
         ]
-        rows = np.array(list(product(*choices)))
-        self.plans += 2 * len(rows) * (len(packing.forward) + 1)
-        only_forward = sum(machine.swap_in_ms(packs[i].weight_bytes) for i in forward.difference(packing.backward))
-        moved = np.tile([only_forward, 0.0, 0.0], (len(rows), 1))
-        held, computed = np.zeros(len(rows)), np.full(len(rows), self._compute_ms(packing))
-        for i in packing.backward:
-            states = rows[:, i]
-            moved += self._moved_ms(packs[i], twice=i in forward)[states]
-            held += self._held(packs[i])[states]
-            computed += self._on_device(packs[i])[states]
-        return rows[(moved.max(axis=1) < best_ms) & (held <= self._budget) & (computed < best_ms)]
-
-    def _moved_ms(self, pack: Pack, twice: bool) -> NDArray[np.float64]:
-        """By state: ms that swap-in, swap-out and the host's updates take for it; `twice`: it comes in both passes."""
-        machine = self._model.machine
-        once = machine.swap_in_ms(pack.weight_bytes)
-        rest = machine.swap_out_ms(pack.gradient_bytes), machine.host_update_ms(pack.update_elements)
-        return np.array([[once * (2 if twice else 1), *rest], [once, *rest], [0.0, 0.0, 0.0]])
-
-    def _held(self, pack: Pack) -> NDArray[np.float64]:
-        """By state: bytes that it holds while the fused pack runs."""
-        return np.array([0.0, pack.weight_bytes, pack.resident_bytes])
-
-    def _on_device(self, pack: Pack) -> NDArray[np.float64]:
-        """By state: ms of its update on the device."""
-        return np.array([0.0, 0.0, pack.update_elements / self._model.machine.device_update_elements_per_ms])
-
-    def _compute_ms(self, packing: Packing) -> float:
-        calls, end = self._model.costs.costs, packing.fused.positions[0]
-        ms = sum(c.forward_ms + c.backward_ms for c in calls[:end]) + sum(c.fused_ms for c in calls[end:])
-        return self._model.request.micro_batches * ms
+        away, early = range(len(packing.forward) + 1), (True, False)
+        rows = np.array([(*state, *rest) for *state, rest in product(*states, product(away, early))])
+        self.plans += len(rows)
+        state, (away_of, early_of) = rows.T[:-2], rows.T[-2:]
+        policies = Policies(
+            self._model.request.policy, state == _RESIDENT, state == _KEPT, away_of, early_of.astype(bool), 0 * state
+        )
+        return policies.only(self._peaks.at_least(packing, policies) <= self._budget)
 
 
 def _cuts(count: int) -> Iterator[Bounds]:

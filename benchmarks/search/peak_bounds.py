@@ -37,7 +37,7 @@ class PeakBounds:
         """While each pack runs back, and while the fused one does."""
         packs = [packing.packs[index] for index in packing.backward]
         swapped = ~policies.resident
-        wanted = self._at_once(policies)
+        wanted = self._request.micro_batches
         weights = np.array([pack.weight_bytes for pack in packs])[:, None] * swapped
         # The weights of the pack that runs back next are on their way while one runs.
         ahead = weights * ~policies.kept * np.array([pack.needs_backward for pack in packs])[:, None]
@@ -58,7 +58,7 @@ class PeakBounds:
 
     def _forward_at_least(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """While each pack runs forward: the others wait with its inputs."""
-        wanted, most = self._at_once(policies), np.zeros(len(policies))
+        wanted, most = self._request.micro_batches, np.zeros(len(policies))
         packs = [packing.packs[index] for index in packing.forward]
         stash = self._stash_before([pack.positions[0] for pack in packs], packing, policies)
         for stage, (index, pack) in enumerate(zip(packing.forward, packs, strict=True)):
@@ -72,18 +72,14 @@ class PeakBounds:
         """Return what all micro-batches of the calls before each position hold, by position and policy."""
         ends = np.array([0, *(packing.packs[i].positions[-1] + 1 for i in packing.forward)])[policies.away]
         before = self._stash[positions][:, None] - self._stash[ends]
-        there: NDArray[np.float64] = self._at_once(policies) * np.maximum(0.0, before)
+        there: NDArray[np.float64] = self._request.micro_batches * np.maximum(0.0, before)
         return there
 
     def _stays(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """Return the bytes that are there all the time."""
-        always = sum(pack.weight_bytes + pack.gradient_bytes for pack in packing.always)
         resident = np.array([packing.packs[index].resident_bytes for index in packing.backward]) @ policies.resident
-        stays: NDArray[np.float64] = always + self._request.resident_bytes + resident
+        stays: NDArray[np.float64] = self._request.resident_bytes + resident
         return stays
-
-    def _at_once(self, policies: Policies) -> int:
-        return self._request.micro_batches if policies.base.grouping else 1
 
     def _working(self, positions: tuple[int, ...]) -> int:
         return max(self._costs.costs[p].backward_bytes for p in (positions[0], positions[-1]))

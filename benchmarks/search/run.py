@@ -34,7 +34,6 @@ class Comparison:
     seed: int
     layers: int
     micro_batches: int
-    deferred: bool
     found_ms: float
     best_ms: float
     search_s: float
@@ -63,7 +62,6 @@ def compare(seed: int) -> Comparison:
         seed=seed,
         layers=len(model.graph.calls),
         micro_batches=model.request.micro_batches,
-        deferred=policy.deferred_update,
         found_ms=choice.prediction.step_ms,
         best_ms=best_ms,
         search_s=found_s,

@@ -1,6 +1,7 @@
 """How fast plans over the same packs can be at best: bounds below the times of their steps, for many policies at once.
 
-Each pack is followed through the streams of two steps; left out is only that jobs slow each other down.
+Each pack is followed through the streams of two steps of one grouped device; left out is only that jobs slow each other
+down.
 """
 
 from __future__ import annotations
@@ -25,11 +26,8 @@ class TimeBounds:
     """Times below which no step of a candidate can be."""
 
     def __init__(self, costs: CostTable, machine: Machine, request: PlanRequest) -> None:
-        self.copies_overlap = machine.copies_overlap
         self._machine = machine
         self._micro_batches = request.micro_batches
-        self._deferred = request.policy.deferred_update
-        self._whole = request.policy.leave_whole
         self._costs = costs
         self._forward = _running(cost.forward_ms for cost in costs.costs)
         self._backward = _running(cost.backward_ms for cost in costs.costs)
@@ -39,9 +37,6 @@ class TimeBounds:
 
     def tighter(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """Return the bounds that follow each pack through the streams of two steps, in ms, as if nothing slowed."""
-        if not policies.base.grouping:
-            # The looser bound counts every swap of every micro-batch: nearly all there is.
-            return np.zeros(len(policies))
         walk = _Walk(self._machine, policies, packing, self._micro_batches)
         ends = []
         for _ in range(2):
@@ -64,14 +59,10 @@ class TimeBounds:
 
     def _run_ms(self, packing: Packing, pack: Pack, backward: bool) -> float:
         """All micro-batches through one pack."""
-        first, behind = pack.positions[0], pack.positions[-1] + 1
         fused = backward and pack is packing.fused
         sums = self._fused if fused else self._backward if backward else self._forward
-        ms = sums[behind] - sums[first]
-        if backward and pack is packing.fused:
-            ms += self._costs.tail_ms
-        begins = not backward or (fused and not packing.forward)
-        return self._micro_batches * (ms + (self._costs.head_ms if first == 0 and begins else 0.0))
+        ms = sums[pack.positions[-1] + 1] - sums[pack.positions[0]]
+        return self._micro_batches * (ms + (self._costs.tail_ms if fused else 0.0))
 
 
 class _Walk:
@@ -98,33 +89,26 @@ class _Walk:
         owner = {name: i for i in packing.backward for name in packs[i].owned}
         self._owners = {i: {owner[n] for n in packs[i].parameters if n in owner} for i, _ in self.order}
         self._updated: dict[int, _Times] = {}
-        self._computed = self._came = self._reduced = self._gone = self._host = np.zeros(count)
+        self._computed = self._came = self._gone = self._host = np.zeros(count)
         # When the last pack's gradients were gone, and those of the one before it; when the last eviction was safe, and
         # that before the last run.
         self._freed = self._freed_earlier = self._evicted = self._evicted_earlier = np.zeros(count)
 
     def graphs(self, index: int) -> _Times:
         """Return of how many micro-batches they are kept."""
-        known = self._graphs
-        none = np.zeros(len(self._prefetch))
-        return none if known is None or index >= len(known) else known[index].astype(float)
+        return self._graphs[index].astype(float) if index < len(self._graphs) else np.zeros(len(self._prefetch))
 
     def swap_in(self, index: int, backward: bool) -> None:
         machine = self._machine
         moved = ~(self._stay[index] | self._kept[index]) if backward else ~self._stay[index]
-        pack, shared = self._packing.packs[index], self._policy.shared
-        ms = machine.swap_in_ms(pack.swap_in_bytes(shared))
-        gather_ms = machine.peer_exchange_ms(pack.gathered_bytes) if shared else 0.0
+        ms = machine.swap_in_ms(self._packing.packs[index].swap_in_bytes(False))
         since = self._came
         for owner in self._owners[index]:
             if owner in self._updated:
                 since = np.maximum(since, self._updated[owner])
-        if not machine.copies_overlap:
-            self._computed = np.where(moved, np.maximum(self._computed, since) + ms + gather_ms, self._computed)
-            return
         safe = np.where(self._prefetch, self._evicted_earlier, self._evicted)
         self._came = np.where(moved, np.maximum(since, safe) + ms, self._came)
-        self._computed = np.where(moved, np.maximum(self._computed, self._came + gather_ms), self._computed)
+        self._computed = np.where(moved, np.maximum(self._computed, self._came), self._computed)
 
     def run(self, index: int, backward: bool, run_ms: _Times, stash_bytes: float) -> None:
         """All micro-batches through a pack, each `run_ms / micro_batches`, and their stash beside them."""
@@ -143,9 +127,7 @@ class _Walk:
         machine, count = self._machine, self._micro_batches - self.graphs(index)
         away = self._away[index] & (count > 0)
         one_copy = machine.swap_in_ms(stash_bytes) if backward else machine.swap_out_ms(stash_bytes)
-        if not machine.copies_overlap:
-            self._computed = self._computed + away * (count * one_copy)
-        elif backward:
+        if backward:
             # It comes after what has left so far. The last micro-batch computes when its stash is back.
             self._came = np.where(away, np.maximum(self._came, self._gone) + count * one_copy, self._came)
             self._computed = np.where(away, np.maximum(self._computed, self._came + one_ms), self._computed)
@@ -158,19 +140,12 @@ class _Walk:
 
     def _swap_out(self, pack: Pack) -> None:
         machine, stay = self._machine, self._stay[pack.index]
-        reduce_ms = machine.peer_exchange_ms(max(pack.sent_bytes)) if pack.sent_bytes else 0.0
-        reduced = np.maximum(self._reduced, self._computed) + reduce_ms
-        gone = np.maximum(self._gone, reduced) + machine.swap_out_ms(pack.swap_out_bytes())
+        gone = np.maximum(self._gone, self._computed) + machine.swap_out_ms(pack.swap_out_bytes())
         host_ms = 0.0
-        if self._policy.reduce_on_host:
-            host_ms = machine.host_sum_ms(pack.update_elements, self._policy.devices)
         if self._policy.deferred_update:
-            host_ms += machine.host_norm_ms(pack.update_elements, self._policy.leave_whole)
-        self._reduced = np.where(stay, self._reduced, reduced)
+            host_ms = machine.host_norm_ms(pack.update_elements, self._policy.leave_whole)
         self._gone = np.where(stay, self._gone, gone)
         self._freed = np.where(stay, self._freed, gone)
-        if not machine.copies_overlap:
-            self._computed = np.where(stay, self._computed, gone)
         self._host = np.where(stay, self._host, np.maximum(self._host, gone) + host_ms)
         if not self._policy.deferred_update:
             self._update(pack)
@@ -185,9 +160,8 @@ class _Walk:
     def finish(self) -> _Times:
         """Return the end of a step; updates that come last begin."""
         if self._policy.deferred_update:
-            if self._policy.deferred_update:  # what stays is updated after all norms
-                stay = np.logical_or.reduce(list(self._stay.values()))
-                self._computed = np.where(stay, np.maximum(self._computed, self._host), self._computed)
+            stay = np.logical_or.reduce(list(self._stay.values()))  # what stays is updated after all norms
+            self._computed = np.where(stay, np.maximum(self._computed, self._host), self._computed)
             for index in self._packing.backward:
                 if self._packing.packs[index].needs_backward:
                     self._update(self._packing.packs[index])
