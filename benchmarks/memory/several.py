@@ -1,6 +1,6 @@
 """How much host memory do several processes take together?
 
-    OMP_NUM_THREADS=1 python benchmarks/memory/several.py
+    OMP_NUM_THREADS=1 python -m benchmarks.memory.several
 
 One Llama is trained for two steps by 1, 2 and 4 processes of this machine, each with a micro-batch of its own, under
 torchrun. Every process tells its proportional set size (what it has for itself, and a part of what it shares), how much of
@@ -12,69 +12,50 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "memory-several.json"
-MIB = 2**20
+import torch
+from torch import distributed as dist
+
+import harmony_ds
+from benchmarks.common import MIB, answers_of, language_model, quiet, tokens, write_results
+from harmony_ds.decomposer.graph import piece_of
+
 SIZES = (1, 2, 4)
-ROWS, TOKENS = 1, 32
+ROWS, TOKENS, VOCABULARY = 1, 32, 1024
 
 
 def work(width: int, layers: int) -> None:
     """Train in one of the processes."""
-    import torch
-    import transformers
-    from torch import distributed as dist
-
-    import harmony_ds
-
-    config = transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        vocab_size=1024,
-        max_position_embeddings=TOKENS,
-        use_cache=False,
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    model = language_model(
+        "llama", **sizes, num_attention_heads=8, vocab_size=VOCABULARY, max_position_embeddings=TOKENS
     )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    parameters = sum(p.numel() for p in model.parameters())
-    settings = {
+    config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "harmony": {"device": "cpu", "pack_layers": 1},
     }
-    engine, *_ = harmony_ds.initialize(model=model, config=settings)
+    engine, *_ = harmony_ds.initialize(model=model.to(torch.bfloat16), config=config)
     rank, size = engine.global_rank, engine.world_size
-    ids = torch.randint(0, 1024, (ROWS, TOKENS), generator=torch.Generator().manual_seed(rank))
-    for _ in range(2):
-        engine.train_batch([{"input_ids": ids, "labels": ids}])
+    for batch in islice(tokens(VOCABULARY, ROWS, TOKENS, seed=rank), 2):
+        engine.train_batch([batch])
     engine.finish_updates()
-    told = {**_memory(), "state_numbers": _own_numbers(engine, rank, size), "parameters": parameters}
-    everybody: list[Any] = [told]
+    numels = [p.numel() for p in engine.module.parameters()]
+    pieces = [piece_of(numel, rank, size) for numel in numels]
+    state_numbers = sum(piece.stop - piece.start for piece in pieces)
+    told = {**_memory(), "state_numbers": state_numbers, "parameters": sum(numels)}
+    everybody: list[Any] = [told] * size
     if size > 1:
-        everybody = [None] * size
         dist.all_gather_object(everybody, told)
     engine.destroy()
     if rank == 0:
-        print("TOLD" + json.dumps(everybody), flush=True)
-
-
-def _own_numbers(engine: Any, rank: int, size: int) -> int:
-    """Return how many numbers' optimizer state this process keeps."""
-    from harmony_ds.decomposer.graph import piece_of
-
-    pieces = (piece_of(p.numel(), rank, size) for p in engine.module.parameters())
-    return sum(piece.stop - piece.start for piece in pieces)
+        print(json.dumps(everybody), flush=True)
 
 
 def _memory() -> dict[str, int]:
@@ -88,32 +69,22 @@ def _memory() -> dict[str, int]:
     return pss
 
 
-def measured(size: int, arguments: list[str]) -> list[dict[str, int]]:
-    """Measure `size` processes, and return their answers by rank."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)] if size > 1 else []
-    command = [sys.executable, *launch, __file__, "--work", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    line = next((line for line in run.stdout.splitlines() if line.startswith("TOLD")), None)
-    if line is None:
-        raise RuntimeError(run.stderr[-2000:])
-    told: list[dict[str, int]] = json.loads(line[4:])
-    return told
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--print", action="store_true", help="write no results")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    quiet()
     if options.work:
         work(options.width, options.layers)
         return
     rows = []
     print("processes | all MiB | shared MiB | most of one for itself MiB | state numbers of each / parameters")
     for size in SIZES:
-        told = measured(size, ["--width", str(options.width), "--layers", str(options.layers)])
+        sizes = ["--width", options.width, "--layers", options.layers]
+        (told,) = answers_of("benchmarks.memory.several", "--work", *sizes, processes=size)
         rows.append({"processes": size, "ranks": told})
         own = max(one["pss"] - one["shared"] for one in told)
         most, parameters = max(one["state_numbers"] for one in told), told[0]["parameters"]
@@ -122,7 +93,8 @@ def main() -> None:
             f"{size} | {total / MIB:,.0f} | {shared / MIB:,.0f} | {own / MIB:,.0f} | {most:,} / {parameters:,}"
             f" = 1/{parameters / most:.3f}"
         )
-    RESULTS.write_text(json.dumps({"width": options.width, "layers": options.layers, "rows": rows}, indent=1) + "\n")
+    if not options.print:
+        write_results("memory-several", {"width": options.width, "layers": options.layers, "rows": rows})
 
 
 if __name__ == "__main__":

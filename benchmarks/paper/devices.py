@@ -10,12 +10,18 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from runner import MIB, NAIVE, OURS, Content, Experiment, Options, panels
-from torch import Tensor, nn
+from runner import MIB, NAIVE, OURS, Content, Options, main, panels
+from torch import nn
 from virtual import Pace, devices_of, keep_pace
 
 import harmony_ds
+from benchmarks.common import Stack
 
+TITLE = "Fig. 10 and 12 on several devices, executed in virtual time"
+PAPER = (
+    "four GTX 1080 Ti as replicas and as a pipeline. Here streams of CPU devices keep virtual clocks: compute and copies "
+    "take the time of a given profile, and everything else is the engine as it is."
+)
 ROWS, WIDTH = 4, 256
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 SWAP_MS = 30.0
@@ -30,19 +36,6 @@ SYSTEMS = {
     "each_alone": "replicas that swap for each micro-batch",
 }
 _HARMONY = {"device": "cpu", "seed": 5, "pack_layers": 1, "stash": "device", "residency": "off"}
-
-
-class Layers(nn.Module):
-    """Equal layers, and a loss."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
 
 
 def run(options: Options) -> Content:
@@ -75,7 +68,7 @@ def _executed(
 ) -> dict[str, float]:
     """Return the milliseconds of a step, executed and as the engine predicts them, and what it swaps."""
     torch.manual_seed(3)
-    model = Layers(layers)
+    model = Stack(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers))
     group = devices_of(pace, devices)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -149,15 +142,5 @@ def _apart(rows: list[Content], name: str) -> float:
     return max(abs(executed / predicted - 1) for executed, predicted in both)
 
 
-EXPERIMENT = Experiment(
-    "devices",
-    "Fig. 10 and 12 on several devices, executed in virtual time",
-    "four GTX 1080 Ti as replicas and as a pipeline. Here streams of CPU devices keep virtual clocks: compute and copies "
-    "take the time of a given profile, and everything else is the engine as it is.",
-    run,
-    draw,
-    says,
-)
-
 if __name__ == "__main__":
-    EXPERIMENT.main()
+    main(__file__)

@@ -9,23 +9,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from models import SMALL, Model
-from runner import (
-    NAIVE,
-    OURS,
-    PLAIN,
-    Content,
-    Experiment,
-    Options,
-    Ours,
-    Plain,
-    interleaved,
-    panels,
-    planned_bytes,
-    ratio,
-    sgd,
-    span,
-)
+from runner import NAIVE, OURS, PLAIN, Content, Options, main, panels, span
 
+from benchmarks.common import interleaved, ratio
+from benchmarks.training import Ours, Plain, planned_bytes, sgd
+
+TITLE = "Fig. 10: throughput against batch"
+PAPER = (
+    "BERT-96, GPT2-XL, VGG416 and ResNet1026, four GTX 1080 Ti; up to 7.6x over baselines with virtualised memory, whose "
+    "code is not public. Swapping for each micro-batch stands for them here."
+)
 ROWS = {"BERT": 1, "GPT-2": 1, "VGG": 2, "ResNet": 2}
 HEADROOM = 1.15
 """The budget, over the least device memory that a plan needs."""
@@ -106,15 +99,5 @@ def says(content: Content) -> str:
     )
 
 
-EXPERIMENT = Experiment(
-    "fig10",
-    "Fig. 10: throughput against batch",
-    "BERT-96, GPT2-XL, VGG416 and ResNet1026, four GTX 1080 Ti; up to 7.6x over baselines with virtualised memory, whose "
-    "code is not public. Swapping for each micro-batch stands for them here.",
-    run,
-    draw,
-    says,
-)
-
 if __name__ == "__main__":
-    EXPERIMENT.main()
+    main(__file__)

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 from models import Model, gpt2
-from runner import MIB, NAIVE, OURS, Content, Experiment, Options, Ours, adamw, panels
+from runner import MIB, NAIVE, OURS, Content, Options, main, panels
 
+from benchmarks.training import Ours, adamw
+
+TITLE = "Fig. 12: what is swapped"
+PAPER = "GPT2-XL, four GTX 1080 Ti; swaps fall by up to two orders of magnitude."
 KINDS = ("weights", "gradients", "activations", "data")
 _HARMONY = {"pack_layers": 1, "stash": "host"}
 
@@ -81,14 +85,5 @@ def says(content: Content) -> str:
     )
 
 
-EXPERIMENT = Experiment(
-    "fig12",
-    "Fig. 12: what is swapped",
-    "GPT2-XL, four GTX 1080 Ti; swaps fall by up to two orders of magnitude.",
-    run,
-    draw,
-    says,
-)
-
 if __name__ == "__main__":
-    EXPERIMENT.main()
+    main(__file__)

@@ -10,9 +10,16 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from runner import Batch, Content, Experiment, Options, draw_losses, losses_say, planned_bytes, same_training
+from runner import Content, Options, draw_losses, losses_say, main, same_training
 from texts import classifier, sentence_pairs
 
+from benchmarks.training import Batch, planned_bytes
+
+TITLE = "Fig. 13: fine-tuning, losses of the same training"
+PAPER = (
+    "BERT-Large on MRPC, one and four GTX 1080 Ti, without dropout. Here the pairs are made from Wikipedia (neighbours in "
+    "an article, or not), and dropout is on."
+)
 ROWS, GROUP = 8, 4
 RATE, WARMUP = 5e-5, 0.1
 STEPS = 8
@@ -73,15 +80,5 @@ def says(content: Content) -> str:
     )
 
 
-EXPERIMENT = Experiment(
-    "fig13",
-    "Fig. 13: fine-tuning, losses of the same training",
-    "BERT-Large on MRPC, one and four GTX 1080 Ti, without dropout. Here the pairs are made from Wikipedia (neighbours in "
-    "an article, or not), and dropout is on.",
-    run,
-    draw,
-    says,
-)
-
 if __name__ == "__main__":
-    EXPERIMENT.main()
+    main(__file__)

@@ -9,21 +9,13 @@ import statistics
 
 from matplotlib.figure import Figure
 from models import Model, gpt2
-from runner import (
-    MIB,
-    NAIVE,
-    OURS,
-    PLAIN,
-    Content,
-    Experiment,
-    Options,
-    Ours,
-    adamw,
-    interleaved,
-    panels,
-    planned_bytes,
-)
+from runner import MIB, NAIVE, OURS, PLAIN, Content, Options, main, panels
 
+from benchmarks.common import interleaved
+from benchmarks.training import Ours, adamw, planned_bytes
+
+TITLE = "Fig. 17 and 18: to the limit of host memory"
+PAPER = "GPT-2 of 10 to 40 billion parameters, one to eight GTX 1080 Ti, 750 GB of host memory."
 LAYERS = (4, 8, 16, 32, 64)
 ROWS, GROUP = 1, 2
 
@@ -83,14 +75,5 @@ def says(content: Content) -> str:
     )
 
 
-EXPERIMENT = Experiment(
-    "fig17",
-    "Fig. 17 and 18: to the limit of host memory",
-    "GPT-2 of 10 to 40 billion parameters, one to eight GTX 1080 Ti, 750 GB of host memory.",
-    run,
-    draw,
-    says,
-)
-
 if __name__ == "__main__":
-    EXPERIMENT.main()
+    main(__file__)

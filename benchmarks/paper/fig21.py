@@ -10,21 +10,15 @@ import math
 import torch
 from matplotlib.figure import Figure
 from models import gpt2
-from runner import (
-    Batch,
-    Content,
-    Experiment,
-    Options,
-    adamw,
-    draw_losses,
-    loss_of,
-    losses_say,
-    planned_bytes,
-    same_training,
-)
+from runner import Content, Options, draw_losses, losses_say, main, same_training
 from texts import language
 from torch import nn
 
+from benchmarks.training import Batch, adamw, planned_bytes
+from harmony_ds.runtime.micro_batch import loss_of
+
+TITLE = "Fig. 21: a language model, losses of the same training"
+PAPER = "GPT2-Medium on WikiText-103, one and four GTX 1080 Ti. Here: an excerpt of Wikipedia."
 ROWS, GROUP, TOKENS = 4, 4, 64
 BUDGET = 1.1
 """Over the least that a plan needs."""
@@ -68,14 +62,5 @@ def says(content: Content) -> str:
     )
 
 
-EXPERIMENT = Experiment(
-    "fig21",
-    "Fig. 21: a language model, losses of the same training",
-    "GPT2-Medium on WikiText-103, one and four GTX 1080 Ti. Here: an excerpt of Wikipedia.",
-    run,
-    draw,
-    says,
-)
-
 if __name__ == "__main__":
-    EXPERIMENT.main()
+    main(__file__)

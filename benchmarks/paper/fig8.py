@@ -11,10 +11,14 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from models import bert
-from runner import MIB, Batch, Content, Experiment, Options, Ours, Plain, interleaved, panels, planned_bytes, ratio, sgd
+from runner import MIB, Content, Options, main, panels
 
+from benchmarks.common import interleaved, ratio
+from benchmarks.training import Batch, Ours, Plain, planned_bytes, sgd
 from harmony_ds import DoesNotFitError
 
+TITLE = "Fig. 8: micro-batch against pack size"
+PAPER = "BERT-Large, 600 samples, four GTX 1080 Ti: larger micro-batches with smaller packs against the reverse."
 SAMPLES = 16
 SIZES, PACKS = (1, 2, 4, 8), (1, 2, 4, 8)
 
@@ -95,14 +99,5 @@ def says(content: Content) -> str:
     )
 
 
-EXPERIMENT = Experiment(
-    "fig8",
-    "Fig. 8: micro-batch against pack size",
-    "BERT-Large, 600 samples, four GTX 1080 Ti: larger micro-batches with smaller packs against the reverse.",
-    run,
-    draw,
-    says,
-)
-
 if __name__ == "__main__":
-    EXPERIMENT.main()
+    main(__file__)

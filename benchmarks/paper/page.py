@@ -6,7 +6,6 @@ python benchmarks/paper/page.py
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import devices
@@ -16,9 +15,9 @@ import fig12
 import fig13
 import fig17
 import fig21
-from runner import IMAGES, RESULTS, ROOT
+from runner import IMAGES, ROOT, kept, save_figure, section
 
-EXPERIMENTS = [module.EXPERIMENT for module in (fig8, fig10, fig12, devices, fig13, fig17, fig21)]
+EXPERIMENTS = (fig8, fig10, fig12, devices, fig13, fig17, fig21)
 _HEAD = """# The paper's experiments
 
 <!-- written by benchmarks/paper/page.py from benchmarks/results/paper -->
@@ -36,9 +35,8 @@ def main() -> None:
     out: Path | None = parser.parse_args().out
     images, page = (out, out / "paper.md") if out else (IMAGES, ROOT / "docs" / "paper.md")
     for experiment in EXPERIMENTS:
-        content = json.loads((RESULTS / f"{experiment.name}.json").read_text(encoding="utf-8"))
-        experiment.save_figure(content, images)
-    page.write_text(_HEAD + "".join(experiment.section() for experiment in EXPERIMENTS), encoding="utf-8")
+        save_figure(experiment, kept(experiment), images)
+    page.write_text(_HEAD + "".join(map(section, EXPERIMENTS)), encoding="utf-8")
 
 
 if __name__ == "__main__":

