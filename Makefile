@@ -97,11 +97,11 @@ bench-overhead: venv
 
 bench-prediction: export OMP_NUM_THREADS = 1
 bench-prediction: venv
-	$(BIN)/python benchmarks/prediction/run.py
+	$(BIN)/python -m benchmarks.prediction.run
 
 bench-memory: export OMP_NUM_THREADS = 1
 bench-memory: venv
-	$(BIN)/python benchmarks/memory/run.py
+	$(BIN)/python -m benchmarks.memory.run
 
 PAPER := fig8 fig10 fig12 devices fig13 fig17 fig21
 

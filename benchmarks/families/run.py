@@ -1,8 +1,8 @@
 """Is every family that trains grouped, and as in plain PyTorch? Trains tiny variants by the loop and by `train_batch`.
 
-    python benchmarks/families/run.py                      # all: a table, and benchmarks/results/families.json
-    python benchmarks/families/run.py --only qwen2-vl swin
-    python benchmarks/families/run.py --devices 3          # as a pipeline over three devices
+    python -m benchmarks.families.run                      # all: a table, and benchmarks/results/families.json
+    python -m benchmarks.families.run --only qwen2-vl swin
+    python -m benchmarks.families.run --devices 3          # as a pipeline over three devices
 
 Each variant takes two steps of three clipped micro-batches (SGD, fp32, dropout as configured), in plain PyTorch and on the
 CPU device in packs of one layer; the swap ratio (bytes of weights and gradients over the least possible) is that of a
@@ -13,22 +13,18 @@ its tensor's largest value, or 0.001 if that is less (biases of keys, whose grad
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import random
-import warnings
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 import torch
 from torch import nn
-from variants import Batch, Variant, variants
 
 import harmony_ds
+from benchmarks.common import quiet, write_results
+from benchmarks.families.variants import Batch, Variant, variants
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "families.json"
 STEPS, GROUP, LARGE = 2, 3, 16
 LEARNING_RATE, CLIP, SEED = 0.05, 1.0, 5
 _LEAST = 1e-3
@@ -110,16 +106,13 @@ def largest_difference(expected: dict[str, torch.Tensor], actual: dict[str, nn.P
 
 
 def rows_of(variant: Variant, devices: int) -> list[Row]:
+    rows, way = [], "plain"
     try:
         expected = train_plainly(variant)
-    except Exception as error:  # noqa: BLE001 - a model that does not train in plain PyTorch is no row
-        return [Row(variant.name, variant.kind, "plain", error=f"{type(error).__name__}: {error}"[:300])]
-    rows = []
-    for way in ("loop", "train_batch"):
-        try:
+        for way in ("loop", "train_batch"):
             rows.append(try_out(variant, way, expected, devices))
-        except Exception as error:  # noqa: BLE001 - it is the row
-            rows.append(Row(variant.name, variant.kind, way, error=f"{type(error).__name__}: {error}"[:300]))
+    except Exception as error:  # noqa: BLE001 - it is the row
+        rows.append(Row(variant.name, variant.kind, way, error=f"{type(error).__name__}: {error}"[:300]))
     return rows
 
 
@@ -133,9 +126,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these variants alone; nothing is written")
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="as a pipeline over N devices")
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+    quiet()
     rows: list[Row] = []
     print("| family | trained on | by | off | ratio | s |\n|---|---|---|---|---|---|")
     for variant in variants():
@@ -146,8 +137,8 @@ def main() -> None:
     good = sum(not row.error and row.off < 1e-5 and row.ratio < 1.001 for row in rows)
     print(f"\n{len(rows)} rows: {good} equal to 1e-5 and with a swap ratio of 1.0 at most")
     if not given.only:
-        results = RESULTS if given.devices == 1 else RESULTS.with_stem(f"families-{given.devices}-devices")
-        results.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        several = f"-{given.devices}-devices" if given.devices > 1 else ""
+        write_results(f"families{several}", {"rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """(b) Which engine? One comparison of `harmony-ds bench` per call, within ten minutes; `--resume` goes on with it.
 
     python benchmarks/gpu/head_to_head.py --model llama-6b --cap-gib 24 --tokens 32768 --micro-batch 1 --no-clip
-    python benchmarks/gpu/head_to_head.py --list        the whole grid, a command per line
 
 All engines get the same cap by `set_per_process_memory_fraction`, but plain PyTorch, which runs uncapped: what no
 offload reaches on the same card. Without a GPU a small model runs on the CPU device.
@@ -10,23 +9,16 @@ offload reaches on the same card. Without a GPU a small model runs on the CPU de
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 
-from suite import MODELS, add_point_options, point, results_folder
+from suite import add_point_options, point, results_folder
 
 from harmony_ds.cli.app import run
-
-CAPS, TOKENS, MICRO_BATCHES = (8, 16, 24), (8192, 32768, 131072), (1, 4, 8)
 
 
 def main() -> None:
     args = _arguments()
-    if args.list:
-        for command in _grid():
-            print(command)
-        return
     chosen = point(args)
     name = f"{args.model}-{args.cap_gib:g}gib-{args.tokens}tok-mb{args.micro_batch}-{'clip' if args.clip else 'noclip'}"
     name += "-ablations" if args.ablate else ""
@@ -49,19 +41,6 @@ def main() -> None:
     sys.exit(run([str(part) for part in command]))
 
 
-def _grid() -> list[str]:
-    """One command per point. The first answers the question the project exists for."""
-    points = [("llama-6b", 24, 32768, 1, False)]
-    points += [
-        point for point in itertools.product(MODELS, CAPS, TOKENS, MICRO_BATCHES, (False, True)) if point not in points
-    ]
-    return [
-        f"python benchmarks/gpu/head_to_head.py --model {model} --cap-gib {cap} --tokens {tokens} --micro-batch {rows} "
-        f"{'--clip' if clip else '--no-clip'}"
-        for model, cap, tokens, rows, clip in points
-    ]
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_point_options(parser)
@@ -75,7 +54,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=420, help="begin no turn later")
     parser.add_argument("--sweep", action=argparse.BooleanOptionalAction, help="the others' best micro-batch too")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--list", action="store_true")
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
 """Kills a save before each of its moments, one after another: none may lose the checkpoint that was there.
 
-    python benchmarks/kill/sweep.py
+    python -m benchmarks.kill.sweep
 
 Saves a small state over a tag that exists, and under a new one, once for every write, fsync, rename and unlink that such
 a save is made of (a new process each time). After each kill the tag is the old checkpoint or the new one, whole, `latest`
@@ -9,14 +9,16 @@ names one that is there, and the next save removes what was left.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
-from run import Moments
 
+from benchmarks.kill.forked import Forked, Moments, Tell
+from benchmarks.kill.run import check_tidy, warm_up
 from harmony_ds.checkpoint import Progress, Snapshot, folders, read_any, write
 from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Source
 
@@ -34,65 +36,38 @@ def number_in(folder: Path) -> int:
     """Return the number of the state that is there; raise if it is not whole."""
     found = read_any(folder)
     number = found.progress.global_steps
-    for i, source in enumerate(found.parameters.values()):
-        assert (source.read() == number + i).all()
+    assert all((source.read() == number + i).all() for i, source in enumerate(found.parameters.values()))
     return number
 
 
-def save(folder: Path, tag: str, fatal: int | None) -> int | None:
-    """Save state 2 in a process that ends before moment `fatal`; return its moments, if it was not killed."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            moments = Moments(folder, fatal)
-            moments.watch()
-            write(state(2), folder, tag)
-            os.write(write_end, str(moments.count).encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(write_end)
-    with os.fdopen(read_end) as pipe:
-        count = pipe.read()
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0, status
-    return int(count) if count else None
-
-
-def sweep(scratch: Path, tag: str) -> int:
-    """Kill a save under `tag` before each moment; return how many there are."""
-    good = scratch / "good"
-    write(state(1), good, "first")
-    fatal = 0
-    while True:
-        fatal += 1
-        folder = scratch / "run"
-        shutil.copytree(good, folder)
-        lived = save(folder, tag, fatal)
-        newest = (folder / folders.LATEST).read_text()
-        assert number_in(folder / newest) in (1, 2)
-        assert number_in(folder / "first") in (1, 2)
-        if tag != "first":
-            assert number_in(folder / "first") == 1
-            assert not (folder / tag).exists() or number_in(folder / tag) == 2
-        if lived is not None:
-            assert (newest, number_in(folder / tag)) == (tag, 2)
-        write(state(3), folder, "later")
-        assert not list(folder.glob(".*")), list(folder.glob(".*"))
-        assert all(len(list(one.glob("data-*"))) == 1 for one in folder.iterdir() if one.is_dir())
-        shutil.rmtree(folder)
-        if lived is not None:
-            shutil.rmtree(good)
-            return fatal - 1
+def save(folder: Path, tag: str, fatal: int, tell: Tell) -> None:
+    """Save state 2 in a process that ends before the moment `fatal`."""
+    moments = Moments(folder, fatal)
+    write(state(2), folder, tag)
+    tell({"moments": moments.count})
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    warm_up()
     with tempfile.TemporaryDirectory() as scratch:
         for tag, what in (("first", "over a tag that exists"), ("second", "under a new tag")):
-            print(f"{sweep(Path(scratch), tag)} kills of a save {what}: nothing was lost.")
+            folder, killed = Path(scratch) / tag, True
+            for fatal in count(1):
+                write(state(1), folder, "first")
+                ended = Forked(partial(save, folder, tag, fatal)).end()
+                killed = ended.killed
+                assert killed or ended.code == 0, ended
+                newest = (folder / folders.LATEST).read_text()
+                assert number_in(folder / newest) in (1, 2)
+                assert number_in(folder / "first") in ((1, 2) if tag == "first" else (1,))
+                assert not (folder / tag).exists() or number_in(folder / tag) in ((1, 2) if tag == "first" else (2,))
+                assert killed or (newest, number_in(folder / tag)) == (tag, 2)
+                write(state(3), folder, "later")
+                check_tidy(folder)
+                shutil.rmtree(folder)
+                if not killed:
+                    break
+            print(f"{fatal - 1} kills of a save {what}: nothing was lost.")
 
 
 if __name__ == "__main__":

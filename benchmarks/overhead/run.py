@@ -35,37 +35,26 @@ PACK = 4
 PLANS = {"recomputed": {"pack_layers": PACK, "residency": "off"}, "fused": {}}
 
 
-class Side:
-    """One process: of a checkout, or (no checkout) of plain PyTorch."""
+def started(checkout: Path | None, options: argparse.Namespace) -> subprocess.Popen[str]:
+    """Return the process of a checkout, or (no checkout) of plain PyTorch: it takes a step for each line that it reads."""
+    names = ("plan", "layers", "accumulation", "width", "tokens")
+    words = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
+    return subprocess.Popen(
+        [sys.executable, __file__, "--child", "engine" if checkout else "plain", *words],
+        env={**os.environ, "PYTHONPATH": str((checkout or Path()).resolve()), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
 
-    def __init__(self, checkout: Path | None, options: argparse.Namespace) -> None:
-        self.name = PLAIN if checkout is None else str(checkout)
-        names = ("plan", "layers", "accumulation", "width", "tokens")
-        words = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
-        path = Path() if checkout is None else checkout.resolve()
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--child", "plain" if checkout is None else "engine", *words],
-            env={**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
-    def ask(self, request: str) -> dict[str, float]:
-        """Run one step, and return what it took."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{request}\n")
-        self._process.stdin.flush()
-        while not (line := self._process.stdout.readline()).startswith("{"):
-            if not line:
-                raise SystemExit(f"{self.name}: the process ended.")
-        answer: dict[str, float] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+def ask(process: subprocess.Popen[str], request: str) -> dict[str, float]:
+    """Run one step, and return what it took."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{request}\n")
+    answer: dict[str, float] = json.loads(next(line for line in process.stdout if line.startswith("{")))
+    return answer
 
 
 def model_of(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -168,18 +157,17 @@ def child(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """Return by side the answers of all rounds, the counted one last."""
-    sides = [Side(checkout, options) for checkout in (None, *options.checkouts)]
-    for side in sides:
-        for _ in range(options.warm_up):
-            side.ask("step")
-    answers: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
-    for number in range(options.rounds):
-        first = number % len(sides)
-        for side in (*sides[first:], *sides[:first]):
-            answers[side.name].append(side.ask("step"))
-    for side in sides:
-        answers[side.name].append(side.ask("count"))
-        side.close()
+    sides = {PLAIN: started(None, options)} | {str(path): started(path, options) for path in options.checkouts}
+    answers: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for number in range(-options.warm_up, options.rounds):
+        turns = [*sides]
+        first = number % len(turns)
+        for name in turns[first:] + turns[:first]:
+            answer = ask(sides[name], "step")
+            answers[name] += [answer] if number >= 0 else []
+    for name, process in sides.items():
+        answers[name].append(ask(process, "count"))
+        process.communicate()
     return answers
 
 

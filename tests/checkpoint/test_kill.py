@@ -1,4 +1,4 @@
-"""Runs that are killed, on disks that fill up. `benchmarks/kill/run.py --kills 200` does more of the former."""
+"""Runs that are killed, on disks that fill up. `python -m benchmarks.kill.run --kills 200` does more of the former."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ["zero_to_fp32.py", "zero_to_torch.py"]
 
 
-def run(script: str, folder: Path, *options: str) -> str:
-    """Return the output of a script of `benchmarks`, run in memory: a kill takes no page that was written to a disk."""
+def run(module: str, folder: Path, *options: str) -> str:
+    """Return the output of a module of `benchmarks`, run in memory: a kill takes no page that was written to a disk."""
     memory = Path("/dev/shm")
     scratch = memory if os.access(memory, os.W_OK) else folder
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
+    command = [sys.executable, "-m", f"benchmarks.{module}", *options]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
     return ended.stdout
 
 
 def test_runs_that_are_killed_at_any_moment_go_on_bit_for_bit(tmp_path: Path) -> None:
-    said = run("kill/run.py", tmp_path, "--kills", "6", "--seed", "5")
+    said = run("kill.run", tmp_path, "--kills", "6", "--seed", "5")
     assert said.startswith("6 kills, ")
     assert "0 of them during a save" not in said
 
 
 def test_a_save_that_is_killed_before_any_of_its_moments_loses_nothing(tmp_path: Path) -> None:
-    counts = [int(line.split()[0]) for line in run("kill/sweep.py", tmp_path).splitlines()]
+    counts = [int(line.split()[0]) for line in run("kill.sweep", tmp_path).splitlines()]
     assert len(counts) == 2 and min(counts) > 20
 
 
 def test_saving_takes_less_memory_than_two_layers(tmp_path: Path) -> None:
     """With two of four layers' state on the device."""
-    options = ["--layers", "4", "--width", "384", "--residency", "2", "--child", str(tmp_path)]
-    said = run("save_peak/run.py", tmp_path, *options)
+    said = run("save_peak.run", tmp_path, "--layers", "4", "--width", "384", "--residency", "2")
     assert len(re.findall(r"host memory grew by [0-9.]+ MiB", said)) == 3
 
 

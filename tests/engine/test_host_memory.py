@@ -19,7 +19,6 @@ from harmony_ds.offload.host_memory import HostRoom
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
 from tests.oracle import assert_same
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "init_peak" / "run.py"
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -27,7 +26,7 @@ BF16 = {"bf16": {"enabled": True}}
 def test_initialize_takes_at_most_two_layers_more_than_the_final_state(tmp_path: Path) -> None:
     sizes = ["--layers", "8", "--width", "512", "--vocabulary", "256"]  # layers of 12 MiB
     cases = ["host:fp32", "from_pretrained:fp32", "meta:fp32"]
-    command = [sys.executable, str(BENCHMARK), *sizes, "--folder", str(tmp_path), "--cases", *cases]
+    command = [sys.executable, "-m", "benchmarks.init_peak.run", *sizes, "--folder", str(tmp_path), "--cases", *cases]
     # Large blocks go back to the system when they are freed: none of an earlier case's serves a later one, uncounted.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

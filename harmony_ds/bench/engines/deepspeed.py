@@ -1,6 +1,6 @@
 """DeepSpeed, in a process for each device. An engine here is a row: a zero_optimization block, and its bytes.
 
-The formulas are checked by counting DeepSpeed's copies: `python benchmarks/zero3_traffic/run.py`.
+The formulas are checked by counting DeepSpeed's copies: `python -m benchmarks.zero3_traffic.run`.
 """
 
 from __future__ import annotations
