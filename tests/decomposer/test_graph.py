@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec, merge_calls, positions_of, slab_bytes
+from harmony_ds.decomposer.graph import merge_calls, positions_of, slab_bytes
 
 CALLS = st.lists(st.integers(0, 6), max_size=12).map(tuple)
 
@@ -85,13 +85,3 @@ def test_positions_of_calls_that_are_no_subsequence_are_an_error(calls: tuple[in
 )
 def test_slab_bytes_by_hand(numel: int, itemsize: int, nbytes: int) -> None:
     assert slab_bytes(numel, itemsize) == nbytes
-
-
-def test_a_graph_finds_layers_by_position_and_parameters_by_name() -> None:
-    specs = (ParameterSpec("a", (2,), True), ParameterSpec("b", (3,), False))
-    layers = (LayerSpec(0, "first", ("a",)), LayerSpec(1, "second", ("b",)))
-    graph = LayerGraph(layers, specs, (1, 0, 1), ())
-
-    assert [graph.layer_at(position).name for position in range(3)] == ["second", "first", "second"]
-    assert graph.parameter("b") is specs[1]
-    assert [ParameterSpec("p", shape, True).numel for shape in ((), (2, 3, 4), (2, 0))] == [1, 24, 0]

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tests.exactness.case import ALL, ONE, PAIRS, Found, case
-from tests.exactness.models import WIDTH, Block, Net, batches, by_both_ways, sgd, weights
+from tests.exactness.models import WIDTH, Block, Net, Sigmoids, by_both_loops, of_logits, sgd, trained
 from tests.exactness.sides import Side
 
 
@@ -24,27 +23,6 @@ class Clamped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clamp(-1e-3, 1e-3)
-
-
-def trained(side: Side, model: nn.Module) -> Found:
-    engine = side.initialize(model, sgd(model))
-    losses = by_both_ways(engine, batches(4 * side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-class Scaled(Net):
-    """Scales the stream between the blocks by one parameter, whose gradient has a hook."""
-
-    def __init__(self) -> None:
-        super().__init__(Block)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.scale.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-
-    def body(self, x: Tensor) -> Tensor:
-        x = self.front(x)
-        for block in self.blocks:
-            x = block(x * self.scale)
-        return x
 
 
 class Chain(Net):
@@ -60,7 +38,7 @@ class Chain(Net):
 @case(*PAIRS)
 def gradient_of_a_chain_clamped_by_a_function(side: Side) -> Found:
     """An autograd function between blocks clamps a gradient that comes by one way alone."""
-    return trained(side, Chain())
+    return by_both_loops(side, Chain())
 
 
 class Functional(nn.Module):
@@ -79,7 +57,7 @@ class Functional(nn.Module):
 @case(*ONE)
 def no_module_is_called(side: Side) -> Found:
     """All weights are in an nn.ParameterList, and forward multiplies with them itself."""
-    return trained(side, Functional())
+    return by_both_loops(side, Functional())
 
 
 class Neighbours(Block):
@@ -103,7 +81,7 @@ class Graph(Net):
 @case(*PAIRS)
 def sparse_matrix_given_to_all_layers(side: Side) -> Found:
     """A graph network multiplies with one sparse adjacency matrix in each block."""
-    return trained(side, Graph(Neighbours))
+    return by_both_loops(side, Graph(Neighbours))
 
 
 class GraphWithBuffer(Net):
@@ -120,7 +98,7 @@ class GraphWithBuffer(Net):
 @case(*ONE)
 def sparse_buffer(side: Side) -> Found:
     """A graph network keeps its adjacency matrix in a sparse buffer."""
-    return trained(side, GraphWithBuffer())
+    return by_both_loops(side, GraphWithBuffer())
 
 
 class Ragged(Net):
@@ -131,13 +109,12 @@ class Ragged(Net):
 @case(*ONE)
 def nested_tensor_given(side: Side) -> Found:
     """Micro-batches are nested tensors."""
-    given = [
-        (torch.nested.nested_tensor([row.repeat(n + 1, 1) for n, row in enumerate(x)]), y)
-        for x, y in batches(4 * side.accumulation)
-    ]
-    engine = side.initialize(model := Ragged(Block), sgd(model))
-    by_both_ways(engine, given)
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        nested = torch.nested.nested_tensor([row.repeat(n + 1, 1) for n, row in enumerate(x)])
+        return of_logits(engine, nested, labels)
+
+    return trained(side, Ragged(), sgd, loss)
 
 
 class Indexed(nn.Module):
@@ -157,14 +134,12 @@ class Indexed(nn.Module):
 @case(*PAIRS, micro_batch=1)
 def rows_that_other_inputs_name(side: Side) -> Found:
     """Rows are taken one at a time through layers, of inputs that hold each other's indices."""
-    model = Indexed()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        rows = len(x)
-        source = torch.arange(2 * rows) % rows
-        engine.backward(engine(x, labels=y, source=source, target=source.flip(0)))
-        engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        source = torch.arange(2 * len(x)) % len(x)
+        return engine(x, labels, source=source, target=source.flip(0))
+
+    return trained(side, Indexed(), sgd, loss)
 
 
 # ---- contexts around layers, in which lanes are suspended
@@ -188,32 +163,19 @@ class Around(Net):
 @case(*PAIRS)
 def block_without_gradients(side: Side) -> Found:
     """`with torch.no_grad():` around a block and the code after it."""
-    return trained(side, Around(torch.no_grad))
+    return by_both_loops(side, Around(torch.no_grad))
 
 
 @case(*PAIRS)
 def block_in_autocast(side: Side) -> Found:
     """`with torch.autocast("cpu", torch.bfloat16):` around a block and a product after it."""
-    return trained(side, Around(lambda: torch.autocast("cpu", torch.bfloat16)))
-
-
-@case(*PAIRS)
-def block_under_a_default_device(side: Side) -> Found:
-    """`with torch.device("cpu"):` around a block and the code after it."""
-    return trained(side, Around(lambda: torch.device("cpu")))
-
-
-class Sigmoids(TorchFunctionMode):
-    """Another nonlinearity in the place of tanh."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (torch.sigmoid if func is torch.tanh else func)(*args, **(kwargs or {}))
+    return by_both_loops(side, Around(lambda: torch.autocast("cpu", torch.bfloat16)))
 
 
 @case(*ALL)
 def block_under_a_function_mode(side: Side) -> Found:
     """`with` a TorchFunctionMode that exchanges functions around a block and the code after it."""
-    return trained(side, Around(Sigmoids))
+    return by_both_loops(side, Around(Sigmoids))
 
 
 class ReadsSwitches(Block):
@@ -238,7 +200,7 @@ def block_under_switches(side: Side) -> Found:
     """`torch.use_deterministic_algorithms(True)` around a block that reads it; as before after it."""
     model = Around(deterministic)
     model.blocks[1] = ReadsSwitches()
-    return {**trained(side, model), "after": torch.are_deterministic_algorithms_enabled()}
+    return {**by_both_loops(side, model), "after": torch.are_deterministic_algorithms_enabled()}
 
 
 @case(*PAIRS)
@@ -254,7 +216,7 @@ def backbone_in_inference_mode(side: Side) -> Found:
     model = Backbone()
     model.front.requires_grad_(False)
     model.blocks[0].requires_grad_(False)
-    return trained(side, model)
+    return by_both_loops(side, model)
 
 
 class Mapped(Net):
@@ -265,7 +227,7 @@ class Mapped(Net):
 @case(*ONE)
 def block_in_vmap(side: Side) -> Found:
     """`torch.vmap(block)(x)` in forward."""
-    return trained(side, Mapped())
+    return by_both_loops(side, Mapped())
 
 
 class Falling(Net):
@@ -292,4 +254,4 @@ def another_block_where_one_raises(side: Side) -> Found:
     """`try: x = a(x)`, `except ValueError: x = b(x)` in forward; a block raises for half of the data."""
     model = Falling(Block, depth=4)
     model.blocks[1] = Refusing()
-    return trained(side, model)
+    return by_both_loops(side, model)

@@ -5,36 +5,46 @@ from __future__ import annotations
 import gc
 import io
 import threading
-import time
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.exactness.case import ALL, ONE, PAIRS, Found, Tolerance, case
-from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
+from tests.exactness.models import (
+    CLASSES,
+    WIDTH,
+    Block,
+    Net,
+    adamw,
+    batches,
+    by_both_loops,
+    changed_between_steps,
+    of_logits,
+    seen_after_steps,
+    sgd,
+    slow,
+    train,
+    trained,
+    weights,
+)
 from tests.exactness.sides import Setting, Side, Stay
 
 # ---- plans
 
 
-class Slow(torch.optim.SGD):
-    """Updates that take a while, as those of large models do."""
-
-    def step(self, closure: object = None) -> None:
-        time.sleep(0.01)
-        super().step()
+def wide() -> Net:
+    model = Net(lambda: Block(24), depth=8)
+    model.front, model.head = nn.Linear(WIDTH, 24), nn.Linear(24, CLASSES)
+    return model
 
 
 @case(Setting(1, 1.0), pack_layers=None, device_memory_gib=26_000 / 2**30)
 def larger_groups_later(side: Side) -> Found:
     """Groups of one micro-batch, then of eight: a new plan with other packs, while slow updates are under way."""
-    model = Net(lambda: Block(24), depth=8)
-    model.front, model.head = nn.Linear(WIDTH, 24), nn.Linear(24, CLASSES)
-    engine = side.initialize(model, Slow(model.parameters(), lr=0.1))
+    model = wide()
+    engine = side.initialize(model, slow(model))
     for size in (1, 8, 2, 9):
         for i, (x, y) in enumerate(batches(size, seed=size)):
             engine.set_gradient_accumulation_boundary(i == size - 1)
@@ -46,93 +56,77 @@ def larger_groups_later(side: Side) -> Found:
 @case(Setting(2, 1.0), Setting(2, 0.0), pack_layers=None, device_memory_gib=60_000 / 2**30)
 def larger_micro_batches_later(side: Side) -> Found:
     """Micro-batches of 2 rows, then of 40: measured anew, with other packs, while slow updates are under way."""
-    model = Net(lambda: Block(24), depth=8)
-    model.front, model.head = nn.Linear(WIDTH, 24), nn.Linear(24, CLASSES)
-    engine = side.initialize(model, Slow(model.parameters(), lr=0.1))
-    for rows in (2, 40, 3, 60):
-        for x, y in batches(2, rows=rows, seed=rows):
-            engine.backward(engine(x, labels=y))
-            engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        rows = (2, 40, 3, 60)[engine.micro_steps // 2]
+        return engine(x[:rows], labels[:rows])
+
+    return trained(side, wide(), slow, loss, steps=4, rows=60)
 
 
 @case(pack_layers=None)
 def packs_by_the_search(side: Side) -> Found:
     """Dropout and clipping with packs as the search finds them, by both loops."""
-    model = Net(lambda: Block(dropout=0.2), depth=6)
-    engine = side.initialize(model, adamw(model))
-    for step in range(2):
-        train(engine, batches(side.accumulation, seed=step))
-        engine.train_batch(iter([{"x": x, "labels": y} for x, y in batches(side.accumulation, seed=step + 5)]))
-    return weights(model)
+    return by_both_loops(side, Net(lambda: Block(dropout=0.2), depth=6), adamw)
 
 
 @case(stash="host")
 def stash_on_the_host(side: Side) -> Found:
     """Stashed inputs wait on the host, losses looked at for every second micro-batch."""
-    model = Net(lambda: Block(dropout=0.2), depth=4)
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        loss = engine(x, labels=y)
-        if i % 2:
-            str(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
 
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        loss = engine(x, labels)
+        if engine.micro_steps % 2:
+            loss.item()
+        return loss
 
-@case(Setting(2, 0.0))
-def gptj(side: Side) -> Found:
-    """A tiny GPT-J of transformers, trained with SGD; its own loss."""
-    from transformers import GPTJConfig, GPTJForCausalLM
-
-    config = GPTJConfig(vocab_size=32, n_embd=16, n_layer=3, n_head=2, rotary_dim=4, n_positions=16)
-    model = GPTJForCausalLM(config)
-    engine = side.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for i in range(4):
-        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(i))
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
-    return weights(model)
+    return trained(side, Net(lambda: Block(dropout=0.2), depth=4), adamw, loss, steps=3)
 
 
 @case(Setting(2, 0.0), Setting(2, 1.0, Stay.RESIDENT))
 def pretrained_model_saved_within_a_group(side: Side) -> Found:
-    """`model.save_pretrained(folder)` of a tiny Llama after the first micro-batch of a group; it writes into its config."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """`model.save_pretrained(folder)` of a tiny Llama within a group; it writes into its config."""
 
-    shape = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape))
-    engine = side.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for i in range(4):
-        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(i))
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
-        if i == 2:
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        if engine.micro_steps == 3:
             with TemporaryDirectory() as folder:
-                model.save_pretrained(folder)
-    return weights(model)
+                engine.module.save_pretrained(folder)
+        return of_tokens(engine, x, labels)
+
+    return trained(side, llama(), sgd, loss)
 
 
 @case(Setting(2, 0.0), Setting(2, 1.0, Stay.RESIDENT))
 def prefix_tuning(side: Side) -> Found:
     """PEFT's prefix tuning of a tiny Llama: every layer is handed a cache that holds a trained prefix."""
     from peft import PrefixTuningConfig, TaskType, get_peft_model
+
+    model = get_peft_model(llama(), PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return trained(side, model, lambda _: optimizer, of_tokens)
+
+
+def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape))
-    model = get_peft_model(model, PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine = side.initialize(model, torch.optim.SGD(trained, lr=0.1))
-    for i in range(4):
-        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(i))
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
-    return weights(model)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=CLASSES, **shape))
+
+
+def of_tokens(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a causal language model, over tokens made of a micro-batch's labels."""
+    ids = (labels[:, None] + torch.arange(8)) % CLASSES
+    return engine(input_ids=ids, labels=ids).loss
 
 
 # ---- engines that end, and others that begin
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x, y in batches(3):
+        model(x, labels=y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @case(*PAIRS)
@@ -149,26 +143,12 @@ def engine_deleted_and_made_again(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def engine_destroyed_and_made_again(side: Side) -> Found:
-    """engine.destroy(), and the model is initialized again with the same optimizer."""
-    model = Net()
-    optimizer = adamw(model)
-    for step in range(2):
-        engine = side.initialize(model, optimizer if step == 0 else adamw(model))
-        train(engine, batches(2 * side.accumulation, seed=step))
-        engine.destroy()
-    return weights(model)
-
-
-@case(*PAIRS)
 def second_engine_on_one_model(side: Side) -> Found:
     """The model is initialized again while its first engine is alive; the second one trains on."""
     model = Net()
     first = side.initialize(model, adamw(model))
     train(first, batches(side.accumulation))
-    second = side.initialize(model, adamw(model))
-    train(second, batches(side.accumulation, seed=2))
-    return weights(model)
+    return trained(side, model)
 
 
 @case(*PAIRS)
@@ -178,11 +158,7 @@ def plain_training_after_destroy(side: Side) -> Found:
     engine = side.initialize(model, adamw(model))
     train(engine, batches(2 * side.accumulation))
     engine.destroy()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for x, y in batches(3):
-        model(x, labels=y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_plainly(model, adamw(model))
     return weights(model)
 
 
@@ -191,13 +167,8 @@ def training_before_initialize(side: Side) -> Found:
     """The model and the optimizer take some plain steps before initialize, and keep the optimizer's state."""
     model = Net()
     optimizer = adamw(model)
-    for x, y in batches(3):
-        model(x, labels=y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine = side.initialize(model, optimizer)
-    train(engine, batches(2 * side.accumulation))
-    return weights(model)
+    train_plainly(model, optimizer)
+    return trained(side, model, lambda _: optimizer)
 
 
 @case(*ONE)
@@ -205,9 +176,7 @@ def gradients_left_before_initialize(side: Side) -> Found:
     """A plain backward before initialize leaves gradients, which count in the first step."""
     model = Net()
     model(*batches(1)[0]).backward()
-    engine = side.initialize(model, sgd(model))
-    train(engine, batches(2))
-    return weights(model)
+    return trained(side, model, sgd)
 
 
 @case(*PAIRS)
@@ -222,20 +191,6 @@ def engine_called_after_destroy(side: Side) -> Found:
 
 
 # ---- saved
-
-
-@case(*PAIRS)
-def module_saved(side: Side) -> Found:
-    """torch.save(engine.module, file) between two steps, and torch.load."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    file = io.BytesIO()
-    torch.save(engine.module, file)
-    train(engine, batches(side.accumulation, seed=2))
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    return {**weights(model), **weights(loaded, "loaded "), "out": loaded(batches(1)[0][0])}
 
 
 @case(*ALL)
@@ -265,13 +220,11 @@ def state_dicts_saved(side: Side) -> Found:
 @case(*ALL, tolerance=Tolerance(1e-6, "norms are summed layer by layer"))
 def norm_of_gradients_asked(side: Side) -> Found:
     """engine.get_global_grad_norm() after each step."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    norms = []
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        norms.append(engine.get_global_grad_norm() if side.clipping else 0.0)
-    return {**weights(model), "norms": torch.tensor(norms)}
+
+    def look(engine: Any) -> Tensor:
+        return torch.tensor(engine.get_global_grad_norm() if side.clipping else 0.0)
+
+    return seen_after_steps(side, Net(), look, sgd)
 
 
 @case(*PAIRS)
@@ -307,11 +260,7 @@ def momenta_read(side: Side) -> Found:
 def model_moved(side: Side) -> Found:
     """`model.float()`, `model.cpu()` and `model.to("cpu", torch.float32)` between two steps."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    model.float().cpu().to("cpu", torch.float32)
-    train(engine, batches(2 * side.accumulation, seed=2))
-    return weights(model)
+    return changed_between_steps(side, model, lambda: model.float().cpu().to("cpu", torch.float32), steps=2)
 
 
 @case(*PAIRS)
@@ -332,66 +281,32 @@ def loop_in_a_thread(side: Side) -> Found:
 def anomaly_detection(side: Side) -> Found:
     """The loop runs under torch.autograd.set_detect_anomaly(True)."""
     with torch.autograd.set_detect_anomaly(True):
-        model = Net()
-        train(side.initialize(model, adamw(model)), batches(2 * side.accumulation))
-    return weights(model)
+        return trained(side, Net())
 
 
 @case(*PAIRS)
 def saved_tensors_on_cpu(side: Side) -> Found:
     """Forwards run under torch.autograd.graph.save_on_cpu()."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation):
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu():
-            loss = engine(x, labels=y)
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
+            return engine(x, labels)
+
+    return trained(side, Net(), adamw, loss)
 
 
 @case(*PAIRS)
 def saved_tensors_changed(side: Side) -> Found:
     """Forwards run under saved_tensors_hooks that round what is saved for backward to bf16."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation):
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: t.bfloat16() if t.dtype == torch.float32 else t,
             lambda t: t.float() if t.dtype == torch.bfloat16 else t,
         ):
-            loss = F.cross_entropy(engine(x), y)
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
+            return of_logits(engine, x, labels)
 
-
-class Rounding(Net):
-    def body(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
-            return super().body(x)
-
-
-@case(*PAIRS)
-def saved_tensors_changed_by_the_model(side: Side) -> Found:
-    """The same context within the model's forward, around its blocks."""
-    model = Rounding()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def flops_counted(side: Side) -> Found:
-    """The second step runs under FlopCounterMode; only the weights are compared."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    with FlopCounterMode(display=False):
-        train(engine, batches(side.accumulation, seed=2))
-    return weights(model)
+    return trained(side, Net(), adamw, loss)
 
 
 @case(*PAIRS)
@@ -427,48 +342,12 @@ def default_dtype(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def default_device(side: Side) -> Found:
-    """The loop runs under `with torch.device("cpu"):`."""
-    model = Net()
-    with torch.device("cpu"):
-        train(side.initialize(model, adamw(model)), batches(2 * side.accumulation))
-    return weights(model)
-
-
-@case(*PAIRS)
 def global_forward_hook(side: Side) -> Found:
     """torch.nn.modules.module.register_module_forward_hook halves the outputs of every Linear."""
-    model = Net()
     handle = nn.modules.module.register_module_forward_hook(
         lambda module, args, output: output * 0.5 if isinstance(module, nn.Linear) else None
     )
     try:
-        train(side.initialize(model, sgd(model)), batches(2 * side.accumulation))
+        return trained(side, Net(), sgd)
     finally:
         handle.remove()
-    return weights(model)
-
-
-@case(*PAIRS)
-def module_with_an_engine_inside(side: Side) -> Found:
-    """The engine is an attribute of a module of the user's own, whose forward adds a trained head."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(CLASSES, 3)
-            self.__dict__["engine"] = engine
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.engine(x))
-
-    whole = Whole()
-    optimizer = sgd(whole)
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(F.cross_entropy(whole(x), y % 3))
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step()
-    return {**weights(model), **weights(whole, "whole ")}

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.exactness.case import ALL, ONE, REGROUPED, Found, case
-from tests.exactness.models import WIDTH, Net, adamw, batches, sgd, train, weights
+from tests.exactness.models import (
+    WIDTH,
+    Net,
+    adamw,
+    batches,
+    of_logits,
+    own_loss,
+    seen_after_steps,
+    sgd,
+    train,
+    trained,
+    weights,
+)
 from tests.exactness.sides import Side
 
 # ---- hooks
@@ -20,9 +34,7 @@ def parameter_hook(side: Side) -> Found:
     mask = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])[:, None]
     model.head.weight.register_hook(lambda g: g * mask)
     model.blocks[1].linear.weight.register_hook(lambda g: g * 2)
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(3 * side.accumulation))
-    return weights(model)
+    return trained(side, model, steps=3)
 
 
 @case()
@@ -50,9 +62,7 @@ def post_accumulate_hook(side: Side) -> Found:
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(clip)
-    engine = side.initialize(model, sgd(model))
-    train(engine, batches(3 * side.accumulation))
-    return weights(model)
+    return trained(side, model, sgd, steps=3)
 
 
 @case()
@@ -64,9 +74,7 @@ def full_backward_hook(side: Side) -> Found:
         return tuple(g * 2 for g in inputs)
 
     model.blocks[1].register_full_backward_hook(double)
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(2 * side.accumulation))
-    return weights(model)
+    return trained(side, model)
 
 
 @case()
@@ -90,26 +98,21 @@ def gradient_of_logits(side: Side) -> Found:
 @case(*ALL, tolerance=REGROUPED)
 def penalty_outside(side: Side) -> Found:
     """`loss + 0.1 * sum(p.pow(2).sum() for p in engine.module.parameters())`, computed in the loop."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(3 * side.accumulation):
-        loss = F.cross_entropy(engine(x), y)
-        loss = loss + 0.1 * sum(p.pow(2).sum() for p in engine.module.parameters())
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return of_logits(engine, x, labels) + 0.1 * sum(p.pow(2).sum() for p in engine.module.parameters())
+
+    return trained(side, Net(), sgd, loss, steps=3)
 
 
 @case(tolerance=REGROUPED)
 def penalty_on_a_pending_loss(side: Side) -> Found:
     """The same penalty on a loss that the model itself computed."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        loss = engine(x, labels=y) + 0.1 * sum(p.abs().sum() for p in model.parameters())
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return engine(x, labels=labels) + 0.1 * sum(p.abs().sum() for p in engine.module.parameters())
+
+    return trained(side, Net(), sgd, loss)
 
 
 @case(tolerance=REGROUPED)
@@ -121,12 +124,7 @@ def penalty_inside(side: Side) -> Found:
             out = super().forward(x, labels)
             return out if labels is None else out + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
 
-    model = Penalized()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
+    return trained(side, Penalized(), sgd, own_loss)
 
 
 @case(tolerance=REGROUPED)
@@ -143,20 +141,6 @@ def backward_of_a_penalty_alone(side: Side) -> Found:
 
 
 # ---- p.grad between backward and step
-
-
-@case(*ALL)
-def gradients_read(side: Side) -> Found:
-    """Norms of `p.grad` are logged at each boundary."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    seen = []
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(F.cross_entropy(engine(x), y))
-        if engine.is_gradient_accumulation_boundary():
-            seen.append(torch.stack([p.grad.norm() for p in model.parameters()]))
-        engine.step()
-    return {**weights(model), "seen": torch.stack(seen)}
 
 
 @case()
@@ -176,26 +160,11 @@ def gradients_read_within_a_group(side: Side) -> Found:
 def gradients_gone_after_step(side: Side) -> Found:
     """`p.grad` is looked at after step: None, or zero."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    seen = []
-    for step in range(2):
-        train(engine, batches(side.accumulation, seed=step))
-        seen.append(sum(0.0 if p.grad is None else float(p.grad.abs().sum()) for p in model.parameters()))
-    return {**weights(model), "seen": torch.tensor(seen)}
 
+    def look(_: Any) -> Tensor:
+        return torch.tensor([0.0 if p.grad is None else float(p.grad.abs().sum()) for p in model.parameters()])
 
-@case(*ALL)
-def gradients_scaled(side: Side) -> Found:
-    """`p.grad.mul_(0.5)` for the parameters of the head at each boundary."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(F.cross_entropy(engine(x), y))
-        if engine.is_gradient_accumulation_boundary():
-            for p in model.head.parameters():
-                p.grad.mul_(0.5)
-        engine.step()
-    return weights(model)
+    return seen_after_steps(side, model, look, steps=2)
 
 
 @case(*ALL)
@@ -287,22 +256,6 @@ def plain_loop_around_the_engine(side: Side) -> Found:
         optimizer.zero_grad()
         losses.append(loss.detach())
     return {**weights(model), "losses": torch.stack(losses)}
-
-
-@case(*ONE)
-def plain_loop_with_the_models_loss(side: Side) -> Found:
-    """The same, with a loss that the model computed, and zero_grad() first."""
-    model = Net()
-    optimizer = adamw(model)
-    engine = side.initialize(model, optimizer)
-    losses = []
-    for x, y in batches(6):
-        optimizer.zero_grad()
-        loss = engine(x, labels=y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {**weights(model), "losses": torch.tensor(losses)}
 
 
 @case(*ONE)
@@ -413,17 +366,6 @@ def loss_backward_through_a_head_outside(side: Side) -> Found:
     return {**weights(model), "of the head": torch.stack(seen)}
 
 
-@case(*ALL)
-def module_called_instead_of_the_engine(side: Side) -> Found:
-    """`engine.module(x)` is called for the loss, then engine.backward and engine.step()."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(F.cross_entropy(engine.module(x), y))
-        engine.step()
-    return weights(model)
-
-
 @case(tolerance=REGROUPED)
 def module_backward_beside_the_engine(side: Side) -> Found:
     """A second loss by `model(x)` and backward() beside each micro-batch of the engine."""
@@ -439,12 +381,7 @@ def module_backward_beside_the_engine(side: Side) -> Found:
 @case()
 def method_called_instead_of_forward(side: Side) -> Found:
     """`engine.module.body(x)`, a method of the model, gives the features that the loss is of."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, _ in batches(2 * side.accumulation):
-        engine.backward(engine.module.body(x).pow(2).mean())
-        engine.step()
-    return weights(model)
+    return trained(side, Net(), sgd, lambda engine, x, _: engine.module.body(x).pow(2).mean())
 
 
 # ---- zero_grad
@@ -482,28 +419,25 @@ def zero_grad_of_one_module(side: Side) -> Found:
 @case(*ALL)
 def zero_grad_before_every_group(side: Side) -> Found:
     """optimizer.zero_grad() at the start of each group, out of habit."""
-    model = Net()
-    optimizer = adamw(model)
-    engine = side.initialize(model, optimizer)
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        if i % side.accumulation == 0:
-            optimizer.zero_grad()
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        if engine.micro_steps % side.accumulation == 0:
+            engine.optimizer.zero_grad()
+        return engine(x, labels)
+
+    return trained(side, Net(), adamw, loss, steps=3)
 
 
 @case(*ONE)
 def zero_grad_between_forward_and_backward(side: Side) -> Found:
     """engine.zero_grad() between the forward and the backward, the order of PyTorch's tutorials."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(4):
-        loss = engine(x, labels=y)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        loss = engine(x, labels=labels)
         engine.zero_grad()
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
+        return loss
+
+    return trained(side, Net(), adamw, loss, steps=4)
 
 
 # ---- graphs
@@ -576,37 +510,9 @@ def gradient_of_an_input(side: Side) -> Found:
     return {**weights(model), "seen": torch.stack(seen)}
 
 
-@case()
-def gradient_of_an_input_after_the_step(side: Side) -> Found:
-    """`x.grad` of inputs is read after the step; the losses are the model's."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    inputs = batches(2 * side.accumulation)
-    for x, y in inputs:
-        x.requires_grad_(True)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return {**weights(model), "seen": torch.stack([x.grad for x, _ in inputs])}
-
-
 @case(*ALL)
 def trained_module_before(side: Side) -> Found:
-    """A module before the engine, trained by an optimizer of its own."""
-    model, front = Net(), nn.Linear(WIDTH, WIDTH)
-    engine = side.initialize(model, adamw(model))
-    optimizer = sgd(front)
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(F.cross_entropy(engine(front(x)), y))
-        if engine.is_gradient_accumulation_boundary():
-            optimizer.step()
-            optimizer.zero_grad()
-        engine.step()
-    return {**weights(model), **weights(front, "before ")}
-
-
-@case(*ALL)
-def trained_module_before_the_models_loss(side: Side) -> Found:
-    """The same, with the loss computed by the model; the front's optimizer is stepped after the engine."""
+    """A module before the engine, trained by an optimizer of its own, which is stepped after the engine."""
     model, front = Net(), nn.Linear(WIDTH, WIDTH)
     engine = side.initialize(model, adamw(model))
     optimizer = sgd(front)
@@ -617,32 +523,6 @@ def trained_module_before_the_models_loss(side: Side) -> Found:
             optimizer.step()
             optimizer.zero_grad()
     return {**weights(model), **weights(front, "before ")}
-
-
-@case(*ALL)
-def trained_module_after(side: Side) -> Found:
-    """A head after the engine, trained by an optimizer of its own."""
-    model, head = Net(), nn.Linear(5, 3)
-    engine = side.initialize(model, adamw(model))
-    optimizer = sgd(head)
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(F.cross_entropy(head(engine(x)), y % 3))
-        if engine.is_gradient_accumulation_boundary():
-            optimizer.step()
-            optimizer.zero_grad()
-        engine.step()
-    return {**weights(model), **weights(head, "after ")}
-
-
-@case()
-def nan_loss(side: Side) -> Found:
-    """One input is NaN: weights become NaN, as in plain PyTorch."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    micro_batches = batches(2 * side.accumulation)
-    micro_batches[1][0][0, 0] = float("nan")
-    losses = train(engine, micro_batches)
-    return {**weights(model), "losses": losses}
 
 
 @case()

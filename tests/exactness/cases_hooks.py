@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.exactness.case import ALL, ONE, PAIRS, REGROUPED, Found, case
-from tests.exactness.models import WIDTH, Net, adamw, batches, sgd, train, weights
+from tests.exactness.models import (
+    Net,
+    Sigmoids,
+    adamw,
+    batches,
+    own_loss,
+    sgd,
+    trained,
+    weights,
+)
 from tests.exactness.sides import Side
-
-
-class Scored(Net):
-    """Returns its loss, so that a call of the engine could be put off."""
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-        return F.cross_entropy(super().forward(x), labels)
-
 
 # ---- optimizers
 
@@ -35,7 +35,7 @@ def body_and_head(model: Net) -> tuple[torch.optim.Optimizer, torch.optim.Optimi
 @case(*ALL, tolerance=REGROUPED)
 def second_optimizer_less_often(side: Side) -> Found:
     """A plain loop with two optimizers, the engine's over the body; that of the head is stepped at every second step."""
-    model = Scored()
+    model = Net()
     optimizer, other = body_and_head(model)
     engine = side.initialize(model, optimizer, clipping=0.0)
     for i, (x, y) in enumerate(batches(4 * side.accumulation)):
@@ -50,65 +50,34 @@ def second_optimizer_less_often(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def second_optimizer_on_the_same(side: Side) -> Found:
-    """Two optimizers over the same parameters are stepped one after the other."""
-    model = Scored()
-    optimizer, other = sgd(model), torch.optim.SGD(model.parameters(), lr=0.05)
-    engine = side.initialize(model, optimizer, clipping=0.0)
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        engine(x, y).backward()
-        if (i + 1) % side.accumulation == 0:
-            optimizer.step()
-            other.step()
-            optimizer.zero_grad()
-    return weights(model)
-
-
-@case(*PAIRS)
-def gradients_logged_after_the_step(side: Side) -> Found:
-    """A plain loop logs the norm of all `p.grad` after optimizer.step()."""
-    model = Scored()
-    optimizer = sgd(model)
-    engine = side.initialize(model, optimizer, clipping=0.0)
-    norms = []
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        engine(x, y).backward()
-        optimizer.step()
-        norms.append(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
-    return {**weights(model), "norms": torch.stack(norms)}
-
-
-@case(*PAIRS)
 def gradients_never_zeroed(side: Side) -> Found:
     """A plain loop without zero_grad(): gradients add up from step to step."""
-    model = Scored()
-    optimizer = sgd(model)
-    engine = side.initialize(model, optimizer, clipping=0.0)
-    for x, y in batches(4):
-        engine(x, y).backward()
-        optimizer.step()
-    return weights(model)
+    return stepped_by_hand(side, "step")
 
 
 @case(*ONE)
 def optimizer_stepped_twice(side: Side) -> Found:
     """optimizer.step() twice for each backward, from the same gradients."""
-    model = Scored()
+    return stepped_by_hand(side, "step", "step", "zero_grad")
+
+
+def stepped_by_hand(side: Side, *calls: str) -> Found:
+    """A plain loop around the engine, which calls these methods of the optimizer at each boundary."""
+    model = Net()
     optimizer = sgd(model)
     engine = side.initialize(model, optimizer, clipping=0.0)
-    for x, y in batches(4):
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
         engine(x, y).backward()
-        optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
+        if (i + 1) % side.accumulation == 0:
+            for call in calls:
+                getattr(optimizer, call)()
     return weights(model)
 
 
 @case(*ALL)
 def gradients_zeroed_in_every_way(side: Side) -> Found:
     """A plain loop drops gradients in turn by `p.grad.zero_()`, `p.grad = None`, `zero_grad(set_to_none=False)`, ..."""
-    model = Scored()
+    model = Net()
     optimizer = adamw(model)
     engine = side.initialize(model, optimizer, clipping=0.0)
     ways: list[Callable[[], Any]] = [
@@ -131,7 +100,7 @@ def gradients_zeroed_in_every_way(side: Side) -> Found:
 @case(*PAIRS)
 def plain_loop_in_bf16(side: Side) -> Found:
     """A plain loop with bf16 weights: engine.backward(loss), optimizer.step(), optimizer.zero_grad()."""
-    model = Scored()
+    model = Net()
     optimizer = sgd(model)
     engine = side.initialize(model, optimizer, clipping=0.0, bf16={"enabled": True})
     for i, (x, y) in enumerate(batches(3 * side.accumulation)):
@@ -160,27 +129,23 @@ def clamping(optimizer: torch.optim.Optimizer, model: nn.Module, counts: list[in
 @case(*ALL)
 def step_put_on_the_optimizer_before(side: Side) -> Found:
     """`optimizer.step = step` before initialize, where `step` calls the old one and clamps weights."""
-    model, counts = Scored(), []
+    model, counts = Net(), []
     optimizer = sgd(model)
     clamping(optimizer, model, counts)
-    engine = side.initialize(model, optimizer)
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(x, y))
-        engine.step()
-    return {**weights(model), "counts": torch.tensor(len(counts))}
+    return {**trained(side, model, lambda _: optimizer, own_loss, steps=3), "counts": len(counts)}
 
 
 @case(*ALL)
 def step_put_on_the_optimizer_in_bf16(side: Side) -> Found:
     """The same after initialize, with bf16 weights."""
-    model, counts = Scored(), []
+    model, counts = Net(), []
     optimizer = sgd(model)
     engine = side.initialize(model, optimizer, bf16={"enabled": True})
     clamping(optimizer, model, counts)
     for x, y in batches(3 * side.accumulation):
         engine.backward(engine(x.bfloat16(), y))
         engine.step()
-    return {**weights(model), "counts": torch.tensor(len(counts))}
+    return {**weights(model), "counts": len(counts)}
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -210,7 +175,7 @@ class Lookahead(torch.optim.Optimizer):
 @case(*ONE)
 def optimizer_around_another(side: Side) -> Found:
     """A Lookahead around AdamW, a torch.optim.Optimizer that does not call `super().__init__`; a plain loop."""
-    model = Scored()
+    model = Net()
     base = adamw(model)
     inner = Lookahead(base)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # which the plain side asks for
@@ -224,15 +189,7 @@ def optimizer_around_another(side: Side) -> Found:
     return weights(model)
 
 
-# ---- hooks on gradients
-
-
 # ---- around the model
-
-
-class Sigmoid(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return torch.sigmoid(*args) if func is torch.tanh else func(*args, **(kwargs or {}))
 
 
 class SigmoidBelow(TorchDispatchMode):
@@ -243,27 +200,21 @@ class SigmoidBelow(TorchDispatchMode):
 @case(*PAIRS)
 def function_mode_around_the_call(side: Side) -> Found:
     """`with` a TorchFunctionMode that exchanges a function, around the call."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(side.accumulation):
-        with Sigmoid():
-            loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
+    return called_within(side, Sigmoids)
 
 
 @case(*PAIRS)
 def dispatch_mode_around_the_call(side: Side) -> Found:
     """The same with a TorchDispatchMode."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(side.accumulation):
-        with SigmoidBelow():
-            loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
+    return called_within(side, SigmoidBelow)
+
+
+def called_within(side: Side, mode: Callable[[], AbstractContextManager[Any]]) -> Found:
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        with mode():
+            return engine(x, labels)
+
+    return trained(side, Net(), sgd, loss, steps=1)
 
 
 # ---- compiled
@@ -272,45 +223,6 @@ def dispatch_mode_around_the_call(side: Side) -> Found:
 @case(*PAIRS)
 def scripted_block(side: Side) -> Found:
     """torch.jit.script of a linear layer inside a block."""
-    model = Scored()
-    model.blocks[1].linear = torch.jit.script(model.blocks[1].linear)
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(side.accumulation):
-        engine.backward(engine(x, y))
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def traced_block(side: Side) -> Found:
-    """torch.jit.trace of a block."""
-    model = Scored()
-    model.blocks[1] = torch.jit.trace(model.blocks[1], torch.randn(2, WIDTH))
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(side.accumulation):
-        engine.backward(engine(x, y))
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def blocks_compiled_in_place(side: Side) -> Found:
-    """`block.compile(backend="eager")` for every block, before initialize."""
     model = Net()
-    for block in model.blocks:
-        block.compile(backend="eager")
-    engine = side.initialize(model, sgd(model))
-    return {"losses": train(engine, batches(2 * side.accumulation)), **weights(model)}
-
-
-@case(*PAIRS)
-def model_compiled_in_place(side: Side) -> Found:
-    """`model.compile(backend="eager")` after initialize, between two steps."""
-    model = Scored()
-    engine = side.initialize(model, sgd(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        if i == side.accumulation:
-            model.compile(backend="eager")
-        engine.backward(engine(x, y))
-        engine.step()
-    return weights(model)
+    model.blocks[1].linear = torch.jit.script(model.blocks[1].linear)
+    return trained(side, model, sgd, own_loss, steps=1)

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.exactness.case import ALL, ONE, PAIRS, Found, Tolerance, case
-from tests.exactness.models import WIDTH, Block, Net, adamw, batches, sgd, weights
+from tests.exactness.case import ALL, PAIRS, Found, Tolerance, case
+from tests.exactness.models import WIDTH, Block, Net, adamw, batches, sgd, trained, weights
 from tests.exactness.sides import Side
 
 
@@ -47,72 +46,29 @@ def reused_numpy_buffer(side: Side) -> Found:
 @case()
 def train_and_eval_within_a_group(side: Side) -> Found:
     """Every second micro-batch of a group runs in eval mode, without dropout."""
-    model = Net(lambda: Block(dropout=0.3))
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        engine.train(i % 2 == 0)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
 
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        engine.train(engine.micro_steps % 2 == 0)
+        return engine(x, labels)
 
-class Scaled(Net):
-    k = 1
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return super().forward(x * self.k, labels)
-
-
-@case()
-def attribute_changed_within_a_group(side: Side) -> Found:
-    """`model.k = 1 + i` before each micro-batch, read in forward."""
-    model = Scaled()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        model.k = 1 + i
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
+    return trained(side, Net(lambda: Block(dropout=0.3)), adamw, loss, steps=3)
 
 
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
 
 
-@case(*ALL)
-def batch_norm(side: Side) -> Found:
-    """BatchNorm in the blocks, losses looked at after the step."""
-    model = Net(normed)
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(3 * side.accumulation, rows=4):
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
 @case()
 def batch_norm_and_a_look(side: Side) -> Found:
     """BatchNorm in the blocks, and the third loss of a group is printed before its backward."""
-    model = Net(normed)
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(3 * side.accumulation, rows=4)):
-        loss = engine(x, labels=y)
-        if i % 4 == 2:
-            str(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
 
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        loss = engine(x, labels)
+        if engine.micro_steps % 4 == 2:
+            print(loss)
+        return loss
 
-@case(*ALL)
-def dropout(side: Side) -> Found:
-    """Dropout, and the loss is computed by the loop from the logits."""
-    model = Net(lambda: Block(dropout=0.3))
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(F.cross_entropy(engine(x), y))
-        engine.step()
-    return weights(model)
+    return trained(side, Net(normed), adamw, loss, steps=3, rows=4)
 
 
 class OfBatch(Net):
@@ -148,76 +104,27 @@ def dropout_rate_changed_between_steps(side: Side) -> Found:
     return weights(model)
 
 
-class Tempered(Net):
+class Shifted(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.temperature = torch.ones(())  # neither parameter nor buffer
         self.register_buffer("shift", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return super().forward(x / self.temperature + self.shift, labels)
-
-
-@case()
-def tensor_attribute_filled_within_a_group(side: Side) -> Found:
-    """`model.temperature.fill_(i)`, a plain tensor attribute, before each micro-batch."""
-    model = Tempered()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        model.temperature.fill_(1.0 + i)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case()
-def buffer_filled_within_a_group(side: Side) -> Found:
-    """`model.shift.fill_(i)`, a registered buffer, before each micro-batch."""
-    model = Tempered()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        model.shift.fill_(0.1 * i)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
+        return super().forward(x + self.shift, labels)
 
 
 @case(*ALL)
 def buffer_filled_between_steps(side: Side) -> Found:
     """`model.shift.fill_(i)` and `model.shift.data.fill_(i)`, a registered buffer, before each step in turn."""
-    model = Tempered()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        if i % side.accumulation == 0:
-            (model.shift if i % 2 else model.shift.data).fill_(0.1 * i)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
+    model = Shifted()
 
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        step, within = divmod(engine.micro_steps, side.accumulation)
+        if within == 0:
+            (model.shift if step % 2 else model.shift.data).fill_(0.1 * step)
+        return engine(x, labels)
 
-@case()
-def buffer_replaced_within_a_group(side: Side) -> Found:
-    """`model.shift = torch.full(...)`, a registered buffer, before each micro-batch."""
-    model = Tempered()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        model.shift = torch.full((WIDTH,), 0.1 * i)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case()
-def buffer_filled_between_logits_and_backward(side: Side) -> Found:
-    """A registered buffer is filled for the next micro-batch before this one's backward; the loss is the loop's."""
-    model = Tempered()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        loss = F.cross_entropy(engine(x), y)
-        model.shift.fill_(0.1 * i)
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
+    return trained(side, model, adamw, loss, steps=3)
 
 
 @case()
@@ -240,14 +147,13 @@ def evaluation_within_a_group(side: Side) -> Found:
 @case()
 def no_grad_forward_in_training_mode(side: Side) -> Found:
     """A no_grad forward in training mode between micro-batches updates BatchNorm's statistics too."""
-    model = Net(normed)
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation, rows=4):
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
             engine(-x)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
+        return engine(x, labels)
+
+    return trained(side, Net(normed), adamw, loss, rows=4)
 
 
 class Masked(Net):
@@ -258,27 +164,25 @@ class Masked(Net):
 @case()
 def different_keywords_per_call(side: Side) -> Found:
     """Every second call has a mask, every third a scale."""
-    model = Masked()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        more: dict[str, Any] = {"mask": (x > 0).float()} if i % 2 else {}
-        if i % 3 == 0:
-            more["scale"] = 0.5 + i
-        engine.backward(engine(x, labels=y, **more))
-        engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        more: dict[str, Any] = {"mask": (x > 0).float()} if engine.micro_steps % 2 else {}
+        if engine.micro_steps % 3 == 0:
+            more["scale"] = 0.5 + engine.micro_steps
+        return engine(x, labels=labels, **more)
+
+    return trained(side, Masked(), adamw, loss, steps=3)
 
 
 @case()
 def different_lengths(side: Side) -> Found:
     """Micro-batches of 2, 5, 1 and 7 rows in one group, the largest last."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for i in range(3 * side.accumulation):
-        ((x, y),) = batches(1, rows=(2, 5, 1, 7)[i % 4] + i // 8, seed=i)
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        rows = (2, 5, 1, 7)[engine.micro_steps % 4] + engine.micro_steps // 8
+        return engine(x[:rows], labels[:rows])
+
+    return trained(side, Net(), adamw, loss, steps=3, rows=8)
 
 
 @case()
@@ -300,12 +204,9 @@ def inputs_of_other_kinds(side: Side) -> Found:
         def forward(self, row: Tensor, columns: Tensor, wide: Tensor, labels: Tensor) -> Tensor:
             return super().forward(row + columns.T + wide.float(), labels)
 
-    model = Mixed()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(engine(x[:1].expand(2, -1), x.T.contiguous(), x.double(), y))
-        engine.step()
-    return weights(model)
+    return trained(
+        side, Mixed(), sgd, lambda engine, x, y: engine(x[:1].expand(2, -1), x.T.contiguous(), x.double(), y)
+    )
 
 
 @case()
@@ -317,30 +218,7 @@ def one_input_in_two_places(side: Side) -> Found:
             x[:, 0] = 1.0
             return super().forward(x + context, labels)
 
-    model = Twice()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(engine(x, x, y))
-        engine.step()
-    return weights(model)
-
-
-@case(*ONE)
-def forward_writes_into_its_input(side: Side) -> Found:
-    """Forward normalizes its input in place; the loop gives it a new tensor each time."""
-
-    class InPlace(Net):
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            x.div_(2.0)
-            return super().forward(x, labels)
-
-    model = InPlace()
-    engine = side.initialize(model, adamw(model))
-    ((x, y),) = batches(1)
-    for _ in range(3):
-        engine.backward(engine(x.clone(), y))
-        engine.step()
-    return weights(model)
+    return trained(side, Twice(), adamw, lambda engine, x, y: engine(x, x, y))
 
 
 class Summing(Net):
@@ -351,9 +229,8 @@ class Summing(Net):
 @case(*PAIRS)
 def iterator_given(side: Side) -> Found:
     """`engine(x, y, (part for part in parts))`: an argument that can be gone through once."""
-    model = Summing()
-    engine = side.initialize(model, sgd(model))
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        engine.backward(engine(x, y, (torch.full((WIDTH,), 0.1 * k * i) for k in (1, 2))))
-        engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return engine(x, labels, (torch.full((WIDTH,), 0.1 * k * engine.micro_steps) for k in (1, 2)))
+
+    return trained(side, Summing(), sgd, loss, steps=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.exactness.case import ALL, ONE, PAIRS, REGROUPED, Found, Tolerance, case
-from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
+from tests.exactness.models import (
+    CLASSES,
+    WIDTH,
+    Block,
+    Net,
+    adamw,
+    batches,
+    evaluated,
+    of_logits,
+    own_loss,
+    seen_after_steps,
+    sgd,
+    train,
+    trained,
+    weights,
+)
 from tests.exactness.sides import Setting, Side, Stay
 
 # ---- ways to hand micro-batches over
@@ -21,9 +35,13 @@ from tests.exactness.sides import Setting, Side, Stay
 @case(*ALL)
 def train_batch_of_dicts(side: Side) -> Found:
     """engine.train_batch(iterator of dicts), the loss among the outputs."""
+    return by_train_batch(side, 3 * side.accumulation)
+
+
+def by_train_batch(side: Side, micro_batches: int) -> Found:
     model = Net(lambda: Block(dropout=0.2))
     engine = side.initialize(model, adamw(model))
-    loader = iter([{"x": x, "labels": y} for x, y in batches(3 * side.accumulation)])
+    loader = iter([{"x": x, "labels": y} for x, y in batches(micro_batches)])
     losses = [engine.train_batch(loader) for _ in range(3)]
     return {**weights(model), "losses": torch.stack(losses)}
 
@@ -41,11 +59,7 @@ def train_batch_with_a_loss_function(side: Side) -> Found:
 @case()
 def ragged_last_group(side: Side) -> Found:
     """The data end in the middle of a group: train_batch takes the step over what there is."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    loader = iter([{"x": x, "labels": y} for x, y in batches(2 * side.accumulation + 1)])
-    losses = [engine.train_batch(loader) for _ in range(3)]
-    return {**weights(model), "losses": torch.stack(losses)}
+    return by_train_batch(side, 2 * side.accumulation + 1)
 
 
 @case()
@@ -67,7 +81,7 @@ def train_batch_and_loop_in_turn(side: Side) -> Found:
     for step in range(4):
         micro_batches = batches(side.accumulation, seed=step)
         if step % 2:
-            engine.train_batch(iter([{"x": x, "labels": y} for x, y in micro_batches]))
+            engine.train_batch(iter(micro_batches))
         else:
             train(engine, micro_batches)
     return weights(model)
@@ -88,15 +102,13 @@ def boundaries_by_hand(side: Side) -> Found:
 @case(*ALL)
 def losses_looked_at_early(side: Side) -> Found:
     """`loss.item()` right after the call, for every micro-batch."""
-    model = Net(lambda: Block(dropout=0.2))
-    engine = side.initialize(model, adamw(model))
-    seen = []
-    for x, y in batches(3 * side.accumulation):
-        loss = engine(x, labels=y)
-        seen.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return {**weights(model), "seen": torch.tensor(seen)}
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        loss = engine(x, labels)
+        loss.item()
+        return loss
+
+    return trained(side, Net(lambda: Block(dropout=0.2)), adamw, loss, steps=3)
 
 
 @case()
@@ -116,36 +128,18 @@ def losses_summed_in_place(side: Side) -> Found:
 @case()
 def loss_weighted(side: Side) -> Found:
     """Losses are weighted by a tensor, a number and the count of labels."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        loss = engine(x, labels=y) * torch.tensor(0.5) + 1.0
-        engine.backward(loss * (i + 1) / y.numel())
-        engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        loss = engine(x, labels) * torch.tensor(0.5) + 1.0
+        return loss * (engine.micro_steps + 1) / labels.numel()
+
+    return trained(side, Net(), adamw, loss)
 
 
 @case(tolerance=REGROUPED)
 def losses_summed_before_one_backward(side: Side) -> Found:
     """Two losses of the model are summed before one backward."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(engine(x, labels=y) + 0.5 * engine(-x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case(tolerance=REGROUPED)
-def all_losses_summed_before_one_backward(side: Side) -> Found:
-    """Four losses of the model are averaged before one backward and step, with no accumulation of the engine's."""
-    model = Net()
-    engine = side.initialize(model, sgd(model), accumulation=1)
-    for step in range(2):
-        losses = [engine(x, labels=y) for x, y in batches(4, seed=step)]
-        engine.backward(torch.stack(losses).mean())
-        engine.step()
-    return weights(model)
+    return trained(side, Net(), sgd, lambda engine, x, y: engine(x, labels=y) + 0.5 * engine(-x, labels=y))
 
 
 @case(tolerance=REGROUPED)
@@ -192,14 +186,13 @@ def steps_without_scaling(side: Side) -> Found:
 @case(*PAIRS, tolerance=REGROUPED)
 def contrastive(side: Side) -> Found:
     """Two views of a batch through the model, and a loss over the similarity of their features."""
-    model = Net(lambda: Block(dropout=0.2))
-    engine = side.initialize(model, sgd(model))
-    for x, _ in batches(2 * side.accumulation, rows=4):
+
+    def loss(engine: Any, x: Tensor, _: Tensor) -> Tensor:
         first, second = engine(x), engine(x + 0.1)
         similarity = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T
-        engine.backward(F.cross_entropy(similarity * 5, torch.arange(4)))
-        engine.step()
-    return weights(model)
+        return F.cross_entropy(similarity * 5, torch.arange(4))
+
+    return trained(side, Net(lambda: Block(dropout=0.2)), sgd, loss, rows=4)
 
 
 @case(*PAIRS, tolerance=REGROUPED)
@@ -210,96 +203,52 @@ def siamese_inside(side: Side) -> Found:
         def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
             return (self.head(self.body(x)) - self.head(self.body(-x))).pow(2).mean()
 
-    model = Siamese()
-    engine = side.initialize(model, sgd(model))
-    for x, _ in batches(2 * side.accumulation):
-        engine.backward(engine(x))
-        engine.step()
-    return weights(model)
+    return trained(side, Siamese(), sgd, lambda engine, x, _: engine(x))
 
 
 @case(*PAIRS, tolerance=REGROUPED)
 def stop_gradient_branch(side: Side) -> Found:
     """SimSiam: one of two forwards is detached."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, _ in batches(2 * side.accumulation):
+
+    def loss(engine: Any, x: Tensor, _: Tensor) -> Tensor:
         target = engine(x).detach()
-        engine.backward(-F.cosine_similarity(engine(x + 0.1), target).mean())
-        engine.step()
-    return weights(model)
+        return -F.cosine_similarity(engine(x + 0.1), target).mean()
+
+    return trained(side, Net(), sgd, loss)
 
 
 @case(*PAIRS)
 def target_without_gradients(side: Side) -> Found:
     """The target is a forward of the engine under torch.no_grad(), right before the one that is trained."""
-    model = Net(lambda: Block(dropout=0.2))
-    engine = side.initialize(model, sgd(model))
-    engine.eval()
-    for x, _ in batches(2 * side.accumulation):
-        with torch.no_grad():
-            target = engine(x + 0.1)
-        engine.backward(F.mse_loss(engine(x), target + 0.1))
-        engine.step()
-    return weights(model)
+    return towards_a_target(side, torch.no_grad)
 
 
 @case(*PAIRS)
 def inference_mode(side: Side) -> Found:
-    """The same under torch.inference_mode(), the target cloned."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, _ in batches(2 * side.accumulation):
-        with torch.inference_mode():
+    """The same under torch.inference_mode()."""
+    return towards_a_target(side, torch.inference_mode)
+
+
+def towards_a_target(side: Side, mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> Found:
+    def loss(engine: Any, x: Tensor, _: Tensor) -> Tensor:
+        with mode():
             target = engine(x + 0.1)
-        engine.backward(F.mse_loss(engine(x), target.clone() + 0.1))
-        engine.step()
-    return weights(model)
+        return F.mse_loss(engine(x), target.clone() + 0.1)
+
+    return trained(side, Net(), sgd, loss)
 
 
 @case(*PAIRS, tolerance=Tolerance(3e-6, "sums are regrouped, and a small bias's cancel"))
 def output_fed_back_in_with_its_graph(side: Side) -> Found:
     """The output of a first forward is part of the input of the second, with gradients through both."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2 * side.accumulation):
-        guess = engine(x)
-        engine.backward(F.cross_entropy(engine(x + F.pad(guess, (0, WIDTH - CLASSES))), y))
-        engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return of_logits(engine, x + F.pad(engine(x), (0, WIDTH - CLASSES)), labels)
+
+    return trained(side, Net(), sgd, loss)
 
 
 # ---- several models
-
-
-@case(*PAIRS)
-def teacher_on_an_engine(side: Side) -> Found:
-    """Distillation from a teacher that has an engine of its own, without an optimizer."""
-    model, teacher = Net(), Net()
-    engine, teaching = side.initialize(model, adamw(model)), side.initialize(teacher, None)
-    teaching.eval()
-    for x, _ in batches(2 * side.accumulation):
-        with torch.no_grad():
-            target = teaching(x).softmax(-1)
-        engine.backward(F.kl_div(engine(x).log_softmax(-1), target, reduction="batchmean"))
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def teacher_is_an_average(side: Side) -> Found:
-    """A mean teacher: a plain copy of the model that follows it by an exponential average after each step."""
-    model = Net()
-    teacher = copy.deepcopy(model).requires_grad_(False)
-    engine = side.initialize(model, adamw(model))
-    for i, (x, _) in enumerate(batches(3 * side.accumulation)):
-        engine.backward(F.mse_loss(engine(x), teacher(x) + 0.1))
-        engine.step()
-        if (i + 1) % side.accumulation == 0:
-            with torch.no_grad():
-                for p, q in zip(teacher.parameters(), model.parameters(), strict=True):
-                    p.lerp_(q, 0.1)
-    return {**weights(model), **weights(teacher, "teacher ")}
 
 
 class Generator(Net):
@@ -310,23 +259,9 @@ class Generator(Net):
         self.head = nn.Linear(WIDTH, WIDTH)
 
 
-@case(*ONE, tolerance=REGROUPED)
-def adversarial_networks(side: Side) -> Found:
-    """A GAN of two engines: the generator's loss goes through the discriminator."""
-    generator, discriminator = Generator(), Net()
-    g, d = side.initialize(generator, sgd(generator)), side.initialize(discriminator, sgd(discriminator))
-    for x, _ in batches(2 * side.accumulation):
-        d.backward(F.softplus(-d(x)).mean() + F.softplus(d(g(-x).detach())).mean())
-        d.step()
-        g.backward(F.softplus(-d(g(-x))).mean())
-        g.step()
-        d.zero_grad()
-    return {**weights(generator, "g "), **weights(discriminator, "d ")}
-
-
 @case(*ALL, tolerance=REGROUPED)
 def adversarial_networks_with_a_frozen_one(side: Side) -> Found:
-    """The same, the discriminator frozen by requires_grad_(False) while the generator is trained."""
+    """A GAN of two engines, the discriminator frozen by requires_grad_(False) while the generator is trained."""
     generator, discriminator = Generator(), Net()
     g, d = side.initialize(generator, sgd(generator)), side.initialize(discriminator, sgd(discriminator))
     for x, _ in batches(2 * side.accumulation):
@@ -357,15 +292,14 @@ def engine_after_an_engine(side: Side) -> Found:
 @case(*PAIRS)
 def policy_and_reference(side: Side) -> Found:
     """A frozen reference (an engine without an optimizer) is called with gradients on, before the policy."""
-    policy, reference = Net(), Net().requires_grad_(False)
-    p, r = side.initialize(policy, sgd(policy)), side.initialize(reference, None)
-    for x, y in batches(2 * side.accumulation):
-        old = r(x).log_softmax(-1)
-        new = p(x).log_softmax(-1)
-        ratio = (new - old.detach()).gather(1, y[:, None])
-        p.backward(-F.logsigmoid(ratio).mean())
-        p.step()
-    return weights(policy)
+    reference = side.initialize(Net().requires_grad_(False), None)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        old = reference(x).log_softmax(-1)
+        ratio = (engine(x).log_softmax(-1) - old.detach()).gather(1, labels[:, None])
+        return -F.logsigmoid(ratio).mean()
+
+    return trained(side, Net(), sgd, loss)
 
 
 @case(*PAIRS)
@@ -384,60 +318,14 @@ def actor_and_critic(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def two_engines_with_the_models_losses(side: Side) -> Found:
-    """Two independent engines in one loop, a micro-batch each in turn."""
-    first, second = Net(), Net()
-    a, b = side.initialize(first, adamw(first)), side.initialize(second, adamw(second))
-    for x, y in batches(2 * side.accumulation):
-        one, other = a(x, labels=y), b(-x, labels=y)
-        a.backward(one)
-        b.backward(other)
-        a.step()
-        b.step()
-    return {**weights(first, "a "), **weights(second, "b ")}
-
-
-@case(*PAIRS)
 def engines_that_share_a_module(side: Side) -> Found:
     """Two models with one body in common, an engine and an optimizer each."""
     first, second = Net(), Net()
     second.blocks = first.blocks
     a, b = side.initialize(first, sgd(first)), side.initialize(second, sgd(second))
-    for x, y in batches(2 * side.accumulation):
-        a.backward(a(x, labels=y))
-        a.step()
-    for x, y in batches(2 * side.accumulation):
-        b.backward(b(x, labels=y))
-        b.step()
+    train(a, batches(2 * side.accumulation))
+    train(b, batches(2 * side.accumulation))
     return {**weights(first, "a "), **weights(second, "b ")}
-
-
-@case(*ONE)
-def fast_weights(side: Side) -> Found:
-    """MAML's inner step: torch.func.functional_call(model, moved weights, ...) with create_graph=True."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, y in batches(2):
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        inner = F.cross_entropy(engine(x), y)
-        gradients = torch.autograd.grad(inner, parameters, create_graph=True)
-        moved = {n: p - 0.1 * g for n, p, g in zip(names, parameters, gradients, strict=True)}
-        engine.backward(F.cross_entropy(torch.func.functional_call(model, moved, (-x,)), y))
-        engine.step()
-    return weights(model)
-
-
-@case(*ONE)
-def functional_call(side: Side) -> Found:
-    """torch.func.functional_call(model, changed weights, x) without gradients, between two steps."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    train(engine, batches(1))
-    with torch.no_grad():
-        changed = {n: p * 0.5 for n, p in model.named_parameters()}
-        seen = torch.func.functional_call(model, changed, (batches(1)[0][0],))
-    train(engine, batches(1))
-    return {**weights(model), "seen": seen}
 
 
 # ---- evaluation
@@ -447,67 +335,48 @@ def functional_call(side: Side) -> Found:
 def evaluation_between_steps(side: Side) -> Found:
     """`model.eval()`, a forward under no_grad, `model.train()` after each step; BatchNorm and dropout."""
     model = Net(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)))
-    engine = side.initialize(model, adamw(model))
-    seen = []
-    for step in range(3):
-        train(engine, batches(side.accumulation, rows=4, seed=step))
+
+    def look(engine: Any) -> Tensor:
         model.eval()
-        with torch.no_grad():
-            seen.append(engine(batches(1)[0][0]))
+        seen = evaluated(engine)
         model.train()
-    return {**weights(model), "seen": torch.stack(seen)}
+        return seen
+
+    return seen_after_steps(side, model, look, rows=4)
 
 
 @case(*PAIRS)
 def evaluation_of_the_module(side: Side) -> Found:
     """`model(x)` itself, not the engine, under no_grad after each step."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    seen = []
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        with torch.no_grad():
-            seen.append(model(batches(1)[0][0]))
-    return {**weights(model), "seen": torch.stack(seen)}
+    return seen_after_steps(side, model, lambda _: evaluated(model))
 
 
 @case(*PAIRS)
 def evaluation_with_gradients_on(side: Side) -> Found:
     """An evaluation after each step that forgets torch.no_grad(): `engine(x).argmax(-1)`."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    seen = []
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
+
+    def look(engine: Any) -> Tensor:
         engine.eval()
-        seen.append(engine(batches(1)[0][0]).argmax(-1))
+        seen = engine(batches(1)[0][0]).argmax(-1)
         engine.train()
-    return {**weights(model), "seen": torch.stack(seen)}
+        return seen
+
+    return seen_after_steps(side, Net(), look)
 
 
 @case(*PAIRS)
 def evaluation_by_eval_batch(side: Side) -> Found:
     """engine.eval_batch after each step."""
     model = Net(lambda: Block(dropout=0.2))
-    engine = side.initialize(model, adamw(model))
-    seen = []
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        seen.append(engine.eval_batch(iter([{"x": x, "labels": y} for x, y in batches(side.accumulation, seed=9)])))
-    return {**weights(model), "seen": torch.stack(seen)}
+    return seen_after_steps(side, model, lambda engine: engine.eval_batch(iter(batches(side.accumulation, seed=9))))
 
 
 @case(*PAIRS)
 def one_block_called_by_itself(side: Side) -> Found:
     """`model.blocks[1](x)` under no_grad after each step."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    seen = []
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        with torch.no_grad():
-            seen.append(model.blocks[1](batches(1)[0][0]))
-    return {**weights(model), "seen": torch.stack(seen)}
+    return seen_after_steps(side, model, lambda _: evaluated(model.blocks[1]))
 
 
 @case(*PAIRS)
@@ -526,16 +395,15 @@ def one_block_called_by_itself_within_a_group(side: Side) -> Found:
 
 @case(*PAIRS)
 def input_gradient_in_evaluation(side: Side) -> Found:
-    """A saliency map after each step: the gradient of a logit with respect to the input; p.grad is cleared after it."""
+    """A saliency map after each step: the gradient of a logit with respect to the input."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    seen = []
-    for step in range(2):
-        train(engine, batches(side.accumulation, seed=step))
+
+    def look(_: Any) -> Tensor:
         x = batches(1)[0][0].requires_grad_(True)
         (saliency,) = torch.autograd.grad(model(x)[:, 0].sum(), x)
-        seen.append(saliency)
-    return {**weights(model), "seen": torch.stack(seen)}
+        return saliency
+
+    return seen_after_steps(side, model, look, steps=2)
 
 
 # ---- failures
@@ -559,14 +427,19 @@ def exception_in_a_forward(side: Side) -> Found:
     return weights(model)
 
 
-def train_past_bad_data(side: Side, model: Net, looked: Callable[[Tensor], object] = lambda loss: None) -> None:
+def train_past_bad_data(
+    side: Side,
+    model: Net,
+    looked: Callable[[Tensor], object] = lambda loss: None,
+    loss_of: Callable[..., Tensor] = of_logits,
+) -> None:
     """`looked` is shown each loss."""
     engine = side.initialize(model, adamw(model))
     micro_batches = batches(2 * side.accumulation + 1)
-    micro_batches[2][0].fill_(float("nan"))
+    micro_batches[1][0].fill_(float("nan"))
     for x, y in micro_batches:
         with contextlib.suppress(FloatingPointError):
-            loss = F.cross_entropy(engine(x), y)
+            loss = loss_of(engine, x, y)
             looked(loss)
             engine.backward(loss)
             engine.step()
@@ -584,7 +457,7 @@ class Refusing(Net):
 
 @case()
 def exception_in_forwards_in_order(side: Side) -> Found:
-    """The same of a model with BatchNorm, whose forward passes run in the order of their calls; each loss is printed."""
+    """Bad data of a model with BatchNorm, whose forward passes run in the order of their calls; each loss is printed."""
     model = Refusing()
     train_past_bad_data(side, model, lambda loss: print(loss.item()))
     return {**weights(model), **{name: own.clone() for name, own in model.named_buffers()}}
@@ -620,15 +493,9 @@ def micro_batch_split_where_memory_ran_out(side: Side) -> Found:
 
 @case(*ONE)
 def exception_in_a_whole_group(side: Side) -> Found:
-    """The same with steps of one micro-batch, whose loss is the model's: it may raise as late as in step()."""
+    """Bad data in steps of one micro-batch, whose loss is the model's: it may raise as late as in step()."""
     model = Failing()
-    engine = side.initialize(model, adamw(model))
-    micro_batches = batches(4)
-    micro_batches[2][0].fill_(float("nan"))
-    for x, y in micro_batches:
-        with contextlib.suppress(FloatingPointError):
-            engine.backward(engine(x, labels=y))
-            engine.step()
+    train_past_bad_data(side, model, loss_of=own_loss)
     return weights(model)
 
 

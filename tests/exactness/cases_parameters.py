@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 from tests.exactness.case import ALL, REGROUPED, Found, Tolerance, case
-from tests.exactness.models import CLASSES, WIDTH, Block, Net, adamw, batches, sgd, train, weights
+from tests.exactness.models import (
+    CLASSES,
+    WIDTH,
+    Block,
+    Net,
+    adamw,
+    batches,
+    changed_between_steps,
+    evaluated,
+    seen_after_steps,
+    sgd,
+    slow,
+    train,
+    trained,
+    under,
+    weights,
+)
 from tests.exactness.sides import Setting, Side
 
 # ---- other tensors in the place of the engine's
@@ -23,46 +37,27 @@ from tests.exactness.sides import Setting, Side
 def data_replaced(side: Side) -> Found:
     """`p.data = p.data * 0.5` for every parameter between two steps."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    for p in model.parameters():
-        p.data = p.data * 0.5
-    losses = train(engine, batches(side.accumulation))
-    return {**weights(model), "losses": losses}
+
+    def halve() -> None:
+        for p in model.parameters():
+            p.data = p.data * 0.5
+
+    return changed_between_steps(side, model, halve)
 
 
 @case()
 def half_and_float(side: Side) -> Found:
     """`module.half().float()` on one block, to round its weights, between two steps."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    model.blocks[1].half().float()
-    losses = train(engine, batches(side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
-def weight_is_a_new_parameter(side: Side) -> Found:
-    """`module.weight = nn.Parameter(...)` between two steps, unknown to the optimizer."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    model.blocks[1].linear.weight = nn.Parameter(torch.eye(WIDTH))
-    losses = train(engine, batches(side.accumulation))
-    return {**weights(model), "losses": losses}
+    return changed_between_steps(side, model, lambda: model.blocks[1].half().float())
 
 
 @case()
 def load_state_dict(side: Side) -> Found:
-    """A state dict that was copied at the start is loaded after two steps."""
+    """A state dict that was copied at the start is loaded after a step."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
     start = copy.deepcopy(model.state_dict())
-    train(engine, batches(2 * side.accumulation))
-    model.load_state_dict(start)
-    losses = train(engine, batches(side.accumulation))
-    return {**weights(model), "losses": losses}
+    return changed_between_steps(side, model, lambda: model.load_state_dict(start))
 
 
 @case()
@@ -82,59 +77,37 @@ def state_dict_kept(side: Side) -> Found:
 def module_replaced(side: Side) -> Found:
     """A block is replaced by a new, untrained one between two steps."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    model.blocks[1] = Block()
-    losses = train(engine, batches(side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
-def module_added(side: Side) -> Found:
-    """A block is appended between two steps and handed to the optimizer by add_param_group."""
-    model = Net()
-    optimizer = adamw(model)
-    engine = side.initialize(model, optimizer)
-    train(engine, batches(side.accumulation))
-    model.blocks.append(Block())
-    optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
+    return changed_between_steps(side, model, lambda: model.blocks.__setitem__(1, Block()))
 
 
 @case()
 def module_removed(side: Side) -> Found:
     """The last block is deleted between two steps."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    del model.blocks[-1]
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
+    return changed_between_steps(side, model, lambda: model.blocks.__delitem__(-1), steps=2)
 
 
-@case()
+@case(tolerance=REGROUPED)
 def blocks_swapped(side: Side) -> Found:
     """Two blocks change places between two steps."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    first, second = model.blocks[0], model.blocks[1]
-    model.blocks[0], model.blocks[1] = second, first
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
+
+    def swap() -> None:
+        model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+    return changed_between_steps(side, model, swap, steps=2)
 
 
 @case()
 def forward_patched(side: Side) -> Found:
     """`block.forward` is replaced by another function between two steps."""
     model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
     block = model.blocks[1]
-    block.forward = lambda x: x + block.linear(x)
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
+
+    def forward(x: Tensor) -> Tensor:
+        return x + block.linear(x)
+
+    return changed_between_steps(side, model, lambda: setattr(block, "forward", forward), steps=2)
 
 
 def redirected(engine: Any, model: nn.Module, method: Callable[..., Any], *args: Any) -> Any:
@@ -193,57 +166,25 @@ def backbone_frozen_for_a_step(side: Side) -> Found:
 
 @case()
 def requires_grad_after_the_start(side: Side) -> Found:
-    """The head alone is trained first; after two steps the blocks are unfrozen."""
+    """The head alone is trained first; after a step the blocks are unfrozen."""
     model = Net()
     model.blocks.requires_grad_(False)
-    engine = side.initialize(model, sgd(model))
-    train(engine, batches(2 * side.accumulation))
-    model.blocks.requires_grad_(True)
-    train(engine, batches(2 * side.accumulation))
-    return weights(model)
-
-
-@case()
-def frozen_after_the_start(side: Side) -> Found:
-    """All is trained first; after two steps the front and the first block are frozen."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(2 * side.accumulation))
-    model.front.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)
-    train(engine, batches(2 * side.accumulation))
-    return weights(model)
+    return changed_between_steps(side, model, lambda: model.blocks.requires_grad_(True), sgd(model), steps=2)
 
 
 @case()
 def param_group_added(side: Side) -> Found:
-    """optimizer.add_param_group takes the head in after two steps; it required gradients all the while."""
+    """optimizer.add_param_group takes the head in after a step; it required gradients all the while."""
     model = Net()
     optimizer = torch.optim.SGD([*model.front.parameters(), *model.blocks.parameters()], lr=0.1)
-    engine = side.initialize(model, optimizer)
-    train(engine, batches(2 * side.accumulation))
-    optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 0.01})
-    train(engine, batches(2 * side.accumulation))
-    return weights(model)
+    group = {"params": list(model.head.parameters()), "lr": 0.01}
+    return changed_between_steps(side, model, lambda: optimizer.add_param_group(group), optimizer, steps=2)
 
 
 @case()
 def optimizer_of_some_parameters(side: Side) -> Found:
     """The optimizer was given the head's parameters alone, and nothing is frozen."""
-    model = Net()
-    engine = side.initialize(model, torch.optim.AdamW(model.head.parameters(), lr=1e-2))
-    losses = train(engine, batches(3 * side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
-def frozen_blocks(side: Side) -> Found:
-    """The blocks in the middle are frozen from the start."""
-    model = Net()
-    model.blocks[1].requires_grad_(False)
-    engine = side.initialize(model, adamw(model))
-    losses = train(engine, batches(3 * side.accumulation))
-    return {**weights(model), "losses": losses}
+    return trained(side, Net(), lambda model: adamw(model.head), steps=3)
 
 
 @case()
@@ -253,9 +194,7 @@ def layerwise_learning_rates(side: Side) -> Found:
     groups = [{"params": list(b.parameters()), "lr": 1e-2 * 0.5**i} for i, b in enumerate(model.blocks)]
     groups.append({"params": list(model.front.parameters()), "weight_decay": 0.0})
     groups.append({"params": list(model.head.parameters()), "betas": (0.8, 0.9)})
-    engine = side.initialize(model, torch.optim.AdamW(groups, lr=1e-2))
-    train(engine, batches(3 * side.accumulation))
-    return weights(model)
+    return trained(side, model, lambda _: torch.optim.AdamW(groups, lr=1e-2), steps=3)
 
 
 class Unused(Net):
@@ -272,53 +211,31 @@ class Unused(Net):
 @case()
 def heads_in_turn(side: Side) -> Found:
     """Two tasks in turn, each with a head of its own, a step each."""
-    model = Unused()
-    engine = side.initialize(model, adamw(model))
-    for step in range(4):
-        for x, y in batches(side.accumulation, seed=step):
-            engine.backward(engine(x, labels=y, spare=step % 2 == 1))
-            engine.step()
-    return weights(model)
+    return heads(side, a_head=side.accumulation, steps=4)
 
 
 @case()
 def heads_in_turn_within_a_group(side: Side) -> Found:
     """Two tasks in turn, each with a head of its own, a micro-batch each."""
-    model = Unused()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        engine.backward(engine(x, labels=y, spare=i % 2 == 1))
-        engine.step()
-    return weights(model)
+    return heads(side, a_head=1, steps=2)
+
+
+def heads(side: Side, a_head: int, steps: int) -> Found:
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return engine(x, labels=labels, spare=engine.micro_steps // a_head % 2 == 1)
+
+    return trained(side, Unused(), adamw, loss, steps)
 
 
 # ---- aliases
 
 
-class Slow(torch.optim.SGD):
-    """Updates that take a while, as those of large models do: what is read too early is stale."""
-
-    def step(self, closure: object = None) -> None:
-        time.sleep(0.01)
-        super().step()
-
-
-def slow(model: nn.Module) -> torch.optim.Optimizer:
-    return Slow(model.parameters(), lr=0.1)
-
-
 @case()
 def parameters_listed_once(side: Side) -> Found:
-    """`ps = list(model.parameters())` is taken once and read after each train_batch."""
+    """`ps = list(model.parameters())` is taken once and read after each step."""
     model = Net()
-    engine = side.initialize(model, slow(model))
     ps = list(model.parameters())
-    seen = []
-    for step in range(3):
-        group = batches(side.accumulation, seed=step)
-        engine.train_batch(iter([{"x": x, "labels": y} for x, y in group]))
-        seen.append(torch.stack([p.detach().sum() for p in ps]))
-    return {"seen": torch.stack(seen)}
+    return seen_after_steps(side, model, lambda _: torch.stack([p.detach().sum() for p in ps]), slow)
 
 
 @case()
@@ -384,79 +301,7 @@ def weights_averaged_and_swapped_in(side: Side) -> Found:
     return {**weights(model), **{f"average {n}": t for n, t in average.items()}, "seen": torch.stack(seen)}
 
 
-@case()
-def deep_copy_is_trained(side: Side) -> Found:
-    """`student = copy.deepcopy(model)` after a step, trained in plain PyTorch."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    student = copy.deepcopy(model)
-    optimizer = sgd(student)
-    for x, y in batches(3):
-        student(x, labels=y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {**weights(model), **weights(student, "student ")}
-
-
-@case(tolerance=REGROUPED)
-def weights_tied_from_the_start(side: Side) -> Found:
-    """Two blocks share one weight."""
-    model = Net()
-    model.blocks[2].linear.weight = model.blocks[0].linear.weight
-    engine = side.initialize(model, sgd(model))
-    train(engine, batches(2 * side.accumulation))
-    return weights(model)
-
-
-@case(tolerance=REGROUPED)
-def weights_tied_after_initialize(side: Side) -> Found:
-    """`b.weight = a.weight` between initialize and the first step."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    model.blocks[2].linear.weight = model.blocks[0].linear.weight
-    train(engine, batches(2 * side.accumulation))
-    return weights(model)
-
-
 # ---- kinds of parameters
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=WIDTH)
-
-
-@case()
-def complex_parameters(side: Side) -> Found:
-    """Blocks with complex weights, as Fourier layers have."""
-    model = Net(Complex)
-    engine = side.initialize(model, sgd(model))
-    losses = train(engine, batches(2 * side.accumulation))
-    found = {name: torch.view_as_real(p) if p.is_complex() else p for name, p in model.named_parameters()}
-    return {**found, "losses": losses}
-
-
-class Double(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x.double())).float()
-
-
-@case()
-def float64_parameters(side: Side) -> Found:
-    """Blocks whose weights are float64, between others in float32."""
-    model = Net(Double)
-    engine = side.initialize(model, adamw(model))
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
 
 
 class Quantized(nn.Module):
@@ -472,16 +317,13 @@ class Quantized(nn.Module):
 @case()
 def int8_parameters(side: Side) -> Found:
     """Blocks with frozen int8 weights and trained scales."""
-    model = Net(Quantized)
-    engine = side.initialize(model, adamw(model))
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
+    return trained(side, Net(Quantized))
 
 
 class Embedded(Net):
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.embed = nn.Embedding(10, WIDTH, sparse=sparse)
+        self.embed = nn.Embedding(10, WIDTH, **options)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         return super().forward(self.embed(x), labels)
@@ -490,28 +332,14 @@ class Embedded(Net):
 @case(Setting(4, 0.0))
 def sparse_embedding(side: Side) -> Found:
     """nn.Embedding(sparse=True) with SGD."""
-    model = Embedded(sparse=True)
-    engine = side.initialize(model, sgd(model))
-    losses = train(engine, [(y, y) for _, y in batches(2 * side.accumulation)])
-    return {**weights(model), "losses": losses}
+    return trained(side, Embedded(sparse=True), sgd, lambda engine, _, y: F.cross_entropy(engine(y), y))
 
 
 @case()
 def padded_embedding(side: Side) -> Found:
     """nn.Embedding with padding_idx and max_norm, which rescales rows in forward."""
-
-    class Padded(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(10, WIDTH, padding_idx=0, max_norm=1.0)
-
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-            return super().forward(self.embed(x), labels)
-
-    model = Padded()
-    engine = side.initialize(model, adamw(model))
-    losses = train(engine, [(y, y) for _, y in batches(2 * side.accumulation)])
-    return {**weights(model), "losses": losses}
+    model = Embedded(padding_idx=0, max_norm=1.0)
+    return trained(side, model, adamw, lambda engine, _, y: F.cross_entropy(engine(y), y))
 
 
 @case()
@@ -521,30 +349,7 @@ def lazy_modules(side: Side) -> Found:
     def block() -> nn.Module:
         return nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh())
 
-    model = Net(block)
-    engine = side.initialize(model, sgd(model))
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
-def parameters_in_lists(side: Side) -> Found:
-    """nn.ParameterList, nn.ParameterDict and a 0-dim parameter on the model itself."""
-
-    class Listed(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scales = nn.ParameterList([torch.ones(WIDTH), torch.ones(WIDTH)])
-            self.shifts = nn.ParameterDict({"in": torch.zeros(WIDTH)})
-            self.gain = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-            return super().forward(x * self.scales[0] * self.scales[1] + self.shifts["in"], labels) * self.gain
-
-    model = Listed()
-    engine = side.initialize(model, adamw(model))
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
+    return trained(side, Net(block), sgd)
 
 
 @case()
@@ -573,46 +378,13 @@ def weight_not_contiguous(side: Side) -> Found:
     model = Net()
     for block in model.blocks:
         block.linear.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
-    engine = side.initialize(model, sgd(model))
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
-def weight_norm(side: Side) -> Found:
-    """torch.nn.utils.parametrizations.weight_norm in every block."""
-
-    def block() -> nn.Module:
-        return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
-
-    model = Net(block)
-    engine = side.initialize(model, adamw(model))
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
+    return trained(side, model, sgd)
 
 
 @case()
 def weight_norm_by_hooks(side: Side) -> Found:
     """The older torch.nn.utils.weight_norm, a forward pre-hook, in every block."""
-
-    def block() -> nn.Module:
-        return nn.Sequential(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
-
-    model = Net(block)
-    engine = side.initialize(model, adamw(model))
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses}
-
-
-@case()
-def pruned(side: Side) -> Found:
-    """torch.nn.utils.prune.l1_unstructured on one block between two steps."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    train(engine, batches(side.accumulation))
-    prune.l1_unstructured(model.blocks[1].linear, "weight", amount=0.5)
-    losses = train(engine, batches(side.accumulation))
-    return {**weights(model), "losses": losses}
+    return trained(side, Net(lambda: under(nn.utils.weight_norm)))
 
 
 class LoRA(nn.Module):
@@ -632,19 +404,19 @@ class LoRA(nn.Module):
 def adapters_merged_and_unmerged(side: Side) -> Found:
     """Low-rank adapters are merged into frozen weights (`weight.data += b @ a`) for an evaluation, and taken out again."""
     model = Net(LoRA)
-    engine = side.initialize(model, sgd(model))
-    seen = []
-    for step in range(2):
-        train(engine, batches(side.accumulation, seed=step))
+
+    def merge(sign: int) -> None:
         for block in model.blocks:
-            block.base.weight.data += block.b.data @ block.a.data
-            block.merged = True
-        with torch.no_grad():
-            seen.append(engine(batches(1)[0][0]))
-        for block in model.blocks:
-            block.base.weight.data -= block.b.data @ block.a.data
-            block.merged = False
-    return {**weights(model), "seen": torch.stack(seen)}
+            block.base.weight.data += sign * block.b.data @ block.a.data
+            block.merged = sign > 0
+
+    def evaluate(engine: Any) -> Tensor:
+        merge(1)
+        seen = evaluated(engine)
+        merge(-1)
+        return seen
+
+    return seen_after_steps(side, model, evaluate, sgd, steps=2)
 
 
 # ---- bf16
@@ -728,11 +500,11 @@ def momenta_cleared(side: Side) -> Found:
     """`optimizer.state.clear()` between two steps."""
     model = Net()
     optimizer = adamw(model)
-    engine = side.initialize(model, optimizer)
-    train(engine, batches(2 * side.accumulation))
-    optimizer.state.clear()
-    train(engine, batches(side.accumulation))
-    return weights(model)
+
+    def clear() -> None:
+        optimizer.state.clear()
+
+    return changed_between_steps(side, model, clear, optimizer)
 
 
 @case()
@@ -740,12 +512,12 @@ def momenta_zeroed(side: Side) -> Found:
     """`state["exp_avg"].zero_()` for every parameter between two steps."""
     model = Net()
     optimizer = adamw(model)
-    engine = side.initialize(model, optimizer)
-    train(engine, batches(2 * side.accumulation))
-    for p in model.parameters():
-        optimizer.state[p]["exp_avg"].zero_()
-    train(engine, batches(side.accumulation))
-    return weights(model)
+
+    def zero() -> None:
+        for p in model.parameters():
+            optimizer.state[p]["exp_avg"].zero_()
+
+    return changed_between_steps(side, model, zero, optimizer)
 
 
 @case()
@@ -793,9 +565,7 @@ def optimizer_step_overridden(side: Side) -> Found:
                 for name, p in model.named_parameters():
                     p.lerp_(start[name], 0.1)
 
-    engine = side.initialize(model, TowardsStart(model.parameters(), lr=1e-2))
-    train(engine, batches(2 * side.accumulation))
-    return weights(model)
+    return trained(side, model, lambda model: TowardsStart(model.parameters(), lr=1e-2))
 
 
 @case()
@@ -810,7 +580,4 @@ def optimizer_across_parameters(side: Side) -> Found:
             for p in ps:
                 p.sub_(0.1 * p.grad / norm)
 
-    model = Net()
-    engine = side.initialize(model, Normalized(model.parameters(), {"lr": 0.1}))
-    train(engine, batches(2 * side.accumulation))
-    return weights(model)
+    return trained(side, Net(), lambda model: Normalized(model.parameters(), {"lr": 0.1}))

@@ -13,16 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.exactness.case import ALL, PAIRS, Found, case
-from tests.exactness.models import WIDTH, Block, Net, adamw, batches, by_both_ways, weights
+from tests.exactness.models import WIDTH, Block, Net, adamw, by_both_loops, of_logits, own_loss, trained, under
 from tests.exactness.sides import Side
-
-
-def trained(side: Side, model: nn.Module, rows: int = 2) -> Found:
-    """Two steps in the familiar loop, and two by train_batch."""
-    engine = side.initialize(model, adamw(model))
-    losses = by_both_ways(engine, batches(4 * side.accumulation, rows=rows))
-    return {**weights(model), "losses": losses}
-
 
 # ---- state that forward updates and uses
 
@@ -30,11 +22,7 @@ def trained(side: Side, model: nn.Module, rows: int = 2) -> Found:
 @case(*PAIRS)
 def spectral_norm(side: Side) -> Found:
     """Every block's linear is under torch.nn.utils.parametrizations.spectral_norm."""
-
-    def block() -> nn.Module:
-        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
-
-    return trained(side, Net(block))
+    return by_both_loops(side, Net(lambda: under(nn.utils.parametrizations.spectral_norm)), adamw)
 
 
 class Centered(Block):
@@ -52,39 +40,19 @@ class Centered(Block):
 @case(*PAIRS)
 def running_mean_used_in_forward(side: Side) -> Found:
     """A running mean is updated in place in forward, and subtracted."""
-    return trained(side, Net(Centered))
+    return by_both_loops(side, Net(Centered), adamw)
 
 
-class Replaced(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mu", torch.zeros(WIDTH))
-
+class Replaced(Centered):
     def forward(self, x: Tensor) -> Tensor:
         self.mu = 0.9 * self.mu + 0.1 * x.detach().mean(0)
-        return super().forward(x - self.mu)
+        return Block.forward(self, x - self.mu)
 
 
 @case(*PAIRS)
 def buffer_replaced_in_forward(side: Side) -> Found:
     """`self.mu = 0.9 * self.mu + 0.1 * x.mean(0)` in forward, a registered buffer."""
-    return trained(side, Net(Replaced))
-
-
-class CountedTensor(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-@case(*PAIRS)
-def counter_as_a_buffer(side: Side) -> Found:
-    """`self.calls += 1` on a buffer, which is only read by the loop, at the end."""
-    return trained(side, Net(CountedTensor))
+    return by_both_loops(side, Net(Replaced), adamw)
 
 
 class Codebook(Block):
@@ -115,13 +83,13 @@ class CodebookByData(Codebook):
 @case(*PAIRS)
 def codebook(side: Side) -> Found:
     """Vector quantization whose codes are updated in forward by an exponential average."""
-    return trained(side, Net(Codebook))
+    return by_both_loops(side, Net(Codebook), adamw)
 
 
 @case(*PAIRS)
 def codebook_by_data(side: Side) -> Found:
     """The same, written to by `.data`."""
-    return trained(side, Net(CodebookByData))
+    return by_both_loops(side, Net(CodebookByData), adamw)
 
 
 class Normalized(Block):
@@ -134,16 +102,14 @@ class Normalized(Block):
 
 
 def in_both_modes(side: Side, look: bool) -> Found:
-    model = Net(Normalized)
-    engine = side.initialize(model, adamw(model))
-    losses = []
-    for i, (x, y) in enumerate(batches(3 * side.accumulation, rows=4)):
-        engine.train(i % 2 == 1)
-        loss = engine(x, labels=y)
-        losses.append(loss.item() if look else loss.detach())
-        engine.backward(loss)
-        engine.step()
-    return {**weights(model), "losses": torch.tensor(losses) if look else torch.stack(losses)}
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        engine.train(engine.micro_steps % 2 == 1)
+        loss = engine(x, labels)
+        if look:
+            loss.item()
+        return loss
+
+    return trained(side, Net(Normalized), adamw, loss, steps=3, rows=4)
 
 
 @case()
@@ -166,10 +132,10 @@ class Gate(Block):
 class Gated(Net):
     """Fills its buffer anew in each forward pass, for its blocks."""
 
-    def __init__(self, between: bool) -> None:
-        super().__init__(Block if between else Gate)
-        self.between = between
-        self.gate: Tensor
+    gate: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(Gate)
         self.register_buffer("gate", torch.ones(WIDTH))
 
     def body(self, x: Tensor) -> Tensor:
@@ -177,25 +143,14 @@ class Gated(Net):
             self.gate.copy_(x.mean(0).sigmoid())
         x = self.front(x)
         for block in self.blocks:
-            x = block(x * self.gate) if self.between else block(x, self.gate)
+            x = block(x, self.gate)
         return x
 
 
 @case(*PAIRS)
 def buffer_filled_for_the_blocks(side: Side) -> Found:
     """The model's forward copies a mean of its input into a buffer, which every block is given."""
-    model = Gated(between=False)
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def buffer_filled_and_used_between_blocks(side: Side) -> Found:
-    """The same buffer, multiplied with between the blocks."""
-    return trained(side, Gated(between=True))
+    return trained(side, Gated(), adamw, own_loss, steps=3)
 
 
 class Rectified(Block):
@@ -206,7 +161,7 @@ class Rectified(Block):
 @case(*PAIRS)
 def input_rectified_in_place(side: Side) -> Found:
     """A block begins with `x.relu_()` of what it is given, which its linear layer keeps for backward."""
-    return trained(side, Net(Rectified))
+    return by_both_loops(side, Net(Rectified), adamw)
 
 
 class SelfClamping(Block):
@@ -219,7 +174,7 @@ class SelfClamping(Block):
 @case(*PAIRS)
 def weights_clamped_in_forward(side: Side) -> Found:
     """A block clamps its own weight in forward, under no_grad."""
-    return trained(side, Net(SelfClamping))
+    return by_both_loops(side, Net(SelfClamping), adamw)
 
 
 class Caching(Block):
@@ -236,49 +191,31 @@ class Caching(Block):
 @case(*PAIRS)
 def table_of_positions(side: Side) -> Found:
     """A block makes a table of positions, keeps it on itself, and makes it anew when a longer micro-batch comes."""
-    model = Net(Caching)
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(3 * side.accumulation, rows=8)):
-        rows = (2, 5, 3, 7, 1, 8)[i % 6]
-        engine.backward(engine(x[:rows], labels=y[:rows]))
-        engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        rows = (2, 5, 3, 7, 1, 8)[engine.micro_steps % 6]
+        return engine(x[:rows], labels[:rows])
+
+    return trained(side, Net(Caching), adamw, loss, steps=3, rows=8)
 
 
 # ---- random numbers
 
 
-class PythonRandom(Block):
+class Noisy(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + random.random())
+        if torch.rand(()) < 0.5:
+            return x
+        return (
+            super().forward(x + torch.randn_like(x) + torch.from_numpy(np.random.randn(WIDTH)).float())
+            * random.random()
+        )
 
 
 @case(*PAIRS)
-def random_of_python(side: Side) -> Found:
-    """Blocks draw from Python's random in forward."""
-    return trained(side, Net(PythonRandom))
-
-
-class NumpyRandom(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + torch.from_numpy(np.random.randn(WIDTH)).float())
-
-
-@case(*PAIRS)
-def random_of_numpy(side: Side) -> Found:
-    """Blocks draw noise with np.random.randn in forward."""
-    return trained(side, Net(NumpyRandom))
-
-
-@case(*PAIRS)
-def random_of_torch(side: Side) -> Found:
-    """Blocks draw noise with torch.randn_like, and drop paths by torch.rand(()) < 0.5."""
-
-    class Noisy(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if torch.rand(()) < 0.5 else super().forward(x + torch.randn_like(x))
-
-    return trained(side, Net(Noisy))
+def random_numbers_of_all_kinds(side: Side) -> Found:
+    """Blocks drop paths by torch.rand(()) < 0.5, and draw from torch.randn_like, np.random.randn and Python's random."""
+    return by_both_loops(side, Net(Noisy), adamw)
 
 
 class StochasticDepth(Net):
@@ -293,45 +230,10 @@ class StochasticDepth(Net):
 @case(*PAIRS)
 def stochastic_depth_by_python(side: Side) -> Found:
     """The model skips blocks by Python's random, as LayerDrop does."""
-    return trained(side, StochasticDepth())
-
-
-@case(*PAIRS)
-def scheduled_sampling_by_numpy(side: Side) -> Found:
-    """The model's own forward draws np.random.rand() between the blocks."""
-
-    class Sampled(Net):
-        def body(self, x: Tensor) -> Tensor:
-            return super().body(x * float(np.random.rand()))
-
-    return trained(side, Sampled())
+    return by_both_loops(side, StochasticDepth(), adamw)
 
 
 # ---- torch.utils.checkpoint
-
-
-class Checkpointed(Net):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(partial(Block, dropout=0.3))
-        self.reentrant = reentrant
-
-    def body(self, x: Tensor) -> Tensor:
-        x = self.front(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-@case(*PAIRS)
-def checkpoint_around_blocks_with_dropout(side: Side) -> Found:
-    """torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) around every block, with dropout."""
-    return trained(side, Checkpointed(reentrant=False))
-
-
-@case(*PAIRS)
-def reentrant_checkpoint_around_blocks_with_dropout(side: Side) -> Found:
-    """The same with use_reentrant=True."""
-    return trained(side, Checkpointed(reentrant=True))
 
 
 class CheckpointedInside(Block):
@@ -350,25 +252,24 @@ class ReentrantInside(CheckpointedInside):
 @case(*PAIRS)
 def checkpoint_inside_blocks(side: Side) -> Found:
     """torch.utils.checkpoint inside every block's forward, with dropout."""
-    return trained(side, Net(partial(CheckpointedInside, dropout=0.3)))
+    return by_both_loops(side, Net(partial(CheckpointedInside, dropout=0.3)), adamw)
 
 
 @case(*PAIRS)
 def reentrant_checkpoint_inside_blocks(side: Side) -> Found:
     """The reentrant kind inside every block's forward, with dropout."""
-    return trained(side, Net(partial(ReentrantInside, dropout=0.3)))
+    return by_both_loops(side, Net(partial(ReentrantInside, dropout=0.3)), adamw)
 
 
 @case()
 def whole_model_checkpointed(side: Side) -> Found:
     """The loop calls checkpoint(engine, x, use_reentrant=False)."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation):
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
         logits = checkpoint(engine, x.requires_grad_(True), use_reentrant=False)
-        engine.backward(F.cross_entropy(logits, y))
-        engine.step()
-    return weights(model)
+        return F.cross_entropy(logits, labels)
+
+    return trained(side, Net(), adamw, loss)
 
 
 # ---- autocast
@@ -383,45 +284,29 @@ class Uncast(Block):
 
 
 @case(*PAIRS)
-def autocast_around_the_call(side: Side) -> Found:
-    """`with torch.autocast("cpu", torch.bfloat16):` around the forward only."""
-    return cast(side, Net())
-
-
-@case(*PAIRS)
 def autocast_disabled_in_blocks(side: Side) -> Found:
-    """The same, and blocks run under autocast(enabled=False)."""
-    return cast(side, Net(Uncast))
+    """`with torch.autocast("cpu", torch.bfloat16):` around forward and loss; blocks run under autocast(enabled=False)."""
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return of_logits(engine, x, labels)
+
+    return trained(side, Net(Uncast), adamw, loss)
 
 
 @case(*PAIRS)
 def autocast_around_everything(side: Side) -> Found:
     """The whole loop runs under autocast (without its cache, which plain PyTorch would train on), backward and step too."""
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        return trained(side, Net(Uncast))
+        return by_both_loops(side, Net(Uncast), adamw)
 
 
 @case()
 def autocast_for_every_second_micro_batch(side: Side) -> Found:
     """Every second micro-batch of a group runs under autocast; the losses are the model's."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=i % 2 == 0):
-            loss = engine(x, labels=y)
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
 
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=engine.micro_steps % 2 == 0):
+            return engine(x, labels)
 
-def cast(side: Side, model: nn.Module) -> Found:
-    """Two steps, the forward and the loss under autocast."""
-    engine = side.initialize(model, adamw(model))
-    losses: list[Any] = []
-    for x, y in batches(2 * side.accumulation):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(engine(x), y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach().float())
-    return {**weights(model), "losses": torch.stack(losses)}
+    return trained(side, Net(), adamw, loss)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.exactness.case import PAIRS, REGROUPED, Found, case
-from tests.exactness.models import CLASSES, WIDTH, adamw, batches, sgd, weights
+from tests.exactness.models import CLASSES, WIDTH, adamw, sgd, trained
 from tests.exactness.sides import Side
 
 
@@ -37,14 +39,14 @@ def in_turn(side: Side, look: bool, watch: bool) -> Found:
     model = Heads()
     if watch:
         model.front.register_full_backward_hook(lambda *_: None)
-    engine = side.initialize(model, sgd(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        loss = engine(x, labels=y, tasks="ab"[i % 2])
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        loss = engine(x, labels, tasks="ab"[engine.micro_steps % 2])
         if look:
             loss.item()
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
+        return loss
+
+    return trained(side, model, sgd, loss)
 
 
 @case(*PAIRS)
@@ -74,14 +76,13 @@ class Borrowing(Heads):
 @case(*PAIRS, tolerance=REGROUPED)
 def weights_used_between_layers_within_a_step(side: Side) -> Found:
     """A later task uses the weight of a module that it does not call, which no micro-batch of the step did before."""
-    model = Borrowing()
-    engine = side.initialize(model, sgd(model))
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        loss = engine(x, labels=y, tasks="ab"[i % side.accumulation > 1])
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        loss = engine(x, labels, tasks="ab"[engine.micro_steps % side.accumulation > 1])
         loss.item()
-        engine.backward(loss)
-        engine.step()
-    return weights(model)
+        return loss
+
+    return trained(side, Borrowing(), sgd, loss)
 
 
 class FixedPoint(nn.Module):
@@ -106,9 +107,8 @@ class FixedPoint(nn.Module):
 @case(*PAIRS, tolerance=REGROUPED)
 def fixed_point_of_as_many_rounds_as_it_takes(side: Side) -> Found:
     """A layer is called without gradients as often as the data take, then twice with them (phantom gradients)."""
-    model = FixedPoint()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
-        engine.backward(engine(x, labels=y, rounds=(7, 3, 9, 5)[i % 4]))
-        engine.step()
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return engine(x, labels, rounds=(7, 3, 9, 5)[engine.micro_steps % 4])
+
+    return trained(side, FixedPoint(), adamw, loss, steps=3)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tests.exactness.case import Found
+from tests.exactness.sides import Side
 
 WIDTH = 6
 CLASSES = 5
@@ -46,12 +51,36 @@ class Net(nn.Module):
         return logits if labels is None else F.cross_entropy(logits, labels)
 
 
+class Sigmoids(TorchFunctionMode):
+    """Another nonlinearity in the place of tanh."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (torch.sigmoid if func is torch.tanh else func)(*args, **(kwargs or {}))
+
+
+def under(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """A block whose weight is computed by a normalization of torch's."""
+    return nn.Sequential(norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Slow(torch.optim.SGD):
+    """Updates that take a while, as those of large models do: what is read too early is stale."""
+
+    def step(self, closure: object = None) -> None:
+        time.sleep(0.01)
+        super().step()
+
+
+def slow(model: nn.Module) -> torch.optim.Optimizer:
+    return Slow(model.parameters(), lr=0.1)
 
 
 def batches(count: int, rows: int = 2, width: int = WIDTH, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -74,14 +103,78 @@ def train(engine: Any, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack(losses)
 
 
-def by_both_ways(engine: Any, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The first half by the familiar loop, where each forward runs at once; the second by train_batch, in groups."""
-    half = len(micro_batches) // 2
-    losses = train(engine, micro_batches[:half])
-    rest = iter([(x,) for x, _ in micro_batches[half:]])
-    steps = half // engine.gradient_accumulation_steps()
-    more = [engine.train_batch(rest, loss_fn=lambda logits: logits.pow(2).mean()) for _ in range(steps)]
-    return torch.cat([losses, torch.stack(more)])
+def of_logits(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """Return a loss that the loop computes, for which forward runs at once."""
+    return F.cross_entropy(engine(x), labels)
+
+
+def own_loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """Return the model's own loss, for which nothing runs before `step()`."""
+    return engine(x, labels)
+
+
+def trained(
+    side: Side,
+    model: nn.Module,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    loss_of: Callable[[Any, Tensor, Tensor], Tensor] = of_logits,
+    steps: int = 2,
+    rows: int = 2,
+    **config: Any,
+) -> Found:
+    """Run the familiar loop for some steps; `loss_of` gets the engine, whose `micro_steps` counts, and a micro-batch."""
+    engine = side.initialize(model, optimizer(model), **config)
+    losses = []
+    for x, y in batches(steps * side.accumulation, rows):
+        loss = loss_of(engine, x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+    return {**weights(model), "losses": torch.stack(losses)}
+
+
+def by_both_loops(
+    side: Side, model: nn.Module, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd, rows: int = 2
+) -> Found:
+    """Two steps in the familiar loop, where each forward runs at once, and two by train_batch, in groups."""
+    engine = side.initialize(model, optimizer(model))
+    losses = train(engine, batches(2 * side.accumulation, rows))
+    rest = iter([(x,) for x, _ in batches(2 * side.accumulation, rows, seed=2)])
+    more = [engine.train_batch(rest, loss_fn=lambda logits: logits.pow(2).mean()) for _ in range(2)]
+    return {**weights(model), "losses": torch.cat([losses, torch.stack(more)])}
+
+
+def changed_between_steps(
+    side: Side,
+    model: nn.Module,
+    change: Callable[[], object],
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = 1,
+) -> Found:
+    """A step, `change`, and `steps` more in the familiar loop; the optimizer is AdamW unless one is given."""
+    engine = side.initialize(model, optimizer or adamw(model))
+    train(engine, batches(side.accumulation))
+    change()
+    losses = train(engine, batches(steps * side.accumulation, seed=2))
+    return {**weights(model), "losses": losses}
+
+
+def seen_after_steps(
+    side: Side, model: nn.Module, look: Callable[[Any], Tensor], optimizer: Any = adamw, steps: int = 3, rows: int = 2
+) -> Found:
+    """Steps in the familiar loop; `look` gets the engine after each, and gives what the program sees."""
+    engine = side.initialize(model, optimizer(model))
+    seen = []
+    for step in range(steps):
+        train(engine, batches(side.accumulation, rows, seed=step))
+        seen.append(look(engine))
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@torch.no_grad()
+def evaluated(engine: Any) -> Tensor:
+    """The outputs of a micro-batch of its own."""
+    return engine(batches(1)[0][0])
 
 
 def weights(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,12 +58,12 @@ class Setting:
         )
 
 
-class Side(Protocol):
-    """A place for a program to run."""
+class Side(ABC):
+    """A place for a program to run. `accumulation` and `clipping` are those of the case."""
 
-    accumulation: int
-    clipping: float
-    models: list[nn.Module]
+    def __init__(self, setting: Setting) -> None:
+        self.accumulation, self.clipping = setting.accumulation, setting.clipping
+        self.models: list[nn.Module] = []
 
     def initialize(
         self,
@@ -75,66 +76,41 @@ class Side(Protocol):
         **config: Any,
     ) -> Any:
         """The model's engine. Settings that are left out are those of the case; `config` is the ds_config's rest."""
+        self.models.append(model)
+        config["gradient_accumulation_steps"] = self.accumulation if accumulation is None else accumulation
+        config["gradient_clipping"] = self.clipping if clipping is None else clipping
+        return self._engine(model, optimizer, lr_scheduler, config)
+
+    @abstractmethod
+    def _engine(self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any, config: dict[str, Any]) -> Any:
+        """An engine with this ds_config."""
 
 
-class EngineSide:
+class EngineSide(Side):
     """Programs run on harmony_ds, on the CPU device."""
 
     def __init__(self, setting: Setting) -> None:
-        self.accumulation, self.clipping = setting.accumulation, setting.clipping
-        self._harmony = {**setting.stay.settings, **setting.harmony}
-        self.models: list[nn.Module] = []
+        super().__init__(setting)
+        harmony = {"device": "cpu", "seed": SEED, "pack_layers": 1, **setting.stay.settings, **setting.harmony}
+        self._ds_config = {"train_micro_batch_size_per_gpu": 2, "harmony": harmony}
 
-    def initialize(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        *,
-        accumulation: int | None = None,
-        clipping: float | None = None,
-        lr_scheduler: Any = None,
-        **config: Any,
-    ) -> Any:
-        self.models.append(model)
-        ds_config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": self.accumulation if accumulation is None else accumulation,
-            "gradient_clipping": self.clipping if clipping is None else clipping,
-            "harmony": {"device": "cpu", "seed": SEED, "pack_layers": 1, **self._harmony},
-            **config,
-        }
-        return harmony_ds.initialize(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, config=ds_config)[0]
+    def _engine(self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any, config: dict[str, Any]) -> Any:
+        config = {**self._ds_config, **config}
+        return harmony_ds.initialize(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, config=config)[0]
 
 
-class PlainSide:
+class PlainSide(Side):
     """Programs run in plain PyTorch. Keeps what every model's weights were, for the step that they were of."""
 
     def __init__(self, setting: Setting) -> None:
-        self.accumulation, self.clipping = setting.accumulation, setting.clipping
-        self.models: list[nn.Module] = []
+        super().__init__(setting)
         self.engines: list[PlainEngine] = []
 
-    def initialize(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        *,
-        accumulation: int | None = None,
-        clipping: float | None = None,
-        lr_scheduler: Any = None,
-        **config: Any,
-    ) -> Any:
-        self.models.append(model)
+    def _engine(self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any, config: dict[str, Any]) -> Any:
         kind = PlainBf16Engine if config.get("bf16") else PlainEngine
-        engine = kind(
-            model,
-            optimizer,
-            self.accumulation if accumulation is None else accumulation,
-            self.clipping if clipping is None else clipping,
-            lr_scheduler,
-        )
-        self.engines.append(engine)
-        return engine
+        accumulation, clipping = config["gradient_accumulation_steps"], config["gradient_clipping"]
+        self.engines.append(kind(model, optimizer, accumulation, clipping, lr_scheduler))
+        return self.engines[-1]
 
     def finish(self) -> None:
         """Notes the weights that the program ended with."""

@@ -88,19 +88,6 @@ def assert_equal(actual: dict[str, nn.Parameter], expected: nn.Module) -> None:
         assert torch.equal(actual[name], parameter), name
 
 
-def test_immediate_updates_equal_plain_ones_and_their_norm_is_known_afterwards() -> None:
-    gradients = random_gradients()
-    with bench() as b:
-        for pack in (2, 1, 0):
-            b.deliver(pack, gradients)
-            b.update(pack)
-        norm = b.updater.norm_of_updates()
-        b.updater.wait_all()
-        plain, total = stepped_plainly(gradients)
-        assert_equal(b.parameters, plain)
-        assert norm.result(30).total == total
-
-
 def test_a_norm_belongs_to_its_step_however_late_the_thread_is() -> None:
     gradients = random_gradients()
     with bench() as b:

@@ -57,28 +57,15 @@ def test_no_job_waits_for_one_behind_it() -> None:
         run_jobs([Job(("compute",), 1, after=(1,)), Job(("copy",), 4)])
 
 
-def test_two_that_share_a_link_are_half_as_fast() -> None:
-    alone = run_jobs([Job(("in",), 4, demands=(("link", 10.0),))], {"link": 10.0})
-    both = run_jobs(
-        [Job(("in",), 4, demands=(("link", 10.0),)), Job(("out",), 4, demands=(("link", 10.0),))], {"link": 10.0}
-    )
+@pytest.mark.parametrize(
+    ("first_ms", "capacity", "ends"),
+    [(4, 10.0, (8, 8)), (2, 10.0, (4, 6)), (4, 20.0, (4, 4))],
+    ids=["both are half as fast", "who is left alone is fast again", "a wide link slows nobody"],
+)
+def test_two_share_a_link(first_ms: float, capacity: float, ends: tuple[float, float]) -> None:
+    jobs = [Job((way,), ms, demands=(("link", 10.0),)) for way, ms in (("in", first_ms), ("out", 4))]
 
-    assert alone.makespan_ms == pytest.approx(4)
-    assert both.end_ms == pytest.approx((8, 8))
-
-
-def test_who_is_left_alone_is_fast_again() -> None:
-    timeline = run_jobs(
-        [Job(("in",), 2, demands=(("link", 10.0),)), Job(("out",), 4, demands=(("link", 10.0),))], {"link": 10.0}
-    )
-
-    assert timeline.end_ms == pytest.approx((4, 6))
-
-
-def test_a_link_that_is_wide_enough_slows_nobody() -> None:
-    jobs = [Job(("in",), 4, demands=(("link", 10.0),)), Job(("out",), 4, demands=(("link", 10.0),))]
-
-    assert run_jobs(jobs, {"link": 20.0}).makespan_ms == pytest.approx(4)
+    assert run_jobs(jobs, {"link": capacity}).end_ms == pytest.approx(ends)
 
 
 @given(job_lists())

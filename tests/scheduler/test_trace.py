@@ -84,19 +84,6 @@ def test_both_steps_have_the_same_tracks_in_the_same_order() -> None:
     assert names == ["simulated step", "executed step"]
 
 
-def test_the_same_task_is_drawn_the_same_in_both() -> None:
-    plan = plan_of()
-    events = drawn(plan, executed_of(plan))
-    looks = [
-        {e["name"]: (e["cat"], e["args"]) for e in of_phase(events, "X", pid) if e["name"] == e["args"]["task"]}
-        for pid in (1, 2)
-    ]
-
-    both = looks[0].keys() & looks[1].keys()
-    assert {"I0", "F0.0", "S0.0", "L2.2", "T1.1", "B1.1", "O1", "U2"} <= both
-    assert all(looks[0][name] == looks[1][name] for name in both)
-
-
 def test_runs_of_several_micro_batches_are_drawn_one_by_one() -> None:
     plan = plan_of(Policy())
     runs = [task for task in plan.tasks if task.kind in (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)]
