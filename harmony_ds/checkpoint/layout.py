@@ -23,7 +23,7 @@ from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progr
 from harmony_ds.checkpoint.tensor_files import FileRecord, find_damage, load_pickle, plain, read_tensors
 from harmony_ds.errors import CheckpointError
 
-_FORMAT = "harmony_ds checkpoint 2"
+_FORMAT = "harmony_ds checkpoint 3"
 _MODEL, _MASTERS, _OPTIMIZER = "model.safetensors", "masters.safetensors", "optimizer.safetensors"
 _STATE, _PLAN = "state.pt", "plan.json"
 _IN_STATE = "tied frozen excluded extra scheduler random data client_state".split()  # fields of a snapshot, as they are

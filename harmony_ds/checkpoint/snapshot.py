@@ -70,7 +70,7 @@ class Progress:
         micro_steps: at the last accumulation boundary; None: unknown, so it follows from `global_steps`.
         accumulation: micro-batches of a step when it was saved.
         seed: of the micro-batches' random numbers.
-        loss_scaler: the state of the dynamic loss scale.
+        loss_scaler: the attributes of DeepSpeed's dynamic loss scaler.
     """
 
     global_steps: int

@@ -32,15 +32,6 @@ class LossScale:
     min_loss_scale: float = 1.0
 
 
-SCALER_NAMES = {
-    "loss_scale_window": "scale_window",
-    "min_loss_scale": "min_scale",
-    "hysteresis": "delayed_shift",
-    "consecutive_hysteresis": "consecutive_hysteresis",
-}
-"""Fields of a `LossScale`, and what DeepSpeed's scaler calls them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Config:
     """Everything that an engine is told by its ds_config.

@@ -1,7 +1,4 @@
-"""Loss scaling for fp16, by the rules of DeepSpeed's `DynamicLossScaler` (0.19, runtime/fp16/loss_scaler.py).
-
-Not DeepSpeed's class itself: it needs a process group to log an overflow.
-"""
+"""Loss scaling for fp16 by DeepSpeed's own scaler, and the rule that no loss passes it by."""
 
 from __future__ import annotations
 
@@ -12,25 +9,45 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.config import LossScale
-from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import EngineFailedError, UsageError
+from harmony_ds.parallel.distributed import init_distributed
 
-_FACTOR = 2.0
+_MOVING = ("cur_scale", "cur_hysteresis", "cur_iter", "last_overflow_iter")
+"""What of a scaler's state its rules change; the rest is the ds_config's."""
+
+
+def _deepspeeds(settings: LossScale | None) -> Any:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    if settings is None or settings.static > 0:
+        return LossScaler(1.0 if settings is None else settings.static)
+    init_distributed()  # it asks for this process's rank before it logs an overflow
+    return DynamicLossScaler(
+        init_scale=2.0**settings.initial_scale_power,
+        scale_window=settings.loss_scale_window,
+        min_scale=settings.min_loss_scale,
+        delayed_shift=settings.hysteresis,
+        consecutive_hysteresis=settings.consecutive_hysteresis,
+    )
 
 
 class LossScaler:
-    """The factor that losses are multiplied with, which follows overflows. Without fp16 it is always 1."""
+    """The factor that losses are multiplied with, which follows overflows. Without fp16 it is always 1.
+
+    Attributes:
+        own: DeepSpeed's scaler.
+    """
 
     def __init__(self, settings: LossScale | None) -> None:
-        self._settings = settings
-        self._dynamic = settings is not None and settings.static <= 0
-        self.scale = 1.0
-        self._hysteresis = 0 if settings is None else settings.hysteresis
-        self._step, self._last_overflow = 0, -1
+        self.own = _deepspeeds(settings)
+        self._is_needed = settings is not None
         self._scales = False  # inside engine.backward
         self._announced = 0  # backward passes of the caller's own, from losses that it has scaled
-        if settings is not None:
-            self.scale = float(2**settings.initial_scale_power) if self._dynamic else settings.static
+
+    @property
+    def scale(self) -> float:
+        """The factor now."""
+        return float(self.own.cur_scale) if self._is_needed else 1.0
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return `loss` times the scale."""
@@ -51,7 +68,7 @@ class LossScaler:
 
     def check_scaled(self) -> None:
         """Raise UsageError in a backward pass from a loss that was not scaled."""
-        if self._scales or self._settings is None:
+        if self._scales or not self._is_needed:
             return
         if self._announced == 0:
             raise UsageError(
@@ -61,22 +78,13 @@ class LossScaler:
         self._announced -= 1
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state that the scale of later steps depends on; None if it never changes."""
-        if not self._dynamic:
-            return None
-        return {
-            "scale": self.scale,
-            "hysteresis": self._hysteresis,
-            "step": self._step,
-            "last_overflow": self._last_overflow,
-            "settings": {name: getattr(self._settings, name) for name in SCALER_NAMES},
-        }
+        """Return the attributes of DeepSpeed's scaler; None if the scale never changes."""
+        return dict(vars(self.own)) if self.own.dynamic else None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on from `state` (None: there is none), by the rules of this ds_config, which may fix the scale."""
-        if state is not None and self._dynamic:
-            self.scale, self._hysteresis = float(state["scale"]), int(state["hysteresis"])
-            self._step, self._last_overflow = int(state["step"]), int(state["last_overflow"])
+        if state is not None and self.own.dynamic:
+            vars(self.own).update({name: state[name] for name in _MOVING})
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step; `overflow`: its gradients held inf or NaN.
@@ -84,27 +92,9 @@ class LossScaler:
         Raises:
             EngineFailedError: an overflow at the smallest scale.
         """
-        settings = self._settings
-        if settings is None or not self._dynamic:
+        if not self.own.dynamic:
             return
-        if overflow:
-            self._shrink(settings)
-            self._last_overflow = self._step
-        else:
-            clean = self._step - self._last_overflow - 1
-            grows = clean > 0 and clean % settings.loss_scale_window == 0
-            if grows or settings.consecutive_hysteresis:
-                self._hysteresis = settings.hysteresis
-            if grows:
-                self.scale *= _FACTOR
-        self._step += 1
-
-    def _shrink(self, settings: LossScale) -> None:
-        if settings.hysteresis > 1 and self._hysteresis > 1:
-            self._hysteresis -= 1
-            return
-        if self.scale == settings.min_loss_scale:
-            raise EngineFailedError(
-                "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
-            )
-        self.scale = max(self.scale / _FACTOR, settings.min_loss_scale)
+        try:
+            self.own.update_scale(overflow)
+        except Exception as error:
+            raise EngineFailedError(str(error)) from error

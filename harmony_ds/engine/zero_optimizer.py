@@ -3,58 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
 
-from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import UnsupportedError
-
-
-class ReadOnlyView:
-    """One of the objects on DeepSpeed's optimizer, to be read."""
-
-    def __init__(self, owner: str, names: Callable[[], dict[str, Any]]) -> None:
-        vars(self).update(_owner=owner, _names=names)
-
-    def __getattr__(self, name: str) -> Any:
-        shown = vars(self)["_names"]()
-        if name not in shown:
-            raise AttributeError(
-                f"optimizer.{vars(self)['_owner']} has no {name!r} here: losses are scaled by engine.backward() and "
-                "engine.scale()."
-            )
-        return shown[name]
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise _read_only(f"optimizer.{vars(self)['_owner']}.{name}", "fp16.loss_scale")
-
-    def __dir__(self) -> list[str]:
-        return sorted(vars(self)["_names"]())
-
-
-def _scaler_names(scaler: LossScaler, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the names of DeepSpeed's loss scaler."""
-    state = scaler.state_dict()
-    shown: dict[str, Any] = {"cur_scale": scaler.scale, "loss_scale": scaler.scale, "dynamic": state is not None}
-    if state is not None:
-        shown |= {theirs: state["settings"][ours] for ours, theirs in SCALER_NAMES.items()}
-        shown |= {"cur_iter": state["step"], "cur_hysteresis": state["hysteresis"], "scale_factor": 2.0, "dtype": dtype}
-        shown |= {"last_overflow_iter": state["last_overflow"], "raise_error_at_min_scale": True}
-    return shown
-
-
-def _scale_config_names(scaler: LossScaler, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the names of DeepSpeed's `LossScaleConfig`, which its optimizers of stage 0 have."""
-    names = _scaler_names(scaler, dtype)
-    moving = ("cur_iter", "last_overflow_iter", "scale_factor", "scale_window") if names["dynamic"] else ()
-    shown: dict[str, Any] = dict.fromkeys(("last_overflow_iter", "scale_factor", "scale_window"))
-    shown |= {name: names[name] for name in moving}
-    shown |= {"use_grad_scaling": dtype == torch.float16, "dynamic_loss_scale": names["dynamic"]}
-    return {**shown, "cur_scale": names["cur_scale"], "min_loss_scale": names.get("min_scale")}
 
 
 def _is_fp16(settings: Settings) -> bool:
@@ -112,14 +67,8 @@ class ZeroOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, scaler: LossScaler) -> None:
-        dtype = settings.now.compute_dtype
         vars(self).update(
-            optimizer=optimizer,
-            overflow=False,
-            loss_scaler=ReadOnlyView("loss_scaler", partial(_scaler_names, scaler, dtype)),
-            loss_scale_config=ReadOnlyView("loss_scale_config", partial(_scale_config_names, scaler, dtype)),
-            _settings=settings,
-            _scaler=scaler,
+            optimizer=optimizer, overflow=False, loss_scaler=scaler.own, _settings=settings, _scaler=scaler
         )
 
     @property  # type: ignore[misc]
@@ -178,7 +127,19 @@ class ZeroOptimizer:
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows."""
-        return vars(self)["_scaler"].state_dict() is not None
+        return bool(self.loss_scaler.dynamic)
+
+    @property
+    def loss_scale_config(self) -> Any:
+        """DeepSpeed's `LossScaleConfig`, which its optimizers of stage 0 have, as it is now."""
+        from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
+
+        scaler = self.loss_scaler
+        shown = LossScaleConfig(self.dtype, scaler.dynamic, scaler.cur_scale, None)
+        if scaler.dynamic:
+            same = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+            vars(shown).update({name: getattr(scaler, name) for name in same}, min_loss_scale=scaler.min_scale)
+        return shown
 
     def needs_scaler(self) -> bool:
         """Return whether losses have to be scaled, by `engine.backward` or `engine.scale`."""

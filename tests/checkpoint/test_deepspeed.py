@@ -99,7 +99,7 @@ def test_harmony_goes_on_from_deepspeed(name: str, saved: Case) -> None:
 def scaling_of(engine: HarmonyEngine) -> list[float]:
     state = scaler_of(engine).state_dict()
     assert state is not None
-    return [float(state[name]) for name in ("scale", "step", "last_overflow", "hysteresis")]
+    return [float(state[name]) for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])

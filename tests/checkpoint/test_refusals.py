@@ -130,7 +130,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "another version": (
         manifest(format="harmony_ds checkpoint"),
-        r"says 'harmony_ds checkpoint', of another program or version: here, 'harmony_ds checkpoint 2' is read",
+        r"says 'harmony_ds checkpoint', of another program or version: here, 'harmony_ds checkpoint 3' is read",
     ),
     "nothing": (foreign(), r"global_step2 is no checkpoint: it holds nothing"),
     "other files": (foreign("weights.npz"), r"global_step2 is no checkpoint: it holds weights.npz"),

@@ -16,7 +16,6 @@ from harmony_ds.checkpoint.deepspeed.zero_read import OWNED, Shapes, numbered, o
 from harmony_ds.checkpoint.folders import replace_text, saving
 from harmony_ds.checkpoint.snapshot import OptimizerState, Snapshot, Source, listed
 from harmony_ds.checkpoint.tensor_files import load_pickle, write_pickle
-from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import CheckpointError
 
 _ADAM: dict[str, Any] = {"bias_correction": True, "decoupled_weight_decay": True, "foreach": None, "fused": None}
@@ -140,11 +139,8 @@ def _optimizer_values(snapshot: Snapshot, optimizer: OptimizerState) -> dict[str
         step = int(step)
     state, scaler = snapshot.progress.loss_scaler, LossScaler(scale=1)
     if state is not None:
-        rules = {theirs: state["settings"][ours] for ours, theirs in SCALER_NAMES.items()}
-        scaler = DynamicLossScaler(init_scale=state["scale"], **rules)
-        scaler.cur_iter = state["step"]
-        scaler.last_overflow_iter = state["last_overflow"]
-        scaler.cur_hysteresis = state["hysteresis"]
+        scaler = object.__new__(DynamicLossScaler)
+        vars(scaler).update(state)
     return {
         "loss_scaler": scaler,
         "dynamic_loss_scale": state is not None,

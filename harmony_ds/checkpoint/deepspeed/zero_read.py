@@ -18,7 +18,6 @@ from torch import Tensor
 from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source, listed
 from harmony_ds.checkpoint.tensor_files import Record, load_pickle
 from harmony_ds.config.optimizers import keeper_of
-from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import CheckpointError
 
 Shapes = Mapping[str, Sequence[int]]
@@ -152,16 +151,8 @@ def _frozen(models: list[dict[str, Any]]) -> dict[str, Source]:
 
 
 def _scaler(record: Record | None) -> dict[str, Any] | None:
-    values = {} if record is None else record.__dict__
-    if "last_overflow_iter" not in values:
-        return None
-    return {
-        "scale": float(values["cur_scale"]),
-        "hysteresis": int(values["cur_hysteresis"]),
-        "step": int(values["cur_iter"]),
-        "last_overflow": int(values["last_overflow_iter"]),
-        "settings": {ours: values[theirs] for ours, theirs in SCALER_NAMES.items()},
-    }
+    values = {} if record is None else vars(record)
+    return values if values.get("dynamic") else None
 
 
 def _trained(
