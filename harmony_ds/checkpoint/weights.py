@@ -1,4 +1,4 @@
-"""Weights for a model that was built on the meta device: from safetensors files, or from its modules' own initialization.
+"""Weights from safetensors files for a model that was built on the meta device.
 
     with torch.device("meta"):
         model = Net()                                   shapes only
@@ -11,8 +11,7 @@ Parameters stay the same objects, so that an optimizer may have been built befor
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.calls.installed import belongs_to_engine
-from harmony_ds.calls.patching import Item, patched
+from harmony_ds.calls.patching import patched
 from harmony_ds.checkpoint.snapshot import Source, listed
 from harmony_ds.checkpoint.tensor_files import read_tensors
 from harmony_ds.errors import CheckpointError, ModelError
@@ -34,7 +33,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
     Every parameter and persistent buffer must be there under its own name, with its shape, and nothing else; a tied
     parameter under one of its names, or under several with equal values. Parameters take the dtype of the file. Other
-    buffers that are on the meta device are computed by their modules' own initialization, as in `initialize_weights`.
+    buffers that are on the meta device are computed by transformers' `initialize_weights`, or by the `reset_parameters` of
+    modules that have buffers alone.
 
     Args:
         path: a safetensors file, its `.index.json`, or a directory with `model.safetensors` or its index.
@@ -60,39 +60,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         elif not torch.equal(sources[before].read(), value):
             one = f"{before} and {key} are one tensor in the model"
             raise CheckpointError(f"{one}, and have different values in {path}.")
-    initialize_weights(model)
-
-
-@torch.no_grad()
-def initialize_weights(model: nn.Module) -> tuple[str, ...]:
-    """Give memory and values to everything of `model` that is on the meta device; return what that was, by name.
-
-    Values come from the modules' own initialization, in the order in which modules are built (a module after its
-    children): transformers' `initialize_weights` for its models, `reset_parameters` of all others. Anything else that a
-    constructor did to its parameters is unknown, and does not happen.
-
-    Raises:
-        ModelError: something has no values then, because its module has no initialization of its own.
-    """
-    fresh = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta}
-    calls = list(_initializers(model, fresh))
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if id(t) in fresh]
-    for tensor in tensors:
-        real = torch.empty_like(tensor, device="cpu")
-        _become(tensor, real.fill_(torch.nan) if tensor.is_floating_point() else real.zero_())
-    # NaN marks a number that was not set. Numbers that cannot be NaN (positions, masks) show it by their version.
-    versions = {id(tensor): tensor._version for tensor in tensors}
-    with _tied_once(model, fresh):
-        for call in calls:
-            call()
-    unset = [
-        fresh[id(t)]
-        for t in tensors
-        if t.numel() and (t.isnan().any() if t.is_floating_point() else t._version == versions[id(t)])
-    ]
-    if unset:
-        raise ModelError(_no_values(model, unset))
-    return tuple(fresh.values())
+    _compute_buffers(model)
 
 
 def _files(path: Path) -> list[Path]:
@@ -142,62 +110,57 @@ def _become(tensor: Tensor, real: Tensor) -> None:
     torch.utils.swap_tensors(tensor, real)
 
 
-def _initializers(module: nn.Module, fresh: Mapping[int, str]) -> Iterator[Callable[[], Any]]:
-    """Yield functions that give values to the tensors `fresh` (by id), in order."""
+def _compute_buffers(model: nn.Module) -> None:
+    """Give the buffers that are still on the meta device memory, and have their modules compute their values.
+
+    NaN marks a number that was not set. Numbers that cannot be NaN (positions, masks) show it by their version.
+    """
+    fresh = {id(buffer): name for name, buffer in model.named_buffers() if buffer.is_meta}
+    buffers = [buffer for buffer in model.buffers() if id(buffer) in fresh]
+    for buffer in buffers:
+        real = torch.empty_like(buffer, device="cpu")
+        _become(buffer, real.fill_(torch.nan) if buffer.is_floating_point() else real.zero_())
+    versions = [buffer._version for buffer in buffers]
+    if buffers:
+        _compute(model, fresh)
+    unset = [
+        fresh[id(buffer)]
+        for buffer, version in zip(buffers, versions, strict=True)
+        if buffer.numel() and (buffer.isnan().any() if buffer.is_floating_point() else buffer._version == version)
+    ]
+    if unset:
+        raise _uncomputed(model, unset)
+
+
+def _compute(module: nn.Module, fresh: Mapping[int, str]) -> None:
+    """Call the methods that compute the buffers `fresh` (by id): transformers' for its models, else each module's own."""
     # By name: importing transformers takes seconds, and a model that is not from there does not need it.
     if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
-        yield lambda: _initialize_transformers(module, fresh)
+        _compute_transformers(module, fresh)
         return
     for child in module.children():
-        yield from _initializers(child, fresh)
-    own = _own(module)
-    mine = [fresh[id(tensor)] for tensor in own if id(tensor) in fresh]
-    if not mine:
-        return
-    reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is None:
-        raise ModelError(_no_values(module, mine))
-    if any(isinstance(tensor, nn.Parameter) and id(tensor) not in fresh for tensor in own):
-        raise ModelError(
-            f"{listed(mine)}: on the meta device, while other parameters of the same module have values, which its "
-            "initialization would overwrite. Give all of it weights, or build the model with real buffers "
-            "(accelerate.init_empty_weights)."
-        )
-    yield reset
+        _compute(child, fresh)
+    if own := [fresh[id(buffer)] for buffer in module._buffers.values() if id(buffer) in fresh]:
+        compute: Any = getattr(module, "reset_parameters", None)
+        if compute is None or module._parameters:  # it would overwrite their values
+            raise _uncomputed(module, own)
+        compute()
 
 
-def _initialize_transformers(model: nn.Module, fresh: Mapping[int, str]) -> None:
-    """Let the model initialize the `fresh` tensors; the others carry transformers' sign that they have values."""
+def _compute_transformers(model: nn.Module, fresh: Mapping[int, str]) -> None:
+    """Let the model initialize the `fresh` buffers; all others carry transformers' sign that they have values."""
     kept = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in fresh]
     for module in model.modules():
-        if any(id(tensor) in fresh for tensor in _own(module)):
+        if any(id(buffer) in fresh for buffer in module._buffers.values()):
             module.__dict__.pop("_is_hf_initialized", None)
     initialize: Any = model.initialize_weights
     with patched((tensor.__dict__, "_is_hf_initialized", True) for tensor in kept):
         initialize()
 
 
-def _tied_once(model: nn.Module, fresh: Mapping[int, str]) -> AbstractContextManager[object]:
-    """Show each tied parameter to its first owner alone, so that the others do not initialize it once more."""
-    seen: set[int] = set()
-    hidden: list[Item] = []
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in seen:
-                without = torch.empty_like(parameter, device="meta")
-                hidden.append((module._parameters, key, nn.Parameter(without, parameter.requires_grad)))
-            if id(parameter) in fresh:
-                seen.add(id(parameter))
-    return patched(hidden)
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [own for own in (*module._parameters.values(), *module._buffers.values()) if own is not None]
-
-
-def _no_values(module: nn.Module, names: list[str]) -> str:
-    return (
-        f"{listed(names)} ({type(module).__name__}): on the meta device, and no reset_parameters() of its module gives it "
-        "values. Build the model in host memory, or at least its buffers (accelerate.init_empty_weights), or load it by "
-        "from_pretrained or harmony_ds.load_weights."
+def _uncomputed(module: nn.Module, names: list[str]) -> ModelError:
+    return ModelError(
+        f"{listed(names)} ({type(module).__name__}): on the meta device, not in the files, and not computed by a "
+        "reset_parameters() of a module of buffers alone. Build buffers in host memory (accelerate.init_empty_weights), or "
+        "load the model by from_pretrained."
     )

@@ -147,7 +147,7 @@ def host_need(
         count = sum(trainable.values()) if config.deferred_update else max(layers, default=0)
         gradients = accumulation.itemsize * count
     mapped = MappedFiles()
-    there = (p for p in parameters.values() if not p.is_meta and not mapped.holds(p))
+    there = (p for p in parameters.values() if not mapped.holds(p))
     by_kind = {
         "weights": weights,
         "masters": config.master_bytes * sum(trainable.values()),

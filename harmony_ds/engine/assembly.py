@@ -19,7 +19,7 @@ from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition, Layer, find_layers, layer_graph
 from harmony_ds.device import Device, make_devices
 from harmony_ds.engine import admission
-from harmony_ds.engine.incoming import accept, fill_meta
+from harmony_ds.engine.incoming import accept
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.block_optimizer import BlockOptimizer, DiskOptimizer
 from harmony_ds.offload.cores import update_threads
@@ -150,7 +150,6 @@ def assemble(
         need = admission.host_need(decomposition, model, config, (client_optimizer, given), device)
         admission.check_host_room(need, world)
         disk_bytes = admission.disk_need(model, config, (client_optimizer, given))
-        fill_meta(model)
     store = _to_slabs(model, decomposition, config, (device, world), disk_bytes)
     masters = Masters(store.parameters, store.masters)
     optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)

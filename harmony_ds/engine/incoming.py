@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from torch import nn
 
-from harmony_ds.checkpoint.weights import initialize_weights
 from harmony_ds.device import Device
 from harmony_ds.errors import ModelError
 
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
-_logger = logging.getLogger(__name__)
 
 
 def accept(model: nn.Module, device: Device, dtype: torch.dtype) -> None:
@@ -28,21 +25,14 @@ def accept(model: nn.Module, device: Device, dtype: torch.dtype) -> None:
     _switch_off_checkpointing(model)
 
 
-def fill_meta(model: nn.Module) -> None:
-    """Give tensors on the meta device values, by their modules' own initialization."""
-    names = initialize_weights(model)
-    if names:
-        _logger.warning(
-            "%d tensors of %s were on the meta device: initialized by their modules' own initialization, which may not be "
-            "all that a constructor does. To load them instead: harmony_ds.load_weights, or from_pretrained.",
-            len(names),
-            type(model).__name__,
-        )
-
-
 def _check_on_host(model: nn.Module, device: Device) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != device.host_type and not tensor.is_meta:
+        if tensor.is_meta and device.host_type != "meta":
+            raise ModelError(
+                f"{name} is on the meta device, without values: give the model weights by harmony_ds.load_weights or "
+                "from_pretrained, or build it in host memory."
+            )
+        if tensor.device.type != device.host_type:
             raise ModelError(
                 f"{name} is on {tensor.device}: the engine keeps the model in host memory and brings layers to the "
                 "device itself. Pass the model before any .to(device) or .cuda()."
@@ -52,10 +42,6 @@ def _check_on_host(model: nn.Module, device: Device) -> None:
 def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Raise ModelError for parameters that would be trained as something else than they are."""
     for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise ModelError(
-                f"{name} has no shape yet (a lazy module): run a forward pass of the model before initialize."
-            )
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
             raise ModelError(
                 f"{name} is a {type(parameter).__name__} of layout {parameter.layout}: the engine trains plain, dense "

@@ -1,9 +1,8 @@
-"""Weights for models from the meta device: out of safetensors files, or by their modules' own initialization."""
+"""Weights from safetensors files for models from the meta device."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import harmony_ds
 from harmony_ds import CheckpointError, ModelError
-from harmony_ds.checkpoint.weights import initialize_weights
 from harmony_ds.offload.host_memory import MappedFiles
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, means_of, seed_of, train_groups
 from tests.families import FAMILIES, MODULES, Family, build_seeded
@@ -25,8 +23,6 @@ from tests.oracle import assert_same, train_plainly
 RENAMED = ("gpt_neox", "vit", "mixtral", "qwen3_moe", "deepseek_v3")
 """Families whose files have other names than their parameters."""
 LOADED = [one for one in FAMILIES + MODULES if one.name not in RENAMED]
-BARE = ("clip", "BareParameterNet", "TwoPassNet", "UntouchedNet")
-"""Families with a parameter that no module initializes on its own."""
 
 
 class Net(nn.Module):
@@ -225,68 +221,7 @@ def test_paths_without_weights_are_refused(tmp_path: Path) -> None:
         harmony_ds.load_weights(meta(Net), tmp_path)
 
 
-class Plain(nn.Module):
-    """Modules of torch's that initialize themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.attention = nn.MultiheadAttention(8, 2)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3)])
-        self.norm = nn.BatchNorm1d(8)
-
-
-def test_torchs_modules_draw_what_they_draw_in_host_memory() -> None:
-    torch.manual_seed(3)
-    plain = Plain()
-    model = meta(Plain)
-    torch.manual_seed(3)
-    names = initialize_weights(model)
-
-    assert set(names) == {name for name, _ in tensors_of(plain)}
-    assert_same(model, plain, bitwise=True)
-
-
-@pytest.mark.parametrize("one", [one for one in FAMILIES if one.name not in BARE], ids=lambda one: one.name)
-def test_models_of_transformers_initialize_themselves(one: Family) -> None:
-    expected = one.build(0.0)
-    model = meta_like(expected)
-    initialize_weights(model)
-
-    for name, buffer in expected.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer), name
-    for name, parameter in expected.named_parameters():
-        drawn = model.get_parameter(name)
-        assert drawn.isfinite().all()
-        assert parameter.numel() < 200 or abs(drawn.std() - parameter.std()) < 0.5 * parameter.std(), name
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_initialization_is_transformers_own(name: str) -> None:
-    plain = family(name).build(0.0)
-    model = meta_like(plain)
-    for module in plain.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
-    torch.manual_seed(3)
-    plain.initialize_weights()  # type: ignore[operator]
-    torch.manual_seed(3)
-    initialize_weights(model)
-
-    untied = [n for n, p in plain.named_parameters() if p is not plain.get_input_embeddings().weight]  # type: ignore[operator]
-    assert len(untied) > 20
-    for parameter in untied[: len(untied) // 2]:
-        assert torch.equal(model.get_parameter(parameter), plain.get_parameter(parameter)), parameter
-
-
-@pytest.mark.parametrize("name", BARE)
-def test_a_parameter_that_no_module_initializes_is_named(name: str) -> None:
-    with pytest.raises(
-        ModelError, match=r"(logit_scale|scale|temperature|unused_scale).*on the meta device.*load_weights"
-    ):
-        initialize_weights(meta_like(family(name).build(0.0)))
-
-
-class ForgetfulLinear(nn.Linear):
+class Positioned(nn.Linear):
     positions: Tensor
 
     def __init__(self) -> None:
@@ -294,38 +229,13 @@ class ForgetfulLinear(nn.Linear):
         self.register_buffer("positions", torch.arange(3), persistent=False)
 
 
-def test_a_buffer_that_its_module_forgets_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"^positions "):
-        initialize_weights(meta(ForgetfulLinear))
-    saved(ForgetfulLinear(), tmp_path)
-    with pytest.raises(ModelError, match=r"positions: on the meta device, while other parameters .* have values"):
-        harmony_ds.load_weights(meta(ForgetfulLinear), tmp_path)
+class Forgetful(Scale):
+    def reset_parameters(self) -> None:
+        """Compute nothing."""
 
 
-def test_parameters_with_values_keep_them() -> None:
-    model = Plain()
-    before = {name: t.clone() for name, t in tensors_of(model)}
-    model.blocks[1] = nn.Linear(8, 8, device="meta")
-    names = initialize_weights(model)
-
-    assert names == ("blocks.1.weight", "blocks.1.bias")
-    assert all(torch.equal(t, before[name]) for name, t in tensors_of(model) if not name.startswith("blocks.1"))
-    assert initialize_weights(model) == ()
-
-
-def test_a_meta_model_trains_from_its_own_initialization(caplog: pytest.LogCaptureFixture) -> None:
-    one = family("llama")
-    model, plain = meta_like(one.build(0.0)), meta_like(one.build(0.0))
-    torch.manual_seed(7)
-    initialize_weights(plain)
-    torch.manual_seed(7)
-    optimizer = adamw(model.parameters())
-    with (
-        caplog.at_level(logging.WARNING, "harmony_ds"),
-        engine_for(model, lambda _: optimizer, config_of(2)) as engine,
-        engine_for(plain, adamw, config_of(2)) as other,
-    ):
-        assert train_groups(engine, groups_of(one, 2, 2)) == train_groups(other, groups_of(one, 2, 2))
-
-    assert_same(model, plain, bitwise=True)
-    assert sum("were on the meta device" in record.message for record in caplog.records) == 1
+@pytest.mark.parametrize(("kind", "name"), [(Positioned, "positions"), (Forgetful, "table")])
+def test_a_buffer_that_is_not_computed_is_named(kind: type[nn.Module], name: str, tmp_path: Path) -> None:
+    saved(Positioned() if kind is Positioned else nn.Module(), tmp_path)
+    with pytest.raises(ModelError, match=rf"^{name} \({kind.__name__}\): on the meta device, not in the files"):
+        harmony_ds.load_weights(meta(kind), tmp_path)
