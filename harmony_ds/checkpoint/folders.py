@@ -1,7 +1,7 @@
 """Writing a checkpoint's folder so that a kill at any moment leaves the last good one whole.
 
     save_dir/
-      .saving-<id>/          a save under way, locked by its process, or the rest of a killed one; the next save removes it
+      .saving-<tag>/         a save under way, or the rest of a killed one, which the next save removes
       zero_to_fp32.py, ...   scripts that make plain weights of what is here (see `zero_to_fp32`)
       latest                 the tag of the newest checkpoint; replaced in one rename, last of all
       <tag>/manifest.json    names the data folder and records its files
@@ -9,12 +9,11 @@
 
 A new tag is one rename of the finished folder. Where the tag exists already, the new data folder is put beside the old
 one and the manifest replaced in one rename: at every moment the tag is the old checkpoint or the new one. What a rename
-names is on disk (fsync of files and folders) before the next one happens.
+names is on disk (fsync of files and folders) before the next one happens. One training at a time saves into a save_dir.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import uuid
@@ -39,18 +38,21 @@ if __name__ == "__main__":
 
 @contextmanager
 def saving(target: Path) -> Iterator[Path]:
-    """Yield a locked folder, and publish it as `target` unless the block raises; remove the rests of killed saves.
+    """Yield a folder, and publish it as `target` unless the block raises; remove the rests of killed saves.
 
     If `target` exists, the folder must hold a manifest and a data folder.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _clean(target.parent)
-    staging = unique(target.parent / _SAVING)
+    parent = target.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    for rest in parent.glob(_SAVING + "*"):
+        shutil.rmtree(rest, ignore_errors=True)
+    for manifest in parent.glob(f"*/{MANIFEST}"):
+        _remove_old_data(manifest.parent)
+    staging = parent / (_SAVING + target.name)
     staging.mkdir()
     try:
-        with _locked(staging, wait=True):
-            yield staging
-            _publish(staging, target)
+        yield staging
+        _publish(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -58,7 +60,8 @@ def saving(target: Path) -> Iterator[Path]:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write a file at, and rename that to `path`: always the old file or the whole new one."""
-    fresh = unique(path.parent / f".{path.name}-")
+    fresh = path.with_name(f".{path.name}-new")
+    fresh.unlink(missing_ok=True)  # of a save that was killed
     try:
         yield fresh
         _move(fresh, path)
@@ -94,9 +97,8 @@ def _publish(staging: Path, target: Path) -> None:
         _move(staging, target)
         return
     data = next(staging.glob(DATA + "*"))
-    with _locked(target, wait=True):
-        _move(data, target / data.name)
-        _move(staging / MANIFEST, target / MANIFEST)
+    _move(data, target / data.name)
+    _move(staging / MANIFEST, target / MANIFEST)
     _remove_old_data(target)
 
 
@@ -115,40 +117,9 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-@contextmanager
-def _locked(folder: Path, wait: bool = False) -> Iterator[bool]:
-    """Hold a folder's lock; yield False if another process has it and we do not `wait`."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(handle)
-
-
-def _clean(parent: Path) -> None:
-    for pattern in (f".{LATEST}*-*", ".zero_to_*.py-*"):
-        for fresh in parent.glob(pattern):
-            fresh.unlink(missing_ok=True)
-    for staging in parent.glob(_SAVING + "*"):
-        with _locked(staging) as ours:
-            if ours:
-                shutil.rmtree(staging, ignore_errors=True)
-    for manifest in parent.glob(f"*/{MANIFEST}"):
-        _remove_old_data(manifest.parent)
-
-
 def _remove_old_data(target: Path) -> None:
     """Remove the data folders of a tag that its manifest does not name."""
-    folders = list(target.glob(DATA + "*"))
-    if len(folders) < 2:
-        return
-    with _locked(target) as ours:
-        text = (target / MANIFEST).read_bytes() if ours else b""
-        for folder in folders if ours else ():
-            if folder.name.encode() not in text:
-                shutil.rmtree(folder, ignore_errors=True)
+    text = (target / MANIFEST).read_bytes()
+    for folder in target.glob(DATA + "*"):
+        if folder.name.encode() not in text:
+            shutil.rmtree(folder, ignore_errors=True)

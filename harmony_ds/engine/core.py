@@ -18,10 +18,9 @@ from harmony_ds.engine.delegation import PartAttribute, delegated, delegated_ali
 from harmony_ds.engine.lifetime import release
 from harmony_ds.engine.loop import Loop
 from harmony_ds.engine.open_step import OpenStep
-from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.settings import Settings, deepspeed_names
+from harmony_ds.engine.step_log import StepLog
 from harmony_ds.engine.step_record import StepRecord
-from harmony_ds.engine.throughput import Throughput
 from harmony_ds.engine.training import Training
 from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.errors import UnsupportedError
@@ -56,13 +55,13 @@ class HarmonyEngine(nn.Module):
         settings.client_optimizer = client.optimizer
         self._data = TrainingData(settings, client.training_data, client.collate_fn, world)
         self._training = training = Training(model, assembly, settings, self._data, client.lr_scheduler)
-        self._reports = StepReports(training)
-        self._record = self._reports.record
+        self._log = StepLog(training)
+        self._record = self._log.record
         # From here on, the model and the optimizer are the engine's.
-        self._open = OpenStep(training, self._reports)
+        self._open = OpenStep(training, self._log)
         # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
         self._release = weakref.finalize(self, release, self._open.links, self._open.override, assembly)
-        self._loop = Loop(training, self._open, self._reports)
+        self._loop = Loop(training, self._open, self._log)
         self._checkpoints = Checkpoints(training, self._open)
         self._compilation = Compilation(assembly.interception)
 
@@ -173,19 +172,19 @@ class HarmonyEngine(nn.Module):
     on_progress = delegated_alive("_record", StepRecord.on_progress)
     record_steps = delegated_alive("_record", StepRecord.record_steps)
     trace = delegated("_record", StepRecord.trace)
-    get_wall_clock_timers = delegated("_reports", StepReports.get_wall_clock_timers)
+    get_wall_clock_timers = delegated("_log", StepLog.get_wall_clock_timers)
 
     @property
     def plan(self) -> Plan | None:
         """The plan of a full group; None before the first micro-batch has been measured."""
         return self._assembly.runner.planner.plan
 
-    monitor = PartAttribute[Any]("_reports")
+    monitor = PartAttribute[Any]("_log")
 
     @property
-    def tput_timer(self) -> Throughput:
-        """Samples per second."""
-        return self._reports.throughput
+    def tput_timer(self) -> Any:
+        """DeepSpeed's timer of samples per second."""
+        return self._log.throughput
 
     # ---- device, and the end
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.engine.open_step import OpenStep
-from harmony_ds.engine.reporting import StepReports
+from harmony_ds.engine.step_log import StepLog
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import BatchError, UsageError
 from harmony_ds.stepping.direct import EngineBackward
@@ -22,8 +22,8 @@ from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 class Loop:
     """The loop's calls: hands micro-batches to the open step, one by one or a group at once, and finds its boundary."""
 
-    def __init__(self, training: Training, open_step: OpenStep, reports: StepReports) -> None:
-        self._training, self._open, self._reports = training, open_step, reports
+    def __init__(self, training: Training, open_step: OpenStep, log: StepLog) -> None:
+        self._training, self._open, self._log = training, open_step, log
         self._model, self._scaler = training.model, training.scaler
         self._runner, self._world = training.assembly.runner, training.assembly.world
         self._boundary: bool | None = None  # as the caller has set it, in the place of counting
@@ -157,7 +157,7 @@ class Loop:
             queue = self._open.group.queue
             losses = self._step_over(len(batches), lambda: [queue(batch, loss_fn) for batch in batches])
             loss = self._world.mean(torch.stack(losses).mean())
-        self._reports.write_loss("train_loss", loss)
+        self._log.write_loss("train_loss", loss)
         return loss
 
     def train_group(
@@ -244,7 +244,7 @@ class Loop:
                 for module, mode in training:  # some may be frozen: `train()` would not leave them so
                     module.training = mode
             loss = self._world.mean(torch.stack(losses).mean())
-        self._reports.write_loss("eval_loss", loss)
+        self._log.write_loss("eval_loss", loss)
         return loss
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

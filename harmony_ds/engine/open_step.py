@@ -17,8 +17,8 @@ from harmony_ds.calls.intercept import Autocast
 from harmony_ds.engine.lifetime import while_alive
 from harmony_ds.engine.one_time_warnings import DIVIDED_TWICE, EARLY_READ, OneTimeWarnings
 from harmony_ds.engine.optimizer_override import OptimizerOverride
-from harmony_ds.engine.reporting import StepReports
 from harmony_ds.engine.step_gradients import StepGradients
+from harmony_ds.engine.step_log import StepLog
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import ModelError, UnsupportedError, UsageError
 from harmony_ds.offload.updater import Clipping
@@ -40,9 +40,9 @@ class OpenStep:
         override: of the user's optimizer; None without one.
     """
 
-    def __init__(self, training: Training, reports: StepReports) -> None:
+    def __init__(self, training: Training, log: StepLog) -> None:
         self._training = training
-        self._reports = reports
+        self._log = log
         self._assembly = assembly = training.assembly
         self._runner, self._world, self._optimizer = assembly.runner, assembly.world, assembly.host_optimizer
         self._running = False  # the step, or a part of it
@@ -134,7 +134,7 @@ class OpenStep:
         training, group = self._training, self.group
         full = len(group) == training.settings.gradient_accumulation_steps() and not group.propagated
         try:
-            with self._reports.record.step(len(group), full):
+            with self._log.record.step(len(group), full):
                 ran = self._run()
             training.finish_step(self._runner.executor.updates.outcome if ran else Outcome(), schedule)
         except BaseException:
@@ -143,7 +143,7 @@ class OpenStep:
         finally:
             self.renew()
         self.gradients.finish_step()
-        self._reports.finish_step()
+        self._log.finish_step()
 
     def step_by_hand(self) -> None:
         """Update from what has gathered, for `optimizer.step()`. Gradients of parameters that are not the optimizer's

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harmony_ds import CheckpointError
-from harmony_ds.checkpoint import folders, tensor_files
+from harmony_ds.checkpoint import tensor_files
 from tests.checkpoint.runs import Setup, assert_equal, engine_of, state_of, train
 
 ROOT = Path(__file__).parents[2]
@@ -121,18 +121,16 @@ def test_where_nothing_can_be_written_the_reason_is_told(tmp_path: Path) -> None
             engine.save_checkpoint("")
 
 
-def test_a_save_removes_what_killed_ones_left_but_not_saves_under_way(tmp_path: Path) -> None:
+def test_a_save_removes_what_killed_ones_left(tmp_path: Path) -> None:
     setup = Setup()
     with engine_of(setup) as engine:
         engine.save_checkpoint(tmp_path, tag="a")
         (tmp_path / ".saving-dead").mkdir()
         (tmp_path / ".saving-dead" / "half").write_bytes(b"x")
         (tmp_path / "a" / "data-dead").mkdir()
-        with folders.saving(tmp_path / "elsewhere") as alive:
-            (alive / "data-alive").mkdir()
-            engine.save_checkpoint(tmp_path, tag="b")
-            assert alive.is_dir()
-        assert sorted(child.name for child in tmp_path.iterdir()) == ["a", "b", "elsewhere", "latest", *SCRIPTS]
+        (tmp_path / ".latest-new").write_text("b")
+        engine.save_checkpoint(tmp_path, tag="b")
+        assert sorted(child.name for child in tmp_path.iterdir()) == ["a", "b", "latest", *SCRIPTS]
         assert len(list((tmp_path / "a").iterdir())) == 2
         engine.load_checkpoint(tmp_path, tag="a")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
 from harmony_ds.config import Config
 from harmony_ds.engine.step_record import StepRecord
-from harmony_ds.engine.throughput import FIRST_TIMED, Throughput
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import ConfigError
 from harmony_ds.parallel.distributed import init_distributed
@@ -20,12 +20,12 @@ _logger = logging.getLogger("harmony_ds.progress")
 Event = tuple[str, float, int]
 
 
-class StepReports:
+class StepLog:
     """Records every step, and says what the ds_config asks for.
 
     Attributes:
         record: bytes, memory and time of the last steps.
-        throughput: samples per second.
+        throughput: DeepSpeed's timer of samples per second, from step to step.
         monitor: DeepSpeed's, or one that writes nothing.
     """
 
@@ -37,8 +37,8 @@ class StepReports:
         self._breakdown = speaks and bool(values["wall_clock_breakdown"])
         self._memory = speaks and bool(values["memory_breakdown"])
         self.record = StepRecord(training.assembly)
-        self.throughput = Throughput()
-        self.monitor = make_monitor(config) if speaks else NoMonitor()
+        self.throughput = _throughput_timer(config, self._every)
+        self.monitor = _monitor(config) if speaks else _NO_MONITOR
         if values["log_level"] is not None:
             logging.getLogger("harmony_ds").setLevel(values["log_level"].upper())
         dumps = speaks and values["dump_state"]
@@ -56,9 +56,14 @@ class StepReports:
         """Report the optimizer step that is over; the counters are those after it."""
         training = self._training
         size = training.settings.train_micro_batch_size_per_gpu() * training.assembly.world.size
-        self.throughput.step(self.record.micro_batches * size)
         if self._every and training.global_steps % self._every == 0:
-            self._log_progress()
+            lr, momentum = training.get_lr(), training.get_mom()
+            _logger.info(
+                "step=%d, skipped=%d, lr=%s, mom=%s", training.global_steps, training.skipped_steps, lr, momentum
+            )
+        self.throughput.batch_size = self.record.micro_batches * size
+        self.throughput.stop(global_step=True)
+        self.throughput.start()
         if self.monitor.enabled:
             self.monitor.write_events(self._events())
         if self._breakdown:
@@ -71,25 +76,6 @@ class StepReports:
         if self.monitor.enabled:
             self.monitor.write_events([(f"Train/Samples/{name}", loss.item(), self._training.global_samples)])
 
-    def _log_progress(self) -> None:
-        training, timer = self._training, self.throughput
-        _logger.info(
-            "step=%d, skipped=%d, lr=%s, mom=%s",
-            training.global_steps,
-            training.skipped_steps,
-            training.get_lr(),
-            training.get_mom(),
-        )
-        if training.settings.now.values["timers.throughput.enabled"] and timer.global_step_count > FIRST_TIMED:
-            _logger.info(
-                "epoch=%d/micro_step=%d/global_step=%d, RunningAvgSamplesPerSec=%s, CurrSamplesPerSec=%s",
-                timer.epoch_count,
-                training.micro_steps,
-                timer.global_step_count,
-                timer.avg_samples_per_sec(),
-                timer.current,
-            )
-
     def _events(self) -> list[Event]:
         training, samples = self._training, self._training.global_samples
         events: list[Event] = [("Train/Samples/lr", training.get_lr()[0], samples)]
@@ -100,16 +86,20 @@ class StepReports:
         return events
 
 
-class NoMonitor:
-    """A monitor that writes nothing."""
-
-    enabled = False
-
-    def write_events(self, event_list: list[Event]) -> None:
-        """Write nothing."""
+_NO_MONITOR = SimpleNamespace(enabled=False, write_events=lambda event_list: None)
 
 
-def make_monitor(config: Config) -> Any:
+def _throughput_timer(config: Config, every: int | None) -> Any:
+    from deepspeed.utils.timer import ThroughputTimer
+
+    # Not synchronized, which would have each step wait for the updates of the one before.
+    asked = SimpleNamespace(enabled=config.values["timers.throughput.enabled"], synchronized=False)
+    timer = ThroughputTimer(asked, batch_size=1, steps_per_output=every, logging_fn=_logger.info)
+    timer.start()
+    return timer
+
+
+def _monitor(config: Config) -> Any:
     """Return DeepSpeed's monitors, as far as the ds_config enables them.
 
     Raises:
@@ -117,7 +107,7 @@ def make_monitor(config: Config) -> Any:
     """
     asked = [n for n in ("tensorboard", "csv_monitor", "wandb", "comet") if config.values[f"{n}.enabled"]]
     if not asked:
-        return NoMonitor()
+        return _NO_MONITOR
     init_distributed()  # they ask for this process's rank
     from deepspeed.monitor.config import get_monitor_config
     from deepspeed.monitor.monitor import MonitorMaster
