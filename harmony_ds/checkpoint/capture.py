@@ -86,13 +86,8 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Map the other names of tied parameters to their first one."""
     first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        for key, parameter in dict.items(part._parameters):  # a plain dict's: nothing is brought from the device
-            name = f"{prefix}.{key}" if prefix else key
-            if parameter is not None and first.setdefault(id(parameter), name) != name:
-                tied[name] = first[id(parameter)]
-    return tied
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(one)] for name, one in named if first.setdefault(id(one), name) != name}
 
 
 def stateful_modules(module: nn.Module) -> dict[str, nn.Module]:

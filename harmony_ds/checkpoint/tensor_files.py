@@ -10,17 +10,19 @@ inert records here: their code is neither run nor imported. Any other name in a 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
@@ -39,8 +41,6 @@ _NAMES = {
         "BF16=bfloat16 F32=float32 F64=float64 F8_E4M3=float8_e4m3fn F8_E5M2=float8_e5m2 C64=complex64".split()
     )
 }
-
-
 Record = SimpleNamespace
 """The attributes of an object whose class is not imported."""
 _PLAIN = (list, tuple, set, frozenset, bool, int, float, str, bytes, bytearray)
@@ -61,35 +61,53 @@ class FileRecord:
     crc32: int
 
 
+class _NewFile(io.FileIO):
+    """A new file, which takes the checksum of what is written to it."""
+
+    crc32 = 0
+
+    def write(self, content: Any, /) -> int:
+        written = super().write(content)
+        self.crc32 = zlib.crc32(memoryview(content)[:written], self.crc32)
+        return written
+
+
+def _write(path: Path, write: Callable[[IO[bytes]], object]) -> FileRecord:
+    """Write a new file by `write`, and wait until it is on the disk."""
+    with _NewFile(path, "xb") as raw, io.BufferedWriter(raw) as file:
+        write(file)
+        file.flush()
+        os.fsync(raw.fileno())
+        return FileRecord(raw.tell(), raw.crc32)
+
+
 def write_bytes(path: Path, content: bytes) -> FileRecord:
     """Write a small file."""
-    with _NewFile(path) as file:
-        file.write(content)
-    return file.record
+    return _write(path, lambda file: file.write(content))
 
 
 def write_pickle(path: Path, value: Any) -> FileRecord:
     """Write a file of `torch.save`."""
-    with _NewFile(path) as file:
-        try:
-            torch.save(value, cast(Any, file))
-        except RuntimeError as error:  # torch's complaint that its archive is not whole, after the disk's error
-            raise error.__context__ or error from None
-    return file.record
+    try:
+        return _write(path, partial(torch.save, value))
+    except RuntimeError as error:  # torch's complaint that its archive is not whole, after the disk's error
+        raise error.__context__ or error from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Source]) -> FileRecord:
     """Write a safetensors file; its sources are read one after another."""
     # Large elements first, so that every tensor is aligned to its own; otherwise as given.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    with _NewFile(path) as file:
+
+    def write(file: IO[bytes]) -> None:
         file.write(_header(path, ordered))
         for name, source in ordered:
             tensor = source.read()
             assert tuple(tensor.shape) == source.shape and tensor.dtype == source.dtype, name
             octets: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
             file.write(octets)
-    return file.record
+
+    return _write(path, write)
 
 
 def _header(path: Path, tensors: list[tuple[str, Source]]) -> bytes:
@@ -103,37 +121,6 @@ def _header(path: Path, tensors: list[tuple[str, Source]]) -> bytes:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-class _NewFile:
-    """A new file, written from front to end."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.record = FileRecord(0, 0)
-
-    def __enter__(self) -> _NewFile:
-        self._file = self._path.open("xb", buffering=0)
-        return self
-
-    def write(self, content: Any) -> int:
-        content = memoryview(content)
-        for start in range(0, len(content), _CHUNK_BYTES):
-            chunk = content[start : start + _CHUNK_BYTES]
-            self.record = FileRecord(self.record.bytes + len(chunk), zlib.crc32(chunk, self.record.crc32))
-            while chunk:
-                chunk = chunk[self._file.write(chunk) or 0 :]
-        return len(content)
-
-    def flush(self) -> None:
-        """Do nothing: there is no buffer. torch.save calls it."""
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
 
 
 def plain(value: Any, where: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,33 +125,59 @@ def check_host_room(need: HostNeed, world: SingleProcess) -> None:
     world.agree("the host has room")
 
 
-def host_need(
-    decomposition: Decomposition,
-    model: nn.Module,
-    config: Config,
-    optimizer: tuple[ClientOptimizer | None, list[Any]],
-    device: Device,
-) -> HostNeed:
-    """Return the host memory that is needed whatever the plan: without the stash, and gradients at their least.
+@dataclass(frozen=True, slots=True)
+class PlannedOptimizer:
+    """An optimizer before its engine makes it or takes it over.
 
-    Args:
-        optimizer: the user's, and the parameters or groups to make one over without it.
+    Attributes:
+        name: its class or type; None: there is none.
+        numbers: that it keeps for each number of a parameter; None: not known.
+        elements: of each parameter that it steps.
+        has_state: whether the program has made some before.
     """
+
+    name: str | None
+    numbers: int | None
+    elements: tuple[int, ...]
+    has_state: bool = False
+
+    @classmethod
+    def of(cls, config: Config, client: ClientOptimizer | None, given: list[Any]) -> PlannedOptimizer:
+        """Describe the user's, or else the ds_config's over `given`, parameters or groups of them."""
+        name, options = (None, {}) if config.optimizer is None else (config.optimizer.type, config.optimizer.params)
+        if isinstance(client, torch.optim.Optimizer):
+            given, name = client.param_groups, type(client).__name__
+            options = {key: True for group in given for key, value in group.items() if value and key != "params"}
+        elif client is not None:
+            name, options = "an optimizer that a function makes", {}
+        numbers = None if name is None else state_numbers(name, options)
+        if numbers is not None:
+            numbers += bool(options.get("amsgrad"))
+        elements = {id(p): p.numel() for p in parameters_in(given) if p.requires_grad}
+        return cls(name, numbers, tuple(elements.values()), bool(getattr(client, "state", None)))
+
+
+def host_need(
+    decomposition: Decomposition, model: nn.Module, config: Config, optimizer: PlannedOptimizer, device: Device
+) -> HostNeed:
+    """Return the host memory that is needed whatever the plan: without the stash, and gradients at their least."""
     dtype, accumulation = config.compute_dtype, config.accumulation_dtype
     parameters = dict(model.named_parameters())
     trainable = {name: p.numel() for name, p in parameters.items() if p.requires_grad}
     weights = sum(slab_bytes(p.numel(), dtype.itemsize) for p in parameters.values())
     gradients = 0
-    if optimizer[0] is not None or config.optimizer is not None:
+    if optimizer.name is not None:
         layers = [sum(trainable.get(name, 0) for name in layer.parameters) for layer in decomposition.layers]
         count = sum(trainable.values()) if config.deferred_update else max(layers, default=0)
         gradients = accumulation.itemsize * count
+    numbers = 0 if optimizer.has_state else optimizer.numbers or 0
+    state_bytes = config.state_dtype.itemsize * numbers * sum(optimizer.elements)
     mapped = MappedFiles()
     there = (p for p in parameters.values() if not mapped.holds(p))
     by_kind = {
         "weights": weights,
         "masters": config.master_bytes * sum(trainable.values()),
-        "optimizer": 0 if config.disk_folder is not None else _state_bytes(config, *optimizer),
+        "optimizer": 0 if config.disk_folder is not None else state_bytes,
         "gradients": gradients,
     }
     return HostNeed(
@@ -161,43 +187,20 @@ def host_need(
     )
 
 
-def disk_need(model: nn.Module, config: Config, optimizer: tuple[ClientOptimizer | None, list[Any]]) -> int:
+def disk_need(config: Config, model: nn.Module, optimizer: PlannedOptimizer) -> int:
     """Return the bytes of the file for masters and optimizer state; 0: nothing is kept on a disk.
 
     Raises:
         ConfigError: it is not known how much state the optimizer keeps.
     """
-    client, given = optimizer
-    if config.disk_folder is None or (client is None and config.optimizer is None):
+    if config.disk_folder is None or optimizer.name is None:
         return 0
-    if isinstance(client, torch.optim.Optimizer):
-        given, name = client.param_groups, type(client).__name__
-        options = {key: True for group in given for key, value in group.items() if value and key != "params"}
-    elif client is None and config.optimizer is not None:
-        name, options = config.optimizer.type, config.optimizer.params
-    else:
-        name, options = "an optimizer that a function makes", {}
-    numbers = state_numbers(name, options) if name.lower().removeprefix("deepspeedcpu") in _ON_DISK else None
-    if numbers is None:
+    numbers, known = optimizer.numbers, optimizer.name.lower().removeprefix("deepspeedcpu") in _ON_DISK
+    if numbers is None or not known:
         raise ConfigError(
-            f'zero_optimization.offload_optimizer.device is "nvme", and the state that {name} keeps for a parameter is not '
-            'known. Use Adam, AdamW, Adagrad, Lion or SGD, or "cpu".'
+            'zero_optimization.offload_optimizer.device is "nvme", and the state that '
+            f'{optimizer.name} keeps for a parameter is not known. Use Adam, AdamW, Adagrad, Lion or SGD, or "cpu".'
         )
-    masters = sum(
-        disk_bytes(p.numel(), 4) for p in model.parameters() if p.requires_grad and config.compute_dtype.itemsize < 4
-    )
-    stepped = {id(p): p.numel() for p in parameters_in(given) if p.requires_grad}.values()
-    numbers += bool(options.get("amsgrad"))
-    return masters + numbers * sum(disk_bytes(numel, config.state_dtype.itemsize) for numel in stepped)
-
-
-def _state_bytes(config: Config, client: ClientOptimizer | None, given: list[Any]) -> int:
-    """Return the bytes of optimizer state not yet allocated; 0 for an optimizer whose state is not known."""
-    groups, numbers = given, None
-    if isinstance(client, torch.optim.Optimizer):
-        groups = client.param_groups
-        numbers = 0 if client.state else state_numbers(type(client).__name__, client.defaults)
-    elif client is None and config.optimizer is not None:
-        numbers = state_numbers(config.optimizer.type, config.optimizer.params)
-    elements = sum({id(p): p.numel() for p in parameters_in(groups) if p.requires_grad}.values())
-    return config.state_dtype.itemsize * (numbers or 0) * elements
+    trained = [p.numel() for p in model.parameters() if p.requires_grad and config.compute_dtype.itemsize < 4]
+    masters = sum(disk_bytes(numel, 4) for numel in trained)
+    return masters + numbers * sum(disk_bytes(numel, config.state_dtype.itemsize) for numel in optimizer.elements)

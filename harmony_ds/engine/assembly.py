@@ -147,9 +147,9 @@ def assemble(
     given = list(model.parameters() if model_parameters is None else model_parameters)
     disk_bytes = 0
     if device.host_type == "cpu":
-        need = admission.host_need(decomposition, model, config, (client_optimizer, given), device)
-        admission.check_host_room(need, world)
-        disk_bytes = admission.disk_need(model, config, (client_optimizer, given))
+        planned = admission.PlannedOptimizer.of(config, client_optimizer, given)
+        admission.check_host_room(admission.host_need(decomposition, model, config, planned, device), world)
+        disk_bytes = admission.disk_need(config, model, planned)
     store = _to_slabs(model, decomposition, config, (device, world), disk_bytes)
     masters = Masters(store.parameters, store.masters)
     optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)

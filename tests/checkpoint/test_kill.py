@@ -74,12 +74,13 @@ def test_a_full_disk_leaves_the_last_checkpoint(saved: Any, room_bytes: int, mon
     room = [room_bytes]
     write = tensor_files._NewFile.write
 
-    def full(file: Any, content: memoryview) -> None:
-        write(file, content[: room[0]])
+    def full(file: Any, content: memoryview) -> int:
+        written = write(file, content[: room[0]])
         room[0] -= len(content)
         if room[0] < 0:
             room[0] = 0
             raise OSError(errno.ENOSPC, "No space left on device")
+        return written
 
     monkeypatch.setattr(tensor_files._NewFile, "write", full)
     with pytest.raises(CheckpointError, match=r"No space left on device.*saved before is untouched"):
