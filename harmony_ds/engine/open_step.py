@@ -225,9 +225,6 @@ class OpenStep:
     def finish(self) -> None:
         self._assembly.finish_updates()
 
-    def materialize(self, name: str) -> None:
-        self._assembly.finish_updates()
-
     def before_write(self, name: str) -> None:
         """Propagate what was called with the values of `name`, which are about to be changed.
 

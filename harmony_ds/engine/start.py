@@ -87,12 +87,6 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 def _check_model(model: object, mpu: Any, mesh_param: Any) -> nn.Module:
     if model is None:
         raise ConfigError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
-    if isinstance(model, type):
-        raise TypeError(f"model is the class {model.__name__}, not a module of it: model={model.__name__}(...).")
-    if isinstance(model, str):
-        raise TypeError(
-            f'model is the name "{model}": load it first, as AutoModelForCausalLM.from_pretrained("{model}").'
-        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: {model!r:.80}.")
     if mpu is not None or mesh_param is not None:

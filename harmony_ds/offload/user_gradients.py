@@ -11,11 +11,16 @@ from harmony_ds.offload.updater import Updater
 
 
 class UserGradients:
-    """Finds and removes the program's gradients, told from those that an update has put on `.grad`."""
+    """Finds and removes the program's gradients, told from those that an update has put on `.grad`.
+
+    Attributes:
+        popped: the number of those removed so far.
+    """
 
     def __init__(self, store: HostStore, updater: Updater | None) -> None:
         self._store = store
         self._updater = updater
+        self.popped = 0
 
     def exist(self, names: Iterable[str] | None = None) -> bool:
         """Return whether any of `names` (None: any parameter) has such a gradient."""
@@ -31,6 +36,7 @@ class UserGradients:
                 parameter = self._store.parameters[name]
                 if parameter.grad is not None and not self.is_updating(name):
                     taken[name], parameter.grad = parameter.grad, None
+        self.popped += len(taken)
         return taken
 
     def find(self, name: str) -> Tensor | None:

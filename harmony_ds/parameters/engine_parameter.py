@@ -147,7 +147,7 @@ class ParameterLinks:
         """Make tensors that share a parameter's memory show the update of a step, as in plain PyTorch."""
         for link in self._links:
             if link.has_aliases:
-                self._owner.materialize(link.name)
+                self._owner.finish()
                 link.follow_update()
 
     def remove(self) -> None:

@@ -17,7 +17,6 @@ class Owner(Protocol):
     """Services of an engine for the links of its parameters; `name` is a parameter's."""
 
     def finish(self) -> None: ...  # brings all weights, masters and states on the host up to date
-    def materialize(self, name: str) -> None: ...  # brings this weight on the host up to date
     def before_write(self, name: str) -> None: ...  # runs queued calls, which need its values, or raises
     def gradient(self, name: str) -> Tensor | None: ...  # the accumulated tensor itself, not scaled
     def put_gradient(self, name: str, value: Tensor | None) -> None: ...  # replaces the accumulated one
@@ -44,7 +43,7 @@ class ParameterLink:
         """Wait for the parameter's update before its values are read or changed (`writes`)."""
         if writes:
             self.owner.before_write(self.name)
-        self.owner.materialize(self.name)
+        self.owner.finish()
         self._is_touched = True
         if self._kept() is None:
             self._keep_weight()

@@ -329,12 +329,13 @@ class StepGroup(Queue):
         follows_others = self.propagated
         once = self._world.any("begin a step", any(ticket.stage is Stage.FORWARDED for ticket in tickets))
 
-        own = self._runner.has_user_gradients  # which are gone after a step that failed
+        popped = self._runner.popped_user_gradients
 
         def diverged(error: Exception) -> None:
             again = not once and (self.propagated or not follows_others)
             if isinstance(error, PeerDiverged | torch.OutOfMemoryError):
-                if not again or (own and isinstance(error, torch.OutOfMemoryError)):
+                gone = self._runner.popped_user_gradients > popped  # and would be missing when the step runs again
+                if not again or (gone and isinstance(error, torch.OutOfMemoryError)):
                     raise error
             elif again:
                 self._world.tell_diverged()

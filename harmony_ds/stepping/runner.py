@@ -231,9 +231,9 @@ class Runner:
         self.executor.gathered.used()
 
     @property
-    def has_user_gradients(self) -> bool:
-        """Whether the program has left gradients on parameters, which a step takes from there."""
-        return self._parts.user_gradients.exist()
+    def popped_user_gradients(self) -> int:
+        """The number of the program's own gradients that steps have taken from parameters so far."""
+        return self._parts.user_gradients.popped
 
     @property
     def steps_whole(self) -> bool:

@@ -267,8 +267,8 @@ def adamw(**params: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Net, r"model is the class Net, not a module of it: model=Net\(...\)"),
-        ("gpt2", r'model is the name "gpt2": load it first'),
+        (Net, r"model must be a torch.nn.Module, not type: <class '.*Net'>"),
+        ("gpt2", r"model must be a torch.nn.Module, not str: 'gpt2'"),
         (7, "model must be a torch.nn.Module, not int: 7"),
     ],
 )
