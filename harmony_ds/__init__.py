@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from harmony_ds import utils, zero
     from harmony_ds.calls.random_streams import micro_batch_seed
-    from harmony_ds.checkpoint.weights import load_weights
     from harmony_ds.engine import HarmonyEngine, initialize
     from harmony_ds.engine.reports import MemoryReport, PlanReport, SwapReport
     from harmony_ds.engine.start import add_config_arguments
@@ -37,7 +36,6 @@ _HOMES = {
     "init_distributed": "parallel.distributed",
     "initialize": "engine",
     "install_as_deepspeed": "integrations.as_deepspeed",
-    "load_weights": "checkpoint.weights",
     "micro_batch_seed": "calls.random_streams",
 }
 
@@ -71,7 +69,6 @@ __all__ = [
     "init_distributed",
     "initialize",
     "install_as_deepspeed",
-    "load_weights",
     "micro_batch_seed",
     "utils",
     "zero",

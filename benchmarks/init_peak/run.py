@@ -3,11 +3,10 @@
     OMP_NUM_THREADS=1 python -m benchmarks.init_peak.run                # 325M parameters, every source, fp32 and bf16
     OMP_NUM_THREADS=1 python -m benchmarks.init_peak.run --layers 8 --width 512 --vocabulary 256
 
-A Llama comes from four sources: built in host memory; `from_pretrained` (bf16 safetensors, mapped); the meta device with
-`load_weights` (the same files); the meta device alone (initialized by its own modules). In a process of its own each, the
-kernel's high-water mark of resident memory is reset before `initialize` and read after it. Less what the process had before
-the model was there, and less the mapped files (the page cache's, which gives them back), it may be at most the final state
-(weights in slabs, fp32 masters) plus twice the state of the largest layer. The optimizer's state is made by the first
+A Llama is built in host memory, or comes from `from_pretrained` (bf16 safetensors, mapped). In a process of its own each,
+the kernel's high-water mark of resident memory is reset before `initialize` and read after it. Less what the process had
+before the model was there, and less the mapped files (the page cache's, which gives them back), it may be at most the final
+state (weights in slabs, fp32 masters) plus twice the state of the largest layer. The optimizer's state is made by the first
 update, and gradients by the first step.
 """
 
@@ -32,7 +31,7 @@ import harmony_ds
 from benchmarks.common import MIB, answers_of, language_model, quiet, status_bytes, write_results
 
 _MODULE = "benchmarks.init_peak.run"
-SOURCES = ("host", "from_pretrained", "load_weights", "meta")
+SOURCES = ("host", "from_pretrained")
 _STATE_BYTES = {"fp32": 4, "bf16": 6}
 _ALLOWED_LAYERS = 2
 COLUMNS = ("before", "peak", "after", "state", "layer")
@@ -57,13 +56,7 @@ def engine_over(model: nn.Module, dtype: str) -> Any:
 def build(source: str, sizes: tuple[int, int, int], folder: Path, dtype: str) -> nn.Module:
     if source == "host":
         return llama(*sizes)
-    if source == "from_pretrained":
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
-    with torch.device("meta"):
-        model = llama(*sizes)
-    if source == "load_weights":
-        harmony_ds.load_weights(model, folder)
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
 
 
 def measure(source: str, dtype: str, sizes: tuple[int, int, int], folder: Path) -> dict[str, Any]:
@@ -77,7 +70,7 @@ def measure(source: str, dtype: str, sizes: tuple[int, int, int], folder: Path) 
     begin = time.perf_counter()
     engine = engine_over(model, dtype)
     seconds = time.perf_counter() - begin
-    mapped = source == "load_weights" or (source, dtype) == ("from_pretrained", "bf16")  # the files' own dtype
+    mapped = (source, dtype) == ("from_pretrained", "bf16")  # the files' own dtype
     files = folder.iterdir() if mapped else ()
     peak, after = (
         status_bytes("VmHWM") - base - sum(file.stat().st_size for file in files),

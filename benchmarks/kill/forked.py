@@ -92,10 +92,11 @@ class Moments:
         self._fatal = fatal
         write, fsync = tensor_files._NewFile.write, os.fsync
 
-        def counted_write(file: Any, content: memoryview) -> None:
+        def counted_write(file: Any, content: memoryview) -> int:
             for start in range(0, len(content), _PART_BYTES):
                 self()
                 write(file, content[start : start + _PART_BYTES])
+            return len(content)
 
         def counted_fsync(handle: int) -> None:
             self()

@@ -29,8 +29,8 @@ def _check_on_host(model: nn.Module, device: Device) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and device.host_type != "meta":
             raise ModelError(
-                f"{name} is on the meta device, without values: give the model weights by harmony_ds.load_weights or "
-                "from_pretrained, or build it in host memory."
+                f"{name} is on the meta device, without values: load the model by from_pretrained, or give it weights by "
+                "model.load_state_dict(safetensors.torch.load_file(path), assign=True), or build it in host memory."
             )
         if tensor.device.type != device.host_type:
             raise ModelError(

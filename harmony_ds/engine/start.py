@@ -76,12 +76,10 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add --deepspeed and --deepspeed_config (and their deprecated forms), as `deepspeed.add_config_arguments` does."""
-    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="accepted; has no effect of its own")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="path of the ds_config (JSON)")
-    group.add_argument("--deepscale", default=False, action="store_true", help="deprecated form of --deepspeed")
-    group.add_argument("--deepscale_config", default=None, type=str, help="deprecated form of --deepspeed_config")
-    return parser
+    import deepspeed
+
+    added: ArgumentParser = deepspeed.add_config_arguments(parser)
+    return added
 
 
 def _check_model(model: object, mpu: Any, mesh_param: Any) -> nn.Module:

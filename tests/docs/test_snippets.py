@@ -113,11 +113,10 @@ def saved_model() -> Names:
 
 
 def saved_weights() -> Names:
-    from safetensors.torch import save_file
+    import safetensors.torch
 
-    Path("weights").mkdir()
-    save_file(Net().state_dict(), "weights/model.safetensors")
-    return {"torch": torch, "harmony_ds": harmony_ds, "Net": Net, "config": CONFIG}
+    safetensors.torch.save_file(Net().state_dict(), "model.safetensors")
+    return {"torch": torch, "safetensors": safetensors, "harmony_ds": harmony_ds, "Net": Net, "config": CONFIG}
 
 
 def to_record() -> Names:

@@ -10,15 +10,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import harmony_ds
 from harmony_ds import HostMemoryError
 from harmony_ds.offload import host_memory
-from harmony_ds.offload.host_memory import HostRoom
-from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
-from tests.oracle import assert_same
+from harmony_ds.offload.host_memory import HostRoom, MappedFiles
+from tests.engine.drive import (
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    means_of,
+    seed_of,
+    sgd,
+    train_groups,
+    weights_of,
+)
+from tests.oracle import assert_same, train_plainly
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -26,7 +38,7 @@ BF16 = {"bf16": {"enabled": True}}
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_initialize_takes_at_most_two_layers_more_than_the_final_state(tmp_path: Path) -> None:
     sizes = ["--layers", "8", "--width", "512", "--vocabulary", "256"]  # layers of 12 MiB
-    cases = ["host:fp32", "from_pretrained:fp32", "load_weights:fp32"]
+    cases = ["host:fp32", "from_pretrained:fp32"]
     command = [sys.executable, "-m", "benchmarks.init_peak.run", *sizes, "--folder", str(tmp_path), "--cases", *cases]
     # Large blocks go back to the system when they are freed: none of an earlier case's serves a later one, uncounted.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
@@ -34,7 +46,7 @@ def test_initialize_takes_at_most_two_layers_more_than_the_final_state(tmp_path:
 
     assert run.returncode == 0, run.stderr[-2000:]
     rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert [row["source"] for row in rows] == ["host", "from_pretrained", "load_weights"]
+    assert [row["source"] for row in rows] == ["host", "from_pretrained"]
     for row in rows:
         assert row["peak"] <= row["state"] + 2 * row["layer"], row
         assert row["state"] == 4 * row["parameters"] > 7 * row["layer"]
@@ -92,12 +104,38 @@ def test_only_trained_parameters_have_state(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_mapped_model_is_not_there_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    save_file(linear().state_dict(), tmp_path / "model.safetensors")
+    assert needed(monkeypatch, mapped(tmp_path), adamw).endswith(")")
+
+
+def mapped(folder: Path) -> nn.Module:
+    """Return a model whose parameters are those of a mapped file."""
+    file = folder / "model.safetensors"
+    save_file(linear().state_dict(), file)
     with torch.device("meta"):
         model = linear()
-    harmony_ds.load_weights(model, tmp_path)
+    model.load_state_dict(load_file(file), assign=True)
+    assert all(MappedFiles().holds(p) for p in model.parameters())
+    return model
 
-    assert needed(monkeypatch, model, adamw).endswith(")")
+
+def test_an_engine_takes_mapped_parameters_and_training_leaves_their_file(tmp_path: Path) -> None:
+    model = mapped(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with engine_for(model, adamw, config_of(1)) as engine:
+        assert not any(MappedFiles().holds(p) for p in model.parameters())
+        engine.train_batch(iter([(torch.ones(2, 64),)]), loss_fn=torch.mean)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_training_a_model_from_pretrained_is_plain_training_of_it(tmp_path: Path) -> None:
+    one = family("llama")
+    one.build(0.0).save_pretrained(tmp_path)  # type: ignore[operator]
+    groups = groups_of(one, 2, 2)
+    plain, model = (AutoModelForCausalLM.from_pretrained(tmp_path).train() for _ in range(2))
+    losses = means_of(train_plainly(plain, groups, adamw(plain.parameters()), clip=1.0, seed_of=seed_of))
+    with engine_for(model, adamw, config_of(2, clip=1.0)) as engine:
+        assert train_groups(engine, groups) == losses
+    assert_same(model, plain, bitwise=True)
 
 
 def test_a_refused_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_a_loader_in_the_place_of_its_iterator_would_begin_anew_each_step() -> N
 
 
 def test_a_model_without_values() -> None:
-    with pytest.raises(ModelError, match=r"logit_scale is on the meta device.*load_weights"):
+    with pytest.raises(ModelError, match=r"logit_scale is on the meta device.*load_file"):
         harmony_ds.initialize(model=family("clip").build(0.0).to("meta"), config=config_of(1))
 
 
