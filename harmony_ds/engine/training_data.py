@@ -66,7 +66,9 @@ class TrainingData:
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) and not hasattr(dataset, "__iter__"):
             raise ValueError("Training data must be a torch Dataset")
         if data_sampler is None and route in ("eval", "predict"):
-            data_sampler = self._in_order(dataset)
+            data_sampler = torch.utils.data.DistributedSampler(
+                dataset, self._world.size, self._world.rank, shuffle=False
+            )
         from deepspeed.runtime.dataloader import DeepSpeedDataLoader  # its order of samples depends on its own seed
 
         return DeepSpeedDataLoader(
@@ -82,11 +84,6 @@ class TrainingData:
             data_parallel_rank=self._world.rank,
             dataloader_drop_last=self._settings.now.values["dataloader_drop_last"],
         )
-
-    def _in_order(self, dataset: Any) -> torch.utils.data.Sampler[int]:
-        if self._world.size == 1:
-            return torch.utils.data.SequentialSampler(dataset)
-        return torch.utils.data.DistributedSampler(dataset, self._world.size, self._world.rank, shuffle=False)
 
     def set_dataloader(self, loader: Any) -> None:
         """Take micro-batches for `train_batch()` without an iterator from `loader`, epoch after epoch."""
