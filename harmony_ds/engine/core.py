@@ -24,7 +24,10 @@ from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.training import Training
 from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.errors import UnsupportedError
+from harmony_ds.runtime.executor import Executor
 from harmony_ds.scheduler.plan import Plan
+from harmony_ds.stepping.planner import Planner
+from harmony_ds.stepping.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class HarmonyEngine(nn.Module):
         self.module = model
         self.client_optimizer, self.client_lr_scheduler = client.optimizer, client.lr_scheduler
         self._assembly = assembly
-        world = assembly.world
+        self._runner, world = assembly.runner, assembly.world
+        self._planner, self._executor = self._runner.planner, self._runner.executor
         self.local_rank, self.global_rank = world.local_rank, world.rank
         self.world_size = self.dp_world_size = self.seq_dp_world_size = world.size
         self._settings = settings = Settings(config, world)
@@ -169,15 +173,15 @@ class HarmonyEngine(nn.Module):
     swap_report = delegated("_record", StepRecord.swap_report)
     plan_report = delegated("_record", StepRecord.plan_report)
     memory_report = delegated("_record", StepRecord.memory_report)
-    on_progress = delegated_alive("_record", StepRecord.on_progress)
-    record_steps = delegated_alive("_record", StepRecord.record_steps)
-    trace = delegated("_record", StepRecord.trace)
+    on_progress = delegated_alive("_executor", Executor.on_progress)
+    record_steps = delegated_alive("_runner", Runner.record_steps)
+    trace = delegated("_planner", Planner.trace)
     get_wall_clock_timers = delegated("_log", StepLog.get_wall_clock_timers)
 
     @property
     def plan(self) -> Plan | None:
         """The plan of a full group; None before the first micro-batch has been measured."""
-        return self._assembly.runner.planner.plan
+        return self._planner.plan
 
     monitor = PartAttribute[Any]("_log")
 
@@ -196,7 +200,7 @@ class HarmonyEngine(nn.Module):
     @property
     def usable(self) -> bool:
         """False after a failure that left some layers updated and others not, and after `destroy`."""
-        return self._release.alive and self._assembly.runner.failed is None
+        return self._release.alive and self._runner.failed is None
 
     def finish_updates(self) -> None:
         """Wait for pending updates, and copy resident packs to the host. Reading weights or state does so by itself."""
@@ -227,7 +231,7 @@ class HarmonyEngine(nn.Module):
 
     def check_alive(self) -> None:
         """Raise UsageError after `destroy`."""
-        self._assembly.runner.check_alive()
+        self._runner.check_alive()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Raise UnsupportedError: an engine is threads and memory."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.offload.ledger import SWAPPED, Traffic
-from harmony_ds.runtime.executor import OnTask
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
-from harmony_ds.scheduler.trace import ExecutedStep
 
 _STEPS_KEPT = 32
 
@@ -56,32 +53,6 @@ class StepRecord:
             self._planned_ms.append(self.step_ms)
         self._peaks = device.peaks()
         self._traffic, self._sent_bytes, self.micro_batches = traffic, sent_bytes, micro_batches
-
-    def on_progress(self, callback: OnTask | None) -> None:
-        """Have `callback(done, total, task)` called after each task of a step."""
-        self._assembly.runner.executor.tell(callback)
-
-    def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
-        """Record when each task of every optimizer step in the context ran, on each stream.
-
-        Yields:
-            A list that holds the steps, in their order, once the context has been left without an error. Leaving it
-            waits for updates that are still under way.
-
-        Raises:
-            RuntimeError: steps are being recorded already.
-        """
-        return self._assembly.runner.recording()
-
-    def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
-        """Return the predicted step, and the `executed` one, as a Chrome trace: https://ui.perfetto.dev opens its JSON.
-
-        Raises:
-            RuntimeError: there is no plan yet.
-        """
-        if self._planner.plan is None:
-            raise RuntimeError("there is no plan before the first micro-batch: trace() draws the one that runs.")
-        return self._planner.trace(executed)
 
     def swap_report(self) -> SwapReport:
         """Return the bytes between host and device in the last optimizer step; RuntimeError before the first."""

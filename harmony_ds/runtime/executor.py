@@ -148,9 +148,9 @@ class Executor:
             if self._told is not None:
                 self._told(self._done, len(self._plan.tasks), task)
 
-    def tell(self, listener: OnTask | None) -> None:
-        """Call `listener`, and no other, after each task from now on."""
-        self._told = listener
+    def on_progress(self, callback: OnTask | None) -> None:
+        """Have `callback(done, total, task)`, and no other, called after each task of a step."""
+        self._told = callback
 
     def begin(self) -> None:
         """Begin a step, or a part of one."""

@@ -311,9 +311,14 @@ class Planner:
             self.sizes.alone = replace(self.sizes.alone, margin_bytes=self._costs.margin_bytes)
         self._outgrown = True
 
-    def trace(self, executed: ExecutedStep | None) -> dict[str, Any]:
-        """Return the predicted step, and beside it the executed one, as a Chrome trace."""
-        assert self.choices and self._costs is not None
+    def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
+        """Return the predicted step, and the `executed` one, as a Chrome trace: https://ui.perfetto.dev opens its JSON.
+
+        Raises:
+            RuntimeError: there is no plan yet.
+        """
+        if not self.choices or self._costs is None:
+            raise RuntimeError("there is no plan before the first micro-batch: trace() draws the one that runs.")
         best, names = self.choices[0], tuple(layer.name for layer in self.graph.layers)
         return trace_of(best.plan, best.prediction, self._costs, executed, names)
 

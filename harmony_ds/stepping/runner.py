@@ -161,11 +161,15 @@ class Runner:
         self.executor.gathered.to_host()
         self._parts.device_store.drop()
 
-    def recording(self) -> AbstractContextManager[list[ExecutedStep]]:
-        """Record the steps of a context; they are in the list when it has been left.
+    def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
+        """Record when each task of every optimizer step in the context ran, on each stream.
+
+        Yields:
+            A list that holds the steps, in their order, once the context has been left without an error. Leaving it
+            waits for updates that are still under way.
 
         Raises:
-            RuntimeError: another one is open.
+            RuntimeError: steps are being recorded already.
         """
         return self._parts.timeline.recording(self._finish_updates)
 
