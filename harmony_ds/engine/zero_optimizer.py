@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter, methodcaller
 from typing import Any, SupportsIndex
 
 import torch
@@ -21,7 +22,20 @@ def _offloads_parameters(settings: Settings) -> bool:
     return block is not None and block.device == "cpu"
 
 
-_OF_SETTINGS: dict[str, Callable[[Settings], Any]] = {
+_OF_ENGINE = """
+    gradient_accumulation_steps bf16_master_weights_and_gradients fp16_master_weights_and_gradients
+    bf16_optimizer_states
+""".split()
+_OF_ZERO_CONFIG = """
+    reduce_bucket_size allgather_bucket_size contiguous_gradients sub_group_size reduce_scatter elastic_checkpoint
+    ignore_unused_parameters
+""".split()
+_NONE = """
+    external_loss_scale torch_autocast_gradscaler mpu model_parallel_group ep_process_group expert_dp_process_group
+    optimizer_swapper
+""".split()
+_FALSE = "custom_loss_scaler has_moe_layers zenflow use_muon swap_optimizer".split()
+_ANSWERS: dict[str, Callable[[Settings], Any]] = {
     "clip_grad": lambda settings: settings.now.gradient_clipping,
     "dtype": lambda settings: settings.now.compute_dtype,
     "gradient_accumulation_dtype": lambda settings: settings.now.accumulation_dtype,
@@ -31,33 +45,19 @@ _OF_SETTINGS: dict[str, Callable[[Settings], Any]] = {
     "offload_param": _offloads_parameters,
     "check_grad_overflow": lambda settings: _is_fp16(settings) or settings.now.skip_overflow,
     "zero_stage_string": lambda settings: f"ZeRO-{settings.zero_optimization_stage()}",
-    "partition_gradients": lambda settings: settings.zero_optimization_partition_gradients(),
-    **dict.fromkeys(("cpu_offload", "offload_optimizer"), lambda settings: settings.zero_cpu_offload()),
+    "partition_gradients": methodcaller("zero_optimization_partition_gradients"),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer"), methodcaller("zero_cpu_offload")),
+    **{name: methodcaller(name) for name in _OF_ENGINE},
+    **{name: attrgetter(f"_config.zero_config.{name}") for name in _OF_ZERO_CONFIG},
+    **dict.fromkeys(_NONE, lambda _: None),
+    **dict.fromkeys(_FALSE, lambda _: False),
+    **dict.fromkeys(("model_parallel_world_size", "sequence_parallel_size"), lambda _: 1),
+    **{"model_parallel_rank": lambda _: 0, "gradient_average": lambda _: True},
 }
-_OF_ENGINE = """
-    gradient_accumulation_steps bf16_master_weights_and_gradients fp16_master_weights_and_gradients
-    bf16_optimizer_states
-""".split()
-_OF_ZERO_CONFIG = """
-    reduce_bucket_size allgather_bucket_size contiguous_gradients sub_group_size reduce_scatter elastic_checkpoint
-    ignore_unused_parameters
-""".split()
-_SAME: dict[str, Any] = {
-    **dict.fromkeys(
-        """
-        external_loss_scale torch_autocast_gradscaler mpu model_parallel_group ep_process_group expert_dp_process_group
-        optimizer_swapper
-        """.split()
-    ),
-    **dict.fromkeys(("custom_loss_scaler", "has_moe_layers", "zenflow", "use_muon", "swap_optimizer"), False),
-    **{"model_parallel_rank": 0, "model_parallel_world_size": 1, "sequence_parallel_size": 1, "gradient_average": True},
-}
-"""Names with one answer: no parallelism but that of data, no tensors on disks."""
+"""Names that the ds_config answers, or that have one answer without parallelism but that of data."""
+_OF_SCALER = {"cur_scale": "cur_scale", "loss_scale": "loss_scale", "dynamic_loss_scale": "dynamic"}
 _SET_BY = {"clip_grad": "gradient_clipping", "cur_scale": "fp16.loss_scale", "loss_scale": "fp16.loss_scale"}
-_SHOWN = {
-    *("optimizer", "overflow", "loss_scaler", "loss_scale_config", "cur_scale", "loss_scale", "dynamic_loss_scale"),
-    *(*_OF_SETTINGS, *_OF_ENGINE, *_OF_ZERO_CONFIG, *_SAME),
-}
+_SHOWN = {"optimizer", "overflow", "loss_scaler", "loss_scale_config", *_OF_SCALER, *_ANSWERS}
 
 
 class ZeroOptimizer:
@@ -77,14 +77,10 @@ class ZeroOptimizer:
 
     def __getattr__(self, name: str) -> Any:
         settings, optimizer = vars(self)["_settings"], vars(self)["optimizer"]
-        if name in _OF_SETTINGS:
-            return _OF_SETTINGS[name](settings)
-        if name in _OF_ENGINE:
-            return getattr(settings, name)()
-        if name in _OF_ZERO_CONFIG:
-            return getattr(settings._config.zero_config, name)
-        if name in _SAME:
-            return _SAME[name]
+        if name in _ANSWERS:
+            return _ANSWERS[name](settings)
+        if name in _OF_SCALER:
+            return getattr(vars(self)["loss_scaler"], _OF_SCALER[name])
         try:
             return getattr(optimizer, name)
         except AttributeError:
@@ -115,19 +111,6 @@ class ZeroOptimizer:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return vars(self)["optimizer"].__reduce_ex__(protocol)
-
-    @property
-    def cur_scale(self) -> float:
-        """The factor of losses now (1.0 without fp16)."""
-        scale: float = vars(self)["_scaler"].scale
-        return scale
-
-    loss_scale = cur_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows."""
-        return bool(self.loss_scaler.dynamic)
 
     @property
     def loss_scale_config(self) -> Any:
