@@ -141,13 +141,30 @@ def test_where_no_smaller_plan_fits_the_error_comes_up_and_nothing_has_changed()
         train_groups(engine, GROUPS[1:])
 
 
+def with_own_gradients(engine: HarmonyEngine) -> None:
+    """Come to the boundary of a group, with gradients of the program's own beside its."""
+    train_groups(engine, GROUPS[:1])
+    for index, batch in enumerate(GROUPS[1]):
+        engine.backward(engine(**batch).loss)
+        if index + 1 < MICRO_BATCHES:
+            engine.step()
+    engine.module.lm_head.weight.sum().backward()
+
+
 def test_gradients_of_the_programs_own_are_not_lost() -> None:
-    with engine_of(1) as (engine, members):
-        train_groups(engine, GROUPS[:1])
-        for index, batch in enumerate(GROUPS[1]):
-            engine.backward(engine(**batch).loss)
-            if index + 1 < MICRO_BATCHES:
+    found = []
+    for shrinks in (False, True):
+        with engine_of(1) as (engine, members):
+            with_own_gradients(engine)
+            with shrinking(engine, K.FUSED, 1, members if shrinks else []) as ran:
                 engine.step()
-        engine.module.lm_head.weight.sum().backward()
-        with shrinking(engine, K.FUSED, 1, members), pytest.raises(torch.OutOfMemoryError, match="there are"):
+            assert (ran[0] > COUNTS[K.FUSED]) is shrinks
+            found.append(weights_of(engine.module))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_step_that_has_taken_gradients_of_the_programs_own_is_not_run_again() -> None:
+    with engine_of(1) as (engine, members):
+        with_own_gradients(engine)
+        with shrinking(engine, K.BACKWARD, 4, members), pytest.raises(torch.OutOfMemoryError, match="there are"):
             engine.step()
