@@ -23,25 +23,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_HOMES = {
-    "ExecutedStep": "scheduler.trace",
-    "HarmonyEngine": "engine",
-    "MemoryReport": "engine.reports",
-    "Plan": "scheduler.plan",
-    "PlanReport": "engine.reports",
-    "SwapReport": "engine.reports",
-    "Task": "scheduler.plan",
-    "TaskKind": "scheduler.plan",
-    "add_config_arguments": "engine.start",
-    "format_plan": "scheduler.grid",
-    "init_distributed": "parallel.distributed",
-    "initialize": "engine",
-    "install_as_deepspeed": "integrations.as_deepspeed",
-    "load_weights": "checkpoint.weights",
-    "micro_batch_seed": "calls.random_streams",
-}
-
-_ROOMS = ("utils", "zero")
+_MODULES = (
+    "errors", "engine", "engine.start", "engine.reports", "scheduler.plan", "scheduler.grid", "scheduler.trace",
+    "parallel.distributed", "calls.random_streams", "checkpoint.weights", "integrations.as_deepspeed",
+)  # fmt: skip
 
 __all__ = [
     "BatchError",
@@ -82,6 +67,7 @@ def __getattr__(name: str) -> Any:
     # Loaded when asked for: importing the package stays quick.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _ROOMS:
+    if name in ("utils", "zero"):
         return import_module(f"{__name__}.{name}")
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    homes = (import_module(f"{__name__}.{home}") for home in _MODULES)
+    return next(vars(home)[name] for home in homes if name in vars(home))

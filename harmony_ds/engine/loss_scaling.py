@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.config import LossScale
 from harmony_ds.config.settings import SCALER_NAMES
 from harmony_ds.errors import EngineFailedError, UsageError
 
@@ -21,16 +20,16 @@ _FACTOR = 2.0
 class LossScaler:
     """The factor that losses are multiplied with, which follows overflows. Without fp16 it is always 1."""
 
-    def __init__(self, settings: LossScale | None) -> None:
+    def __init__(self, settings: Any) -> None:
         self._settings = settings
-        self._dynamic = settings is not None and settings.static <= 0
+        self._dynamic = settings is not None and settings.loss_scale <= 0
         self.scale = 1.0
         self._hysteresis = 0 if settings is None else settings.hysteresis
         self._step, self._last_overflow = 0, -1
         self._scales = False  # inside engine.backward
         self._announced = 0  # backward passes of the caller's own, from losses that it has scaled
         if settings is not None:
-            self.scale = float(2**settings.initial_scale_power) if self._dynamic else settings.static
+            self.scale = float(2**settings.initial_scale_power) if self._dynamic else settings.loss_scale
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return `loss` times the scale."""
@@ -99,7 +98,7 @@ class LossScaler:
                 self.scale *= _FACTOR
         self._step += 1
 
-    def _shrink(self, settings: LossScale) -> None:
+    def _shrink(self, settings: Any) -> None:
         if settings.hysteresis > 1 and self._hysteresis > 1:
             self._hysteresis -= 1
             return
