@@ -11,20 +11,14 @@ from torch import nn
 Parameters = nn.Parameter | Iterable[nn.Parameter] | None
 
 
-class Init:
+class Init(nullcontext[None]):
     """A context to build a model in. DeepSpeed partitions it; here it stays a model in host memory.
 
     The arguments are those of `deepspeed.zero.Init`, and have no effect.
     """
 
-    def __init__(self, module: nn.Module | None = None, *_: Any, **__: Any) -> None:
-        self.module = module
-
-    def __enter__(self) -> Init:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
 
 
 class GatheredParameters(nullcontext[None]):

@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 from suite import add_point_options, device, point, results_folder, write
@@ -50,7 +51,7 @@ def main() -> None:
     elements = sum(p.numel() for p in task.subject.model.parameters())
     update_bytes = elements * update_cost(task.settings).bytes_per_element
     found = {
-        "task": task.as_json(),
+        "task": asdict(task),
         "plan": engine.plan_report().choices[0].reason,
         "step_ms": [step.step_ms for step in recorded],
         "busy_ms": dict(busy),

@@ -1,6 +1,7 @@
 """Head to head: one model, one data stream, one ds_config, several engines (`harmony-ds bench`).
 
-    results = run(contestants, Rounds(), Path("bench.json"), resume=False, tell=print)   # a process per engine
+    results = Results.of({"harmony": Row("harmony", workload)}, Rounds())
+    run(results, Path("bench.json"), tell=print)  # a process for each engine
     print(report(results)); draw(results, Path("bench.png"))
 
 An engine is a row of `ENGINES` in a module of `engines/`, or in any other module (`--engines module:name`).

@@ -8,16 +8,17 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from harmony_ds.bench.collectives import SentBytes
 from harmony_ds.bench.engines import Engine, adapter
-from harmony_ds.bench.workload import Workload
+from harmony_ds.bench.workload import Batch, Workload
 from harmony_ds.errors import DoesNotFitError, UnsupportedError
 
 
@@ -40,56 +41,76 @@ class Server:
         self.engine: Engine = adapter(name).build(task)
 
     def run(self, first: int, count: int) -> dict[str, Any]:
-        """Take steps back to back. The clock stops at the last loss ("ms"), and when nothing is under way ("drained_ms").
-
-        CPU time is that of all threads, to the same end.
-        """
+        """Take steps back to back. The clock stops when nothing is under way any longer."""
         groups = [self.task.batches(first + index, self._rank) for index in range(count)]
-        cpu, start = time.process_time(), time.perf_counter()
+        start = time.perf_counter()
         losses = [float(self.engine.step(group)) for group in groups]
-        computed = time.perf_counter()
         self.engine.drain()
-        times = {"ms": computed - start, "drained_ms": time.perf_counter() - start, "cpu_ms": time.process_time() - cpu}
-        return {"losses": losses, **{kind: seconds * 1e3 for kind, seconds in times.items()}}
+        return {"losses": losses, "drained_ms": (time.perf_counter() - start) * 1e3}
 
-    def count(self, step: int) -> dict[str, Any]:
-        """Count the bytes of one step: copied, as CUDA's profiler saw them, and sent to other processes."""
-        from torch.profiler import ProfilerActivity, profile
+    def report(self, step: int) -> dict[str, Any]:
+        """Return the engine's report, peaks of memory (of several processes each its share of what is shared), and counts.
 
-        counted: dict[str, Any] = {}
-        batches = self.task.batches(step, self._rank)
-        if self._on_cuda:
-            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                self.engine.step(batches)
-                self.engine.drain()
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "trace.json"
-                profiler.export_chrome_trace(str(path))
-                counted["copied_bytes"] = copied_bytes(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
-        # harmony_ds counts itself, and takes no modes of torch.
-        if self.task.devices > 1 and "sent_bytes" not in self.engine.report():
-            with SentBytes(self.task.devices) as sent:
-                self.engine.step(batches)
-            counted["sent_bytes"] = sent.nbytes
-        return counted
-
-    def report(self) -> dict[str, Any]:
-        """Return the engine's report and peaks of memory; of several processes each its share of shared memory."""
+        A step of its own is counted: bytes that are copied, as CUDA's profiler sees them, and sent to other processes.
+        """
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if self.task.devices == 1 else _own_bytes()
-        report = {"host_peak_bytes": peak}
+        report: dict[str, Any] = {"host_peak_bytes": peak}
+        batches = self.task.batches(step, self._rank)
         if self._on_cuda:
             report["device_peak_bytes"] = torch.cuda.max_memory_allocated()
             report["device_reserved_bytes"] = torch.cuda.max_memory_reserved()
-        return {**report, **self.engine.report()}
+        report |= self.engine.report()
+        if self._on_cuda:
+            report["copied_bytes"] = self._copied_bytes(batches)
+        # harmony_ds counts itself, and takes no modes of torch.
+        if self.task.devices > 1 and "sent_bytes" not in report:
+            with SentBytes(self.task.devices) as sent:
+                self.engine.step(batches)
+            report["sent_bytes"] = sent.nbytes
+        return report
+
+    def _copied_bytes(self, batches: list[Batch]) -> dict[str, int]:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self.engine.step(batches)
+            self.engine.drain()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            return copied_bytes(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+
+
+class SentBytes(TorchDispatchMode):
+    """Counter of the bytes that one of `size` processes must send at least in collectives, a ring's share of the whole."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes, self._share = 0, (size - 1) / size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = str(func._schema.name)
+        if name.startswith("c10d::"):  # the whole is what is gathered, or what is reduced: the larger argument
+            passes = 2 if name.startswith("c10d::allreduce") else 1
+            self.nbytes += int(self._share * passes * max(map(_nbytes, args), default=0))
+        return func(*args, **dict(kwargs or {}))
+
+
+def _nbytes(tensors: Any) -> int:
+    if isinstance(tensors, Tensor):
+        return tensors.nbytes
+    return sum(map(_nbytes, tensors)) if isinstance(tensors, (list, tuple)) else 0
 
 
 def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the answers of several processes: losses are means, memory and CPU time sums, other numbers the largest."""
+    """Merge the answers of several processes: losses are means, host memory the sum, other numbers the largest."""
     found = dict(answers[0])
     for key, value in found.items():
         if key == "losses":
             found[key] = [sum(of_step) / len(answers) for of_step in zip(*(one[key] for one in answers), strict=True)]
-        elif key in ("cpu_ms", "host_peak_bytes"):
+        elif key == "host_peak_bytes":
             found[key] = sum(one[key] for one in answers)
         elif isinstance(value, (int, float)):
             found[key] = max(one[key] for one in answers)
@@ -102,7 +123,7 @@ def _own_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
-def serve(pipe: Connection, log: str, name: str, task: dict[str, Any]) -> None:
+def serve(pipe: Connection, log: str, name: str, task: Workload) -> None:
     """Answer (method, arguments) with ("answer", ...) until the pipe is closed; an error, ("error", ...), is the end.
 
     Args:
@@ -112,8 +133,7 @@ def serve(pipe: Connection, log: str, name: str, task: dict[str, Any]) -> None:
     for stream in (1, 2):
         os.dup2(into, stream)
     try:
-        server = Server(name, Workload(**task))
-        pipe.send(("answer", {}))
+        server = Server(name, task)
         while True:
             method, arguments = pipe.recv()
             pipe.send(("answer", getattr(server, method)(*arguments)))

@@ -1,4 +1,4 @@
-"""Figure of a comparison: throughput (or the worth of each mechanism), memory, and bytes of one step."""
+"""Figure of a comparison: throughput, memory, and bytes of one step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from harmony_ds.bench.report import cut_of
 from harmony_ds.bench.results import Results
 from harmony_ds.bench.summary import Summary, summarize
 
-_OURS, _OTHERS, _SLOWER, _FASTER = "#1f6feb", "#9aa4b2", "#d1495b", "#2a9d8f"
+_OURS, _OTHERS = "#1f6feb", "#9aa4b2"
 
 
 def draw(results: Results, path: Path) -> bool:
@@ -21,9 +22,7 @@ def draw(results: Results, path: Path) -> bool:
 
     figure = Figure(figsize=(9, 2 + 0.9 * len(timed)), layout="constrained")
     times, places, swaps = figure.subplots(3, 1)
-    if len(timed) > 1 and {summary.engine for summary in timed} == {"harmony"}:
-        _draw_worth(times, timed)
-    elif len({summary.items for summary in timed}) > 1:
+    if len({summary.items for summary in timed}) > 1:
         _draw_curve(times, timed, results.unit)
     else:
         _draw_throughput(times, timed, results.unit)
@@ -38,11 +37,11 @@ def draw(results: Results, path: Path) -> bool:
 
 
 def _name(one: Summary) -> str:
-    return f"{one.label}, {one.accumulation} x {one.micro_batch}" if one.is_best else one.label
+    return f"{one.label}, {cut_of(one)}" if one.row.sweep else one.label
 
 
 def _draw_throughput(axes: Any, timed: list[Summary], unit: str) -> None:
-    colours = [_OURS if one.engine == "harmony" else _OTHERS for one in timed]
+    colours = [_OURS if one.is_ours else _OTHERS for one in timed]
     axes.barh([_name(one) for one in timed], [one.items_per_s for one in timed], color=colours)
     for index, one in enumerate(timed):
         assert one.step_ms is not None
@@ -58,27 +57,13 @@ def _draw_curve(axes: Any, timed: list[Summary], unit: str) -> None:
     for one in timed:
         lines.setdefault(one.label.partition(" | ")[0], []).append(one)
     for label, points in lines.items():
-        style = {"color": _OURS, "linewidth": 2.5} if points[0].engine == "harmony" else {}
+        style = {"color": _OURS, "linewidth": 2.5} if points[0].is_ours else {}
         axes.plot([p.items for p in points], [p.items_per_s for p in points], marker="o", label=label, **style)
     sizes = sorted({one.items for one in timed})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.set(xlabel=f"{unit} per step", ylabel=f"{unit} per second", ylim=(0, None))
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _draw_worth(axes: Any, timed: list[Summary]) -> None:
-    """Draw step times in percent of harmony's as it is, round by round; a bar begins where harmony's ends."""
-    for index, one in enumerate(timed[1:]):
-        if one.ratio is None:
-            continue
-        slower = [100 / value - 100 for value in (one.ratio.median, one.ratio.high, one.ratio.low)]
-        axes.barh(index, slower[0], left=100, color=_SLOWER if slower[0] > 0 else _FASTER)
-        axes.plot([100 + slower[1], 100 + slower[2]], [index, index], color="#333", linewidth=1.5)
-    axes.set_yticks(range(len(timed) - 1), [one.label for one in timed[1:]])
-    axes.axvline(100, color=_OURS, linewidth=2)
-    axes.invert_yaxis()
-    axes.set_xlabel("step time, % of harmony as it is (line: the rounds' range)")
 
 
 def _draw_bytes(axes: Any, timed: list[Summary], kinds: dict[str, list[int]], unit: int, label: str) -> None:

@@ -6,7 +6,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from typing import Any
@@ -27,28 +27,18 @@ class ChildFailedError(Exception):
 class Child:
     """One engine in a process of its own, or in one for each device. A context manager."""
 
-    def __init__(self, engine: str, task: Workload, core: int | None = None) -> None:
-        self._processes = [_Process(engine, task, core, rank) for rank in _ranks(task.devices)]
-
-    def start(self) -> None:
-        """Wait until the engine is built.
-
-        Raises:
-            ChildFailedError: it cannot be.
-        """
-        self._answer()
+    def __init__(self, engine: str, task: Workload) -> None:
+        self._processes = [_Process(engine, task, rank) for rank in _ranks(task.devices)]
 
     def ask(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Call a method of the server in every process, and return the merged answers.
+        """Call a method of the server in every process, once the engine is built; return the merged answers.
 
         Raises:
             ChildFailedError: a process raised, or ended.
         """
         for process in self._processes:
-            process.send(method, arguments)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
+            with suppress(OSError):  # what ended it is the answer
+                process.pipe.send((method, arguments))
         answers: dict[_Process, dict[str, Any]] = {}
         while len(answers) < len(self._processes):
             ready = wait([process.pipe for process in self._processes if process not in answers])
@@ -69,23 +59,14 @@ class Child:
 
 
 class _Process:
-    def __init__(self, engine: str, task: Workload, core: int | None, rank: Mapping[str, str]) -> None:
+    def __init__(self, engine: str, task: Workload, rank: Mapping[str, str]) -> None:
         self._log = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - lives as long as the process
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, self._log.name, engine, task.as_json()))
+        self._process = context.Process(target=serve, args=(theirs, self._log.name, engine, task))
         with _environment(task, rank):
             self._process.start()
         theirs.close()
-        if core is not None:
-            assert self._process.pid is not None
-            os.sched_setaffinity(self._process.pid, {core})
-
-    def send(self, method: str, arguments: tuple[Any, ...]) -> None:
-        try:
-            self.pipe.send((method, arguments))
-        except BrokenPipeError:
-            raise self._exit_error() from None
 
     def answer(self) -> dict[str, Any]:
         try:

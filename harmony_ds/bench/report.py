@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from harmony_ds.bench.results import Results
-from harmony_ds.bench.summary import BY_FORMULA, Summary, summarize, tolerance
-from harmony_ds.estimate.text import wrapped
+from harmony_ds.bench.summary import Summary, summarize, tolerance
+from harmony_ds.estimate.text import columns, wrapped
 from harmony_ds.scheduler.grid import amount
 
 _TIMES = ("engine", "micro-batches", "step ms", "low..high", "{unit}/s", "harmony/it")
@@ -22,8 +22,8 @@ def report(results: Results, figure: Path | None = None) -> str:
     if not results.finished:
         parts.append("The comparison was interrupted; `--resume` goes on with it.")
     if timed:
-        parts.append(_table([name.format(unit=results.unit) for name in _TIMES], [_times(one) for one in timed]))
-        parts.append(_table(_PLACES, [_places(one) for one in timed]))
+        parts.append(columns([name.format(unit=results.unit) for name in _TIMES], [_times(one) for one in timed]))
+        parts.append(columns(_PLACES, [_places(one) for one in timed]))
     parts += [wrapped(f"{one.label}: {one.status}") for one in summaries if one.step_ms is None]
     parts.append("\n".join(wrapped(f"- {note}", "  ") for note in _notes(results, summaries)))
     if figure is not None:
@@ -33,22 +33,22 @@ def report(results: Results, figure: Path | None = None) -> str:
 
 def _setting(results: Results) -> str:
     """Describe what was compared: model, step, dtypes, machine, memory cap."""
-    task, machine = next(iter(results.rows.values())).task, results.environment
-    config, devices, memory_gib = task["ds_config"], task.get("devices", 1), task["memory_gib"]
+    task, machine, rows = next(iter(results.rows.values())).task, results.environment, results.rows.values()
+    config, devices, memory_gib = task.ds_config, task.devices, task.memory_gib
     dtype = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")), "fp32")
     summed = config.get("data_types", {}).get("grad_accum_dtype") or "fp32"
-    steps = {row.task["accumulation"]: None for row in results.rows.values() if row.engine == "harmony"}
-    counts = ", ".join(str(count) for count in steps or {task["accumulation"]: None})
-    items = ", ".join(f"{count:,}" for count in sorted({*results.items_per_step.values()}))
-    where = machine.get("gpu") or f"{machine['cpu']} as the device, {task['threads']} thread(s) a process"
-    rows = f"{task['rows']} row{'s' * (task['rows'] > 1)}"
+    steps = {row.task.accumulation: None for row in rows if row.engine == "harmony"} or {task.accumulation: None}
+    counts = ", ".join(str(count) for count in steps)
+    items = ", ".join(f"{count:,}" for count in sorted({one.items for one in summarize(results)}))
+    where = machine.get("gpu") or f"{machine['cpu']} as the device, {task.threads} thread(s) a process"
+    each_rows = f"{task.rows} row{'s' * (task.rows > 1)}"
     each = "" if devices == 1 else f" on each of {devices} devices"
     cap = "no cap on device memory"
     if memory_gib is not None:
-        engines = "for every engine" if task["device"] == "cuda" else "kept by harmony alone: a CPU enforces none"
+        engines = "for every engine" if task.device == "cuda" else "kept by harmony alone: a CPU enforces none"
         cap = f"device memory capped at {memory_gib:g} GiB, {engines}"
     return (
-        f"{Path(task['model']).name}: {results.parameters:,} parameters; {counts} micro-batches of {rows}{each}, {items} "
+        f"{Path(task.model).name}: {results.parameters:,} parameters; {counts} micro-batches of {each_rows}{each}, {items} "
         f"{results.unit} a step; computed in {dtype}, gradients summed in {summed}; {where}; {cap}."
     )
 
@@ -64,7 +64,7 @@ def _verdicts(timed: list[Summary], unit: str) -> list[str]:
             f"{one.ratio.median:.2f} of {name}'s time ({one.ratio.low:.2f} to {one.ratio.high:.2f}"
             f"{': no clear winner' if one.ratio.low < 1 < one.ratio.high else ''})"
             for name, one in zip(names, of_size, strict=True)
-            if one.ratio is not None and one.engine != "harmony"
+            if one.ratio is not None and not one.is_ours
         ]
         verdicts.append(text + (f" harmony takes {', '.join(ratios)}." if ratios else ""))
     return verdicts
@@ -74,7 +74,7 @@ def _times(one: Summary) -> list[str]:
     assert one.step_ms is not None
     return [
         one.label.replace("|", "/"),
-        f"{one.accumulation} x {one.micro_batch}{' (best)' if one.is_best else ''}",
+        cut_of(one),
         f"{one.step_ms.median:,.1f}",
         f"{one.step_ms.low:,.0f}..{one.step_ms.high:,.0f}",
         f"{one.items_per_s:,.0f}" if one.items_per_s >= 100 else f"{one.items_per_s:,.1f}",
@@ -82,9 +82,14 @@ def _times(one: Summary) -> list[str]:
     ]
 
 
+def cut_of(one: Summary) -> str:
+    """Return how the engine cut a step's samples: micro-batches x rows."""
+    return f"{one.row.task.accumulation} x {one.row.task.micro_batch}{' (best)' if one.row.sweep else ''}"
+
+
 def _places(one: Summary) -> list[str]:
     cells = ["" if nbytes is None else amount(nbytes) for nbytes in (*one.memory.values(), *one.moved.values())]
-    if one.traffic == BY_FORMULA:
+    if one.by_formula:
         cells[2:4] = [f"{cell}*" for cell in cells[2:4]]
     loss = (
         "reference" if one.loss_difference is None else f"{one.loss_difference:.1e}{'' if one.losses_agree else ' !'}"
@@ -92,31 +97,23 @@ def _places(one: Summary) -> list[str]:
     return [one.label.replace("|", "/"), *cells, loss]
 
 
-def _table(head: Sequence[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table without the columns that are empty: the first to the left, the others to the right."""
-    columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
-    padded = []
-    for number, column in enumerate(columns):
-        width, align = max(map(len, column)), "<" if number == 0 else ">"
-        rule = "-" * width if number == 0 else "-" * (width - 1) + ":"
-        padded.append([rule if cell is None else f"{cell:{align}{width}}" for cell in (column[0], None, *column[1:])])
-    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*padded, strict=True))
-
-
 def _notes(results: Results, summaries: list[Summary]) -> list[str]:
-    rounds = max((len(row.rounds) for row in results.rows.values()), default=0)
+    timing = results.timing
     notes = [
-        f"Medians of up to {rounds} rounds of {results.wanted['steps']} steps, the engines by turns, after "
-        f"{results.wanted['warmup_steps']} warm-up steps; times end when no update is under way any longer.",
+        f"Medians of up to {timing.rounds} rounds of {timing.steps} steps, the engines by turns, after "
+        f"{timing.warmup_steps} warm-up steps; times end when no update is under way any longer.",
         "harmony/it: the median over rounds of harmony's time divided by the engine's; below 1, harmony is faster.",
         f"Losses of all steps are compared with the first of torch, torch-checkpoint and harmony: at most "
         f"{tolerance(results):g} apart, relative.",
     ]
-    if any(summary.traffic == BY_FORMULA for summary in summaries):
+    if any(summary.by_formula for summary in summaries):
         notes.append("* by formula, not counted; without the weights that recomputation gathers again.")
-    for label, found in results.sweeps.items():
-        times = {rows: f"{one['step_ms']:,.0f} ms" if "step_ms" in one else one["error"] for rows, one in found.items()}
-        notes.append(
-            f"{label}, micro-batches tried: {', '.join(f'{rows} rows: {time}' for rows, time in times.items())}."
-        )
+    for label, row in results.rows.items():
+        tried = (f"{rows} rows: {_tried(found)}" for rows, found in row.sweep.items())
+        if row.sweep:
+            notes.append(f"{label}, micro-batches tried: {', '.join(tried)}.")
     return notes
+
+
+def _tried(found: dict[str, Any]) -> str:
+    return f"{found['step_ms']:,.0f} ms" if "step_ms" in found else found["error"]

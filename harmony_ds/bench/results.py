@@ -6,13 +6,13 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from harmony_ds.bench.workload import Workload
 from harmony_ds.errors import ConfigError
@@ -20,37 +20,42 @@ from harmony_ds.errors import ConfigError
 _PACKAGES = ("harmony_ds", "torch", "deepspeed", "transformers")
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """An engine with one task of its own."""
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Timing of a comparison.
 
-    label: str
-    engine: str
-    task: Workload
+    Attributes:
+        together: whether all processes live at once.
+        limit_s: no turn is begun later than so many seconds after the first.
+    """
+
+    rounds: int = 5
+    warmup_steps: int = 2
+    steps: int = 2
+    together: bool = True
+    limit_s: float | None = None
 
 
 @dataclass
 class Row:
-    """Measurements of one contestant.
+    """An engine with a task of its own, and its measurements.
 
     Attributes:
-        rounds: milliseconds per step, by the number of the round: until the last loss is known ("ms"), until no update
-            is under way any longer ("drained_ms"), and CPU time of all threads to the same end ("cpu_ms").
+        sweep: milliseconds per step by micro-batch, or the error there, if the task's was chosen among several.
+        rounds: milliseconds per step until no update is under way any longer ("drained_ms"), by the number of the round.
         losses: of every step since the engine was built, warm-up included.
         report: the engine's own, and its process's.
         error: why it ended early, if it did.
     """
 
     engine: str
-    task: dict[str, Any]
+    task: Workload
+    sweep: dict[str, dict[str, Any]] = field(default_factory=dict)
     rounds: dict[str, dict[str, float]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     out_of_memory: bool = False
-
-    def milliseconds(self, kind: str = "drained_ms") -> list[float]:
-        return [measured[kind] for _, measured in sorted(self.rounds.items(), key=lambda item: int(item[0]))]
 
 
 @dataclass
@@ -58,19 +63,46 @@ class Results:
     """One comparison.
 
     Attributes:
-        wanted: contestants and timing, which must be the same for a comparison to be resumed.
-        items_per_step: tokens or samples (`unit`) of one optimizer step, by contestant.
-        sweeps: milliseconds per step by contestant and micro-batch, or the error there.
+        rows: by their labels.
+        sample_items: tokens or samples (`unit`) of one sample.
     """
 
-    wanted: dict[str, Any]
+    timing: Rounds
     environment: dict[str, Any]
-    rows: dict[str, Row] = field(default_factory=dict)
-    items_per_step: dict[str, int] = field(default_factory=dict)
-    unit: str = "tokens"
-    parameters: int = 0
-    sweeps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[str, Row]
+    unit: str
+    sample_items: int
+    parameters: int
     finished: bool = False
+
+    @staticmethod
+    def of(rows: dict[str, Row], timing: Rounds) -> Results:
+        """Return the results of a comparison that is to begin."""
+        task = next(iter(rows.values())).task
+        parameters = sum(parameter.numel() for parameter in task.subject.model.parameters())
+        return Results(timing, environment(task.device), rows, task.subject.unit, task.sample_items, parameters)
+
+    def resumed(self, path: Path) -> Results:
+        """Return the results in `path`, to which rounds are added as this comparison's timing says.
+
+        Raises:
+            ConfigError: naming the settings there that are not those of this comparison.
+        """
+        known = Results.load(path)
+        for label, row in known.rows.items():
+            if row.sweep and label in self.rows:
+                self.rows[label].task = self.rows[label].task.cut(row.task.micro_batch)
+            if not row.out_of_memory:
+                row.error = None  # any other failure is tried once more
+        wanted, was = self._settings(), known._settings()
+        if differing := sorted(key for key in wanted if wanted[key] != was[key]):
+            told = "; ".join(f"{key} was {was[key]!r} and is {wanted[key]!r}" for key in differing)
+            raise ConfigError(f"these results were begun with other settings: {told}. Leave --resume away.")
+        return replace(known, timing=self.timing)
+
+    def _settings(self) -> dict[str, Any]:
+        engines = {label: {"engine": row.engine, "task": asdict(row.task)} for label, row in self.rows.items()}
+        return {"engines": engines, "steps": self.timing.steps, "warmup_steps": self.timing.warmup_steps}
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
@@ -87,9 +119,8 @@ class Results:
             ConfigError: the file holds something else.
         """
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            return Results(**{**data, "rows": {label: Row(**row) for label, row in data["rows"].items()}})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return TypeAdapter(Results).validate_json(path.read_bytes())
+        except ValidationError as error:
             raise ConfigError(f"{path} holds no results of harmony-ds bench: {error}") from error
 
 
@@ -99,7 +130,7 @@ def environment(device: str) -> dict[str, Any]:
         "command": command_line(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES},
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -122,14 +153,6 @@ def command_line() -> str:
     if script.suffix == ".py" and script.stem != "__main__":
         return " ".join(["python", script.name, *sys.argv[1:]])
     return " ".join(["harmony-ds", *sys.argv[1:]])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        # A package of sources on the path has no metadata.
-        return getattr(sys.modules.get(package), "__version__", None)
 
 
 def cpu_model() -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 from harmony_ds.bench.results import Results, Row
 
-BY_FORMULA = "by formula"
 _REFERENCES = ("torch", "torch-checkpoint", "harmony")
 
 # Two fp32 engines add up in different orders; DeepSpeed's ZeRO-2 sums bf16 gradients in bf16. On CUDA kernels differ too.
@@ -28,103 +27,100 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One line of the report.
-
-    Attributes:
-        items: tokens (or samples) of a step.
-        status: "ok", or why there are no numbers.
-        is_best: whether the micro-batch is the fastest of those that were tried.
-        step_ms: to the end of all updates; None where no round was timed.
-        ratio: harmony's step time over this engine's, round by round.
-        memory: peaks, by "device" and "host", in bytes.
-        moved: bytes of one step of each device, by "to device", "to host" and "sent" (to other processes).
-        traffic: how the bytes are known.
-        loss_difference: the largest relative distance from the reference's losses; None for the reference.
-    """
+    """One line of the report: a row among the others of its comparison."""
 
     label: str
-    engine: str
-    micro_batch: int
-    accumulation: int
-    items: int
-    status: str
-    is_best: bool
-    step_ms: Spread | None
-    ratio: Spread | None
-    memory: dict[str, int | None]
-    moved: dict[str, int | None]
-    traffic: str
-    loss_difference: float | None
-    losses_agree: bool
+    row: Row
+    results: Results
+
+    @property
+    def items(self) -> int:
+        """Tokens (or samples) of a step."""
+        return self.results.sample_items * self.row.task.samples
+
+    @property
+    def is_ours(self) -> bool:
+        return self.row.engine == "harmony"
+
+    @property
+    def status(self) -> str:
+        """Why there are no numbers, or "ok"."""
+        if self.row.error is not None:
+            return ("out of memory: " if self.row.out_of_memory else "") + self.row.error
+        return "ok" if self.row.rounds else "no round was timed"
+
+    @property
+    def step_ms(self) -> Spread | None:
+        """To the end of all updates; None where no round was timed."""
+        times = [times["drained_ms"] for times in self.row.rounds.values()]
+        return Spread.of(times) if times else None
 
     @property
     def items_per_s(self) -> float:
         assert self.step_ms is not None
         return self.items / self.step_ms.median * 1e3
 
+    @property
+    def ratio(self) -> Spread | None:
+        """Time of a step of harmony over this row's, round by round: a slow phase of the machine slows both of a pair."""
+        ours = next((other.rounds for other in self._alike if other.engine == "harmony"), {})
+        own = self.row.rounds
+        ratios = [ours[number]["drained_ms"] / own[number]["drained_ms"] for number in ours.keys() & own.keys()]
+        return Spread.of(ratios) if ratios else None
+
+    @property
+    def loss_difference(self) -> float | None:
+        """The largest relative distance from the reference's losses; None for the reference."""
+        losses = (other for name in _REFERENCES for other in self._alike if other.engine == name and other.losses)
+        reference = next(losses, self.row)
+        if reference is self.row or not self.row.losses:
+            return None
+        pairs = zip(self.row.losses, reference.losses, strict=False)
+        return max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
+
+    @property
+    def losses_agree(self) -> bool:
+        return (self.loss_difference or 0.0) <= tolerance(self.results)
+
+    @property
+    def memory(self) -> dict[str, int | None]:
+        """Peaks, by "device" and "host", in bytes."""
+        return {kind: self.row.report.get(f"{kind}_peak_bytes") for kind in ("device", "host")}
+
+    @property
+    def moved(self) -> dict[str, int | None]:
+        """Bytes of one step of each device, by "to device", "to host" and "sent" (to other processes)."""
+        to_device, to_host = (self._traffic.get(way) for way in ("host_to_device", "device_to_host"))
+        sums = {
+            way: None if by is None else sum(by.values())
+            for way, by in (("to device", to_device), ("to host", to_host))
+        }
+        return {**sums, "sent": self.row.report.get("sent_bytes")}
+
+    @property
+    def by_formula(self) -> bool:
+        """Whether those bytes were not counted."""
+        return bool(self._traffic.get("how") == "by formula")
+
+    @property
+    def _traffic(self) -> dict[str, Any]:
+        own, copied = self.row.report.get("traffic", {}), self.row.report.get("copied_bytes")
+        if copied is None or own.get("how") == "counted by the engine":
+            return dict(own)
+        return {way: {"by the CUDA profiler": nbytes} for way, nbytes in copied.items()}
+
+    @property
+    def _alike(self) -> list[Row]:
+        return [other for other in self.results.rows.values() if other.task.samples == self.row.task.samples]
+
 
 def summarize(results: Results) -> list[Summary]:
-    """Return a summary of every contestant, in their order."""
-    return [_summary(results, label, row) for label, row in results.rows.items()]
-
-
-def losses_agree(summaries: list[Summary]) -> bool:
-    """Return whether no engine computed something else."""
-    return all(summary.losses_agree for summary in summaries)
+    """Return a summary of every row, in their order."""
+    return [Summary(label, row, results) for label, row in results.rows.items()]
 
 
 def tolerance(results: Results) -> float:
     """Return how much a loss may differ, relative."""
     task = next(iter(results.rows.values())).task
-    half = any(bool(task["ds_config"].get(key, {}).get("enabled")) for key in ("bf16", "fp16"))
-    return _TOLERANCES["half" if half else "fp32", task["device"]]
-
-
-def _summary(results: Results, label: str, row: Row) -> Summary:
-    status = "ok" if row.rounds else "no round was timed"
-    if row.error is not None:
-        status = ("out of memory: " if row.out_of_memory else "") + row.error
-    samples = row.task["micro_batch"] * row.task["accumulation"]
-    alike = [r for r in results.rows.values() if r.task["micro_batch"] * r.task["accumulation"] == samples]
-    to_device, to_host, how = _traffic(row.report)
-    difference = _loss_difference(row, alike)
-    return Summary(
-        label=label,
-        engine=row.engine,
-        micro_batch=row.task["micro_batch"],
-        accumulation=row.task["accumulation"],
-        items=results.items_per_step[label],
-        status=status,
-        is_best=label in results.sweeps,
-        step_ms=Spread.of(row.milliseconds()) if row.rounds else None,
-        ratio=_ratio(row, alike),
-        memory={kind: row.report.get(f"{kind}_peak_bytes") for kind in ("device", "host")},
-        moved={"to device": to_device, "to host": to_host, "sent": row.report.get("sent_bytes")},
-        traffic=how,
-        loss_difference=difference,
-        losses_agree=difference is None or difference <= tolerance(results),
-    )
-
-
-def _ratio(row: Row, alike: list[Row]) -> Spread | None:
-    """Return harmony's time over this row's, round by round: a slow phase of the machine slows both of a pair."""
-    harmony = next((other.rounds for other in alike if other.engine == "harmony"), {})
-    ratios = [harmony[n]["drained_ms"] / row.rounds[n]["drained_ms"] for n in harmony.keys() & row.rounds.keys()]
-    return Spread.of(ratios) if ratios else None
-
-
-def _loss_difference(row: Row, alike: list[Row]) -> float | None:
-    reference = next((other for name in _REFERENCES for other in alike if other.engine == name and other.losses), row)
-    if reference is row or not row.losses:
-        return None
-    pairs = zip(row.losses, reference.losses, strict=False)
-    return max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
-
-
-def _traffic(report: dict[str, Any]) -> tuple[int | None, int | None, str]:
-    counted, own = report.get("copied_bytes"), report.get("traffic")
-    if own is not None and (counted is None or own["how"].startswith("counted")):
-        return sum(own["host_to_device"].values()), sum(own["device_to_host"].values()), own["how"]
-    if counted is not None:
-        return counted["host_to_device"], counted["device_to_host"], "counted by the CUDA profiler"
-    return None, None, ""
+    half = any(bool(task.ds_config.get(key, {}).get("enabled")) for key in ("bf16", "fp16"))
+    return _TOLERANCES["half" if half else "fp32", task.device]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harmony_ds.config import Config, load_config
 from harmony_ds.errors import BatchError, ConfigError
-from harmony_ds.estimate.subject import BatchShape, Subject, load_subject
+from harmony_ds.estimate.subject import Subject, load_subject
 
 Batch = dict[str, Any]
 
@@ -65,9 +65,6 @@ class Workload:
             raise BatchError(f"a step of {own} samples cannot be cut into micro-batches of {micro_batch}.")
         return replace(self, micro_batch=micro_batch, accumulation=own // micro_batch)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def config(self) -> dict[str, Any]:
         """Return the ds_config for this cut."""
         batch = {"train_micro_batch_size_per_gpu": self.micro_batch, "gradient_accumulation_steps": self.accumulation}
@@ -84,15 +81,15 @@ class Workload:
     def subject(self) -> Subject:
         """The model in host memory, in the compute dtype, without dropout; the same weights in every process."""
         torch.manual_seed(self.seed)
-        subject = load_subject(self.model, BatchShape(self.rows, self.sequence), "cpu")
+        subject = load_subject(self.model, "cpu", self.rows, self.sequence)
         switch_dropout_off(subject.model)
         subject.model.to(self.settings.compute_dtype)
         return subject
 
     @property
-    def items(self) -> int:
-        """Number of tokens (or samples, as `subject.unit` says) of one optimizer step."""
-        return self.subject.items * self.samples // self._rows(self.subject.inputs)
+    def sample_items(self) -> int:
+        """Number of tokens of one sample; 1 where `subject.unit` is samples."""
+        return self.subject.items // self._rows(self.subject.inputs)
 
     def batches(self, step: int, rank: int = 0) -> list[Batch]:
         """Return the micro-batches of optimizer step `step`: the sample inputs' tensors drawn anew, in their range.

@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from harmony_ds.cli.options import config_of, shape_of
+from harmony_ds.cli.options import config_of
 from harmony_ds.cli.progress import progress
-from harmony_ds.config import Config
-from harmony_ds.errors import DoesNotFitError
-from harmony_ds.estimate.forecast import Change, Forecast, Situation, changes, forecast, joining, smallest_peak_bytes
-from harmony_ds.estimate.subject import BatchShape, Subject
-from harmony_ds.estimate.survey import Survey, update_cost
+from harmony_ds.config import Config, load_config
+from harmony_ds.config.check import MICRO_BATCH, STEPS
+from harmony_ds.config.read import with_values
+from harmony_ds.errors import ConfigError, DoesNotFitError
+from harmony_ds.estimate.forecast import (
+    Forecast,
+    changes,
+    forecast,
+    joining,
+    smallest_peak_bytes,
+)
+from harmony_ds.estimate.survey import Survey
+from harmony_ds.estimate.text import wrapped
 from harmony_ds.scheduler.grid import amount
 from harmony_ds.scheduler.joining import Advice
+from harmony_ds.scheduler.sizes import WHOLE, Sizes
 
-Resurvey = Callable[[int], Survey]
-"""Surveys the same model with so many rows in a micro-batch."""
-SurveyOf = Callable[[str, BatchShape, Config], tuple[Subject, Survey]]
-"""Surveys a model with micro-batches of a shape on some machine."""
+DOES_NOT_FIT, _LABEL = 3, 13
+SurveyOf = Callable[[str, int | None, Config], Survey]
+"""Surveys a model, with so many tokens in a row, on some machine."""
+Resurvey = Callable[[Config], Survey]
+"""Surveys the same model under another ds_config."""
+_BF16_STATE = {"bf16.enabled": True, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}
+_LESS_ON_HOST: tuple[tuple[Mapping[str, object], str], ...] = (
+    ({"data_types.grad_accum_dtype": "bf16"}, ""),
+    ({"gradient_clipping": 0}, ""),
+    ({"harmony.split_masters": True}, " (the same bits)"),
+    ({"optimizer.type": "Lion"}, ""),
+    ({"harmony.stash": "device"}, ""),
+)
+"""Values of a ds_config that may need less host memory, each with a remark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,66 +62,49 @@ class Lack:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """Question: a model with its ds_config on a machine, and host memory that may be used (None: not known)."""
-
-    subject: Subject
-    config: Config
-    survey: Survey
-    host_budget_bytes: int | None
-
-    @property
-    def situation(self) -> Situation:
-        return Situation(self.survey, update_cost(self.config), self.host_budget_bytes, self.subject.items)
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer to a case.
+    """Answer about a model on a machine.
 
     Attributes:
         forecast: None where no plan fits the device.
         joining: joined layer calls that would be much faster.
-        alone: the forecast of one device, where the question was about several.
     """
 
-    case: Case
+    survey: Survey
     forecast: Forecast | None
-    changes: tuple[Change, ...] = ()
+    changes: Mapping[str, float] = field(default_factory=dict)
     lack: Lack | None = None
     joining: Advice | None = None
-    alone: Forecast | None = None
 
     @property
     def fits(self) -> bool:
         return self.lack is None
 
     def to_json(self) -> dict[str, Any]:
-        survey, unit = self.case.survey, self.case.subject.unit
+        survey = self.survey
         policy, parameters = survey.request.policy, survey.graph.parameters
         data: dict[str, Any] = {
-            "model": self.case.subject.name,
+            "model": survey.subject.name,
             "machine": survey.profile.machine.name,
             "parameters": sum(spec.numel for spec in parameters),
             "trainable_parameters": sum(spec.numel for spec in parameters if spec.trainable),
             "layer_calls": len(survey.graph.calls),
-            "micro_batch": self.case.config.micro_batch,
-            "accumulation": self.case.config.gradient_accumulation_steps,
+            "micro_batch": survey.config.micro_batch,
+            "accumulation": survey.config.gradient_accumulation_steps,
             "devices": policy.devices * policy.pipeline,
             "processes": policy.devices,
             "fits": self.fits,
             "lack": None if self.lack is None else asdict(self.lack),
         }
         if self.forecast is not None:
-            data |= _forecast_json(self.forecast, unit)
-            data["changes"] = [asdict(change) for change in self.changes]
+            data |= _forecast_json(self.forecast)
+            data["changes"] = dict(self.changes)
             data["joining"] = None if self.joining is None else asdict(self.joining)
-        if self.alone is not None:
-            data[f"{unit}_per_s_of_one_device"] = self.alone.items_per_s
         return data
 
 
-def _forecast_json(now: Forecast, unit: str) -> dict[str, Any]:
+def _forecast_json(now: Forecast) -> dict[str, Any]:
+    unit = now.survey.subject.unit
     return {
         "step_ms": now.prediction.step_ms,
         f"{unit}_per_step": now.items_per_step,
@@ -107,7 +112,7 @@ def _forecast_json(now: Forecast, unit: str) -> dict[str, Any]:
         "bottleneck": now.bottleneck,
         "busy_share": dict(now.busy_share),
         "device_peak_bytes": now.plan.peak_bytes,
-        "device_budget_bytes": now.device_budget_bytes,
+        "device_budget_bytes": now.survey.request.budget_bytes,
         "host_bytes": dict(now.host_bytes),
         "host_budget_bytes": now.host_budget_bytes,
         "swaps": asdict(now.prediction.swaps),
@@ -121,54 +126,41 @@ def _forecast_json(now: Forecast, unit: str) -> dict[str, Any]:
 
 def answer_of(args: argparse.Namespace, survey_of: SurveyOf, host_bytes: int | None) -> Answer:
     """Answer `estimate` or `plan`; `host_bytes` are the machine's, unless the options name others."""
-    config = config_of(args, args.processes)
+    config, look = config_of(args, args.processes), partial(survey_of, args.model, args.sequence)
     with progress(f"measuring {args.model}"):
-        subject, survey = survey_of(args.model, shape_of(args, config), config)
-
-    def resurvey(rows: int) -> Survey:
-        return survey_of(args.model, BatchShape(rows, args.sequence), config)[1].among(args.processes)
-
+        survey = look(config)
     host_bytes = int(args.host_memory_gib * 2**30) if args.host_memory_gib else host_bytes
-    one = Case(subject, config, survey, host_bytes)
-    found = answer(replace(one, survey=survey.among(args.processes)), resurvey, args.advice)
-    if survey.request.policy.pipeline > 1:
-        config = replace(config, harmony=replace(config.harmony, devices=1))
-        one = replace(one, survey=survey_of(args.model, shape_of(args, config), config)[1])
-    elif args.processes == 1:
-        return found
-    try:
-        return replace(found, alone=forecast(one.situation))
-    except DoesNotFitError:
-        return found
+    return answer(
+        survey.among(args.processes), host_bytes, lambda changed: look(changed).among(args.processes), args.advice
+    )
 
 
-def answer(case: Case, resurvey: Resurvey, advise: bool) -> Answer:
+def answer(survey: Survey, host_bytes: int | None, resurvey: Resurvey, advise: bool) -> Answer:
     """Search for the plan, and for changes that would help if `advise`."""
-    situation = case.situation
     try:
         with progress("searching for the fastest plan"):
-            now = forecast(situation)
+            now = forecast(survey, host_bytes)
     except DoesNotFitError:
-        budget = case.survey.request.budget_bytes
+        budget = survey.request.budget_bytes
         assert budget is not None
-        needed = smallest_peak_bytes(case.survey)
-        ways = tuple(_ways_to_less_on_device(case, needed, budget, resurvey))
-        return Answer(case, None, lack=Lack("device memory", needed, budget, ways))
-    lack = None
-    if now.host_missing_bytes and case.host_budget_bytes is not None:
-        ways = tuple(_ways_to_less_on_host(case, now))
-        lack = Lack("host memory", now.host_total_bytes, case.host_budget_bytes, ways)
+        needed = smallest_peak_bytes(survey)
+        ways = tuple(_ways_to_less_on_device(survey.config, needed, budget, resurvey))
+        return Answer(survey, None, lack=Lack("device memory", needed, budget, ways))
     with progress("searching for changes that would help"):
+        lack = None
+        if now.host_missing_bytes and host_bytes is not None:
+            ways = tuple(_ways_to_less_on_host(now))
+            lack = Lack("host memory", now.host_total_bytes, host_bytes, ways)
         if not advise:
-            return Answer(case, now, lack=lack)
-        return Answer(case, now, changes(situation, now), lack, joining(case.survey, now.choice))
+            return Answer(survey, now, lack=lack)
+        return Answer(survey, now, changes(now), lack, joining(now))
 
 
-def _ways_to_less_on_device(case: Case, needed: int, budget: int, resurvey: Resurvey) -> Iterator[str]:
-    rows = case.config.micro_batch
+def _ways_to_less_on_device(config: Config, needed: int, budget: int, resurvey: Resurvey) -> Iterator[str]:
+    rows = config.micro_batch
     while rows > 1:
         rows //= 2
-        peak = smallest_peak_bytes(resurvey(rows))
+        peak = smallest_peak_bytes(resurvey(replace(config, micro_batch=rows)))
         if peak <= budget:
             yield f"a micro-batch of {rows} rows (--micro-batch {rows}), which needs {amount(peak)} at least"
             break
@@ -176,48 +168,84 @@ def _ways_to_less_on_device(case: Case, needed: int, budget: int, resurvey: Resu
     yield "shorter rows (--sequence), or smaller layers (harmony.layers)"
 
 
-def _ways_to_less_on_host(case: Case, now: Forecast) -> Iterator[str]:
+def _ways_to_less_on_host(now: Forecast) -> Iterator[str]:
     """Yield settings that need less, those that suffice alone first; then more memory."""
-    missing = now.host_missing_bytes
-    saved = {way: nbytes for way, nbytes in _savings(case, now).items() if nbytes > 0}
+    config, missing = now.survey.config, now.host_missing_bytes
+    steps = config.gradient_accumulation_steps
+    sizes, half = {MICRO_BATCH: config.micro_batch, STEPS: steps}, {STEPS: steps // 2}
+    stage = {"zero_optimization.stage": config.values["zero_optimization.stage"] or 1}  # 16-bit state asks for one
+    saved: dict[str, int] = {}
+    for values, remark in (*_LESS_ON_HOST, ({**_BF16_STATE, **stage}, " (which rounds every update)"), (half, "")):
+        with suppress(ConfigError, DoesNotFitError):  # not every value goes with the others
+            changed = load_config(config.raw, instead={**sizes, **values})
+            quick = forecast(now.survey.under(changed), now.host_budget_bytes)
+            saved[json.dumps(with_values({}, values))[1:-1] + remark] = now.host_total_bytes - quick.host_total_bytes
     for way in sorted(saved, key=lambda way: (saved[way] < missing, -saved[way])):
-        enough = "enough" if saved[way] >= missing else "not enough alone"
-        yield f"{way}: {amount(saved[way])} less, {enough}"
+        if saved[way] > 0:
+            yield f"{way}: {amount(saved[way])} less, {'enough' if saved[way] >= missing else 'not enough alone'}"
     yield f"{amount(now.host_total_bytes)} of host memory"
 
 
-_BF16_STATE = (
-    '"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true} (16-bit state, which '
-    "rounds every update)"
-)
+def reply(answer: Answer, as_json: bool, note: str = "") -> int:
+    """Print the answer, with a note on the machine, and return the exit code: 0 if it fits, 3 if it does not."""
+    if as_json:
+        print(json.dumps(answer.to_json(), indent=1))
+    else:
+        _show(answer, f" ({note})" if note else "")
+    return 0 if answer.fits else DOES_NOT_FIT
 
 
-def _savings(case: Case, now: Forecast) -> Mapping[str, int]:
-    config, plan, gradients = case.config, now.plan, now.host_bytes["gradients"]
-    saved: dict[str, int] = {}
-    if config.accumulation_dtype.itemsize > config.compute_dtype.itemsize:
-        saved['"data_types": {"grad_accum_dtype": "bf16"}'] = gradients // 2
-    if config.deferred_update and config.loss_scale is None:
-        largest = plan.policy.devices * max(plan.packs[index].piece_bytes() for index in plan.packing.backward)
-        saved['"gradient_clipping": 0'] = gradients - config.harmony.gradient_slabs * largest
-    if config.compute_dtype != config.master_dtype and config.loss_scale is None:
-        half = now.host_bytes["optimizer"] // 2 + (gradients // 2 if config.accumulation_dtype.itemsize == 4 else 0)
-        saved[_BF16_STATE] = now.host_bytes["masters"] + half
-        if config.master_bytes == 4 and config.compute_dtype.itemsize == 2:
-            saved['"harmony": {"split_masters": true} (the same bits)'] = now.host_bytes["masters"] // 2
-    if update_cost(config).states == 2:
-        elements = sum(spec.numel for spec in case.survey.graph.parameters if spec.trainable)
-        saved['"optimizer": {"type": "Lion"}'] = 4 * elements
-    if now.host_bytes["stash"]:
-        saved["half the micro-batches in a step (--accumulation)"] = now.host_bytes["stash"] // 2
-        saved['"harmony": {"stash": "device"}'] = _saved_by_stash_on_device(case, now)
-    return saved
+def _show(answer: Answer, note: str) -> None:
+    survey, config, subject = answer.survey, answer.survey.config, answer.survey.subject
+    policy, now, unit = survey.request.policy, answer.forecast, subject.unit
+    parameters = sum(spec.numel for spec in survey.graph.parameters)
+    print(f"{subject.name}, {parameters:,} parameters in {len(survey.graph.layers)} layers")
+    print(wrapped(f"on {survey.profile.machine.name}{note}"))
+    rows, steps = config.micro_batch, config.gradient_accumulation_steps
+    each = "" if policy.devices == 1 else f" in each of {policy.devices} processes"
+    driven = "" if policy.pipeline == 1 else f", through a pipeline of {policy.pipeline} devices"
+    items = subject.items * steps * policy.devices
+    print(f"{steps} micro-batches of {rows} row{'s' * (rows > 1)} in a step{each}{driven}: {items:,} {unit}\n")
+    if now is not None:
+        _show_forecast(now, unit)
+    if now is not None and answer.changes:
+        print("\nwhat would help most:")
+        for what, rate in answer.changes.items():
+            print(f"  {what:<40} {rate:>12,.0f} {unit}/s  {rate / now.items_per_s - 1:>+7.1%}")
+    if answer.joining is not None:
+        print("\n" + wrapped(str(answer.joining)))
+    if answer.lack is not None:
+        print("\n" + wrapped(str(answer.lack)))
+        for number, way in enumerate(answer.lack.ways_out, 1):
+            print(wrapped(f"  ({number}) {way}", "      "))
 
 
-def _saved_by_stash_on_device(case: Case, now: Forecast) -> int:
-    request = case.survey.request
-    survey = replace(case.survey, request=replace(request, settings=replace(request.settings, stash="device")))
-    try:
-        return now.host_total_bytes - forecast(replace(case.situation, survey=survey)).host_total_bytes
-    except DoesNotFitError:
-        return 0
+def _show_forecast(now: Forecast, unit: str) -> None:
+    device, host = _budget(now.survey.request.budget_bytes), _budget(now.host_budget_bytes)
+    fits = "does not fit" if now.host_missing_bytes else "fits"
+    kinds = ", ".join(f"{kind} {amount(nbytes)}" for kind, nbytes in now.host_bytes.items() if nbytes)
+    busy = ", ".join(
+        f"{name.replace('_', ' ')} {share:.0%}" for name, share in now.busy_share.items() if share >= 0.005
+    )
+    swaps, sizes = now.prediction.swaps, Sizes.of(now.plan.policy)
+    moved, stash = swaps.weights_in + swaps.gradients_out, swaps.stash_in + swaps.stash_out
+    versus = "" if now.plan.policy.devices > 1 else f"; ZeRO-3 offload moves {amount(now.zero3_offload_bytes)}"
+    between = f", {amount(swaps.sent)} to other devices" if swaps.sent else ""
+    between += f", {amount(swaps.moved)} from device to device" if swaps.moved else ""
+    lines = {
+        "device": f"{amount(now.plan.peak_bytes)} of {device}: fits",
+        "host": f"{amount(now.host_total_bytes)} of {host}: {fits} ({kinds})",
+        "plan": now.choice.reason,
+        **({} if sizes == WHOLE else {"pieces": str(sizes)}),
+        "one step": f"{now.prediction.step_ms / 1e3:,.2f} s: {now.items_per_s:,.0f} {unit}/s, the device computes "
+        f"{1 - now.prediction.idle_share:.0%} of the time",
+        "bottleneck": f"{now.bottleneck.replace('_', ' ')} (busy: {busy})",
+        "swaps": f"{amount(moved)} of weights and gradients = {moved / max(1, now.lower_bound_bytes):.2f} x the lower "
+        f"bound, {amount(stash)} of stash{between}{versus}",
+    }
+    for label, text in lines.items():
+        print(wrapped(f"{label:<{_LABEL}}{text}", " " * _LABEL))
+
+
+def _budget(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else amount(nbytes)

@@ -11,13 +11,11 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 
 from harmony_ds import __version__
 from harmony_ds.cli import bench, convert, estimate, machines, plan, profile, trace
-from harmony_ds.config.hints import nearest
 from harmony_ds.errors import HarmonyError
 
 _MODULES = (estimate, plan, profile, trace, machines, bench, convert)
@@ -31,15 +29,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: the command line is wrong (2), or asks for help (0).
     """
-    parser, commands = _parsers()
-    if not argv:
-        parser.print_help()
-        return 0
-    args, rest = parser.parse_known_args(argv)
-    if rest:
-        _refuse(rest[0], commands.get(args.command, parser))
-    if args.command is None:
-        parser.error(f"name a command: {', '.join(COMMANDS)}")
+    args = _parser().parse_args(argv or ["--help"])
     try:
         return int(COMMANDS[args.command].command(args))
     except BrokenPipeError:  # the reader of the output has enough
@@ -52,25 +42,14 @@ def run(argv: Sequence[str]) -> int:
         return WRONG_INPUT
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="harmony-ds",
         description="Training of models larger than the device: will it fit, how fast will it be, and what would help.",
-        allow_abbrev=False,
     )
     versions = f"harmony_ds {__version__} (torch {torch.__version__}, Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=versions)
-    places = parser.add_subparsers(dest="command", metavar="COMMAND", required=False)
-    commands = {}
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
-        commands[name] = places.add_parser(name, help=module.ABOUT, description=module.ABOUT, allow_abbrev=False)
-        module.register(commands[name])
-    return parser, commands
-
-
-def _refuse(word: str, parser: argparse.ArgumentParser) -> NoReturn:
-    name = word.partition("=")[0]
-    if not name.startswith("-"):
-        parser.error(f'"{word}" is one argument too many')
-    near = nearest(name, [one for one in parser._option_string_actions if one.startswith("--")])
-    parser.error(f"there is no {name} here{f': did you mean {near}?' if near else '.'}")
+        module.register(commands.add_parser(name, help=module.ABOUT, description=module.ABOUT))
+    return parser

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from harmony_ds.bench import engines
-from harmony_ds.bench.ablation import ablated, equal_results
+from harmony_ds.bench.ablation import ablated, differing
 from harmony_ds.bench.figure import draw
 from harmony_ds.bench.report import report
-from harmony_ds.bench.results import Contestant, Results
-from harmony_ds.bench.run import Rounds, best_micro_batch, run
-from harmony_ds.bench.summary import losses_agree, summarize
+from harmony_ds.bench.results import Results, Rounds, Row
+from harmony_ds.bench.run import choose_micro_batch, run
+from harmony_ds.bench.summary import summarize
 from harmony_ds.bench.workload import Workload
 from harmony_ds.cli import options
 from harmony_ds.errors import ConfigError
@@ -30,14 +30,19 @@ def register(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     add, count, names = parser.add_argument, options.at_least(1), "A,B,..."
     text = "Engines, harmony among them, by name or module:name (default: all that can run here)."
-    add("--engines", metavar=names, help=text)
-    add("--uncapped", metavar=names, help="Engines that run without the memory cap, beside the others.")
+    add("--engines", type=_names, metavar=names, help=text)
+    add(
+        "--uncapped",
+        type=_names,
+        default=(),
+        metavar=names,
+        help="Engines that run without the memory cap, beside the others.",
+    )
     text = "Micro-batches in a step; several give a curve."
-    add("--accumulation", dest="counts", metavar="N,M,...", help=text)
+    add("--accumulation", dest="counts", type=_numbers, metavar="N,M,...", help=text)
     add("--device", choices=("cpu", "cuda"), help="Default: CUDA if there is one.")
     add("--processes", type=count, default=1, metavar="N", help="Replicas, each a process with a device of its own.")
     add("--threads", type=count, metavar="N", help="Per process (CPU: 1; CUDA: all cores).")
-    add("--one-core", action="store_true", help="Pin every process to one core.")
     add("--ablate", action="store_true", help="harmony alone, each of its mechanisms switched off.")
     text = "Run the other engines at their own best micro-batch (default: yes)."
     add("--sweep", action=argparse.BooleanOptionalAction, default=True, help=text)
@@ -52,31 +57,32 @@ def register(parser: argparse.ArgumentParser) -> None:
     options.add_json(parser)
 
 
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _numbers(text: str) -> list[float]:
+    return [options.at_least(1)(number) for number in text.split(",")]
+
+
 def command(args: argparse.Namespace) -> int:
-    contestants = list(_contestants(args))
-    if not contestants:
+    rows = dict(_rows(args))
+    if not rows:
         raise ConfigError("none of these engines can run here: name others with --engines.")
-    core = 0 if args.one_core else None
-    together = contestants[0].task.device == "cpu" and not args.apart
-    sweeps = {}
+    together = next(iter(rows.values())).task.device == "cpu" and not args.apart
+    results = Results.of(rows, Rounds(args.rounds, args.warmup_steps, args.steps, together, args.limit_s))
     if args.resume and args.output.is_file():
-        known = Results.load(args.output)
-        sweeps = known.sweeps
-        found = {label: Workload(**row.task) for label, row in known.rows.items() if label in sweeps}
-        contestants = [replace(one, task=found.get(one.label, one.task)) for one in contestants]
+        results = results.resumed(args.output)
     elif args.sweep and not args.ablate:
-        for index, one in enumerate(contestants):
-            if one.engine != "harmony":
-                contestants[index], sweeps[one.label] = best_micro_batch(one, core, _tell)
-    timing = Rounds(args.rounds, args.warmup_steps, args.steps, together, core, args.limit_s)
-    results = run(contestants, timing, args.output, args.resume, _tell)
-    results.sweeps.update(sweeps)
-    results.save(args.output)
+        for label, row in rows.items():
+            if row.engine != "harmony":
+                choose_micro_batch(label, row, _tell)
+    run(results, args.output, _tell)
     figure, page = args.output.with_suffix(".png"), args.output.with_suffix(".md")
     drawn = draw(results, figure)
     text = report(results, figure if drawn else None)
     page.write_text(text + "\n", encoding="utf-8")
-    print(json.dumps([asdict(one) for one in summarize(results)], indent=1) if args.json else text)
+    print(json.dumps(asdict(results), indent=1) if args.json else text)
     _tell(f"written: {args.output}, {page}" + (f", {figure}" if drawn else "; a figure needs matplotlib"))
     return _exit_code(results, args.ablate)
 
@@ -86,24 +92,24 @@ def _tell(line: str) -> None:
 
 
 def _exit_code(results: Results, ablate: bool) -> int:
-    differing = [label for label, equal in equal_results(results).items() if not equal] if ablate else []
-    if differing:
-        _tell(f"losses are not those of harmony as it is: {', '.join(differing)}")
-    elif not ablate and not losses_agree(summarize(results)):
+    if ablate and (labels := differing(results)):
+        _tell(f"losses are not those of harmony as it is: {', '.join(labels)}")
+    elif not ablate and not all(one.losses_agree for one in summarize(results)):
         _tell("losses do not agree: these engines do not compute the same.")
     else:
         return 0
     return LOSSES_DIFFER
 
 
-def _contestants(args: argparse.Namespace) -> Iterator[Contestant]:
+def _rows(args: argparse.Namespace) -> Iterator[tuple[str, Row]]:
     task = _task(args)
-    counts = [task.accumulation] if args.counts is None else _numbers(args.counts)
+    counts = args.counts or [task.accumulation]
     for one in (replace(task, accumulation=count) for count in counts):
-        for contestant in ablated(one) if args.ablate else _engines(one, args):
-            label = contestant.label
-            sized = f"{label} | {one.items:,} {task.subject.unit}" if len(counts) > 1 and not args.ablate else label
-            yield replace(contestant, label=sized)
+        size = (
+            f" | {task.sample_items * one.samples:,} {task.subject.unit}" if len(counts) > 1 and not args.ablate else ""
+        )
+        for label, row in ablated(one).items() if args.ablate else _engines(one, args):
+            yield label + size, row
 
 
 def _task(args: argparse.Namespace) -> Workload:
@@ -125,26 +131,18 @@ def _task(args: argparse.Namespace) -> Workload:
     )
 
 
-def _numbers(text: str) -> list[int]:
-    counts = [int(count) for count in text.split(",") if count.isdecimal()]
-    if len(counts) != text.count(",") + 1 or min(counts) < 1:
-        raise ConfigError(f'--accumulation is "{text}": give whole numbers of at least 1, as 4,8,16.')
-    return counts
-
-
-def _engines(task: Workload, args: argparse.Namespace) -> Iterator[Contestant]:
-    chosen = engines.names() if args.engines is None else args.engines.split(",")
-    uncapped = args.uncapped.split(",") if args.uncapped else ()
+def _engines(task: Workload, args: argparse.Namespace) -> Iterator[tuple[str, Row]]:
+    chosen = args.engines or [*engines.ENGINES]
     for name, suffix, own in (
         *((name, "", task) for name in chosen),
-        *((name, ", uncapped", replace(task, memory_gib=None)) for name in uncapped),
+        *((name, ", uncapped", replace(task, memory_gib=None)) for name in args.uncapped),
     ):
         label = name.rpartition(":")[2] + suffix
         reason = engines.adapter(name).refusal(task)
         if reason is None:
-            yield Contestant(label, name, own)
+            yield label, Row(name, own)
         else:
             _tell(f"{label} is left out: {reason}")
     if (args.devices or 1) > 1:  # the others run on one device
         one = {**task.ds_config, "harmony": {**task.ds_config["harmony"], "devices": 1}}
-        yield Contestant("harmony, one device", "harmony", replace(task, ds_config=one))
+        yield "harmony, one device", Row("harmony", replace(task, ds_config=one))

@@ -6,10 +6,9 @@ import argparse
 from functools import partial
 
 from harmony_ds.cli import options
-from harmony_ds.cli.answer import answer_of
-from harmony_ds.cli.show import reply
+from harmony_ds.cli.answer import answer_of, reply
 from harmony_ds.config import Config
-from harmony_ds.estimate.subject import BatchShape, Subject, load_subject
+from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import Survey, estimate
 from harmony_ds.profiler.hardware import Hardware, hardware_of
 
@@ -30,7 +29,6 @@ def command(args: argparse.Namespace) -> int:
     return reply(found, args.json, note)
 
 
-def survey_on(hardware: Hardware, model: str, shape: BatchShape, config: Config) -> tuple[Subject, Survey]:
+def survey_on(hardware: Hardware, model: str, sequence: int | None, config: Config) -> Survey:
     """Load a model on the meta device and survey it on a machine that is only described."""
-    subject = load_subject(model, shape, "meta")
-    return subject, estimate(subject.model, subject.inputs, config, hardware)
+    return estimate(load_subject(model, "meta", config.micro_batch, sequence), config, hardware)

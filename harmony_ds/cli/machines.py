@@ -15,7 +15,7 @@ from harmony_ds.profiler.hardware import known_hardware
 ABOUT = "List GPUs, links and hosts. A machine is GPU, GPU/LINK, GPU/HOST or GPU/LINK/HOST."
 _COLUMNS = {
     "gpus": {
-        "GPU": "name", "GiB": "memory_gib", "TFLOP/s fp32": "fp32_tflops", "bf16": "half_tflops",
+        "GPU": "name", "GiB": "memory_gib", "TF fp32": "fp32_tflops", "bf16": "half_tflops",
         "GB/s": "memory_gb_per_s", "peers": "peer_gb_per_s", "link": "link", "host": "host",
     },
     "links": {"link": "name", "GB/s": "nominal_gb_per_s", "achieved": "one_way_gb_per_s",

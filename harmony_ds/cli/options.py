@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harmony_ds.config import Config, load_config
+from harmony_ds.config.check import MICRO_BATCH, STEPS
 from harmony_ds.config.harmony import help_of
 from harmony_ds.errors import ConfigError
-from harmony_ds.estimate.subject import BatchShape
 
 DEFAULT = {
     "bf16": {"enabled": True},
@@ -18,8 +18,8 @@ DEFAULT = {
     "gradient_accumulation_steps": 16,
 }
 _KEYS = {
-    "micro_batch": "train_micro_batch_size_per_gpu",
-    "accumulation": "gradient_accumulation_steps",
+    "micro_batch": MICRO_BATCH,
+    "accumulation": STEPS,
     "devices": "harmony.devices",
     "device_memory_gib": "harmony.device_memory_gib",
 }
@@ -86,8 +86,3 @@ def config_of(args: argparse.Namespace, world_size: int = 1) -> Config:
     given = {path: getattr(args, name, None) for name, path in _KEYS.items()}
     instead = {path: value for path, value in given.items() if value is not None}
     return load_config(DEFAULT if args.ds_config is None else args.ds_config, world_size, instead)
-
-
-def shape_of(args: argparse.Namespace, config: Config) -> BatchShape:
-    """Return the shape of one micro-batch."""
-    return BatchShape(config.micro_batch, args.sequence)

@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from harmony_ds.cli import options
-from harmony_ds.cli.answer import answer_of
-from harmony_ds.cli.show import reply
+from harmony_ds.cli.answer import answer_of, reply
 from harmony_ds.config import Config
-from harmony_ds.errors import ConfigError, ProfileError
-from harmony_ds.estimate.subject import BatchShape, Subject, load_subject
+from harmony_ds.errors import ProfileError
+from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import Survey, measure, with_profile
 from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.profiler.profile import Profile
@@ -36,19 +35,14 @@ def command(args: argparse.Namespace) -> int:
     return reply(found, args.json, "" if args.profile is None else f"as {args.profile} says")
 
 
-def survey_here(known: Profile | None, model: str, shape: BatchShape, config: Config) -> tuple[Subject, Survey]:
+def survey_here(known: Profile | None, model: str, sequence: int | None, config: Config) -> Survey:
     """Load a model and survey it: measured now unless a profile of it is `known`."""
-    if known is None:
-        subject = load_subject(model, shape, "cpu")
-        return subject, measure(subject.model, subject.inputs, config)
-    subject = load_subject(model, shape, "meta")
-    return subject, with_profile(subject.model, subject.inputs, config, known)
+    subject = load_subject(model, "cpu" if known is None else "meta", config.micro_batch, sequence)
+    return measure(subject, config) if known is None else with_profile(subject, config, known)
 
 
 def read_profile(path: Path) -> Profile:
     """Read a profile that `harmony-ds profile` saved."""
-    if not path.is_file():
-        raise ConfigError(f"there is no profile {path}: make one with `harmony-ds profile`.")
     try:
         return Profile.from_json(path.read_text(encoding="utf-8"))
     except ProfileError as error:

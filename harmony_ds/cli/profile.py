@@ -22,8 +22,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 def command(args: argparse.Namespace) -> int:
     config = options.config_of(args)
     with progress(f"measuring {args.model}"):
-        subject = load_subject(args.model, options.shape_of(args, config), "cpu")
-        profile = measure(subject.model, subject.inputs, config).profile
+        subject = load_subject(args.model, "cpu", config.micro_batch, args.sequence)
+        profile = measure(subject, config).profile
     args.output.write_text(profile.to_json(), encoding="utf-8")
     calls, rows = len(profile.calls), config.micro_batch
     print(f"{subject.name}: {calls} layer calls with {rows} rows, on {profile.machine.name}: {args.output}")

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from harmony_ds.cli import options
+from harmony_ds.cli.answer import DOES_NOT_FIT
 from harmony_ds.cli.plan import add_profile, read_profile, survey_here
 from harmony_ds.cli.progress import progress
-from harmony_ds.cli.show import DOES_NOT_FIT
 from harmony_ds.config import Config
-from harmony_ds.engine import HarmonyEngine
+from harmony_ds.engine import initialize
 from harmony_ds.engine.admission import read_plan
-from harmony_ds.engine.assembly import assemble
 from harmony_ds.errors import ConfigError, DoesNotFitError
-from harmony_ds.estimate.forecast import name_of
 from harmony_ds.estimate.subject import Subject, load_subject
 from harmony_ds.estimate.survey import Survey
 from harmony_ds.estimate.text import columns, wrapped
@@ -52,16 +50,16 @@ def command(args: argparse.Namespace) -> int:
     if args.run and args.profile is not None:
         raise ConfigError("--run measures the model itself: leave --profile away.")
     config = options.config_of(args)
-    shape = options.shape_of(args, config)
     known = None if args.profile is None else read_profile(args.profile)
     try:
         with progress(f"{'training' if args.run else 'planning'} {args.model}"):
             if args.run:
-                subject = load_subject(args.model, shape, "cpu")
+                subject = load_subject(args.model, "cpu", config.micro_batch, args.sequence)
                 choice, trace, executed = _executed(subject, config, args.steps)
             else:
-                subject, survey = survey_here(known, args.model, shape, config)
-                choice, trace, executed = *_simulated(survey, config, known), None
+                survey = survey_here(known, args.model, args.sequence, config)
+                subject = survey.subject
+                choice, trace, executed = *_simulated(survey, known), None
     except DoesNotFitError as error:
         print(f"does not fit: {error}", file=sys.stderr)
         return DOES_NOT_FIT
@@ -78,9 +76,9 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _simulated(survey: Survey, config: Config, known: Profile | None) -> tuple[Choice, dict[str, Any]]:
+def _simulated(survey: Survey, known: Profile | None) -> tuple[Choice, dict[str, Any]]:
     rates, costs = survey.profile.machine, survey.costs
-    saved = read_plan(config.harmony.plan)
+    saved = read_plan(survey.config.harmony.plan)
     if saved is None:
         choice = search(survey.graph, costs, rates, survey.element, survey.request)[0]
     elif known is not None and saved.policy.resident:
@@ -92,7 +90,7 @@ def _simulated(survey: Survey, config: Config, known: Profile | None) -> tuple[C
 
 
 def _executed(subject: Subject, config: Config, steps: int) -> tuple[Choice, dict[str, Any], ExecutedStep]:
-    engine = HarmonyEngine(subject.model, config, assemble(subject.model, config, None, None, None))
+    engine, *_ = initialize(model=subject.model, config=config.raw)
     try:
         for _ in range(_WARM_UP):
             engine.train_batch(repeat(subject.inputs))
@@ -114,5 +112,5 @@ def _table(simulated: Mapping[str, Any], executed: Mapping[str, Any] | None) -> 
         times = [side.get(name, 0.0) for side in sides]
         error = [f"{times[0] / times[1] - 1:+.0%}" if times[1] else ""] if len(times) > 1 else []
         if any(times):
-            rows.append([name if name == _STEP else name_of(name), *(f"{ms:,.1f}" for ms in times), *error])
+            rows.append([name.replace("_", " "), *(f"{ms:,.1f}" for ms in times), *error])
     return columns(("busy, ms of one step", "simulated", "executed", "error")[: len(rows[0])], rows)

@@ -2,6 +2,6 @@
 
 from harmony_ds.config.harmony import HarmonySettings
 from harmony_ds.config.load import load_config
-from harmony_ds.config.settings import Config, LossScale, Section
+from harmony_ds.config.settings import Config, Section
 
-__all__ = ["Config", "HarmonySettings", "LossScale", "Section", "load_config"]
+__all__ = ["Config", "HarmonySettings", "Section", "load_config"]

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ValidationError
 from harmony_ds.config.harmony import HARMONY_KEYS, HarmonySettings, help_of
 from harmony_ds.config.hints import AUTO, unknown_key
 from harmony_ds.config.keys import REFUSED_VALUES, RULES, rule_of
-from harmony_ds.config.paths import value_at
+from harmony_ds.config.read import value_at
 from harmony_ds.errors import ConfigError
 
-MICRO_BATCH = "train_micro_batch_size_per_gpu"
+MICRO_BATCH, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
 @dataclass(slots=True)

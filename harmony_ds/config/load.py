@@ -8,24 +8,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from harmony_ds.config.check import MICRO_BATCH, Checked, check
+from harmony_ds.config.check import MICRO_BATCH, STEPS, Checked, check
 from harmony_ds.config.harmony import HarmonySettings
 from harmony_ds.config.hints import AUTO, refuse_text_numbers
-from harmony_ds.config.paths import with_values
-from harmony_ds.config.read import read_config
-from harmony_ds.config.settings import Config, LossScale, Section
+from harmony_ds.config.read import read_config, with_values
+from harmony_ds.config.settings import Config, Section
 from harmony_ds.errors import ConfigError
 
-_AS_GRAD_SCALER = LossScale(loss_scale_window=2000, hysteresis=1, min_loss_scale=sys.float_info.min)
+_AS_GRAD_SCALER = {"loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": sys.float_info.min}
 """The rules of torch.amp.GradScaler, which DeepSpeed takes under autocast to float16."""
-_STEPS = "gradient_accumulation_steps"
 
 
 def load_config(
@@ -40,7 +38,7 @@ def load_config(
         ConfigError: a key is unknown, a value cannot be meant, or the batch sizes contradict each other.
     """
     raw = with_values(read_config(source), instead or {})
-    if instead and {MICRO_BATCH, _STEPS} <= raw.keys():
+    if instead and {MICRO_BATCH, STEPS} <= raw.keys():
         raw.pop("train_batch_size", None)
     checked = check(raw)
     model = checked.model
@@ -50,7 +48,7 @@ def load_config(
     master, state = _optimizer_dtypes(model)
     autocast = _autocast_dtype(model.torch_autocast, compute)
     if autocast == torch.float16:
-        loss_scale = _AS_GRAD_SCALER
+        loss_scale = type(model.fp16).model_construct(**_AS_GRAD_SCALER)
     micro_batch, steps, batch = _batch_triple(model, world_size)
     settings = _harmony(raw, checked)
     _check_split_masters(settings, compute, master)
@@ -136,7 +134,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _precision(model: Any) -> tuple[torch.dtype, LossScale | None]:
+def _precision(model: Any) -> tuple[torch.dtype, Any]:
     fp16 = model.fp16
     if model.bf16.enabled and fp16.enabled:
         raise ConfigError("bfloat16 and fp16 modes cannot be simultaneously enabled")
@@ -147,10 +145,7 @@ def _precision(model: Any) -> tuple[torch.dtype, LossScale | None]:
             f"data_types.param_dtype='{asked}' conflicts with the enabled precision mode (model dtype {compute}). Set "
             "the matching fp16/bf16 'enabled' flag or omit data_types.param_dtype."
         )
-    if not fp16.enabled:
-        return compute, None
-    rules = {one.name: getattr(fp16, one.name) for one in fields(LossScale) if one.name != "static"}
-    return compute, LossScale(fp16.loss_scale, **rules)
+    return compute, fp16 if fp16.enabled else None
 
 
 def _autocast_dtype(block: Any, compute: torch.dtype) -> torch.dtype | None:
@@ -212,7 +207,7 @@ def _batch_triple(model: Any, world_size: int) -> tuple[int, int, int]:
     """Return micro-batch, accumulation steps and batch, by DeepSpeed's rules: batch = micro-batch * steps * world size."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    sizes = SimpleNamespace(**{key: getattr(model, key) for key in ("train_batch_size", MICRO_BATCH, _STEPS)})
+    sizes = SimpleNamespace(**{key: getattr(model, key) for key in ("train_batch_size", MICRO_BATCH, STEPS)})
     sizes.world_size = world_size
     if model.train_micro_batch_size_per_gpu == "auto":
         sizes.train_micro_batch_size_per_gpu = None

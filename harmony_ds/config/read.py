@@ -1,4 +1,4 @@
-"""A ds_config from a dict, a file or an encoded string, as DeepSpeed reads it.
+"""A ds_config from a dict, a file or an encoded string, as DeepSpeed reads it; values in it by their paths.
 
 Files are Hjson, as DeepSpeed's are: JSON in which comments, and trailing commas, are allowed.
 """
@@ -6,6 +6,7 @@ Files are Hjson, as DeepSpeed's are: JSON in which comments, and trailing commas
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,8 @@ def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         return dict(source)
     if not isinstance(source, (str, Path)):
         raise ConfigError(f"{_EXPECTED} Received: {source!r}, which is of type {type(source).__name__}.")
-    path = Path(source)
-    if _is_file(path):
-        return _parse(path.read_text(encoding="utf-8"), str(path))
+    if os.path.isfile(source):  # noqa: PTH113 - Path refuses names as long as an encoded string
+        return _parse(Path(source).read_text(encoding="utf-8"), str(source))
     try:
         text = base64.urlsafe_b64decode(str(source)).decode("utf-8")
     except (UnicodeDecodeError, ValueError):
@@ -33,13 +33,6 @@ def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
         raise ConfigError(f"{_EXPECTED} Received: {source}")
     return _parse(text, "the base64 string")
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # an encoded string is too long for a name
-        return False
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
@@ -58,3 +51,20 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if duplicates:
         raise ConfigError(f"Duplicate keys in DeepSpeed config: {duplicates}")
     return dict(pairs)
+
+
+def value_at(config: Mapping[str, Any], path: str) -> Any:
+    """Return the value at `path`; None if it is not there."""
+    value: Any = config
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def with_values(config: Mapping[str, Any], values: Mapping[str, object]) -> dict[str, Any]:
+    """Return a copy of `config` in which `values`, by path, replace its own."""
+    changed = dict(config)
+    for path, value in values.items():
+        first, _, rest = path.partition(".")
+        changed[first] = with_values(changed.get(first) or {}, {rest: value}) if rest else value
+    return changed

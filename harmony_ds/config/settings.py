@@ -19,20 +19,6 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class LossScale:
-    """The fp16 block, or what autocast to float16 needs of it. `static` is 0 for dynamic scaling; the rest is DeepSpeed's,
-    under its names.
-    """
-
-    static: float = 0.0
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
     """Everything that an engine is told by its ds_config.
 
@@ -41,6 +27,7 @@ class Config:
         state_dtype: of what it keeps for each of their numbers.
         disk_folder: where masters and optimizer state lie in a file; None: in memory.
         autocast_dtype: of torch.autocast around every call of the model; None: of the caller's alone.
+        loss_scale: the fp16 block, or what autocast to float16 needs of it; None: losses are not scaled.
         skip_overflow: whether a step whose gradients hold inf or NaN is skipped.
         raw: the JSON as it was given.
         known: what DeepSpeed's own `DeepSpeedConfig` takes of it.
@@ -60,7 +47,7 @@ class Config:
     state_dtype: torch.dtype
     disk_folder: str | None
     autocast_dtype: torch.dtype | None
-    loss_scale: LossScale | None
+    loss_scale: Any
     skip_overflow: bool
     steps_per_print: int | None
     harmony: HarmonySettings

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.config import LossScale
 from harmony_ds.errors import EngineFailedError, UsageError
 from harmony_ds.parallel.distributed import init_distributed
 
@@ -16,11 +15,11 @@ _MOVING = ("cur_scale", "cur_hysteresis", "cur_iter", "last_overflow_iter")
 """What of a scaler's state its rules change; the rest is the ds_config's."""
 
 
-def _deepspeeds(settings: LossScale | None) -> Any:
+def _deepspeeds(settings: Any) -> Any:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
-    if settings is None or settings.static > 0:
-        return LossScaler(1.0 if settings is None else settings.static)
+    if settings is None or settings.loss_scale > 0:
+        return LossScaler(1.0 if settings is None else settings.loss_scale)
     init_distributed()  # it asks for this process's rank before it logs an overflow
     return DynamicLossScaler(
         init_scale=2.0**settings.initial_scale_power,
@@ -38,7 +37,7 @@ class LossScaler:
         own: DeepSpeed's scaler.
     """
 
-    def __init__(self, settings: LossScale | None) -> None:
+    def __init__(self, settings: Any) -> None:
         self.own = _deepspeeds(settings)
         self._is_needed = settings is not None
         self._scales = False  # inside engine.backward

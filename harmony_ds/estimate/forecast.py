@@ -6,13 +6,14 @@ Arithmetic over a survey: nothing runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.estimate.survey import Survey
+from harmony_ds.estimate.survey import Survey, update_cost
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.hardware import UpdateCost
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.host_room import waiting_of
@@ -22,47 +23,7 @@ from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.simulate import Prediction, simulate
-from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
-
-STREAM_NAMES = {
-    COMPUTE: "compute",
-    SWAP_IN: "swapping in",
-    SWAP_OUT: "swapping out",
-    UPDATE: "the host's update",
-    HOST: "the engine's own work",
-    PEER: "exchange between devices",
-}
-
-
-def name_of(stream: str) -> str:
-    """Return a stream's name for people, with its device's number where that is not the first."""
-    kind, _, device = stream.partition(" ")
-    return STREAM_NAMES[kind] + (f" (device {device})" if device else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """Survey, with the measures that a step is judged by.
-
-    Attributes:
-        update: state that the optimizer keeps and moves for each trainable parameter.
-        host_budget_bytes: host memory (None: not known).
-        items: tokens or samples of a micro-batch.
-    """
-
-    survey: Survey
-    update: UpdateCost
-    host_budget_bytes: int | None
-    items: int
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Something that would be different, and the items per second that come of it."""
-
-    what: str
-    items_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +31,14 @@ class Forecast:
     """One optimizer step, as planned.
 
     Attributes:
+        survey: of the model and the machine.
         choice: the plan, its prediction and its reason.
-        items_per_step: tokens or samples, of all devices.
-        device_budget_bytes, host_budget_bytes: None where not known.
-        host_bytes: by kind, for all devices.
-        lower_bound_bytes: weights and gradients that a step with these packs must move, for each device.
-        zero3_offload_bytes: what ZeRO-3 with parameter and optimizer offload would move on one device.
+        host_budget_bytes: host memory that may be used (None: not known).
     """
 
+    survey: Survey
     choice: Choice
-    items_per_step: int
-    device_budget_bytes: int | None
-    host_bytes: Mapping[str, int]
     host_budget_bytes: int | None
-    lower_bound_bytes: int
-    zero3_offload_bytes: int
 
     @property
     def plan(self) -> Plan:
@@ -95,8 +49,22 @@ class Forecast:
         return self.choice.prediction
 
     @property
+    def items_per_step(self) -> int:
+        """Tokens or samples, of all devices."""
+        return (
+            self.survey.subject.items * self.plan.micro_batches * self.plan.policy.together * self.plan.policy.devices
+        )
+
+    @property
     def items_per_s(self) -> float:
         return self.items_per_step / self.prediction.step_ms * 1e3
+
+    @property
+    def host_bytes(self) -> Mapping[str, int]:
+        """Host memory while the plan runs, by kind, for all devices (weights and state are there once)."""
+        waiting, devices = waiting_of(self.plan, self.survey.costs), self.plan.policy.devices
+        waits = {"gradients": devices * waiting.gradient_bytes, "stash": devices * waiting.stash_bytes}
+        return {**_state_bytes(self.survey), **waits}
 
     @property
     def host_total_bytes(self) -> int:
@@ -105,9 +73,19 @@ class Forecast:
     @property
     def host_missing_bytes(self) -> int:
         """Host memory that lacks; 0 where everything fits."""
-        if self.host_budget_bytes is None:
-            return 0
-        return max(0, self.host_total_bytes - self.host_budget_bytes)
+        budget = self.host_budget_bytes
+        return 0 if budget is None else max(0, self.host_total_bytes - budget)
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """Weights and gradients that a step with these packs must move, for each device."""
+        return lower_bound_bytes(self.plan)
+
+    @property
+    def zero3_offload_bytes(self) -> int:
+        """Bytes that ZeRO-3 with parameter and optimizer offload would move on one device."""
+        survey, count = self.survey, self.plan.micro_batches * self.plan.policy.together
+        return zero3_offload_bytes(survey.graph, survey.element.weight, count)
 
     @property
     def busy_share(self) -> Mapping[str, float]:
@@ -120,51 +98,24 @@ class Forecast:
         return max(self.busy_share, key=lambda name: self.busy_share[name])
 
 
-def forecast(situation: Situation) -> Forecast:
-    """Return the forecast of the fastest plan.
+def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
+    """Return the forecast of the fastest plan that the host has room for, or the fastest of all if it has none for any.
 
     Raises:
         DoesNotFitError: nothing fits the device.
     """
-    survey = situation.survey
-    choice = _searched(situation)
-    weight = survey.element.weight
-    micro_batches = choice.plan.micro_batches * choice.plan.policy.together
-    return Forecast(
-        choice=choice,
-        items_per_step=situation.items * micro_batches * choice.plan.policy.devices,
-        device_budget_bytes=survey.request.budget_bytes,
-        host_bytes=host_bytes(situation, choice),
-        host_budget_bytes=situation.host_budget_bytes,
-        lower_bound_bytes=lower_bound_bytes(choice.plan),
-        zero3_offload_bytes=zero3_offload_bytes(survey.graph, weight, micro_batches),
-    )
-
-
-def _searched(situation: Situation) -> Choice:
-    """Return the fastest plan that the host has room for, or the fastest of all if it has none for any."""
-    survey, request, room = situation.survey, situation.survey.request, situation.host_budget_bytes
-    if room is not None:
-        left = max(0, room - sum(_state_bytes(situation).values()))
+    request = survey.request
+    if host_budget_bytes is not None:
+        left = max(0, host_budget_bytes - sum(_state_bytes(survey).values()))
         request = replace(request, host_bytes=left // request.policy.devices)
-    return search(survey.graph, survey.costs, survey.profile.machine, survey.element, request)[0]
+    choice = search(survey.graph, survey.costs, survey.profile.machine, survey.element, request)[0]
+    return Forecast(survey, choice, host_budget_bytes)
 
 
-def host_bytes(situation: Situation, choice: Choice) -> dict[str, int]:
-    """Return bytes of host memory while the plan runs, by kind, for all devices (weights and state are there once)."""
-    plan = choice.plan
-    waiting = waiting_of(plan, situation.survey.costs)
-    return {
-        **_state_bytes(situation),
-        "gradients": plan.policy.devices * waiting.gradient_bytes,
-        "stash": plan.policy.devices * waiting.stash_bytes,
-    }
-
-
-def _state_bytes(situation: Situation) -> dict[str, int]:
+def _state_bytes(survey: Survey) -> dict[str, int]:
     """Return the bytes that every plan needs."""
-    weight, parameters = situation.survey.element.weight, situation.survey.graph.parameters
-    update = situation.update
+    weight, parameters = survey.element.weight, survey.graph.parameters
+    update = update_cost(survey.config)
     elements = sum(spec.numel for spec in parameters if spec.trainable)
     return {
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
@@ -184,26 +135,27 @@ def smallest_peak_bytes(survey: Survey) -> int:
     return make_plan(packing, survey.costs, request, policy).peak_bytes
 
 
-def joining(survey: Survey, now: Choice) -> Advice | None:
+def joining(now: Forecast) -> Advice | None:
     """Return joined layer calls that would be much faster than `now`, where the ds_config keeps single ones."""
+    survey = now.survey
     if survey.request.settings.micro_batch != "config" or not survey.may_join:
         return None
     joined = JoinedCosts(survey.graph, survey.costs, survey.profile.machine, survey.element)
-    return advise(now, survey.profile.tables[-1][0], survey.request, joined)
+    return advise(now.choice, survey.profile.tables[-1][0], survey.request, joined)
 
 
-def changes(situation: Situation, now: Forecast) -> tuple[Change, ...]:
-    """Return changes that would be faster, one thing at a time, best first.
+def changes(now: Forecast) -> dict[str, float]:
+    """Return the items per second that changes would make, one thing at a time, best first.
 
-    Each is a lower bound: other rates are simulated with this plan, more memory and longer steps with it or one that a
-    quick search finds.
+    Each is a lower bound: other rates are simulated with this plan, more memory and longer steps with one that a quick
+    search finds.
     """
-    found = [*_other_rates(situation, now), *_other_requests(situation, now)]
-    return tuple(sorted(found, key=lambda change: -change.items_per_s))
+    found = [*_other_rates(now), *_other_requests(now)]
+    return dict(sorted(found, key=lambda change: -change[1]))
 
 
-def _other_rates(situation: Situation, now: Forecast) -> Iterator[Change]:
-    costs, machine = situation.survey.costs, situation.survey.profile.machine
+def _other_rates(now: Forecast) -> Iterator[tuple[str, float]]:
+    costs, machine = now.survey.costs, now.survey.profile.machine
     link = _twice(machine, "swap_in_bytes_per_ms", "swap_out_bytes_per_ms", "link_bytes_per_ms")
     host = _twice(machine, "host_bytes_per_ms", "update_elements_per_ms", "norm_elements_per_ms")
     host = replace(host, update_bytes_per_element=machine.update_bytes_per_element / 2)  # updates are faster with it
@@ -213,26 +165,22 @@ def _other_rates(situation: Situation, now: Forecast) -> Iterator[Change]:
         ("a device that computes twice as fast", _faster(costs), machine),
     ):
         prediction = simulate(now.plan, changed_costs, changed_machine)
-        yield Change(what, now.items_per_step / prediction.step_ms * 1e3)
+        yield what, now.items_per_step / prediction.step_ms * 1e3
 
 
-def _other_requests(situation: Situation, now: Forecast) -> Iterator[Change]:
-    survey, request = situation.survey, replace(situation.survey.request, thorough=False)
+def _other_requests(now: Forecast) -> Iterator[tuple[str, float]]:
+    survey = now.survey
+    request = replace(survey.request, thorough=False)
+    together = 2 * request.micro_batches * request.policy.together
+    wishes: dict[str, dict[str, Any]] = {
+        f"twice the micro-batches ({together})": {"micro_batches": 2 * request.micro_batches}
+    }
     if request.budget_bytes is not None:
-        more = replace(survey, request=replace(request, budget_bytes=2 * request.budget_bytes))
-        quick = forecast(replace(situation, survey=more))
-        yield Change("twice the device memory", max(now.items_per_s, quick.items_per_s))
-    twice = replace(request, micro_batches=2 * request.micro_batches)
-    what = f"twice the micro-batches ({twice.micro_batches * twice.policy.together})"
-    plan = make_plan(now.plan.packing, survey.costs, twice, now.plan.policy)
-    if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:
-        prediction = simulate(plan, survey.costs, survey.profile.machine)
-        yield Change(what, 2 * now.items_per_step / prediction.step_ms * 1e3)
-        return
-    try:
-        yield Change(what, forecast(replace(situation, survey=replace(survey, request=twice))).items_per_s)
-    except DoesNotFitError:
-        return  # more micro-batches need more memory
+        wishes["twice the device memory"] = {"budget_bytes": 2 * request.budget_bytes}
+    for what, wish in wishes.items():
+        with suppress(DoesNotFitError):  # more micro-batches need more memory
+            quick = forecast(replace(survey, request=replace(request, **wish)), now.host_budget_bytes)
+            yield what, max(now.items_per_s, quick.items_per_s)
 
 
 def _twice(machine: Machine, *rates: str) -> Machine:

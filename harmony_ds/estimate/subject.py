@@ -11,8 +11,9 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,47 +27,54 @@ _DEFAULT_SEQUENCE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Model that is to be trained.
-
-    Attributes:
-        inputs: keyword arguments of one micro-batch, for which the model returns a loss.
-        items: size of one micro-batch, in `unit`.
-        unit: "tokens" or "samples".
-    """
+    """Model that is to be trained, and keyword arguments of one micro-batch, for which it returns a loss."""
 
     model: nn.Module
     inputs: dict[str, Any]
-    items: int
-    unit: str
 
     @property
     def name(self) -> str:
         return type(self.model).__name__
 
+    @property
+    def unit(self) -> str:
+        return "tokens" if "input_ids" in self.inputs else "samples"
 
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """Rows of a micro-batch, and tokens in each (None: as many as the model takes, at most 2048)."""
+    @property
+    def items(self) -> int:
+        """Tokens, or samples, of one micro-batch."""
+        if "input_ids" in self.inputs:
+            return int(self.inputs["input_ids"].numel())
+        return next((len(value) for value in self.inputs.values() if isinstance(value, Tensor)), 1)
 
-    rows: int
-    sequence: int | None
 
-
-def load_subject(spec: str, shape: BatchShape, device: str) -> Subject:
+def load_subject(spec: str, device: str, rows: int, sequence: int | None = None) -> Subject:
     """Load the model that `spec` names, on `device` ("meta" or "cpu"), in training mode.
+
+    Args:
+        rows: of a micro-batch.
+        sequence: tokens in a row; None: as many as the model takes, at most 2048.
 
     Raises:
         ConfigError: there is no such model, or no inputs can be made for it.
     """
     path = Path(spec)
     if path.exists():
-        subject = _hugging_face(path, shape, torch.device(device))
+        build = _hugging_face(path)
     elif ":" in spec:
-        subject = _function(spec, shape, torch.device(device))
+        build = _function(spec)
     else:
         raise ConfigError(_missing(spec))
-    subject.model.train()
-    return subject
+    with torch.device(device):
+        made = build()
+        model, inputs = made if isinstance(made, tuple) else (made, None)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f'"{spec}" returned {type(model).__name__}: it must return a module, or (module, inputs).'
+            )
+        if inputs is None and getattr(model, "config", None) is None:
+            raise ConfigError(f'"{spec}" returned a module alone: return (module, inputs), inputs by keyword.')
+        return Subject(model.train(), dict(_inputs(model, rows, sequence) if inputs is None else inputs))
 
 
 def _missing(spec: str) -> str:
@@ -80,31 +88,19 @@ def _missing(spec: str) -> str:
     )
 
 
-def _function(spec: str, shape: BatchShape, device: torch.device) -> Subject:
+def _function(spec: str) -> Callable[[], Any]:
     module_name, _, name = spec.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
-        function = getattr(importlib.import_module(module_name), name)
+        function: Callable[[], Any] = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f'"{spec}" cannot be imported: {error}.') from error
     finally:
         sys.path.pop(0)
-    with device:
-        made = function()
-    model, inputs = made if isinstance(made, tuple) else (made, None)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f'"{spec}" returned {type(model).__name__}: it must return a module, or (module, inputs).')
-    if inputs is None:
-        if getattr(model, "config", None) is None:
-            raise ConfigError(f'"{spec}" returned a module alone: return (module, inputs), inputs by keyword.')
-        return _with_inputs(model, shape, device)
-    tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
-    if "input_ids" in inputs:
-        return Subject(model, dict(inputs), inputs["input_ids"].numel(), "tokens")
-    return Subject(model, dict(inputs), len(tensors[0]) if tensors else 1, "samples")
+    return function
 
 
-def _hugging_face(path: Path, shape: BatchShape, device: torch.device) -> Subject:
+def _hugging_face(path: Path) -> Callable[[], nn.Module]:
     try:
         import transformers
     except ImportError as error:
@@ -117,9 +113,7 @@ def _hugging_face(path: Path, shape: BatchShape, device: torch.device) -> Subjec
     except (OSError, ValueError, KeyError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{file} describes no model that transformers knows: {line}") from error
-    with device:
-        model = _class_for(transformers, config)._from_config(config)
-    return _with_inputs(model, shape, device)
+    return partial(_class_for(transformers, config)._from_config, config)
 
 
 def _class_for(transformers: Any, config: Any) -> Any:
@@ -138,35 +132,21 @@ def _class_for(transformers: Any, config: Any) -> Any:
     )
 
 
-def _with_inputs(model: nn.Module, shape: BatchShape, device: torch.device) -> Subject:
+def _inputs(model: nn.Module, rows: int, sequence: int | None) -> dict[str, Tensor]:
     """Make a micro-batch for a Hugging Face model, by what its forward takes."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    rows = shape.rows
     kind = type(model).__name__
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        pixels = torch.zeros(rows, config.num_channels, *size, device=device)
-        inputs: Mapping[str, Any] = {"pixel_values": pixels, "labels": _numbers(device, 2, rows)}
-        return Subject(model, dict(inputs), rows, "samples")
+        return {"pixel_values": torch.zeros(rows, config.num_channels, *size), "labels": torch.randint(2, (rows,))}
     if not hasattr(text, "vocab_size"):
         raise ConfigError(
             f"it is not known which inputs {kind} takes: give module:function that returns (module, inputs)."
         )
-    sequence = _sequence(text, shape.sequence)
-    ids = _numbers(device, text.vocab_size, rows, sequence)
-    labels = _numbers(device, 2, rows) if kind.endswith("ForSequenceClassification") else ids
-    return Subject(model, {"input_ids": ids, "labels": labels}, rows * sequence, "tokens")
-
-
-def _sequence(config: Any, wanted: int | None) -> int:
-    longest = getattr(config, "max_position_embeddings", None)
-    if wanted is None:
-        return min(_DEFAULT_SEQUENCE, longest or _DEFAULT_SEQUENCE)
-    if longest is not None and wanted > longest:
-        raise ConfigError(f"--sequence {wanted} is longer than the model's {longest} positions.")
-    return wanted
-
-
-def _numbers(device: torch.device, end: int, *shape: int) -> Tensor:
-    return torch.randint(end, shape, device=device)
+    longest = getattr(text, "max_position_embeddings", None)
+    if sequence is not None and longest is not None and sequence > longest:
+        raise ConfigError(f"--sequence {sequence} is longer than the model's {longest} positions.")
+    ids = torch.randint(text.vocab_size, (rows, sequence or min(_DEFAULT_SEQUENCE, longest or _DEFAULT_SEQUENCE)))
+    labels = torch.randint(2, (rows,)) if kind.endswith("ForSequenceClassification") else ids
+    return {"input_ids": ids, "labels": labels}

@@ -8,11 +8,8 @@ values (how many tokens an expert gets) cannot be estimated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import nn
 
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.trees import map_tensors
@@ -23,6 +20,7 @@ from harmony_ds.device import Device, DeviceGroup
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.engine.assembly import Assembly, assemble
 from harmony_ds.errors import ConfigError, DoesNotFitError, ModelError, ProfileError
+from harmony_ds.estimate.subject import Subject
 from harmony_ds.measuring.measuring import SEVERAL
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.parallel.exchange import buffer_bytes
@@ -47,21 +45,27 @@ class Survey:
     """Knowledge of a model on a machine.
 
     Attributes:
+        subject, config: as they were given.
         graph: layers, parameters and the call order.
         profile: costs of the configured micro-batch (in slices of several sizes, where the search may choose), and the
             machine's rates.
         costs: of the configured micro-batch, in the slices that its layer calls are cut into.
-        element: bytes per element on the link.
         request: the ds_config's wishes for a plan.
         may_join: whether layer calls may take the rows of several micro-batches.
     """
 
+    subject: Subject
+    config: Config
     graph: LayerGraph
     profile: Profile
     costs: CostTable
-    element: ElementBytes
     request: PlanRequest
     may_join: bool = False
+
+    @property
+    def element(self) -> ElementBytes:
+        """Bytes per element on the link."""
+        return ElementBytes(self.config.compute_dtype.itemsize, self.config.accumulation_dtype.itemsize)
 
     def among(self, devices: int) -> Survey:
         """Return the survey of each of so many such devices that train the model on one host."""
@@ -77,13 +81,21 @@ class Survey:
         profile = replace(self.profile, machine=self.profile.machine.among(devices))
         return replace(self, profile=profile, request=request, may_join=False)
 
+    def under(self, config: Config) -> Survey:
+        """Return the survey for a quick search under a ds_config of other gradients, stash or length of a step."""
+        request, steps = self.request, config.gradient_accumulation_steps
+        request = replace(
+            request,
+            settings=replace(request.settings, stash=config.harmony.stash),
+            policy=replace(request.policy, deferred_update=config.deferred_update),
+            micro_batches=-(-steps // request.policy.together),
+            thorough=False,
+        )
+        return replace(self, config=config, request=request)
 
-def estimate(model: nn.Module, inputs: Mapping[str, Any], config: Config, hardware: Hardware) -> Survey:
-    """Survey a machine that is only described.
 
-    Args:
-        model: on the meta device, in the mode (training) that is meant; its parameters are left in the compute dtype.
-        inputs: keyword arguments of its forward, on the meta device; the model must return a loss for them.
+def estimate(subject: Subject, config: Config, hardware: Hardware) -> Survey:
+    """Survey a machine that is only described, with `subject` on the meta device; it is left in the compute dtype.
 
     Raises:
         ModelError: the model cannot be decomposed, or not run without data.
@@ -94,40 +106,33 @@ def estimate(model: nn.Module, inputs: Mapping[str, Any], config: Config, hardwa
             "torch.autocast does not reach the meta device, on which estimates are made: use `harmony-ds plan` on a "
             'machine that has the device, or switch "torch_autocast" off.'
         )
-    machine = hardware.machine(update_cost(config))
-    budget = config.harmony.budget_bytes or hardware.device_budget_bytes
-    return _on_meta(model, inputs, config, hardware.kernels(), (machine, budget))
+    return _on_meta(subject, config, hardware.machine(update_cost(config)), hardware.kernels())
 
 
-def measure(model: nn.Module, inputs: Mapping[str, Any], config: Config) -> Survey:
-    """Survey this machine, with one micro-batch of `inputs` (keyword arguments, on the host).
+def measure(subject: Subject, config: Config) -> Survey:
+    """Survey this machine, with `subject` in host memory.
 
     Raises:
         ModelError: the model cannot be decomposed.
         BaseException: the model raised it.
     """
-    config = replace(config, optimizer=config.optimizer or _ADAM, harmony=replace(config.harmony, profile=None))
-    assembly = assemble(model, config, None, None, None)
-    device = assembly.parts.device
+    measured = replace(config, optimizer=config.optimizer or _ADAM, harmony=replace(config.harmony, profile=None))
+    assembly = assemble(subject.model, measured, None, None, None)
     try:
-        moved = map_tensors(device.upload, dict(inputs))
-        return _see(assembly, model, moved, config, None)
+        moved = map_tensors(assembly.parts.device.upload, subject.inputs)
+        return _see(assembly, replace(subject, inputs=moved), config, None)
     finally:
         assembly.destroy()
 
 
-def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, profile: Profile) -> Survey:
-    """Survey a machine that was measured before, of which `profile` was saved.
-
-    Args:
-        model, inputs: on the meta device.
+def with_profile(subject: Subject, config: Config, profile: Profile) -> Survey:
+    """Survey a machine that was measured before, of which `profile` was saved, with `subject` on the meta device.
 
     Raises:
         ProfileError: `profile` is of another model, or of smaller micro-batches.
         ModelError: the model cannot be decomposed, or not run without data.
     """
-    budget = config.harmony.budget_bytes or profile.machine.device_bytes
-    found = _on_meta(model, inputs, config, None, (profile.machine, budget))
+    found = _on_meta(subject, config, profile.machine, None)
     Profile(profile.machine, profile.tables, _of_model(profile)).check(_of_model(found.profile))
     if profile.calls != found.graph.calls:
         raise ProfileError("the profile's layers are called in another order than this model's: profile again.")
@@ -136,7 +141,7 @@ def with_profile(model: nn.Module, inputs: Mapping[str, Any], config: Config, pr
             "the profile was made with another harmony.micro_batch than the ds_config's: profile again, with this "
             "ds_config."
         )
-    if not _of_several_sizes(profile):
+    if profile.key.get("pieces") != SEVERAL:
         costs = profile.at(config.micro_batch)
         return replace(found, profile=replace(profile, tables=((config.micro_batch, costs),)), costs=costs)
     return _sized(replace(found, profile=profile), config.micro_batch)
@@ -158,25 +163,14 @@ def update_cost(config: Config) -> UpdateCost:
     return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, state, on_disk)
 
 
-def _on_meta(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    config: Config,
-    rates: KernelRates | None,
-    target: tuple[Machine, int | None],
-) -> Survey:
-    """Survey a model on the meta device.
-
-    Args:
-        rates: that times are computed with (None: times are known from elsewhere).
-        target: the machine, and what may be used of its device's memory.
-    """
-    machine, budget = target
+def _on_meta(subject: Subject, config: Config, machine: Machine, rates: KernelRates | None) -> Survey:
+    """Survey on the meta device; `rates`: that times are computed with (None: they are known from elsewhere)."""
+    budget = config.harmony.budget_bytes or machine.device_bytes
     with on_meta(rates or _NO_RATES) as clock:
         device = _meta_devices(config, clock, budget, "cuda" if machine.copies_overlap else "cpu")
-        assembly = assemble(model, _bare(config), None, None, device)
+        assembly = assemble(subject.model, _bare(config), None, None, device)
         try:
-            return _see(assembly, model, inputs, config, machine, ranks_sizes=rates is not None)
+            return _see(assembly, subject, config, machine, ranks_sizes=rates is not None)
         except DoesNotFitError:
             raise
         except (NotImplementedError, RuntimeError) as error:
@@ -206,14 +200,9 @@ def _bare(config: Config) -> Config:
 
 
 def _see(
-    assembly: Assembly,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    config: Config,
-    machine: Machine | None,
-    ranks_sizes: bool = True,
+    assembly: Assembly, subject: Subject, config: Config, machine: Machine | None, ranks_sizes: bool = True
 ) -> Survey:
-    """Survey a model with one micro-batch.
+    """Survey with one micro-batch.
 
     Args:
         machine: its rates, if they need not be measured.
@@ -227,9 +216,9 @@ def _see(
 
     def call(named: dict[str, Any]) -> Any:
         with Autocast.entered(autocast):
-            return model(**named)
+            return subject.model(**named)
 
-    sample = Sample(dict(inputs), call, loss_of, seed=0)
+    sample = Sample(subject.inputs, call, loss_of, seed=0)
     sizes, profile = planner.sizes.joined(sample) or (wanted or WHOLE, measuring.profile(sample, wanted))
     costs = profile.tables[-1][1]
     if ranks_sizes and wanted is None:
@@ -238,13 +227,8 @@ def _see(
         except DoesNotFitError:
             sizes, costs = _smallest(profile, sample.rows)
     graph = planner.graph_with(profile.calls)
-    element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
     request = planner.request(graph, config.gradient_accumulation_steps, sizes)
-    return Survey(graph, profile, costs, element, request, planner.sizes.may_join)
-
-
-def _of_several_sizes(profile: Profile) -> bool:
-    return profile.key.get("pieces") == SEVERAL
+    return Survey(subject, config, graph, profile, costs, request, planner.sizes.may_join)
 
 
 def _smallest(profile: Profile, rows: int) -> tuple[Sizes, CostTable]:

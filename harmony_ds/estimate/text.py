@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import fill
 
-_WIDTH, _LABEL = 80, 13
-
-
-def labelled(label: str, text: str) -> str:
-    """Return `text` beside its label."""
-    return fill(f"{label:<{_LABEL}}{text}", _WIDTH, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
+_WIDTH = 80
 
 
 def wrapped(text: str, indent: str = "") -> str:
@@ -18,9 +13,10 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table: the first column to the left, the others to the right."""
+    """Return a Markdown table without the columns that are empty: the first to the left, the others to the right."""
     padded = []
-    for number, column in enumerate(zip(head, *rows, strict=True)):
+    for number, column in enumerate(column for column in zip(head, *rows, strict=True) if any(column[1:])):
         width, align = max(map(len, column)), ">" if number else "<"
-        padded.append([f"{cell:{align}{width}}" for cell in column])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
+        rule = f"{'-' * (width - 1)}:" if number else "-" * width
+        padded.append([f"{column[0]:{align}{width}}", rule, *(f"{cell:{align}{width}}" for cell in column[1:])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*padded, strict=True))

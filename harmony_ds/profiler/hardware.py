@@ -176,7 +176,7 @@ class Hardware:
             swap_ms=typical.swap_us / 1e3,
             task_ms=typical.task_us / 1e3,
             update_bytes_per_element=update.bytes_per_element,
-            device_bytes=self.gpu.memory_bytes,
+            device_bytes=self.device_budget_bytes,
             peer_bytes_per_ms=self.gpu.peer_gb_per_s * typical.bandwidth_share * _PER_MS,
         )
 

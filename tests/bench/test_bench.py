@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from harmony_ds.bench import engines
-from harmony_ds.bench.ablation import AS_IT_IS, ablated, equal_results
+from harmony_ds.bench.ablation import AS_IT_IS, ablated, differing
 from harmony_ds.bench.child import Server, copied_bytes, merged
 from harmony_ds.bench.figure import draw
 from harmony_ds.bench.processes import ChildFailedError
 from harmony_ds.bench.report import report
-from harmony_ds.bench.results import Contestant, Results, Row
-from harmony_ds.bench.run import Rounds, begin, best_micro_batch, run
-from harmony_ds.bench.summary import losses_agree, summarize
+from harmony_ds.bench.results import Results, Rounds, Row
+from harmony_ds.bench.run import choose_micro_batch, run
+from harmony_ds.bench.summary import summarize
 from harmony_ds.bench.workload import Workload
 from harmony_ds.errors import BatchError, ConfigError
 from tests.cli.shell import run as shell
@@ -122,22 +122,17 @@ def test_copies_are_summed_by_direction() -> None:
 # ---- results
 
 
-def results_of(task: Workload, **rows: Row) -> Results:
-    results = Results({"steps": 1, "warmup_steps": 1, "contestants": {}}, {"cpu": "one", "gpu": None})
-    for label, row in rows.items():
-        results.rows[label] = row
-        results.items_per_step[label] = 128
-    return results
+def results_of(**rows: Row) -> Results:
+    return Results(Rounds(steps=1, warmup_steps=1), {"cpu": "one", "gpu": None}, rows, "tokens", 16, 1000)
 
 
 def row(task: Workload, engine: str, ms: list[float], losses: list[float]) -> Row:
-    rounds = {str(i): {"ms": value, "drained_ms": value, "cpu_ms": value} for i, value in enumerate(ms)}
-    return Row(engine, task.as_json(), rounds, losses)
+    rounds = {str(i): {"drained_ms": value} for i, value in enumerate(ms)}
+    return Row(engine, task, rounds=rounds, losses=losses)
 
 
 def test_ratios_are_taken_round_by_round_and_losses_against_plain_torch(task: Workload) -> None:
     results = results_of(
-        task,
         harmony=row(task, "harmony", [100.0, 300.0, 100.0], [2.0, 1.0]),
         torch=row(task, "torch", [100.0, 200.0, 50.0], [2.0, 1.0]),
         other=row(task, "deepspeed-zero2-offload", [200.0, 200.0, 200.0], [2.0, 1.1]),
@@ -146,13 +141,13 @@ def test_ratios_are_taken_round_by_round_and_losses_against_plain_torch(task: Wo
     assert torch_.ratio is not None and torch_.ratio.median == 1.5
     assert torch_.loss_difference is None and harmony.loss_difference == 0.0
     assert not other.losses_agree and other.loss_difference == pytest.approx(0.1)
-    assert not losses_agree([harmony, torch_, other])
+    assert harmony.losses_agree and torch_.losses_agree
     assert other.items_per_s == pytest.approx(640)
 
 
 def test_out_of_memory_is_a_result(task: Workload) -> None:
-    failed = Row("torch", task.as_json(), error="OutOfMemoryError: CUDA out of memory.", out_of_memory=True)
-    results = results_of(task, harmony=row(task, "harmony", [1.0], [1.0]), torch=failed)
+    failed = Row("torch", task, error="OutOfMemoryError: CUDA out of memory.", out_of_memory=True)
+    results = results_of(harmony=row(task, "harmony", [1.0], [1.0]), torch=failed)
     assert summarize(results)[1].status == "out of memory: OutOfMemoryError: CUDA out of memory."
     assert "torch: out of memory: OutOfMemoryError: CUDA out of memory." in report(results)
 
@@ -160,14 +155,12 @@ def test_out_of_memory_is_a_result(task: Workload) -> None:
 def test_the_report_is_markdown_with_a_verdict(task: Workload) -> None:
     zero3 = "deepspeed-zero3-offload"
     results = results_of(
-        task,
         harmony=row(task, "harmony", [100.0, 90.0, 80.0], [2.0, 1.0]),
         torch=row(task, "torch", [95.0, 90.0, 85.0], [2.0, 1.0]),
         **{f"{zero3} | 128 tokens": row(task.cut(8), zero3, [200.0] * 3, [2.0, 1.0])},
     )
-    results.rows["torch-checkpoint"] = Row("torch-checkpoint", task.as_json(), error="E: " + "x " * 90)
-    results.items_per_step["torch-checkpoint"] = 128
-    results.sweeps[f"{zero3} | 128 tokens"] = {"4": {"step_ms": 210.0}, "8": {"step_ms": 200.0}}
+    results.rows["torch-checkpoint"] = Row("torch-checkpoint", task, error="E: " + "x " * 90)
+    results.rows[f"{zero3} | 128 tokens"].sweep = {"4": {"step_ms": 210.0}, "8": {"step_ms": 200.0}}
     text = report(results, Path("b/figure.png"))
     plain = " ".join(text.split())
     tables = [line for line in text.splitlines() if line.startswith("|")]
@@ -184,25 +177,22 @@ def test_the_report_is_markdown_with_a_verdict(task: Workload) -> None:
     assert text.endswith("![throughput, memory and bytes of a step](figure.png)")
 
 
-def test_a_figure_is_drawn_of_engines_a_curve_and_an_ablation(task: Workload, tmp_path: Path) -> None:
+def test_a_figure_is_drawn_of_engines_and_a_curve(task: Workload, tmp_path: Path) -> None:
     from PIL import Image
 
     one = {name: row(task, name, [1.0], [1.0]) for name in ("harmony", "torch")}
-    curve = {f"{name} | {n} tokens": row(task, name, [1.0], [1.0]) for n in (64, 128) for name in ("harmony", "torch")}
-    ablation = {name: row(task, "harmony", [1.0], [1.0]) for name in ("harmony", "without prefetch")}
-    for number, rows in enumerate((one, curve, ablation)):
-        results = results_of(task, **rows)
-        if rows is curve:
-            results.items_per_step = {label: int(label.split()[-2]) for label in rows}
+    sizes = [replace(task, accumulation=count) for count in (2, 4)]
+    curve = {f"{name} | {cut.samples}": row(cut, name, [1.0], [1.0]) for cut in sizes for name in ("harmony", "torch")}
+    for number, rows in enumerate((one, curve)):
         file = tmp_path / f"{number}.png"
-        assert draw(results, file)
+        assert draw(results_of(**rows), file)
         with Image.open(file) as image:
             assert len(image.convert("RGB").getcolors(2**24)) > 10
-    assert not draw(results_of(task, torch=Row("torch", task.as_json(), error="E")), tmp_path / "none.png")
+    assert not draw(results_of(torch=Row("torch", task, error="E")), tmp_path / "none.png")
 
 
 def test_results_are_saved_whole_and_read_back(task: Workload, tmp_path: Path) -> None:
-    results = results_of(task, harmony=row(task, "harmony", [1.5], [math.pi]))
+    results = results_of(harmony=row(task, "harmony", [1.5], [math.pi]))
     results.save(tmp_path / "deep" / "r.json")
     assert Results.load(tmp_path / "deep" / "r.json") == results
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["r.json"]
@@ -216,9 +206,9 @@ def test_a_foreign_file_is_no_result(tmp_path: Path) -> None:
 
 def test_resuming_another_comparison_is_refused(task: Workload, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    begin([Contestant("harmony", "harmony", task)], Rounds(), path, False).save(path)
-    with pytest.raises(ConfigError, match="steps was 2 and is 7"):
-        begin([Contestant("harmony", "harmony", task)], Rounds(steps=7), path, True)
+    results_of(harmony=Row("harmony", task)).save(path)
+    with pytest.raises(ConfigError, match="steps was 1 and is 2"):
+        Results.of({"harmony": Row("harmony", task)}, Rounds(steps=2, warmup_steps=1)).resumed(path)
 
 
 # ---- real runs
@@ -247,7 +237,7 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     assert harmony.loss_difference is not None and harmony.loss_difference < 1e-6
     assert harmony.moved["to device"] and harmony.memory["device"]
     assert "![" in output.with_suffix(".md").read_text() and output.with_suffix(".png").is_file()
-    assert plain.engine == "torch"
+    assert plain.row.engine == "torch"
 
 
 @pytest.mark.parametrize(
@@ -255,7 +245,6 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     [
         (["--engines", "harmny"], 'there is no engine "harmny"; did you mean harmony'),
         (["--engines", "torch", "--processes", "2"], "none of these engines can run here"),
-        (["--accumulation", "4,x"], '--accumulation is "4,x": give whole numbers'),
         pytest.param(
             ["--device", "cuda"],
             "sees no CUDA device here: use --device cpu",
@@ -270,9 +259,8 @@ def test_wrong_options_are_one_sentence(model: str, options: list[str], message:
 
 
 def test_an_engine_that_fails_is_a_row_and_the_others_go_on(task: Workload, tmp_path: Path) -> None:
-    tight = Workload(**{**task.as_json(), "memory_gib": 1e-6})
-    contestants = [Contestant("harmony", "harmony", tight)]
-    results = run(contestants, Rounds(1, 1, 1), tmp_path / "r.json", False, silent)
+    results = Results.of({"harmony": Row("harmony", replace(task, memory_gib=1e-6))}, Rounds(1, 1, 1))
+    run(results, tmp_path / "r.json", silent)
     assert results.finished and results.rows["harmony"].out_of_memory
     assert "out of memory" in summarize(results)[0].status
 
@@ -280,11 +268,8 @@ def test_an_engine_that_fails_is_a_row_and_the_others_go_on(task: Workload, tmp_
 class Here:
     """An engine in this process: importing torch in one of its own takes longer than the steps."""
 
-    def __init__(self, engine: str, task: Workload, core: int | None) -> None:
-        self.engine, self.task = engine, task
-
-    def start(self) -> None:
-        server = Server(self.engine, self.task)
+    def __init__(self, engine: str, task: Workload) -> None:
+        server = Server(engine, task)
         self.ask = lambda method, *arguments: getattr(server, method)(*arguments)
 
     def __enter__(self) -> Here:
@@ -296,11 +281,10 @@ class Here:
 
 def test_the_best_micro_batch_is_searched_by_doubling(task: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harmony_ds.bench.run.Child", Here)
-    one = Contestant("torch | 128 tokens", "torch", task.cut(4))
-    best, found = best_micro_batch(one, None, silent)
-    assert set(found) == {"4", "8"} and all(tried["step_ms"] > 0 for tried in found.values())
-    fastest = min(found, key=lambda rows: found[rows]["step_ms"])
-    assert (best.label, best.engine, best.task.micro_batch) == (one.label, "torch", int(fastest))
+    one = Row("torch", task.cut(4))
+    choose_micro_batch("torch | 128 tokens", one, silent)
+    assert set(one.sweep) == {"4", "8"} and all(tried["step_ms"] > 0 for tried in one.sweep.values())
+    assert one.task.micro_batch == int(min(one.sweep, key=lambda rows: one.sweep[rows]["step_ms"]))
 
 
 class Scripted(Here):
@@ -308,11 +292,13 @@ class Scripted(Here):
 
     script: dict[int, float]
 
-    def start(self) -> None:
-        rows = self.task.micro_batch
-        if rows not in self.script:
+    def __init__(self, engine: str, task: Workload) -> None:
+        self.rows = task.micro_batch
+
+    def ask(self, *_: Any) -> dict[str, float]:
+        if self.rows not in self.script:
             raise ChildFailedError("too large", out_of_memory=True)
-        self.ask = lambda *_: {"drained_ms": self.script[rows]}
+        return {"drained_ms": self.script[self.rows]}
 
 
 @pytest.mark.parametrize(
@@ -331,9 +317,9 @@ def test_the_search_ends_where_steps_are_slower_or_memory_ends(
 ) -> None:
     monkeypatch.setattr("harmony_ds.bench.run.Child", Scripted)
     monkeypatch.setattr(Scripted, "script", script, raising=False)
-    one = Contestant("x", "deepspeed-zero3-offload", replace(task.cut(1), device=device))
-    found, times = best_micro_batch(one, None, silent)
-    assert [*times] == tried.split() and found.task.micro_batch == best
+    one = Row("deepspeed-zero3-offload", replace(task.cut(1), device=device))
+    choose_micro_batch("x", one, silent)
+    assert [*one.sweep] == tried.split() and one.task.micro_batch == best
 
 
 def test_other_engines_run_at_their_best_micro_batch_and_resume_with_it(
@@ -341,11 +327,11 @@ def test_other_engines_run_at_their_best_micro_batch_and_resume_with_it(
 ) -> None:
     asked: list[str] = []
 
-    def best(contestant: Contestant, *_: Any) -> tuple[Contestant, dict[str, Any]]:
-        asked.append(contestant.label)
-        return replace(contestant, task=contestant.task.cut(8)), {"8": {"step_ms": 1.0}}
+    def choose(label: str, row: Row, *_: Any) -> None:
+        asked.append(label)
+        row.task, row.sweep = row.task.cut(8), {"8": {"step_ms": 1.0}}
 
-    monkeypatch.setattr("harmony_ds.cli.bench.best_micro_batch", best)
+    monkeypatch.setattr("harmony_ds.cli.bench.choose_micro_batch", choose)
     config, output = tmp_path / "ds.json", tmp_path / "r.json"
     config.write_text(json.dumps(DS_CONFIG))
     command = ["bench", model, "--ds-config", str(config), "--device", "cpu", "--engines", "harmony,torch", "--apart",
@@ -355,7 +341,7 @@ def test_other_engines_run_at_their_best_micro_batch_and_resume_with_it(
         assert done.exit_code == 0, done.output
     assert asked == ["torch"]
     ours, theirs = Results.load(output).rows.values()
-    assert (ours.task["micro_batch"], theirs.task["micro_batch"]) == (2, 8)
+    assert (ours.task.micro_batch, theirs.task.micro_batch) == (2, 8)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
     assert "1 x 8 (best)" in output.with_suffix(".md").read_text()
 
@@ -364,15 +350,14 @@ def test_other_engines_run_at_their_best_micro_batch_and_resume_with_it(
 
 
 def test_the_ablation_compares_harmony_with_itself(task: Workload) -> None:
-    contestants = ablated(task)
-    assert contestants[0].label == AS_IT_IS
-    assert "without grouping" in {c.label for c in contestants}
-    assert "without pinned-memory" not in {c.label for c in contestants}  # nothing is page-locked on the CPU
-    rows = {c.label: row(c.task, "harmony", [1.0], [1.0, 0.5]) for c in contestants}
+    rows = ablated(task)
+    assert next(iter(rows)) == AS_IT_IS
+    assert "without grouping" in rows
+    assert "without pinned memory" not in rows  # nothing is page-locked on the CPU
+    for one in rows.values():
+        one.losses = [1.0, 0.5]
     rows["without prefetch"].losses[1] += 1e-9
-    assert [label for label, equal in equal_results(results_of(task, **rows)).items() if not equal] == [
-        "without prefetch"
-    ]
+    assert differing(results_of(**rows)) == ["without prefetch"]
 
 
 # ---- several devices
@@ -380,7 +365,7 @@ def test_the_ablation_compares_harmony_with_itself(task: Workload) -> None:
 
 def test_devices_take_the_micro_batches_of_a_step_in_turn(task: Workload) -> None:
     two = replace(task, devices=2, accumulation=2)
-    assert two.samples == task.samples and two.items == task.items
+    assert two.samples == task.samples and two.sample_items == task.sample_items == 16
     every = task.batches(3)
     for rank in (0, 1):
         own = two.batches(3, rank)
@@ -443,14 +428,15 @@ def test_a_pipeline_is_compared_with_one_device(model: str, tmp_path: Path) -> N
 
 def test_an_error_in_one_of_two_processes_is_the_row_s(task: Workload, tmp_path: Path) -> None:
     broken = replace(task, devices=2, ds_config={**DS_CONFIG, "optimizer": {"type": "Nonsense", "params": {}}})
-    results = run([Contestant("harmony", "harmony", broken)], Rounds(1, 1, 1), tmp_path / "b.json", False, silent)
+    results = Results.of({"harmony": Row("harmony", broken)}, Rounds(1, 1, 1))
+    run(results, tmp_path / "b.json", silent)
     assert "Nonsense" in str(results.rows["harmony"].error)
 
 
 def test_answers_of_several_processes_are_one() -> None:
-    first = {"losses": [1.0, 2.0], "ms": 3.0, "cpu_ms": 1.0, "host_peak_bytes": 5, "settings": {"a": 1}}
-    other = {"losses": [2.0, 4.0], "ms": 4.0, "cpu_ms": 2.0, "host_peak_bytes": 6, "settings": {"a": 1}}
+    first = {"losses": [1.0, 2.0], "drained_ms": 3.0, "host_peak_bytes": 5, "settings": {"a": 1}}
+    other = {"losses": [2.0, 4.0], "drained_ms": 4.0, "host_peak_bytes": 6, "settings": {"a": 1}}
     assert merged([first]) == first
     assert merged([first, other]) == {
-        "losses": [1.5, 3.0], "ms": 4.0, "cpu_ms": 3.0, "host_peak_bytes": 11, "settings": {"a": 1},
+        "losses": [1.5, 3.0], "drained_ms": 4.0, "host_peak_bytes": 11, "settings": {"a": 1},
     }  # fmt: skip

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
 from harmony_ds import ConfigError
-from harmony_ds.config import HarmonySettings, LossScale, Section, load_config
+from harmony_ds.config import HarmonySettings, Section, load_config
 
 MICRO = {"train_micro_batch_size_per_gpu": 2}
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.1}}
@@ -43,9 +44,9 @@ def test_fp16() -> None:
     read = load(fp16={"enabled": True, "consecutive_hysteresis": True, **block})
 
     assert config.compute_dtype == torch.float16
-    assert config.loss_scale == LossScale(0.0, 16, 1000, 2, False, 1)  # DeepSpeed's defaults
+    assert config.loss_scale == DeepSpeedFP16Config(enabled=True)
     assert config.deferred_update
-    assert read.loss_scale == LossScale(128.0, 8, 10, 3, True, 4.0)
+    assert read.loss_scale == DeepSpeedFP16Config(enabled=True, consecutive_hysteresis=True, **block)
 
 
 @pytest.mark.parametrize("key", ["bf16", "bfloat16"])

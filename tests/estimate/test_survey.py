@@ -17,8 +17,8 @@ from harmony_ds.config import Config, load_config
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.engine.assembly import Assembly, assemble
 from harmony_ds.errors import ModelError, ProfileError
-from harmony_ds.estimate.forecast import joining
-from harmony_ds.estimate.subject import BatchShape, Subject, load_subject
+from harmony_ds.estimate.forecast import forecast, joining
+from harmony_ds.estimate.subject import Subject, load_subject
 from harmony_ds.estimate.survey import Survey, estimate, measure, update_cost, with_profile
 from harmony_ds.measuring.measure import Measurement
 from harmony_ds.measuring.sample import Sample
@@ -28,7 +28,6 @@ from harmony_ds.profiler.hardware import hardware_of
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.profiler.roofline import on_meta
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.scheduler.search import search
 from tests.cover import spread
 from tests.engine.drive import engine_for, sgd
 from tests.families import FAMILIES, Family
@@ -63,7 +62,7 @@ def built_on_meta(one: Family, dropout: float) -> nn.Module:
 
 def estimated(one: Family, dropout: float, config: Config) -> Survey:
     with patch.object(roofline.Attention, "fused", fused_on_cpu):
-        return estimate(built_on_meta(one, dropout), on_meta_device(one.batch(0)), config, HARDWARE)
+        return estimate(Subject(built_on_meta(one, dropout), on_meta_device(one.batch(0))), config, HARDWARE)
 
 
 def fused_on_cpu(call: roofline.Attention) -> torch.Tensor | None:
@@ -81,7 +80,7 @@ def fused_on_cpu(call: roofline.Attention) -> torch.Tensor | None:
 @pytest.mark.parametrize(("name", "dropout"), spread(EXACT, [0.0, 0.1]))
 def test_bytes_are_those_that_the_engine_measures_on_the_cpu(name: str, dropout: float) -> None:
     config = config_of()
-    known = measure(family(name).build(dropout), family(name).batch(0), config).costs
+    known = measure(Subject(family(name).build(dropout), family(name).batch(0)), config).costs
     survey = estimated(family(name), dropout, config)
     found, shapes = survey.costs, {spec.name: spec.shape for spec in survey.graph.parameters}
 
@@ -121,7 +120,7 @@ def table_on(device: type[MetaDevice]) -> CostTable:
 
 
 def llama(name: str, rows: int, sequence: int) -> tuple[nn.Module, dict[str, Any]]:
-    subject = load_subject(str(MODELS / f"{name}.json"), BatchShape(rows, sequence), "meta")
+    subject = load_subject(str(MODELS / f"{name}.json"), "meta", rows, sequence)
     return subject.model, subject.inputs
 
 
@@ -144,7 +143,7 @@ def test_flops_are_those_of_the_closed_formula() -> None:
 def test_a_model_of_70_billion_parameters_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model, inputs = llama("llama-2-70b", 1, 2048)
-    found = estimate(model, inputs, config_of(bf16={"enabled": True}), HARDWARE)
+    found = estimate(Subject(model, inputs), config_of(bf16={"enabled": True}), HARDWARE)
 
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
     assert sum(spec.numel for spec in found.graph.parameters) == 68_976_648_192
@@ -158,7 +157,7 @@ def test_times_are_the_rooflines() -> None:
     rows, sequence = 2, 2048
     model, inputs = llama("llama-2-7b", rows, sequence)
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    found = estimate(model, inputs, config_of(bf16={"enabled": True}), HARDWARE).costs
+    found = estimate(Subject(model, inputs), config_of(bf16={"enabled": True}), HARDWARE).costs
 
     products = 2 * layer * rows * sequence / (165.2e9 * 0.8)
     assert found.costs[1].forward_ms == pytest.approx(1.4 * products, rel=0.3)
@@ -176,7 +175,7 @@ def test_parameters_used_between_layers_join_the_resident_set() -> None:
     model = OutsideNet().to("meta")
     inputs = {"words": torch.zeros(2, 4, dtype=torch.long, device="meta")}
 
-    assert estimate(model, inputs, config_of(), HARDWARE).graph.unlayered == ("embed.weight",)
+    assert estimate(Subject(model, inputs), config_of(), HARDWARE).graph.unlayered == ("embed.weight",)
     assert not any("forward" in module.__dict__ for module in model.modules())  # no interception is left
 
 
@@ -206,14 +205,14 @@ class AskingNet(nn.Module):
 
 def test_a_model_that_looks_at_numbers_is_told_to_be_profiled() -> None:
     with pytest.raises(ModelError, match="profile it with data"):
-        estimate(AskingNet().to("meta"), {"inputs": torch.zeros(2, 8, device="meta")}, config_of(), HARDWARE)
+        estimate(Subject(AskingNet().to("meta"), {"inputs": torch.zeros(2, 8, device="meta")}), config_of(), HARDWARE)
 
 
 @pytest.mark.parametrize(("optimizer", "state"), [("AdamW", 8), ("Adam", 8), ("Adagrad", 4), ("SGD", 0), (None, 8)])
 def test_what_a_resident_parameter_takes_is_what_the_engine_would_keep(optimizer: str | None, state: int) -> None:
     model, inputs = llama("llama-2-7b", 1, 128)
     block = {} if optimizer is None else {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
-    found = estimate(model, inputs, config_of(bf16={"enabled": True}, **block), HARDWARE)
+    found = estimate(Subject(model, inputs), config_of(bf16={"enabled": True}, **block), HARDWARE)
 
     assert found.request.settings.residency == "auto"
     for spec in found.graph.parameters:
@@ -227,7 +226,7 @@ def test_packs_do_not_stay_where_the_engine_lets_none_stay(more: dict[str, Any],
     model, inputs = llama("llama-2-7b", 1, 128)
     uncorrected = {"type": "AdamW", "params": {"bias_correction": False}}  # torch's Adam does not know that
     optimizer = {"type": "AdamW", "params": {}} if more else uncorrected
-    found = estimate(model, inputs, config_of(optimizer=optimizer, harmony=more), HARDWARE)
+    found = estimate(Subject(model, inputs), config_of(optimizer=optimizer, harmony=more), HARDWARE)
 
     assert found.request.settings.residency == stays
 
@@ -236,8 +235,8 @@ def test_the_budget_is_the_ds_configs_or_what_the_engine_would_take() -> None:
     model, inputs = llama("llama-2-7b", 1, 128)
     small = config_of(harmony={"device_memory_gib": 3})
 
-    assert estimate(model, inputs, config_of(), HARDWARE).request.budget_bytes == int(24 * 2**30 * 0.9)
-    assert estimate(model, inputs, small, HARDWARE).request.budget_bytes == 3 * 2**30
+    assert estimate(Subject(model, inputs), config_of(), HARDWARE).request.budget_bytes == int(24 * 2**30 * 0.9)
+    assert estimate(Subject(model, inputs), small, HARDWARE).request.budget_bytes == 3 * 2**30
 
 
 @pytest.mark.parametrize(
@@ -266,9 +265,9 @@ def test_a_saved_profile_stands_in_for_measuring(optimizer: str | None) -> None:
     one = family("gpt2")
     block = {} if optimizer is None else {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
     config = config_of(harmony={"device": "cpu", "device_memory_gib": 1}, **block)
-    measured = measure(one.build(0.0), one.batch(0), config)
+    measured = measure(Subject(one.build(0.0), one.batch(0)), config)
     saved = Profile.from_json(measured.profile.to_json())
-    found = with_profile(built_on_meta(one, 0.0), on_meta_device(one.batch(0)), config, saved)
+    found = with_profile(Subject(built_on_meta(one, 0.0), on_meta_device(one.batch(0))), config, saved)
 
     assert measured.request.settings.residency == "auto"
     assert (found.graph, found.costs, found.element) == (measured.graph, measured.costs, measured.element)
@@ -278,15 +277,15 @@ def test_a_saved_profile_stands_in_for_measuring(optimizer: str | None) -> None:
 
 def test_a_profile_of_another_model_is_refused() -> None:
     one, other = family("gpt2"), family("bert")
-    saved = measure(one.build(0.0), one.batch(0), config_of()).profile
+    saved = measure(Subject(one.build(0.0), one.batch(0)), config_of()).profile
 
     with pytest.raises(ProfileError, match="something else"):
-        with_profile(built_on_meta(other, 0.0), on_meta_device(other.batch(0)), config_of(), saved)
+        with_profile(Subject(built_on_meta(other, 0.0), on_meta_device(other.batch(0))), config_of(), saved)
 
 
 def test_the_engine_takes_a_profile_that_a_survey_saved(tmp_path: Path) -> None:
     one, file = family("gpt2"), tmp_path / "profile.json"
-    text = measure(one.build(0.0), one.batch(0), config_of()).profile.to_json()
+    text = measure(Subject(one.build(0.0), one.batch(0)), config_of()).profile.to_json()
     file.write_text(text, encoding="utf-8")
     raw = {
         "train_micro_batch_size_per_gpu": 2,
@@ -303,7 +302,7 @@ def short_llama(folder: Path, sequence: int) -> Subject:
     """Four layers of Llama-2-7B and a row of so many tokens."""
     file = folder / "four_layers.json"
     file.write_text(json.dumps(json.loads((MODELS / "llama-2-7b.json").read_text()) | {"num_hidden_layers": 4}))
-    return load_subject(str(file), BatchShape(1, sequence), "meta")
+    return load_subject(str(file), "meta", 1, sequence)
 
 
 JOINABLE = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "bf16": {"enabled": True}}
@@ -311,7 +310,7 @@ JOINABLE = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 
 
 def test_auto_joins_micro_batches_of_short_rows(tmp_path: Path) -> None:
     subject, auto = short_llama(tmp_path, 64), config_of(**JOINABLE, harmony={"device": "cpu", "micro_batch": "auto"})
-    found = estimate(subject.model, subject.inputs, auto, hardware_of("h100")).request
+    found = estimate(subject, auto, hardware_of("h100")).request
 
     assert found.policy.together > 1
     assert found.policy.together * found.micro_batches == 8
@@ -320,7 +319,5 @@ def test_auto_joins_micro_batches_of_short_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("sequence", "machine", "advised"), [(64, "h100", True), (2048, "rtx4090", False)])
 def test_joining_is_advised_for_short_rows_alone(sequence: int, machine: str, advised: bool, tmp_path: Path) -> None:
     subject = short_llama(tmp_path, sequence)
-    found = estimate(subject.model, subject.inputs, config_of(**JOINABLE), hardware_of(machine))
-    (now,) = search(found.graph, found.costs, found.profile.machine, found.element, found.request)
-
-    assert (joining(found, now) is not None) == advised
+    found = estimate(subject, config_of(**JOINABLE), hardware_of(machine))
+    assert (joining(forecast(found)) is not None) == advised

@@ -9,14 +9,9 @@ from harmony_ds.bench.engines.adapter import Adapter, Engine
 from harmony_ds.config.hints import nearest
 from harmony_ds.errors import ConfigError
 
-__all__ = ["Adapter", "Engine", "adapter", "names"]
+__all__ = ["ENGINES", "Adapter", "Engine", "adapter"]
 
-_ENGINES: dict[str, Adapter] = {**harmony.ENGINES, **deepspeed.ENGINES, **torch.ENGINES}
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of this folder's engines, harmony first."""
-    return tuple(_ENGINES)
+ENGINES: dict[str, Adapter] = {**harmony.ENGINES, **deepspeed.ENGINES, **torch.ENGINES}
 
 
 def adapter(name: str) -> Adapter:
@@ -27,7 +22,7 @@ def adapter(name: str) -> Adapter:
     """
     module, _, own = name.rpartition(":")
     try:
-        known = import_module(module).ENGINES if module else _ENGINES
+        known = import_module(module).ENGINES if module else ENGINES
     except (ImportError, AttributeError) as error:
         raise ConfigError(f'the engine "{name}" cannot be imported: {error}.') from error
     if own not in known:

@@ -32,20 +32,19 @@ class Harmony:
         if self._engine.plan is None:
             return {"settings": settings}
         memory, swaps, planned = self._engine.memory_report(), self._engine.swap_report(), self._engine.plan_report()
+        sent = {"sent_bytes": planned.sent_bytes} if self._engine.world_size > 1 else {}
         return {
             "settings": settings,
             "plan": planned.choices[0].reason,
             "predicted_step_ms": planned.predicted_step_ms,
             "planned_peak_bytes": memory.planned_peak_bytes,
             "device_peak_bytes": memory.device_peak_bytes,
-            "host_bytes": memory.host_bytes,
-            **({"sent_bytes": planned.sent_bytes} if self._engine.world_size > 1 else {}),
             "between_devices": planned.moved_bytes,
+            **sent,
             "traffic": {
                 "how": "counted by the engine",
                 "host_to_device": swaps.host_to_device,
                 "device_to_host": swaps.device_to_host,
-                "lower_bound_bytes": swaps.lower_bound_bytes,
             },
         }
 
