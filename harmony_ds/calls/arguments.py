@@ -57,7 +57,7 @@ class Arguments:
 
     @property
     def tensor_places(self) -> Places:
-        """Where each tensor first stands among the leaves."""
+        """The first place of each tensor among the leaves."""
         return tuple(places[0] for places in self.places)
 
     @property
