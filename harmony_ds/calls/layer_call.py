@@ -183,8 +183,7 @@ class LayerCalls:
 
     def _slicing(self, layer: int, given: CallInputs, rows: Rows) -> Slicing | None:
         called = self._layers[layer]
-        may_be_sliced = rows.cuts and called.may_be_sliced(given.arguments)
-        if not may_be_sliced:
+        if not (rows.cuts and called.may_be_sliced(given.arguments)):
             return None
         return slicing_of(rows, layer, given.arguments.tensor_places, given.tensors, called.draws)
 
@@ -276,8 +275,7 @@ class LayerCalls:
         call = RecordedCall(request, 0, given.arguments, targets, slicing)
         outputs = self._run_slices(call, [t.detach() for t in given.tensors], copies, State).tensors
         call.output_gradients = [OutputGradient(0, t) if t.requires_grad else None for t in outputs]
-        may_be_sliced = layer.may_be_sliced(given.arguments)
-        return CallTrial(given.tensors, [t.detach() for t in outputs], call, may_be_sliced)
+        return CallTrial(given.tensors, [t.detach() for t in outputs], call, layer.may_be_sliced(given.arguments))
 
     def propagate_trial(self, trial: CallTrial, copies: Leaves) -> list[Tensor | None]:
         """Propagate gradients of the outputs of `trial` to `copies`, and to its inputs, whose gradients are returned."""

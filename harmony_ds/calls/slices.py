@@ -22,9 +22,7 @@ from harmony_ds.calls.targets import GradientSum, GradientTarget, Targets
 from harmony_ds.profiler.rows import Places, RowDims, Rows
 
 
-def slicing_of(
-    asked: Rows, layer: int, places: Places, tensors: Sequence[Tensor], draws: bool = False
-) -> Slicing | None:
+def slicing_of(asked: Rows, layer: int, places: Places, tensors: list[Tensor], draws: bool = False) -> Slicing | None:
     """Return how a call of `layer` with `tensors` is sliced; None: not at all. `draws`: it draws random numbers."""
     dims = asked.dims.get(layer, {}).get(places)
     if dims is None or not (asked.forward or asked.backward):

@@ -132,21 +132,17 @@ class Measuring:
             return
         self._probed.add(sample.modes)
         few, more = (2, 3) if sample.rows > 2 else (1, 2)
-        told, failure = self._row_probe.found[1], None
+        told = self._row_probe.found[1]
         for alike in sample.masked_alike():
             try:
                 # What the first look at a model finds (parameters between layers, inputs that are changed) comes first.
                 self._probed_calls = self._observe(alike.few(more), WHOLE).calls
                 self._row_probe.probe(alike, (few, more), self.unlayered)
-            except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces there
+            except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces here
+                _logger.warning("the model does not take %d rows of a micro-batch, to find them: %r", more, error)
                 self._parts.stash.abandon()
                 release_frames(error)
-                failure = error
-        if failure is not None:
-            self._probed_calls = self._observe(sample, WHOLE).calls
-            _logger.warning(
-                "layers may run with whole micro-batches: the model does not take %d rows (%r)", more, failure
-            )
+                self._probed_calls = self._observe(sample, WHOLE).calls
         for layer, reason in self._row_probe.found[1].items():
             if reason and layer not in told:
                 _logger.warning("layer %s runs with whole micro-batches: %s", self._layers[layer].name, reason)
