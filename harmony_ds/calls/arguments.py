@@ -23,6 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from harmony_ds.calls.caches import extract_caches
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.trees import Shape, flatten_all, unflatten_all
+from harmony_ds.profiler.rows import Places
 
 PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, slice, torch.dtype, torch.device, torch.layout)
 
@@ -53,6 +54,11 @@ class Arguments:
         for place, cache in self.caches.items():
             values[place] = cache
         return values
+
+    @property
+    def tensor_places(self) -> Places:
+        """The first place of each tensor among the leaves."""
+        return tuple(places[0] for places in self.places)
 
     @property
     def may_be_sliced(self) -> bool:

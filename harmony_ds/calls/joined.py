@@ -30,7 +30,7 @@ from harmony_ds.calls.sameness import equal
 from harmony_ds.calls.trees import flatten_all, unflatten_all
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
-from harmony_ds.profiler.rows import RowDims
+from harmony_ds.profiler.rows import Places, RowDims
 
 _logger = logging.getLogger(__name__)
 _ALL = -1
@@ -48,12 +48,14 @@ class Joined:
 
     Attributes:
         places: of the micro-batches, among all.
+        dims: where the call holds the rows; None: of one micro-batch.
         collectors: of each micro-batch, where its calls leave tensors beside their results.
         collected: by key, how many the first micro-batch's collector held before.
     """
 
     places: tuple[int, ...]
     request: Request
+    dims: RowDims | None = None
     collectors: tuple[Collector | None, ...] = ()
     collected: dict[str, int] = field(default_factory=dict)
 
@@ -67,14 +69,14 @@ class Joins:
     """Joiner of calls, which knows what cannot be joined.
 
     Attributes:
-        dims: by layer, where its tensors hold the rows; a layer that is not among them runs micro-batch by micro-batch.
+        dims: by layer and kind of call, where its tensors hold the rows; others run micro-batch by micro-batch.
         are_random: whether layers draw random numbers: joined calls draw others than single ones.
     """
 
     def __init__(
         self, device: Device, crossings: Crossings, name_of: Callable[[int], str], may_be_joined: Callable[[int], bool]
     ) -> None:
-        self.dims: Mapping[int, RowDims] = {}
+        self.dims: Mapping[int, Mapping[Places, RowDims]] = {}
         self.are_random = False
         self._device = device
         self._crossings = crossings
@@ -115,24 +117,20 @@ class Joins:
             alike.setdefault(_signature(requests[place], one, place), []).append(place)
         made: list[Joined] = []
         for places in alike.values():
-            joined = None
-            if len(places) > 1:
-                joined = self._joined(requests[places[0]], [given[place] for place in places])
+            members = [given[place] for place in places]
+            dims = self.dims[layer].get(members[0].arguments.tensor_places) if len(places) > 1 else None
+            joined = None if dims is None else self._joined(requests[places[0]], members, dims)
             if joined is None:
                 made += [Joined((place,), requests[place]) for place in places]
             else:
-                made.append(Joined(tuple(places), joined, tuple(given[place].collector for place in places)))
+                made.append(Joined(tuple(places), joined, dims, tuple(one.collector for one in members)))
         return made
 
-    def _joined(self, first: Request, given: Sequence[CallInputs]) -> Request | None:
+    def _joined(self, first: Request, given: Sequence[CallInputs], dims: RowDims) -> Request | None:
         """Return one call for those that were `given` alike, `first` among them; None: they cannot be joined."""
-        arguments, known = given[0].arguments, self.dims[first.layer]
-        dims = dict(zip(known.places, known.inputs, strict=True))
+        arguments = given[0].arguments
         tensors: list[Tensor] = []
-        for places, several in zip(arguments.places, zip(*(one.tensors for one in given), strict=True), strict=True):
-            if places[0] not in dims:  # the layer was not seen with it
-                return None
-            dim = dims[places[0]]
+        for dim, *several in zip(dims.inputs, *(one.tensors for one in given), strict=True):
             if dim is None and not self._are_same(first.layer, several):
                 return None
             tensors.append(several[0] if dim is None else self._whole(several, dim))
@@ -215,9 +213,9 @@ class Joins:
     def part(self, call: Joined, result: Any) -> list[Any]:
         """Return each micro-batch's part of `result`; split what `call` has left with a collector among those of all."""
         count = len(call.places)
-        if count == 1:
+        if call.dims is None:
             return [result]
-        dims, parted = iter(self.dims[call.request.layer].outputs), dict[int, list[Any]]()
+        dims, parted = iter(call.dims.outputs), dict[int, list[Any]]()
 
         def parts(tree: Any) -> list[Any]:
             leaves, shape = flatten_all((tree,))

@@ -29,7 +29,7 @@ from harmony_ds.calls.random_streams import State, states_differ
 from harmony_ds.calls.recorded_call import CallTrial, RecordedCall, norms_of
 from harmony_ds.calls.saved_inputs import SavedInputs, SavedTensor
 from harmony_ds.calls.slices import Piece, SliceAssembler, Slicing, slicing_of
-from harmony_ds.calls.targets import Targets
+from harmony_ds.calls.targets import GradientSum, OutputGradient, Targets
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
@@ -183,8 +183,9 @@ class LayerCalls:
 
     def _slicing(self, layer: int, given: CallInputs, rows: Rows) -> Slicing | None:
         called = self._layers[layer]
-        may_be_sliced = rows.cuts and called.may_be_sliced(given.arguments)
-        return slicing_of(rows, layer, given.tensors, called.draws) if may_be_sliced else None
+        if not (rows.cuts and called.may_be_sliced(given.arguments)):
+            return None
+        return slicing_of(rows, layer, given.arguments.tensor_places, given.tensors, called.draws)
 
     def _run_to_recompute(
         self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState
@@ -270,11 +271,18 @@ class LayerCalls:
         """Run a call with gradients, whole or sliced, and return its inputs and outputs; nothing is kept for backward."""
         request = replace(request, context=request.context.copy())  # gets a collector of its own
         layer, given = self._layers[request.layer], CallInputs.of(request)
-        targets: Targets = [layer.dead_end if t.requires_grad else None for t in given.tensors]
+        targets: Targets = [GradientSum() if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request, 0, given.arguments, targets, slicing)
-        outcome = self._run_slices(call, [t.detach() for t in given.tensors], copies, State)
-        places = tuple(places[0] for places in given.arguments.places)
-        return CallTrial(given.tensors, outcome.tensors, places, layer.may_be_sliced(given.arguments))
+        outputs = self._run_slices(call, [t.detach() for t in given.tensors], copies, State).tensors
+        call.output_gradients = [OutputGradient(0, t) if t.requires_grad else None for t in outputs]
+        return CallTrial(given.tensors, [t.detach() for t in outputs], call, layer.may_be_sliced(given.arguments))
+
+    def propagate_trial(self, trial: CallTrial, copies: Leaves) -> list[Tensor | None]:
+        """Propagate gradients of the outputs of `trial` to `copies`, and to its inputs, whose gradients are returned."""
+        call, layer = trial.call, self._layers[trial.call.request.layer]
+        call.tensors = [SavedTensor(t.detach(), t._version, layer.name) for t in trial.inputs]
+        self.backward(call, copies, lambda state: None, lambda: None)
+        return [None if target is None else target.take() for target in call.targets]
 
     def _run_slices(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState) -> CallOutputs:
         """Run the call's forward with detached `tensors`, slice by slice if it is sliced."""

@@ -144,11 +144,11 @@ class CallTrial:
     """Inputs and outputs of a call that was run to learn about its layer.
 
     Attributes:
-        places: of each input, its first index among the leaves of the arguments.
+        call: its record, without what is kept for backward.
         may_be_sliced: whether nothing else forbids to run the call in slices.
     """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    places: tuple[int, ...]
+    call: RecordedCall
     may_be_sliced: bool

@@ -27,20 +27,25 @@ class _Part:
 def parts_of(whole: Tensor, dim: int, count: int) -> list[Tensor]:
     """Split `whole` into `count` equal parts along `dim`."""
     parts = list(whole.split(whole.shape[dim] // count, dim))
-    refs = [ref(part) for part in parts]
-    for number, part in enumerate(parts):
-        setattr(part, _PART, _Part(whole, number, count, dim, part._version, refs))
+    _note(parts, whole, dim)
     return parts
 
 
 def whole_of(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Join `parts` along `dim`: without a copy if they are all parts of one tensor, unchanged and in order."""
+    """Join `parts` along `dim`: without a copy if they are parts of one tensor, or were joined before, and unchanged."""
     known = [_part(part) for part in parts]
-    first = known[0]
-    if first is None or (first.count, first.dim) != (len(parts), dim):
-        return torch.cat(list(parts), dim)
-    in_order = all(one is not None and one.whole is first.whole and one.number == n for n, one in enumerate(known))
-    return first.whole if in_order else torch.cat(list(parts), dim)
+    whole = None if known[0] is None or (known[0].count, known[0].dim) != (len(parts), dim) else known[0].whole
+    in_order = all(one is not None and one.whole is whole and one.number == n for n, one in enumerate(known))
+    if whole is None or not in_order:
+        whole = torch.cat(list(parts), dim)
+        _note(parts, whole, dim)
+    return whole
+
+
+def _note(parts: Sequence[Tensor], whole: Tensor, dim: int) -> None:
+    refs = [ref(part) for part in parts]
+    for number, part in enumerate(parts):
+        setattr(part, _PART, _Part(whole, number, len(parts), dim, part._version, refs))
 
 
 def parts_moved(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Relative to the largest value: above rounding in another order of sums, below the effect of rows on each other."""
 _PIECE = 2**20
 """Elements compared at once, since a comparison makes several copies."""
@@ -27,7 +27,7 @@ def close(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are the same but for rounding."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    tolerance = _TOLERANCES.get(a.dtype)
+    tolerance = TOLERANCES.get(a.dtype)
     if tolerance is None:
         return torch.equal(a, b)
     pieces, others = a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE)

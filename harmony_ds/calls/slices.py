@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from harmony_ds.calls.targets import GradientSum, GradientTarget, Targets
-from harmony_ds.profiler.rows import RowDims, Rows
+from harmony_ds.profiler.rows import Places, RowDims, Rows
 
 
-def slicing_of(asked: Rows, layer: int, tensors: Sequence[Tensor], draws: bool = False) -> Slicing | None:
+def slicing_of(asked: Rows, layer: int, places: Places, tensors: list[Tensor], draws: bool = False) -> Slicing | None:
     """Return how a call of `layer` with `tensors` is sliced; None: not at all. `draws`: it draws random numbers."""
-    dims = asked.dims.get(layer)
-    if dims is None or not (asked.forward or asked.backward) or len(dims.inputs) != len(tensors):
+    dims = asked.dims.get(layer, {}).get(places)
+    if dims is None or not (asked.forward or asked.backward):
         return None
     where = dims.inputs[dims.counted_by]
     counter = tensors[dims.counted_by]

@@ -235,6 +235,10 @@ def _parts(
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
     crossings = Crossings(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, crossings)
+
+    def may_be_joined(layer: int) -> bool:  # hooks see each micro-batch's gradient
+        return layer_calls.may_be_joined(layer) and not residency.are_hooked(decomposition.layers[layer].parameters)
+
     parts = Parts(
         device=device,
         residency=residency,
@@ -247,7 +251,7 @@ def _parts(
         contract=Contract(model),
         crossings=crossings,
         layer_calls=layer_calls,
-        joins=Joins(device, crossings, layer_calls.name_of, layer_calls.may_be_joined),
+        joins=Joins(device, crossings, layer_calls.name_of, may_be_joined),
         random=RandomStreams(device),
         timeline=timeline,
         user_gradients=UserGradients(store, updater),

@@ -18,7 +18,7 @@ from harmony_ds.calls.contract import UnseenError
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.base import Device
-from harmony_ds.errors import DoesNotFitError, HarmonyError
+from harmony_ds.errors import DoesNotFitError
 from harmony_ds.measuring.measure import Measurement
 from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.profile_cache import ProfileFile, with_times
@@ -52,7 +52,8 @@ class Measuring:
         self._layers = layers
         self.unlayered = graph.unlayered
         """The parameters that no layer owns, those that are used between layers included."""
-        self._found: Rows | None = None  # which layers can be cut
+        self._row_probe = RowProbe(parts, layers)
+        self._probed: set[bytes] = set()  # modes of calls
         self._probed_calls: tuple[int, ...] = ()
         self.machine: Machine | None = None
 
@@ -64,15 +65,13 @@ class Measuring:
         """Return how layer calls are cut into slices of `sizes`, once a micro-batch has been measured in such."""
         if sizes == WHOLE:
             return WHOLE_CALLS
-        assert self._found is not None
-        return replace(self._found, forward=sizes.forward, backward=sizes.backward)
+        return replace(self._row_probe.found[0], forward=sizes.forward, backward=sizes.backward)
 
     def found_rows(self, sample: Sample) -> Rows:
         """Return where calls hold the rows of a micro-batch."""
         with self._within_budget():
             self._probe(sample)
-        assert self._found is not None
-        return self._found
+        return self._row_probe.found[0]
 
     def profile(self, sample: Sample, sizes: Sizes | None) -> Profile:
         """Return bytes and times of `sample` in slices of `sizes`, and the machine's rates.
@@ -128,27 +127,24 @@ class Measuring:
         return Passes(self._parts, self._layers, self.unlayered, rows).losses()
 
     def _probe(self, sample: Sample) -> None:
-        """Find out, once, which layers can be cut, and log the others."""
-        if self._found is not None:
+        """Find out, once in each mode, which layers can be cut, and log the others."""
+        if sample.modes in self._probed:
             return
-        # What the first look at a model finds (parameters between layers, inputs that are changed) comes first.
+        self._probed.add(sample.modes)
         few, more = (2, 3) if sample.rows > 2 else (1, 2)
-        refused: dict[int, str] = {}
-        try:
-            self._probed_calls = self._observe(sample.few(more), WHOLE).calls
-            self._found, refused = RowProbe(self._parts, self._layers, self.unlayered).probe(sample, (few, more))
-        except (HarmonyError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces here
-            self._probed_calls = self._observe(sample, WHOLE).calls
-            self._found = WHOLE_CALLS
-            _logger.warning(
-                "all layers run with whole micro-batches: the model does not take %d of a micro-batch's rows (%r)",
-                more,
-                error,
-            )
-        for layer, reason in refused.items():
-            if reason:
+        told = self._row_probe.found[1]
+        for alike in sample.masked_alike():
+            try:
+                # What the first look at a model finds (parameters between layers, inputs that are changed) comes first.
+                self._probed_calls = self._observe(alike.few(more), WHOLE).calls
+                self._row_probe.probe(alike, (few, more), self.unlayered)
+            except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces here
+                _logger.warning("the model does not take %d rows of a micro-batch, to find them: %r", more, error)
+                self._parts.stash.abandon()
+                release_frames(error)
+                self._probed_calls = self._observe(sample, WHOLE).calls
+        for layer, reason in self._row_probe.found[1].items():
+            if reason and layer not in told:
                 _logger.warning("layer %s runs with whole micro-batches: %s", self._layers[layer].name, reason)
 
     def _observe(self, sample: Sample, sizes: Sizes) -> CostTable:

@@ -1,53 +1,59 @@
 """Find out which layers can be cut into slices of a micro-batch's rows, and where their tensors hold the rows.
 
 The model is run twice, with a few rows and with one more. What grows with the rows holds them. Then each layer is run
-in slices on what it was given, and must give what it gave as a whole: a layer whose rows look at each other (batch
-normalization, capacities of experts) does not, and is never cut.
+in slices on what it was given, and must give what it gave as a whole, forward and backward: a layer whose rows look at
+each other (batch normalization, capacities of experts, a loss over all rows) does not, and is never cut.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.patching import patched
 from harmony_ds.calls.random_streams import states_differ
-from harmony_ds.calls.sameness import close
+from harmony_ds.calls.recorded_call import CallTrial
+from harmony_ds.calls.sameness import TOLERANCES, close
 from harmony_ds.calls.slices import Shapes, Slicing, row_dims
 from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy, Leaves
-from harmony_ds.profiler.rows import RowDims, Rows
+from harmony_ds.profiler.rows import Places, RowDims, Rows
+
+_Seen = tuple[int, Places, Shapes, Shapes]
+"""A layer, which of its arguments are tensors, and the shapes of its inputs and outputs."""
 
 
 class RowProbe(Passes):
-    """Probe that runs two small micro-batches through the model, layer by layer."""
+    """Probe that runs two small micro-batches through the model, layer by layer; it adds to what it has found before."""
 
     def __init__(self, *model: Any) -> None:
         super().__init__(*model)
         self._refused: dict[int, str] = {}
-        self._dims: dict[int, RowDims] = {}
+        self._dims: dict[int, dict[Places, RowDims]] = {}
         self._drawing: set[int] = set()
-        self._few: list[tuple[int, Shapes, Shapes]] = []
+        self._few: list[_Seen] = []
         self._counts = (0, 0)
         self._comparing = False
 
-    def probe(self, sample: Sample, rows: tuple[int, int]) -> tuple[Rows, dict[int, str]]:
-        """Run forward passes over `rows[0]` rows and over `rows[1]`, which are more.
-
-        Returns:
-            Which layers can be cut; and why others cannot, which is empty where nothing depends on the rows.
-        """
-        self._counts = rows
+    def probe(self, sample: Sample, rows: tuple[int, int], unlayered: tuple[str, ...] = ()) -> None:
+        """Run forward passes over `rows[0]` rows and over `rows[1]`, which are more."""
+        self._counts, self._unlayered = rows, unlayered
+        self._few.clear()
         with self._opened():
             for self._comparing, count in zip((False, True), rows, strict=True):
                 self._forward(sample.few(count))
+
+    @property
+    def found(self) -> tuple[Rows, dict[int, str]]:
+        """Which layers can be cut; and why others cannot, which is empty where nothing depends on the rows."""
         can = {layer: dims for layer, dims in self._dims.items() if layer not in self._refused}
-        return Rows(dims=can, drawing=self._drawing), self._refused
+        return Rows(dims=can, drawing=frozenset(self._drawing)), dict(self._refused)
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Try the call before it is run."""
@@ -56,54 +62,74 @@ class RowProbe(Passes):
         trial = self._parts.layer_calls.trial(request, copy.leaves)
         if states_differ(before, random.snapshot()):
             self._drawing.add(layer)
-        seen = layer, [t.shape for t in trial.inputs], [t.shape for t in trial.outputs]
+        places = trial.call.arguments.tensor_places
+        seen = layer, places, [t.shape for t in trial.inputs], [t.shape for t in trial.outputs]
         if self._comparing:
-            self._compare(request, trial.may_be_sliced, trial.places, seen, copy.leaves)
+            self._compare(request, trial, seen, copy.leaves)
+            _clear(copy.leaves)
         else:
             self._few.append(seen)
         del trial
         return super().run(request, copy)
 
-    def _compare(
-        self,
-        request: Request,
-        may_be_sliced: bool,
-        places: tuple[int, ...],
-        more: tuple[int, Shapes, Shapes],
-        copies: Leaves,
-    ) -> None:
+    def _compare(self, request: Request, trial: CallTrial, more: _Seen, copies: Leaves) -> None:
         """Note where the rows of this call are, or why it cannot be cut."""
-        layer, refused = request.layer, self._refused
-        few = self._few[self._number] if self._number < len(self._few) else None
+        layer, places, refused = *more[:2], self._refused
+        few = next(iter(self._few[self._number : self._number + 1]), ())
         if few == more:  # nothing depends on the rows: there is nothing to cut, or to log
             refused.setdefault(layer, "")
             return
-        dims = None
-        if few is not None and few[0] == layer:
-            dims = row_dims(few[1:], more[1:], self._counts)
-            dims = None if dims is None else replace(dims, places=places)
-        if not may_be_sliced:
+        dims = row_dims(few[2:], more[2:], self._counts) if few and few[:2] == more[:2] else None
+        if not trial.may_be_sliced:
             refused[layer] = "it changes an input, a buffer or an object that it is given"
         elif dims is None:
             refused[layer] = "where its tensors hold the rows cannot be told from their shapes"
-        elif self._dims.get(layer, dims) != dims:
+        elif self._dims.setdefault(layer, {}).setdefault(places, dims) != dims:
             refused[layer] = "its calls hold the rows in different places"
-        elif not self._same_in_slices(request, dims, copies):
+        elif self._parts.device.has_values and not self._are_apart(request, trial, dims, copies):
             refused[layer] = "its rows depend on each other"
-        else:
-            self._dims[layer] = dims
 
-    def _same_in_slices(self, request: Request, dims: RowDims, copies: Leaves) -> bool:
-        if not self._parts.device.has_values:
-            return True
+    def _are_apart(self, request: Request, trial: CallTrial, dims: RowDims, copies: Leaves) -> bool:
+        """Return whether a call's rows give the same in slices, and nothing to each other's gradients."""
         calls, rows = self._parts.layer_calls, self._counts[1]
         cut = Slicing(dims, rows, rows - 1, rows - 1)
-        drawing = request.layer in self._drawing
+        others = next(cut.slices(rows - 1))
+        trained = [leaf for leaf in copies.values() if leaf.requires_grad]
+
+        def propagate(call: CallTrial, factor: float, of_others: float = 1.0) -> list[Tensor | None]:
+            for output, target, dim in zip(call.outputs, call.call.output_gradients, dims.outputs, strict=True):
+                if target is not None:  # a gradient of which no two elements are alike
+                    made = torch.arange(output.numel(), dtype=torch.float32, device=output.device).sin_().mul_(factor)
+                    target.gradient = made.reshape(output.shape).to(output.dtype)
+                    others.narrow(target.gradient, dim).mul_(of_others)
+            return calls.propagate_trial(call, copies)
+
+        def largest(gradients: Iterable[Tensor | None]) -> float:
+            known = [g for g in (*gradients, *(leaf.grad for leaf in trained)) if g is not None and g.numel()]
+            return max((g.nan_to_num(0.0, 0.0, 0.0).abs().max().item() for g in known), default=0.0)
+
+        # Without a gradient, a row gives none: also where a gradient is added on the way (a loss of the layer's own).
+        given = zip(propagate(trial, 1.0, of_others=0.0), dims.inputs, strict=True)
+        if any(others.narrow(t, dim).any() for t, dim in given if t is not None and dim is not None):
+            return False
+        _clear(copies)
         # What draws random numbers is compared as it is without them: slices draw others than the whole does.
+        drawing = request.layer in self._drawing
         with _evaluating(self._layers[request.layer].module) if drawing else nullcontext():
-            whole = calls.trial(request, copies).outputs
-            slices = calls.trial(request, copies, cut).outputs
-        return len(whole) == len(slices) and all(map(close, whole, slices))
+            whole, slices = calls.trial(request, copies), calls.trial(request, copies, cut)
+            if len(whole.outputs) != len(slices.outputs) or not all(map(close, whole.outputs, slices.outputs)):
+                return False
+            parts = propagate(slices, 1.0)
+            most = largest(parts)
+            wholes = propagate(whole, -1.0)  # so that parameters, too, get the sum, which is rounding alone
+        sums = [a + b for a, b in zip(parts, wholes, strict=True) if a is not None and b is not None]
+        rounding = max(TOLERANCES.get(t.dtype, 0.0) for t in (*whole.inputs, *whole.outputs, *trained))
+        return largest(sums) <= rounding * most
+
+
+def _clear(copies: Leaves) -> None:
+    for leaf in copies.values():
+        leaf.grad = None
 
 
 def _evaluating(module: nn.Module) -> AbstractContextManager[object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Sample:
         objective: what is propagated back from.
         seed: of its random numbers.
         modes: training and requires_grad flags that it is measured in.
+        trains: whether such micro-batches are propagated back from.
     """
 
     inputs: Any
@@ -32,6 +34,7 @@ class Sample:
     objective: Objective
     seed: int
     modes: bytes = b""
+    trains: bool = True
 
     @property
     def rows(self) -> int:
@@ -48,16 +51,32 @@ class Sample:
         def some(tensor: Tensor) -> Tensor:
             if not tensor.dim() or tensor.shape[0] != total or not total:
                 return tensor
-            if rows <= total or tensor.dim() < 2 or not (tensor.is_floating_point() or _counts(tensor)):
+            if rows <= total or tensor.dim() < 2 or _is_mask(tensor):
                 return tensor[torch.arange(rows, device=tensor.device) % total]
             return torch.stack([tensor[row % total].roll(row // total, 0) for row in range(rows)])
 
         return replace(self, inputs=map_tensors(some, self.inputs))
 
+    def masked_alike(self) -> list[Sample]:
+        """Return it with masks that hide the end of every row, and with masks that hide nothing; itself if it has none.
 
-def _counts(tensor: Tensor) -> bool:
-    """Whether a tensor of integers is no mask."""
-    return not tensor.is_meta and tensor.dtype != torch.bool and tensor.numel() > 0 and tensor.max().item() > 1
+        A model may take rows through its layers without a mask where nothing is hidden.
+        """
+
+        def masked(tensor: Tensor, hides: bool) -> Tensor:
+            mask = torch.ones_like(tensor) if _is_mask(tensor) else tensor
+            if mask is not tensor and hides:
+                mask[..., -1] = 0
+            return mask
+
+        both = [replace(self, inputs=map_tensors(partial(masked, hides=h), self.inputs)) for h in (True, False)]
+        return both if any(map(_is_mask, tensors_in(self.inputs))) else [self]
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether a tensor may be a mask: its largest element is 1."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
+    return whole and tensor.dim() > 1 and tensor.numel() > 0 and tensor.max().item() == 1
 
 
 def shapes_of(inputs: Any) -> Shapes:

@@ -189,6 +189,11 @@ class Residency:
                 leaf.register_hook(partial(_run_hooks, hooks))
                 copy.hooked.add(name)
 
+    def are_hooked(self, names: Iterable[str]) -> bool:
+        """Return whether the user has registered hooks on parameters among `names`."""
+        with ungated():
+            return any(self._store.parameters[name]._backward_hooks for name in names)
+
     def add_gradient(self, copy: DeviceCopy, name: str, gradient: Tensor) -> None:
         """Add `gradient` (on any device, of any dtype) to the sum of `name`."""
         known = self.gradient(copy, name)

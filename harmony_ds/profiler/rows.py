@@ -12,7 +12,6 @@ class RowDims:
 
     Attributes:
         inputs, outputs: per tensor the dimension that holds the rows; None where all rows share the tensor.
-        places: of each input, where it first stands among all arguments; empty: not known.
         counted_by: an input whose dimension is as long as there are rows (another's may be a multiple: tokens of all
             rows in one dimension).
     """
@@ -20,7 +19,10 @@ class RowDims:
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
     counted_by: int
-    places: tuple[int, ...] = ()
+
+
+Places = tuple[int, ...]
+"""The arguments of a call that are tensors, by their numbers: with a mask a call is of another kind than without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,14 @@ class Rows:
 
     Attributes:
         forward, backward: the most rows of a slice in either pass; 0: as many as there are.
-        dims: by layer; a layer that is not among them is never cut.
+        dims: by layer and kind of call; calls that are not among them are never cut.
         drawing: layers that draw random numbers. Their slices are the same in both passes, so that a recomputation
             draws what the forward pass drew.
     """
 
     forward: int = 0
     backward: int = 0
-    dims: Mapping[int, RowDims] = field(default_factory=dict)
+    dims: Mapping[int, Mapping[Places, RowDims]] = field(default_factory=dict)
     drawing: Set[int] = frozenset()
 
     @property

@@ -61,16 +61,21 @@ class CallSizes:
     ) -> SizedCosts:
         """Yield costs in the wanted size, or as `ranked` does; `chosen`: slices of the plan in force, if it joins calls."""
         if chosen is not None:
-            self._see_alone(sample)
-            yield chosen, self._of_set(sample, self.together, chosen).tables[0][1]
-        elif (joined := self.joined(sample)) is not None:
+            single = self._see_alone(sample)
+            table = self._set_that_fits(sample, self.together, chosen) if sample.trains else single
+            if table is not None:
+                yield chosen, table
+            if self.wanted is not None:
+                self._joins.refuse("there is no room for them together")
+            self.together, self.alone = 1, None
+        if sample.trains and (joined := self.joined(sample)) is not None:
             yield joined[0], joined[1].tables[0][1]
+            return
+        profile = self._measuring.profile(sample, self.wanted)
+        if self.wanted is None:
+            yield from ranked(sample, profile)
         else:
-            profile = self._measuring.profile(sample, self.wanted)
-            if self.wanted is None:
-                yield from ranked(sample, profile)
-            else:
-                yield self.wanted, profile.tables[0][1]
+            yield self.wanted, profile.tables[0][1]
 
     def ranked(self, sample: Sample, profile: Profile, choose: Choose) -> SizedCosts:
         """Yield sizes below and above the micro-batch with their costs, those of the fastest plan first.
@@ -118,12 +123,13 @@ class CallSizes:
         wanted = self._grouping and self._group_size > 1
         return wanted and not self._world.any("join calls", self._joins.are_off)
 
-    def _see_alone(self, sample: Sample) -> None:
-        """Measure what a micro-batch costs by itself, where several may be one, and where its calls hold the rows."""
+    def _see_alone(self, sample: Sample) -> CostTable:
+        """Return what a micro-batch costs by itself, where several may be one; note where its calls hold the rows."""
         single = self._measuring.profile(sample, WHOLE).tables[0][1]
         self.alone = single if self.alone is None else self.alone.worst(single)
         found = self._measuring.found_rows(sample)
         self._joins.dims, self._joins.are_random = found.dims, bool(found.drawing)
+        return single
 
     def _of_set(self, sample: Sample, together: int, sizes: Sizes) -> Profile:
         """Return costs of so many micro-batches like `sample` as one, in slices of `sizes`."""
@@ -134,15 +140,20 @@ class CallSizes:
         table = replace(table, flow=table.flow.of_set(self.alone.flow, together))
         return replace(profile, tables=((rows, table),))
 
+    def _set_that_fits(self, sample: Sample, together: int, sizes: Sizes) -> CostTable | None:
+        """Return costs of so many micro-batches as one; None: a device does not hold them."""
+        table = None
+        with suppress(DoesNotFitError):
+            table = self._of_set(sample, together, sizes).tables[0][1]
+        return None if self._world.any("join fewer", table is None) else table
+
     def _faster_sets(self, sample: Sample, one_by_one: Choice, choose: Choose) -> Iterator[CostTable]:
         """Yield costs of sets of micro-batches that are faster than single ones, those of the fastest plan first."""
         found: list[tuple[float, int, CostTable]] = []
         best_ms = one_by_one.prediction.step_ms
         for together in tuple(doubling(self._group_size))[1:]:
-            ms, table = float("inf"), None
-            with suppress(DoesNotFitError):
-                table = self._of_set(sample, together, WHOLE).tables[0][1]
-            if self._world.any("join fewer", table is None) or table is None:
+            ms, table = float("inf"), self._set_that_fits(sample, together, WHOLE)
+            if table is None:
                 break
             with suppress(DoesNotFitError):
                 ms = choose(table, WHOLE).prediction.step_ms

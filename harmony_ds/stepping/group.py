@@ -193,7 +193,8 @@ class StepGroup(Queue):
                 floats = [t for t in tensors_in(outputs) if t.requires_grad]
                 return sum((t.float().sum() for t in floats[1:]), floats[0].float().sum()) if floats else None
 
-        return Sample(own, call, objective, ticket.micro_batch.seed, ticket.micro_batch.modes)
+        micro_batch = ticket.micro_batch
+        return Sample(own, call, objective, micro_batch.seed, micro_batch.modes, trains=micro_batch.grad)
 
     # ---- looking early
 

@@ -37,22 +37,23 @@ class GroupPlans:
             return micro_batches
         if self._parts.world.any("run some alone", any(m.forwarded for m in micro_batches)):
             return micro_batches
+        if self._parts.residency.are_hooked(self._planner.graph.unlayered):
+            raise joins.refuse("hooks of parameters that are used between layers see each for itself")
         self._planner.plan_for(len(micro_batches))
         runs = self._runs(micro_batches)
-        chosen = micro_batches
-        for least in (2, together):
-            found: list[MicroBatch] = []
-            for run in runs:
-                found += [JointMicroBatch.of(run, joins)] if len(run) >= least else run
-            if self._fits(found):
-                chosen = found
-                break
+
+        def in_sets(least: int) -> list[MicroBatch]:
+            return [one for run in runs for one in ([JointMicroBatch.of(run, joins)] if len(run) >= least else run)]
+
+        chosen = next((sets for least in (2, together, together + 1) if self._fits(sets := in_sets(least))), None)
+        if chosen is None:
+            raise joins.refuse("the plan for sets of micro-batches has no room for single ones")
         world = self._parts.world
         if world.size > 1 and self._parts.device.count > 1:  # processes exchange packs in one order, a wave's
             counts = world.all("join micro-batches", [micro_batch.count for micro_batch in chosen])
-            chosen = chosen if all(one == counts[0] for one in counts) else micro_batches
-        if chosen is micro_batches:
-            self._fits(micro_batches)
+            if any(one != counts[0] for one in counts):
+                chosen = in_sets(together + 1)
+                self._fits(chosen)
         return chosen
 
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:

@@ -119,7 +119,7 @@ class Planner:
             self._before_bytes = others_bytes(self._parts)
             self._host_bytes = host_room_bytes(self._parts)
         moved = self._plan_with(sample)
-        self._measured.append((shapes_of(sample.inputs), sample.modes))
+        self._measured.append((shapes_of(sample.inputs), sample.modes if sample.trains else b""))
         return moved
 
     def ranked(self, sample: Sample, profile: Profile) -> Iterator[tuple[Sizes, CostTable]]:
@@ -138,8 +138,10 @@ class Planner:
             self._costs = self.sizes.stop_joining()
         plan = self.plan or self._saved
         chosen = Sizes.of(plan.policy) if self.sizes.together > 1 and plan is not None else None
+        before, single = self.sizes.together, self.sizes.alone
         for sizes, measured in self.sizes.measured(sample, chosen, self.ranked):
-            table = self._agreed(measured if self._costs is None else self._costs.worst(measured))
+            known = self._costs if self.sizes.together == before else single
+            table = self._agreed(measured if known is None else known.worst(measured))
             if not table.calls:
                 raise ModelError(
                     "forward calls no module that owns parameters: there are no layers to swap. Let it call modules whose "
@@ -155,6 +157,8 @@ class Planner:
                 self.advice = self._advise(graph, table, sample.rows)
             moved = positions_of(self.graph.calls, table.calls)
             self._costs, self.graph, self.rows = table, graph, self.measuring.rows(sizes)
+            if self.sizes.together != before:
+                self._measured.clear()  # those were other sets
             return moved
         assert failure is not None
         raise failure

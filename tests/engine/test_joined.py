@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.measuring import measuring
+from harmony_ds.measuring.measure import Measurement
+from harmony_ds.measuring.sample import Sample
 from tests.cheap import constant_rates
 from tests.engine.drive import (
     adamw,
@@ -25,7 +27,7 @@ from tests.engine.drive import (
     train_groups,
     weights_of,
 )
-from tests.families import Batch
+from tests.families import BLOCKS, OF_BERT, TEXT, Batch, Family, transformer
 
 GROUP, STEPS = 8, 3
 SIZES = [{"forward": 8, "backward": 4}, {"forward": 3, "backward": 8}, {"forward": 8, "backward": 8}]
@@ -202,6 +204,165 @@ def test_what_cannot_be_joined_runs_one_by_one(name: str) -> None:
     joined, found = trained(family(name).build(0.0), groups, micro_batch=64)
     assert found == pytest.approx(losses, rel=1e-6)
     assert all(torch.allclose(weight, joined[key], rtol=1e-5, atol=1e-7) for key, weight in alone.items())
+
+
+class Layered(nn.Module):
+    """Three layers, and a scale of its own after the first."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.layers, self.scale = nn.ModuleList([make() for _ in range(3)]), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) * self.scale
+        return self.layers[2](self.layers[1](x)).pow(2).mean()
+
+
+class Injected(torch.autograd.Function):
+    """Hands a loss to autograd beside `x`, as Megatron's MoEAuxLossAutoScaler does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.tensor(0.1)
+
+
+class Balanced(nn.Linear):
+    """Has a loss over all rows, seen by its gradients alone; where `in_training`, and the rows are all its own if not."""
+
+    def __init__(self, in_training: bool = False) -> None:
+        super().__init__(4, 4)
+        self.in_training = in_training
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x if self.in_training and not self.training else Injected.apply(x, x.softmax(-1).mean(0).square().sum())
+
+
+def rows_of_four(steps: int = 3) -> Groups:
+    source = torch.Generator().manual_seed(1)
+    return [[{"x": torch.randn(2, 4, generator=source)} for _ in range(4)] for _ in range(steps)]
+
+
+def assert_joined_as_alone(build: Any, calls: list[str], expected: dict[str, int], prepare: Any = None) -> None:
+    """Weights with joined calls are those of single ones; `expected`: forward calls of layers in the last step."""
+    found = []
+    for micro_batch in ("config", 8):
+        torch.manual_seed(0)
+        model = build()
+        with engine_for(model, sgd, config_of(4, None, {"pack_layers": 1, "micro_batch": micro_batch})) as engine:
+            if prepare is not None:
+                prepare(engine)
+            losses = train_groups(engine, rows_of_four()[:2])
+            calls.clear()
+            losses += train_groups(engine, rows_of_four()[2:])
+        found.append((weights_of(model), losses))
+    (alone, losses), (joined, others) = found
+    assert others == pytest.approx(losses, rel=1e-6)
+    assert_close(joined, alone)
+    assert {name: calls.count(name) for name in expected} == expected
+
+
+def test_a_loss_that_only_gradients_show_is_not_joined(calls: list[str]) -> None:
+    assert_joined_as_alone(lambda: Layered(Balanced), calls, {"layers.0": 8, "layers.1": 8})
+
+
+def test_a_layer_is_tried_in_each_mode(calls: list[str]) -> None:
+    """Its rows are its own in evaluation mode, which comes first."""
+
+    def evaluate(engine: Any) -> None:
+        engine.eval_batch(iter(rows_of_four()[0]))
+
+    assert_joined_as_alone(lambda: Layered(lambda: Balanced(True)), calls, {"layers.0": 8}, evaluate)
+
+
+def clamped(model: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        model.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return model
+
+
+def test_hooks_see_the_gradient_of_each_micro_batch(calls: list[str]) -> None:
+    def build() -> nn.Module:
+        return Layered(lambda: nn.Linear(4, 4))
+
+    assert_joined_as_alone(lambda: clamped(build(), "layers.1.weight"), calls, {"layers.0": 2, "layers.1": 8})
+    assert_joined_as_alone(lambda: clamped(build(), "scale"), calls, {"layers.0": 8})
+
+
+def test_rows_with_a_mask_and_rows_without_are_joined_with_their_likes(calls: list[str]) -> None:
+    """Transformers drops masks that hide nothing."""
+    words = torch.arange(STEPS * GROUP * 6).reshape(STEPS, GROUP, 1, 6) % 90 + 3
+    masks = [torch.ones(1, 6, dtype=torch.long), torch.tensor([[1, 1, 1, 1, 0, 0]])]
+    groups = [
+        [{"input_ids": row, "attention_mask": masks[place % 2], "labels": row % 2} for place, row in enumerate(group)]
+        for group in words
+    ]
+    one = masked_words()
+    plain, losses = plainly(one, 0.0, groups, sgd, 0.5)
+    model = one.build(0.0)
+    joins = []
+    with engine_for(model, sgd, config_of(GROUP, 0.5, {"pack_layers": 1, "micro_batch": 8})) as engine:
+        found = train_groups(engine, groups[:2])
+        calls.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "cat", lambda *args, cat=torch.cat: joins.append(args[0]) or cat(*args))
+            found += train_groups(engine, groups[2:])
+        memory = engine.memory_report()
+        assert memory.device_peak_bytes <= memory.planned_peak_bytes
+    assert calls.count("bert.encoder.layer.0") == 4  # with a mask and without, forward and again
+    taken = [tensor for tensors in joins for tensor in tensors if tensor.dim() == 4]
+    assert len(taken) == GROUP // 2  # a mask that all layers take is joined once
+    assert found == pytest.approx(means_of(losses), rel=1e-6)
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def masked_words() -> Family:
+    return transformer("bert", "BertForTokenClassification", TEXT | BLOCKS, OF_BERT, bitwise=True)
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", 8])
+def test_longer_rows_that_have_no_room_together_run_in_smaller_calls(micro_batch: Any) -> None:
+    short, long, build = ragged((6,) * GROUP), ragged((24,) * GROUP), family("mistral").build
+    with engine_for(build(0.0), sgd, config_of(GROUP, 0.5, {"pack_layers": 1})) as engine:
+        train_groups(engine, long)
+        budget = int(1.1 * engine.memory_report().planned_peak_bytes)
+    harmony = {"pack_layers": 1, "micro_batch": micro_batch, "device_memory_gib": budget / 2**30}
+    groups, model = [short[0], long[1], short[2]], build(0.0)
+    plain, losses = plainly(family("mistral"), 0.0, groups, sgd, 0.5)
+    with engine_for(model, sgd, config_of(GROUP, 0.5, harmony)) as engine:
+        found = train_groups(engine, groups[:1])
+        assert engine.plan is not None
+        together = engine.plan.policy.together
+        found += train_groups(engine, groups[1:])
+        assert engine.plan.policy.together < together
+        assert engine.memory_report().device_peak_bytes <= budget
+    assert found == pytest.approx(means_of(losses), rel=1e-6)
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_evaluation_of_more_rows_measures_no_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    measure = Measurement.measure
+
+    def noted(one: Measurement, sample: Sample) -> Any:
+        measured.append(sample.rows)
+        return measure(one, sample)
+
+    monkeypatch.setattr(Measurement, "measure", noted)
+    batches = ragged((24,) * GROUP)
+    wide = {key: torch.cat([t] * 4) for key, t in batches[0][0].items()}
+    with engine_for(family("mistral").build(0.0), sgd, config_of(GROUP, 0.5, {"micro_batch": 8})) as engine:
+        train_groups(engine, batches[:1])
+        assert max(measured) == 8
+        engine.eval_batch(iter([wide] * GROUP))
+        train_groups(engine, batches[1:])
+        assert engine.plan is not None
+        assert engine.plan.policy.together == 8
+    assert max(measured) == 8
 
 
 def ragged(lengths: Sequence[int]) -> Groups:

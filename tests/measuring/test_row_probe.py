@@ -17,7 +17,7 @@ from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.rows import RowDims, Rows
 from tests.runtime.scripted import ScriptedDevice, assembled
 
-SHARED_ROWS = "its rows depend on each other"
+SHARED = "its rows depend on each other"
 UNTOLD = "where its tensors hold the rows cannot be told from their shapes"
 CHANGES = "it changes an input, a buffer or an object that it is given"
 
@@ -40,6 +40,65 @@ class Centred(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - x.mean(dim=0)) * self.weight
+
+
+class CentredInTraining(Centred):
+    """Draws, too, so that slices are compared in evaluation mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x * self.weight, 0.5, self.training)
+        return super().forward(x) if self.training else x
+
+
+class Mean(torch.autograd.Function):
+    """Adds `share` of the mean of all rows to the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient + ctx.share * gradient.mean(0), None
+
+
+class CentredBackward(Base):
+    """Looks at all rows when it is propagated through."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Mean.apply(x * self.weight, self.share)
+
+
+class Auxiliary(torch.autograd.Function):
+    """Adds a loss to the graph, as Megatron's MoEAuxLossAutoScaler does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.full((), 1e-6)
+
+
+class Balanced(Base):
+    """Has a small loss over all rows of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Auxiliary.apply(x * self.weight, (x * self.weight).softmax(-1).mean(0).square().sum())
+
+
+class ByFrequency(Base):
+    """Its gradient counts how often a row comes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = x.detach().gt(-100.0).long()
+        return nn.functional.embedding(ids, self.weight[:, None].expand(4, 2), scale_grad_by_freq=True)
 
 
 class OuterProduct(Base):
@@ -96,17 +155,18 @@ def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> tuple[Rows, dict
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     with assembled(model, ScriptedDevice()) as assembly:
         probe = RowProbe(assembly.parts, assembly.layers)
-        return probe.probe(sample_of(model, x), rows)
+        probe.probe(sample_of(model, x), rows)
+        return probe.found
 
 
 @pytest.mark.parametrize(
     ("layer", "dims"),
-    [(RowByRow(), RowDims((0,), (0,), 0, (0,))), (Noisy(), RowDims((0,), (0,), 0, (0,)))],
+    [(RowByRow(), RowDims((0,), (0,), 0)), (Noisy(), RowDims((0,), (0,), 0))],
     ids=lambda value: type(value).__name__,
 )
 def test_layers_whose_rows_are_their_own_can_be_cut(layer: nn.Module, dims: RowDims) -> None:
     found, refused = probed(Net(layer))
-    assert found.dims == {0: dims}
+    assert found.dims == {0: {(0,): dims}}
     assert refused == {}
     assert found.drawing == ({0} if isinstance(layer, Noisy) else set())
 
@@ -114,7 +174,9 @@ def test_layers_whose_rows_are_their_own_can_be_cut(layer: nn.Module, dims: RowD
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (Centred(), SHARED_ROWS),
+        (Centred(), SHARED),
+        (CentredBackward(0.5), SHARED),
+        (ByFrequency(), SHARED),
         (OuterProduct(), UNTOLD),
         (Counting(), CHANGES),
         (Constant(), ""),  # there is nothing to cut, and so nothing to say
@@ -127,14 +189,22 @@ def test_others_cannot_and_it_is_said_why(layer: nn.Module, reason: str) -> None
     assert refused == {0: reason}
 
 
+@pytest.mark.parametrize("layer", [CentredInTraining(), CentredBackward(1e-6), Balanced()])
+def test_rows_that_look_at_others_a_little_are_told_by_the_gradients_of_those(layer: nn.Module) -> None:
+    found, refused = probed(nn.Sequential(RowByRow(), layer))
+    assert found.dims.keys() == {0}
+    assert refused == {1: SHARED}
+
+
 def test_slices_are_of_the_sizes_asked_for_and_of_the_layers_found() -> None:
     found, _ = probed(Net(Noisy()))
     rows = replace(found, forward=3, backward=2)
     x = torch.ones(5, 4)
-    cut = slicing_of(rows, 0, [x])
+    cut = slicing_of(rows, 0, (0,), [x])
     assert cut is not None
     assert (cut.rows, cut.forward, cut.backward) == (5, 2, 2)  # what draws has the same slices both ways
-    assert slicing_of(rows, 1, [x]) is None
+    assert slicing_of(rows, 1, (0,), [x]) is None
+    assert slicing_of(rows, 0, (1,), [x]) is None
 
 
 class Twice(nn.Module):
@@ -154,7 +224,7 @@ class Twice(nn.Module):
 def test_all_calls_of_a_layer_hold_the_rows_in_one_place(turned: bool) -> None:
     found, refused = probed(Twice(turned))
     assert refused == ({0: "its calls hold the rows in different places"} if turned else {})
-    assert found.dims == ({} if turned else {0: RowDims((0,), (0,), 0, (0,))})
+    assert found.dims == ({} if turned else {0: {(0,): RowDims((0,), (0,), 0)}})
 
 
 class Alternating(nn.Module):
@@ -170,7 +240,7 @@ class Alternating(nn.Module):
 
 def test_calls_that_depend_on_the_rows_are_not_compared() -> None:
     found, refused = probed(Alternating())
-    assert found.dims == {0: RowDims((0,), (0,), 0, (0,))}
+    assert found.dims == {0: {(0,): RowDims((0,), (0,), 0)}}
     assert refused == {2: UNTOLD}
 
 

@@ -146,13 +146,15 @@ def test_a_call_is_cut_as_asked_for_and_only_if_that_changes_anything(
     counting: Kind, others: list[Kind], rows: int, forward: int, backward: int, draws: bool
 ) -> None:
     inputs = [counting, *others]
-    asked = Rows(forward, backward, {3: dims_of(inputs, [])}, {3} if draws else set())
-    cut = slicing_of(asked, 3, [kind.tensor(rows) for kind in inputs])
-    assert cut == slicing_of(Rows(forward, backward, asked.dims), 3, [kind.tensor(rows) for kind in inputs], draws)
+    asked = Rows(forward, backward, {3: {(0,): dims_of(inputs, [])}}, {3} if draws else set())
+    cut = slicing_of(asked, 3, (0,), [kind.tensor(rows) for kind in inputs])
+    assert cut == slicing_of(
+        Rows(forward, backward, asked.dims), 3, (0,), [kind.tensor(rows) for kind in inputs], draws
+    )
     sizes = ((backward if draws else forward) or rows, backward or rows)
     if min(sizes) >= rows:
         assert cut is None
     else:
         assert cut is not None
         assert (cut.rows, cut.forward, cut.backward) == (rows, *sizes)
-    assert slicing_of(asked, 2, [kind.tensor(rows) for kind in inputs]) is None
+    assert slicing_of(asked, 2, (0,), [kind.tensor(rows) for kind in inputs]) is None
