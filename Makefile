@@ -69,6 +69,9 @@ docs: venv
 PYTEST := $(BIN)/python -m pytest
 TEST_DEVICES := tests/simdevice tests/late_device
 
+# Tests start many processes, each of which reads what the first has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 test: export DEPTH := not gpu and not deep
 test-all: export DEPTH := not gpu
 test test-all: export OMP_NUM_THREADS ?= 1

@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.init_peak.run                # 325M parameters, every source, fp32 and bf16
     OMP_NUM_THREADS=1 python -m benchmarks.init_peak.run --layers 8 --width 512 --vocabulary 256
 
-A Llama is built in host memory, or comes from `from_pretrained` (bf16 safetensors, mapped). In a process of its own each,
-the kernel's high-water mark of resident memory is reset before `initialize` and read after it. Less what the process had
-before the model was there, and less the mapped files (the page cache's, which gives them back), it may be at most the final
-state (weights in slabs, fp32 masters) plus twice the state of the largest layer. The optimizer's state is made by the first
-update, and gradients by the first step.
+A Llama is built in host memory, or comes from `from_pretrained` (safetensors of its dtype, mapped). In a process of its
+own each, the kernel's high-water mark of resident memory is reset before `initialize` and read after it. Less what the
+process had before the model was there, and less the mapped files (the page cache's, which gives them back), it may be at
+most the final state (weights in slabs, fp32 masters) plus twice the state of the largest layer. The optimizer's state is
+made by the first update, and gradients by the first step.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from benchmarks.common import MIB, answers_of, language_model, quiet, status_byt
 _MODULE = "benchmarks.init_peak.run"
 SOURCES = ("host", "from_pretrained")
 _STATE_BYTES = {"fp32": 4, "bf16": 6}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ALLOWED_LAYERS = 2
 COLUMNS = ("before", "peak", "after", "state", "layer")
 
@@ -56,7 +57,7 @@ def engine_over(model: nn.Module, dtype: str) -> Any:
 def build(source: str, sizes: tuple[int, int, int], folder: Path, dtype: str) -> nn.Module:
     if source == "host":
         return llama(*sizes)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder / dtype, dtype=_DTYPES[dtype])
 
 
 def measure(source: str, dtype: str, sizes: tuple[int, int, int], folder: Path) -> dict[str, Any]:
@@ -70,8 +71,7 @@ def measure(source: str, dtype: str, sizes: tuple[int, int, int], folder: Path) 
     begin = time.perf_counter()
     engine = engine_over(model, dtype)
     seconds = time.perf_counter() - begin
-    mapped = (source, dtype) == ("from_pretrained", "bf16")  # the files' own dtype
-    files = folder.iterdir() if mapped else ()
+    files = (folder / dtype).iterdir() if source == "from_pretrained" else ()
     peak, after = (
         status_bytes("VmHWM") - base - sum(file.stat().st_size for file in files),
         status_bytes("VmRSS") - base,
@@ -87,8 +87,9 @@ def measure(source: str, dtype: str, sizes: tuple[int, int, int], folder: Path) 
 def child(options: argparse.Namespace) -> None:
     """Print a line for each case; without any, make the files."""
     sizes = options.layers, options.width, options.vocabulary
-    if not any(options.folder.iterdir()):
-        llama(*sizes).to(torch.bfloat16).save_pretrained(options.folder)
+    for name, dtype in _DTYPES.items():
+        if not (options.folder / name).exists():
+            llama(*sizes).to(dtype).save_pretrained(options.folder / name)
     engine_over(llama(1, 64, 64), "bf16").destroy()  # modules that are loaded on first use are there now
     for case in options.cases:
         print(json.dumps(measure(*case.split(":"), sizes, options.folder)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 import torch
@@ -22,6 +23,9 @@ class _Part:
     dim: int
     version: int
     all: Sequence[ref[Tensor]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # copies and pickles of a part are parts of nothing
 
 
 def parts_of(whole: Tensor, dim: int, count: int) -> list[Tensor]:

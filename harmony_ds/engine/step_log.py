@@ -33,7 +33,7 @@ class StepLog:
         self._training = training
         config, values, world = training.settings.now, training.settings.now.values, training.assembly.world
         speaks = world.is_first  # one process speaks for all
-        self._every = config.steps_per_print if speaks else None
+        self._every = (config.steps_per_print or None) if speaks else None
         self._breakdown = speaks and bool(values["wall_clock_breakdown"])
         self._memory = speaks and bool(values["memory_breakdown"])
         self.record = StepRecord(training.assembly)
