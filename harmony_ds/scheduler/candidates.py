@@ -10,7 +10,7 @@ from itertools import combinations, product
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import Packer
-from harmony_ds.scheduler.partition import BestCuts, Bounds, Combine, sums_of, uniform_bounds
+from harmony_ds.scheduler.partition import BestCuts, uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.resident import closed, may_stay, resident_packs
 
@@ -57,10 +57,7 @@ class Cuts:
         singles = packer.packs(tuple(range(count + 1)))
         times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
         weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
-        self._best = {
-            kind: BestCuts(sums_of(values), Combine.MAX)
-            for kind, values in ((Kind.TIME, times), (Kind.MEMORY, weights))
-        }
+        self._best = {Kind.TIME: BestCuts(times), Kind.MEMORY: BestCuts(weights)}
 
     def first(self) -> Iterator[Cut]:
         """Yield the cuts to begin with: of every kind, into 1, 2, 3, 4, 6, 9, ... packs, the fewest first."""
@@ -80,12 +77,8 @@ class Cuts:
     def packing(self, cut: Cut) -> tuple[Packing, str] | None:
         """Its packs and its name; None: there are none."""
         size = self._size or -(-self._count // cut.parts)
-        if cut.kind is Kind.EQUAL:
-            bounds: Bounds | None = uniform_bounds(self._count, size)
-        else:
-            bounds = self._best[cut.kind].bounds(cut.parts)
-        if bounds is None:
-            return None
+        best = self._best.get(cut.kind)
+        bounds = uniform_bounds(self._count, size) if best is None else best.bounds(cut.parts)
         name = cut.kind.value.format(size=size) + (", as configured" if self._size is not None else "")
         if cut.small_first:
             ends = [2**power - 1 for power in range(1, bounds[1].bit_length()) if 3 * (2**power - 1) < 2 * bounds[1]]

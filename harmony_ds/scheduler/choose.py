@@ -107,17 +107,11 @@ def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: 
     return replace(plan, peak_bytes=max(peaks), device_peaks=peaks, activation_bytes=walked.activation_bytes)
 
 
-def draft_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy, peak_bytes: int = 0) -> Plan:
-    """Return the plan over given packs, its peak known from elsewhere, to be compared with others."""
-    return Plan(
-        packing,
-        policy,
-        compose_step(packing, Group.of(request.micro_batches), policy),
-        request.micro_batches,
-        resident_bytes(packing, policy, request),
-        peak_bytes,
-        costs.calls,
-    )
+def draft_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy) -> Plan:
+    """Return the plan over given packs, without its peak."""
+    tasks = compose_step(packing, Group.of(request.micro_batches), policy)
+    stays = resident_bytes(packing, policy, request)
+    return Plan(packing, policy, tasks, request.micro_batches, stays, peak_bytes=0, calls=costs.calls)
 
 
 def explain(plan: Plan, request: PlanRequest) -> str:

@@ -44,10 +44,7 @@ def walk_memory(
     packs: tuple[Pack, ...], tasks: tuple[Task, ...], costs: CostTable, others: Mapping[int, CostTable] | None = None
 ) -> MemoryProfile:
     """Return the bytes alive while each task runs; `others`: costs by micro-batch, where they are not `costs`."""
-    return MemoryWalks(costs).walk(packs, tasks, others=others or {})
-
-
-_NO_OTHERS: Mapping[int, CostTable] = {}
+    return MemoryWalks(costs).walk(packs, tasks, others=others)
 
 
 class MemoryWalks:
@@ -63,7 +60,7 @@ class MemoryWalks:
         packs: tuple[Pack, ...],
         tasks: tuple[Task, ...],
         counts: Sequence[int] = (),
-        others: Mapping[int, CostTable] = _NO_OTHERS,
+        others: Mapping[int, CostTable] | None = None,
     ) -> MemoryProfile:
         """Return the bytes alive while each task runs.
 
@@ -71,7 +68,7 @@ class MemoryWalks:
             counts: how many micro-batches each one stands for; empty: for itself. While one runs that stands for
                 several, no more is counted than while they wait: those before and after it show what running takes.
         """
-        count = 1 + max(pack.device for pack in packs)
+        others, count = others or {}, 1 + max(pack.device for pack in packs)
         # On several devices each pack has what it takes for itself, as it has where its stash waits on the host.
         away = count > 1 or any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
         known = {id(costs): MemoryWalks(costs)._counted(packs, away) for costs in others.values()}

@@ -7,10 +7,11 @@ is, and the one between them counts as often as there are others.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
@@ -128,8 +129,4 @@ def _counts(micro_batches: int, graphs: Sequence[int]) -> tuple[int, ...]:
 
 def _first(counts: Sequence[int], wanted: int) -> int:
     """How many of them stand for the first `wanted` micro-batches."""
-    reached = shown = 0
-    while reached < wanted and shown < len(counts):
-        reached += counts[shown]
-        shown += 1
-    return shown
+    return min(len(counts), bisect_left([*accumulate(counts, initial=0)], wanted))

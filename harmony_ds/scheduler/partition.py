@@ -7,26 +7,11 @@ the items bounds[i] to bounds[i + 1] - 1. Every part has at least one item.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 Bounds = tuple[int, ...]
-
-
-class Combine(Enum):
-    """How a cut is judged: the costs of its parts added up, or the largest of them."""
-
-    SUM = "sum"
-    MAX = "max"
-
-
-def sums_of(values: Sequence[float]) -> NDArray[np.float64]:
-    """Return the costs of parts that cost the sum of their values: see `BestCuts`."""
-    before = np.array([0, *accumulate(values)], dtype=np.float64)
-    return before[None, :] - before[:, None]
 
 
 def uniform_bounds(count: int, size: int) -> Bounds:
@@ -38,48 +23,31 @@ def uniform_bounds(count: int, size: int) -> Bounds:
 
 
 class BestCuts:
-    """The cheapest cuts into 1, 2, ... parts: one dynamic program answers for every number of parts.
+    """The cuts into 1, 2, ... parts whose dearest part is cheapest: one dynamic program answers for every number of parts.
 
-    With best(k, j) the cost of the first j items in k parts:
+    A part costs the sum of its items' `values`. With best(k, j) the cost of the dearest of k parts of the first j items:
 
-        best(k, j) = min over i < j of combine(best(k - 1, i), cost(i, j))
+        best(k, j) = min over i < j of max(best(k - 1, i), cost(i, j))
 
-    Among equally cheap cuts it takes the one whose last part is longest, then the last but one, and so on.
-
-    Args:
-        costs: of parts, shape (count + 1, count + 1): [first, last] of the items from `first` to before `last`; infinite
-            where it is not allowed, read where first < last.
-        combine: the parts' costs to the cut's.
-        most: parts; None: as many as there are items.
+    Among equally good cuts it takes the one whose last part is longest, then the last but one, and so on.
     """
 
-    def __init__(self, costs: NDArray[np.float64], combine: Combine, most: int | None = None) -> None:
-        count = len(costs) - 1
-        costs = np.where(np.triu(np.ones_like(costs, dtype=bool), k=1), costs, np.inf)
-        join = np.add if combine is Combine.SUM else np.maximum
-        best = np.full(count + 1, np.inf)
-        best[0] = 0.0 if combine is Combine.SUM else -np.inf
-        self._count = count
-        self._costs: list[list[float]] = []  # for each number of parts and of items
-        self._begins: list[list[int]] = []  # and where the last part begins then
-        for _ in range(count if most is None else min(most, count)):
-            joined = join(best[:, None], costs)
+    def __init__(self, values: Sequence[float]) -> None:
+        before = np.array([0, *accumulate(values)], dtype=np.float64)
+        costs = before[None, :] - before[:, None]
+        costs[np.tril_indices_from(costs)] = np.inf
+        best = np.full(len(before), np.inf)
+        best[0] = -np.inf
+        self._begins: list[list[int]] = []  # for each number of parts and of items, where the last part begins
+        for _ in values:
+            joined = np.maximum(best[:, None], costs)
             begins = joined.argmin(axis=0)
             best = np.take_along_axis(joined, begins[None, :], axis=0)[0]
-            self._costs.append(best.tolist())
             self._begins.append(begins.tolist())
 
-    def cost(self, parts: int, items: int | None = None) -> float:
-        """Return the cost of the cheapest cut of the first `items` (None: all) into `parts`; infinite if there is none."""
-        if not 0 < parts <= len(self._costs):
-            return float("inf")
-        return self._costs[parts - 1][self._count if items is None else items]
-
-    def bounds(self, parts: int, items: int | None = None) -> Bounds | None:
-        """Return that cut, None if there is none."""
-        if self.cost(parts, items) == float("inf"):
-            return None
-        bounds = [self._count if items is None else items]
+    def bounds(self, parts: int) -> Bounds:
+        """Return the best cut into `parts`: one at least, and no more than there are items."""
+        bounds = [len(self._begins)]
         for begins in reversed(self._begins[:parts]):
             bounds.append(begins[bounds[-1]])
         return tuple(reversed(bounds))

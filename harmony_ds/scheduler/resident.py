@@ -46,21 +46,11 @@ def holders(packing: Packing) -> dict[int, set[int]]:
 
 def why_not_resident(packing: Packing, count: int | None) -> list[str]:
     """Return a line for each of the last `count` packs that `resident_packs` leaves out."""
-    resident = resident_packs(packing, count)
+    packs, having, resident = packing.packs, holders(packing), resident_packs(packing, count)
     lines = []
     for index in packing.backward[-count:] if count else ():
         if index not in resident:
-            name, other = sharing(packing, index, resident) or ("a parameter", "another one")
+            other = min(having[index].difference(resident, [index]))
+            name = next(name for name in packs[index].parameters if name in packs[other].parameters)
             lines.append(f"pack {index} is not resident: it shares {name} with pack {other}, which is not")
     return lines
-
-
-def sharing(packing: Packing, index: int, resident: tuple[int, ...] | list[int]) -> tuple[str, int] | None:
-    """Return a parameter of pack `index`, and a pack outside `resident` that has it too; None if there is none."""
-    mine = packing.packs[index].parameters
-    for other in packing.packs:
-        if other.index != index and other.index not in resident:
-            shared = next((name for name in mine if name in other.parameters), None)
-            if shared is not None:
-                return shared, other.index
-    return None

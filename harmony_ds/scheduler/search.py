@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 
 from harmony_ds.decomposer.graph import LayerGraph
@@ -189,10 +190,7 @@ class _Search:
 
     def _try_uses(self, packing: Packing, cut: str, thorough: bool) -> float:
         """Try a few ways to use memory with these cuts; return the shortest step; infinite if it is too long."""
-
-        def peak(policy: Policy) -> float:
-            return self._peak(packing, policy)
-
+        peak = partial(self._peak, packing)
         every = policies(packing, self._machine.copies_overlap, self._request, peak, thorough)
         return min([self._try(packing, Point.of(packing, one), one, cut) for one in every], default=0.0)
 
@@ -219,9 +217,8 @@ class _Search:
         packing = best.packing
         if len(packing.backward) <= _FEW and may_stay(self._request) and _cuts_of(packing) not in self._every:
             self._every.add(_cuts_of(packing))
-            for policy in every_set(
-                packing, self._machine.copies_overlap, self._request, lambda one: self._peak(packing, one)
-            ):
+            peak = partial(self._peak, packing)
+            for policy in every_set(packing, self._machine.copies_overlap, self._request, peak):
                 yield Point.of(packing, policy)
         uses = reused(best.point, packing, self._request, self._machine.copies_overlap)
         cuts = iter(()) if self._request.is_manual else recut(best.point, self._request.policy.pipeline)
@@ -241,7 +238,7 @@ class _Search:
             self._try(packing, point, policy, cut)
             return
         for way in self._smaller(packing, policy):
-            fitting = first_fitting(way, lambda one: self._peak(packing, one), self._request)
+            fitting = first_fitting(way, partial(self._peak, packing), self._request)
             if fitting is not None:
                 self._try(packing, Point.of(packing, fitting, point.graphs), fitting, cut)
 
