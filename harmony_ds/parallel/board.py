@@ -34,10 +34,10 @@ _NORM = struct.Struct("<qdI")
 _NORMS = 64
 _NUMBER = struct.Struct("<q")
 _TEXT_BYTES = 4096
-_PASSED = 2 * _ROW_BYTES
-_FILLED = _PASSED + 64
-_READ = _FILLED + 64
-_GIVEN_UP = _READ + 64
+PASSED = 2 * _ROW_BYTES
+FILLED = PASSED + 64
+READ = FILLED + 64
+_GIVEN_UP = READ + 64
 _NORM_RING = _GIVEN_UP + _TEXT_BYTES
 _VERSIONS = _NORM_RING + _NORMS * 32
 _OK, _FAILED, _DIVERGED = range(3)
@@ -126,7 +126,7 @@ class Board:
         try:
             self.wait(said, f"said what it does next (here: {kind})")
         finally:
-            self._pass(number)
+            self.post(PASSED, number)
         for other, (verdict, _, told) in sorted(rows.items()):
             if verdict == _FAILED:
                 raise self._failed(other, told.decode(errors="replace"))
@@ -139,16 +139,16 @@ class Board:
 
     def tell_failure(self, message: str) -> None:
         """Report in place of the next agreement that this process has failed, without waiting for answers."""
-        self._pass(self._post_row(_FAILED, "failed", message.encode()[:_TEXT_BYTES]))
+        self.post(PASSED, self._post_row(_FAILED, "failed", message.encode()[:_TEXT_BYTES]))
 
     def tell_diverged(self) -> None:
         """Report in place of the next agreement that all have to run the step again."""
-        self._pass(self._post_row(_DIVERGED, "strayed", b""))
+        self.post(PASSED, self._post_row(_DIVERGED, "strayed", b""))
 
     def _post_row(self, verdict: int, kind: str, payload: bytes) -> int:
         number = self._agreements + 1
         # This row replaces the last but one, which all must have read.
-        self.wait(lambda other: self._number(other, _PASSED) >= number - 2, "come this far")
+        self.wait(lambda other: self.posted(other, PASSED) >= number - 2, "come this far")
         self._agreements = number
         named = kind.encode()
         body = _KIND.pack(verdict, len(named)) + named + payload
@@ -169,22 +169,14 @@ class Board:
         rest = body[_KIND.size :]
         return verdict, rest[:named].decode(), rest[named:]
 
-    def _pass(self, number: int) -> None:
-        self._write_number(_PASSED, number)
-
     # ---- exchanges on the host, norms and versions: on the update thread
 
-    def post_filled(self, number: int) -> None:
-        self._write_number(_FILLED, number)
+    def post(self, what: int, number: int) -> None:
+        """Post a number: in an exchange on the host, FILLED or READ."""
+        os.pwrite(self._file, _NUMBER.pack(number), self._place(self.rank, what))
 
-    def filled_of(self, other: int) -> int:
-        return self._number(other, _FILLED)
-
-    def post_read(self, number: int) -> None:
-        self._write_number(_READ, number)
-
-    def read_of(self, other: int) -> int:
-        return self._number(other, _READ)
+    def posted(self, other: int, what: int) -> int:
+        return int(_NUMBER.unpack(os.pread(self._file, 8, self._place(other, what)))[0])
 
     def post_norm(self, number: int, part: float) -> None:
         packed = struct.pack("<qd", number, part)
@@ -230,7 +222,7 @@ class Board:
         """Post that this process cannot go on, which processes that wait for any other will raise."""
         text = why.encode()[: _TEXT_BYTES - 8]
         os.pwrite(self._file, text, self._place(self.rank, _GIVEN_UP + 8))
-        self._write_number(_GIVEN_UP, len(text))
+        self.post(_GIVEN_UP, len(text))
 
     def ended_peer(self) -> int | None:
         """Return the rank in the training of an ended process, preferably of one that had not given up before."""
@@ -238,7 +230,7 @@ class Board:
         end = time.monotonic() + _ENDS_SECONDS
         while True:
             ended = [other for other in self._others if self._has_ended(other)]
-            silent = [other for other in ended if not self._number(other, _GIVEN_UP)]
+            silent = [other for other in ended if not self.posted(other, _GIVEN_UP)]
             if silent or time.monotonic() > end:
                 return next((self.numbers[other] for other in silent or ended), None)
             time.sleep(_CHECK_SECONDS)
@@ -260,7 +252,7 @@ class Board:
 
     def _check(self, waiting: Sequence[int], there: Callable[[int], bool], waited: float, what: str) -> None:
         for other in self._others:
-            length = self._number(other, _GIVEN_UP)
+            length = self.posted(other, _GIVEN_UP)
             if length:
                 raise self._failed(other, os.pread(self._file, length, self._place(other, _GIVEN_UP + 8)).decode())
         for other in waiting:
@@ -279,9 +271,3 @@ class Board:
 
     def _place(self, rank: int, offset: int) -> int:
         return rank * self._stride + offset
-
-    def _number(self, rank: int, offset: int) -> int:
-        return int(_NUMBER.unpack(os.pread(self._file, 8, self._place(rank, offset)))[0])
-
-    def _write_number(self, offset: int, number: int) -> None:
-        os.pwrite(self._file, _NUMBER.pack(number), self._place(self.rank, offset))

@@ -44,17 +44,19 @@ def buffer_bytes(budget_bytes: int | None, servers: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
-    """Process groups of the devices.
+    """Process groups of the devices, and of the servers.
 
     Attributes:
         server: the processes of this server.
         column: the processes of all servers that have the same piece; None: there is one server.
         everyone: all processes.
+        first: the first process of every server, if this is one of them, and there are several.
     """
 
     server: dist.ProcessGroup
     column: dist.ProcessGroup | None
     everyone: dist.ProcessGroup
+    first: dist.ProcessGroup | None = None
     servers: int = 1
 
 
@@ -79,15 +81,14 @@ class Exchange:
 
     def __init__(self, groups: ProcessGroups, rank: int, size: int, in_order: bool = True) -> None:
         """`rank`, `size`: on this server. `in_order`: gradients are added up by rank; else in the library's order."""
-        self._group = groups.server
-        self._groups = groups
+        self.groups = groups
         self._in_order = in_order
         self._rank, self._size = rank, size
         self.sent_bytes = 0  # to other processes so far
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        groups = (self._groups.server, self._groups.column, self._groups.everyone)
+        groups = (self.groups.server, self.groups.column, self.groups.everyone, self.groups.first)
         return list(dict.fromkeys(group for group in groups if group is not None))
 
     def reduce(
@@ -100,7 +101,7 @@ class Exchange:
             gradients: this process's; missing ones count as zeros.
         """
         limit = max(1, bucket_bytes(device.budget_bytes) // dtype.itemsize)
-        taken = buffer_bytes(device.budget_bytes, self._groups.servers)
+        taken = buffer_bytes(device.budget_bytes, self.groups.servers)
         device.wait(Stream.PEER, device.record(Stream.COMPUTE))
         device.charge(taken, "the gradients that processes exchange")
         try:
@@ -140,52 +141,49 @@ class Exchange:
         self.sent_bytes += (len(sent) - to_each[rank]) * dtype.itemsize
         total = self._sum_in_order(sent, to_each) if self._in_order else self._reduce_scatter(sent, to_each)
         del sent
-        if self._groups.column is not None:
+        if self.groups.column is not None:
             total = self._sum_servers(total)
-        return list(total.div_(size * self._groups.servers).split(lengths))
+        return list(total.div_(size * self.groups.servers).split(lengths))
 
     def _sum_servers(self, total: Tensor) -> Tensor:
         """Return the sum of all servers' sums, in their order."""
-        servers = self._groups.servers
+        servers = self.groups.servers
         totals = total.new_empty(servers * len(total))
-        _all_gather(totals, total, group=self._groups.column)
+        _all_gather(totals, total, group=self.groups.column)
         self.sent_bytes += (servers - 1) * total.nbytes
-        parts = totals.view(servers, -1)
-        total.copy_(parts[0])
-        for other in parts[1:]:
-            total.add_(other)
-        return total
+        return _added_up(totals.view(servers, -1))
 
     def _sum_in_order(self, sent: Tensor, to_each: list[int]) -> Tensor:
         mine = to_each[self._rank]
         received = sent.new_empty(self._size * mine)
-        dist.all_to_all_single(received, sent, [mine] * self._size, to_each, group=self._group)
-        parts = received.view(self._size, mine)
-        total = parts[0].clone()
-        for other in parts[1:]:
-            total.add_(other)
-        return total
+        dist.all_to_all_single(received, sent, [mine] * self._size, to_each, group=self.groups.server)
+        return _added_up(received.view(self._size, mine))
 
     def _reduce_scatter(self, sent: Tensor, to_each: list[int]) -> Tensor:
         total = sent.new_empty(to_each[self._rank])
-        dist.reduce_scatter(total, list(sent.split(to_each)), group=self._group)
+        dist.reduce_scatter(total, list(sent.split(to_each)), group=self.groups.server)
         return total
 
     def gather(self, device: Device, whole: Tensor) -> None:
         """Fill `whole` with the equally long parts of all processes, by rank."""
         own = whole.view(self._size, -1)[self._rank]
         with torch.no_grad(), device.on(Stream.PEER):
-            _all_gather(whole, own, group=self._group)
+            _all_gather(whole, own, group=self.groups.server)
         self.sent_bytes += (self._size - 1) * own.nbytes
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a small tensor over the processes, added in the order of the ranks."""
-        values = [torch.empty_like(value) for _ in range(self._size * self._groups.servers)]
-        dist.all_gather(values, value.contiguous(), group=self._groups.everyone)
-        total = values[0]
-        for other in values[1:]:
-            total = total + other
-        return total / len(values)
+        values = [torch.empty_like(value) for _ in range(self._size * self.groups.servers)]
+        dist.all_gather(values, value.contiguous(), group=self.groups.everyone)
+        return _added_up(values) / len(values)
+
+
+def _added_up(parts: Tensor | Sequence[Tensor]) -> Tensor:
+    """Add all `parts` to the first one, in their order, and return it."""
+    total = parts[0]
+    for other in parts[1:]:
+        total.add_(other)
+    return total
 
 
 def _length(elements: slice) -> int:

@@ -70,16 +70,13 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
     if rank == mine[0]:
         os.pwrite(file, bytes(_TOKEN_BYTES), 0)
     dist.barrier(group=objects)
-    first = _group_of([[of_server[0] for of_server in ranks]], rank, "gloo") if len(ranks) > 1 else None
     exchange = Exchange(_groups(ranks, rank, on_cuda, objects), board.rank, board.size, reproducible)
     memory = SharedMemory(file, board_bytes(len(mine), len(parameters)))
-    world = World(board, memory, objects, exchange, ranks, first)
-    world.name_parameters(parameters)
-    return world
+    return World(board, memory, objects, exchange, ranks, parameters)
 
 
 def _groups(ranks: Sequence[Sequence[int]], rank: int, on_cuda: bool, objects: dist.ProcessGroup) -> ProcessGroups:
-    """Make the process groups of the devices; all processes make all groups in the same order."""
+    """Make the process groups but `objects`; all processes make all groups in the same order."""
     if len(ranks) == 1:
         everyone = _new_group(None, "nccl") if on_cuda else objects
         return ProcessGroups(everyone, None, everyone)
@@ -88,7 +85,8 @@ def _groups(ranks: Sequence[Sequence[int]], rank: int, on_cuda: bool, objects: d
     server = _group_of(ranks, rank, backend)
     column = _group_of([*zip(*ranks, strict=True)], rank, backend)
     assert server is not None
-    return ProcessGroups(server, column, everyone, len(ranks))
+    first = _group_of([[of_server[0] for of_server in ranks]], rank, "gloo")
+    return ProcessGroups(server, column, everyone, first, len(ranks))
 
 
 def _group_of(several: Sequence[Sequence[int]], rank: int, backend: str) -> dist.ProcessGroup | None:

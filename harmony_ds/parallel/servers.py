@@ -26,17 +26,17 @@ from harmony_ds.parallel.board import DIFFERENT, Board, PeerDiverged
 _BACK = "read the servers' messages"
 _PIECE_BYTES = 8192
 """Bytes passed back in one agreement; a row of the board holds more."""
+_SHARED = (PeerFailedError, PeerDiverged, UsageError)
+"""Errors of one server's agreement that all servers raise; of several, the first in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ServerMessage:
-    """Message of a server: the kind and payloads of its processes, by rank; or which of them has failed, and how."""
+    """Message of a server: the kind and payloads of its processes, by rank; or the error that all are to raise."""
 
     kind: str = ""
     rows: Sequence[bytes] = ()
-    failed: tuple[int, str] | None = None
-    strayed: bool = False
-    differ: str = ""
+    error: Exception | None = None
 
 
 class Servers:
@@ -70,14 +70,8 @@ class Servers:
         """Return the payloads of all processes, by rank; raises as `Board.agree`."""
         try:
             rows = self._board.agree(kind, payload)
-        except PeerFailedError as error:
-            self._send(_ServerMessage(failed=(error.rank, error.message)))
-            raise
-        except PeerDiverged:
-            self._send(_ServerMessage(strayed=True))
-            raise
-        except UsageError as error:
-            self._send(_ServerMessage(differ=str(error)))
+        except _SHARED as error:
+            self._send(_ServerMessage(error=error))
             raise
         told = pickle.dumps(self._gather(_ServerMessage(kind, rows))) if self.is_local_first else b""
         return self._combine(pickle.loads(self._hand_back(told)))
@@ -94,12 +88,12 @@ class Servers:
     def tell_failure(self, message: str) -> None:
         """Report in place of the next agreement that this process has failed."""
         self._board.tell_failure(message)
-        self._send(_ServerMessage(failed=(self._board.number, message)))
+        self._send(_ServerMessage(error=PeerFailedError(self._board.number, message)))
 
     def tell_diverged(self) -> None:
         """Report in place of the next agreement that all have to run the step again."""
         self._board.tell_diverged()
-        self._send(_ServerMessage(strayed=True))
+        self._send(_ServerMessage(error=PeerDiverged()))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Copy host `tensors` of the first server to all others."""
@@ -119,14 +113,9 @@ class Servers:
         return found
 
     def _combine(self, told: Sequence[_ServerMessage]) -> list[bytes]:
-        for said in told:
-            if said.failed is not None:
-                raise PeerFailedError(*said.failed)
-        if any(said.strayed for said in told):
-            raise PeerDiverged
-        differ = next((said.differ for said in told if said.differ), "")
-        if differ:
-            raise UsageError(differ)
+        errors = [said.error for said in told if said.error is not None]
+        if errors:
+            raise min(errors, key=lambda error: _SHARED.index(type(error)))
         if len({said.kind for said in told}) > 1:
             kinds = [f"ranks {[*ranks]}: {said.kind}" for ranks, said in zip(self._ranks, told, strict=True)]
             raise UsageError(DIFFERENT.format("servers", "; ".join(kinds)))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.device.base import Device
-from harmony_ds.parallel.board import Board
+from harmony_ds.parallel.board import FILLED, READ, Board
 from harmony_ds.parallel.shared_memory import SharedMemory
 
 
@@ -68,7 +68,7 @@ class GradientSlots:
         def has_read(other: int) -> bool:
             if other == self._board.rank:
                 check()
-            return self._board.read_of(other) >= before
+            return self._board.posted(other, READ) >= before
 
         self._board.wait(has_read, "added up gradients", among=range(self._board.size))
         return own[self._taken % len(own)]
@@ -82,13 +82,13 @@ class GradientSlots:
 
     def all_slots(self, number: int) -> list[Tensor]:
         """Wait until all have filled their slots of exchange `number`, as this process has; return them by rank."""
-        self._board.post_filled(number)
-        self._board.wait(lambda other: self._board.filled_of(other) >= number, "left its gradients on the host")
+        self._board.post(FILLED, number)
+        self._board.wait(lambda other: self._board.posted(other, FILLED) >= number, "left its gradients on the host")
         return [slots[(number - 1) % len(slots)] for slots in self._slots]
 
     def end(self, number: int) -> None:
         """Post that this process has read exchange `number`."""
-        self._board.post_read(number)
+        self._board.post(READ, number)
 
 
 @dataclass(frozen=True, slots=True)

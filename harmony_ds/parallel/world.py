@@ -36,7 +36,7 @@ class World(SingleProcess):
         objects: a process group for host objects.
         exchange: over process groups of the devices.
         ranks: of the processes of every server.
-        first: a process group of every server's first process, if there are several and this is one of them.
+        parameters: names of those whose updates are counted.
     """
 
     def __init__(
@@ -46,31 +46,24 @@ class World(SingleProcess):
         objects: dist.ProcessGroup,
         exchange: Exchange,
         ranks: Sequence[Sequence[int]],
-        first: dist.ProcessGroup | None = None,
+        parameters: Sequence[str],
     ) -> None:
         self.rank, self.size = board.number, sum(map(len, ranks))
         self.local_rank, self.local_size, self.servers = board.rank, board.size, len(ranks)
         self._board = board
-        self._servers = Servers(board, ranks, first, self._collective) if self.servers > 1 else None
+        self._servers = Servers(board, ranks, exchange.groups.first, self._collective) if self.servers > 1 else None
         self._agreement: Board | Servers = self._servers or board
-        self._first = first
         self.memory = memory
         self._objects = objects
         self._exchange = exchange
-        self._index: dict[str, int] = {}
-        self._issued = torch.zeros(0, dtype=torch.int64)
-        self._done = torch.zeros(0, dtype=torch.int64)
+        self._index = {name: index for index, name in enumerate(parameters)}
+        self._issued = torch.zeros(len(parameters), dtype=torch.int64)
+        self._done = torch.zeros_like(self._issued)
         self._norms = 0
         self._reported: BaseException | None = None  # the error that the others know already
         self._left = False
         self._rates: tuple[float, float] | None = None
         self._slots: GradientSlots | None = None
-
-    def name_parameters(self, names: Sequence[str]) -> None:
-        """Set the parameters whose updates are counted."""
-        self._index = {name: index for index, name in enumerate(names)}
-        self._issued = torch.zeros(len(names), dtype=torch.int64)
-        self._done = torch.zeros(len(names), dtype=torch.int64)
 
     def refuse(self, what: str) -> None:
         raise UnsupportedError(
@@ -113,13 +106,13 @@ class World(SingleProcess):
 
     def _end_groups(self) -> None:
         """End the groups' threads: one that frees tensors while the interpreter exits aborts (pytorch/pytorch#179291)."""
-        groups = [self._objects, *self._exchange.process_groups, *([] if self._first is None else [self._first])]
+        groups = [self._objects, *self._exchange.process_groups]
         if self._reported is None:  # else others may be in the middle of an exchange, and NCCL would wait for it
             for group in dict.fromkeys(groups):  # in the same order everywhere
                 with suppress(ValueError):  # the program has destroyed them already
                     dist.destroy_process_group(group)
         # The groups, and so their threads, end with their last references.
-        del self._objects, self._exchange, self._first, self._servers, self._agreement
+        del self._objects, self._exchange, self._servers, self._agreement
 
     def agree(self, kind: str, payload: bytes = b"") -> list[bytes]:
         try:

@@ -11,7 +11,7 @@ import torch
 
 from harmony_ds.device import CpuDevice
 from harmony_ds.errors import PeerFailedError
-from harmony_ds.parallel.board import Board, board_bytes
+from harmony_ds.parallel.board import FILLED, Board, board_bytes
 from harmony_ds.parallel.shared_memory import SharedMemory, make_file
 from harmony_ds.parallel.slots import GradientSlots
 
@@ -102,5 +102,5 @@ def test_slots_of_other_sizes_replace_the_old_ones(views: list[GradientSlots]) -
 
 def _parts_of(slots: GradientSlots, views: list[GradientSlots]) -> list[torch.Tensor]:
     for other in views:
-        other._board.post_filled(2)
+        other._board.post(FILLED, 2)
     return slots.all_slots(2)
