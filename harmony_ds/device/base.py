@@ -38,13 +38,13 @@ class Event(Protocol):
 
 
 class MemoryProbe(Protocol):
-    """Bytes of device memory alive now, and the most since the last `reset`; used while a model is being measured."""
+    """Bytes of device memory alive now, and the most since the last `reset_peak`; used while a model is being measured."""
 
-    def live_bytes(self) -> int: ...
+    def allocated_bytes(self) -> int: ...
 
     def peak_bytes(self) -> int: ...
 
-    def reset(self) -> None: ...
+    def reset_peak(self) -> None: ...
 
 
 Timestamp = object
@@ -204,8 +204,8 @@ class Device(ABC):
     def reset_peak(self) -> None: ...
 
     def probe(self) -> AbstractContextManager[MemoryProbe]:
-        """Return a context that measures memory, activations included, on any device."""
-        return nullcontext(_AllocatorProbe(self))
+        """Return a context that measures memory, activations included: the device itself if its allocator counts them."""
+        return nullcontext(self)
 
     @abstractmethod
     def random_state(self) -> tuple[Tensor, ...]:
@@ -217,12 +217,3 @@ class Device(ABC):
     @abstractmethod
     def seed(self, seed: int) -> None:
         """Seed every generator of `random_state`."""
-
-
-class _AllocatorProbe:
-    """A `MemoryProbe` over a device whose allocator counts every byte, activations included."""
-
-    def __init__(self, device: Device) -> None:
-        self.live_bytes = device.allocated_bytes
-        self.peak_bytes = device.peak_bytes
-        self.reset = device.reset_peak

@@ -48,13 +48,13 @@ class LiveBytes(EagerDispatchMode):
         self._peak = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def live_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         return self._live
 
     def peak_bytes(self) -> int:
         return self._peak
 
-    def reset(self) -> None:
+    def reset_peak(self) -> None:
         self._peak = self._live
 
     def __torch_dispatch__(

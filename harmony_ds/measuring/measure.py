@@ -74,7 +74,7 @@ class Measurement(Passes):
             self._flow = FlowWatch(copy.leaves.values()) if self._parts.device.count > 1 else None
             with self._parts.device.probe() as probe:
                 self._stretch = _Stretch(probe)
-                self._base = probe.live_bytes()
+                self._base = probe.allocated_bytes()
                 self._measure(sample)
         return replace(self._seen.table(), in_slices=self._rows.cuts)
 
@@ -366,11 +366,11 @@ class _Stretch:
 
     def __init__(self, probe: MemoryProbe) -> None:
         self._probe = probe
-        self.alive = probe.live_bytes
+        self.alive = probe.allocated_bytes
         self.begin()
 
     def begin(self) -> None:
-        self._probe.reset()
+        self._probe.reset_peak()
         self._before = self.alive()
 
     def peak(self) -> int:

@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from harmony_ds.parallel import SingleProcess
-
-_ALONE = SingleProcess()
+from harmony_ds.parallel import ALONE, SingleProcess
 
 
 class GradientSums(ABC):
     """Gradients by parameter, added up over packs. Knows no thread."""
 
-    def __init__(self, trains: Callable[[str], bool], world: SingleProcess = _ALONE) -> None:
+    def __init__(self, trains: Callable[[str], bool], world: SingleProcess = ALONE) -> None:
         """`trains`: tells whether the optimizer has a parameter; `world`: of the gradients' norms."""
         self._trains = trains
         self.norms: dict[str, Tensor] = {}

@@ -21,10 +21,9 @@ from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.offload.layout import layout_of
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.parallel import SingleProcess, World
+from harmony_ds.parallel import ALONE, SingleProcess, World
 from harmony_ds.parallel.slots import HostSum
 
-_ALONE = SingleProcess()
 _NORMS_BYTES = 2**16
 """Room for the norms of one pack's gradients, which is usually enough."""
 
@@ -70,7 +69,7 @@ class HostGradients(GradientSums):
         dtype: torch.dtype,
         limit: int | None,
         trains: Callable[[str], bool],
-        world: SingleProcess = _ALONE,
+        world: SingleProcess = ALONE,
     ) -> None:
         """`limit`: the most transfers kept at a time (None: any number)."""
         super().__init__(trains, world)

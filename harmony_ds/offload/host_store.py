@@ -27,12 +27,11 @@ from harmony_ds.offload.disk import DiskMasters
 from harmony_ds.offload.host_memory import trim_allocator
 from harmony_ds.offload.layout import Region, layout_of
 from harmony_ds.offload.split_masters import SplitMasters
-from harmony_ds.parallel import SingleProcess
+from harmony_ds.parallel import ALONE, SingleProcess
 
 ungated = torch._C.DisableTorchFunctionSubclass
 """Context in which the engine uses the model's parameters past their gate (see `harmony_ds.parameters`)."""
 
-_ALONE = SingleProcess()
 _WORTH_RETURNING = 2**20
 """Freed bytes after which the allocator is trimmed, which takes milliseconds."""
 
@@ -54,7 +53,7 @@ class HostStore:
         decomposition: Decomposition,
         dtype: torch.dtype,
         device: Device,
-        world: SingleProcess = _ALONE,
+        world: SingleProcess = ALONE,
         masters: torch.dtype | SplitMasters | DiskMasters = torch.float32,
     ) -> None:
         """Move `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.

@@ -31,7 +31,7 @@ class Traffic:
 
     host_to_device: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
     device_to_host: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
-    between_devices: dict[tuple[int, int], int] = field(default_factory=dict)
+    between_devices: Counter[tuple[int, int]] = field(default_factory=Counter)
     links: Counter[tuple[int, bool]] = field(default_factory=Counter)
     """Swapped bytes over each device's link, by the device's number and whether they go into it."""
 
@@ -58,8 +58,7 @@ class Ledger:
 
     def book_peer(self, source: int, target: int, nbytes: int) -> None:
         """Book `nbytes` of activations, or of their gradients, from one device to another."""
-        between = self._traffic.between_devices
-        between[source, target] = between.get((source, target), 0) + nbytes
+        self._traffic.between_devices[source, target] += nbytes
 
     @contextmanager
     def excluded(self) -> Iterator[None]:

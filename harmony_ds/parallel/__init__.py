@@ -2,7 +2,7 @@
 
 from harmony_ds.parallel.board import PeerDiverged
 from harmony_ds.parallel.join import join_world
-from harmony_ds.parallel.single_process import SingleProcess
+from harmony_ds.parallel.single_process import ALONE, SingleProcess
 from harmony_ds.parallel.world import World
 
-__all__ = ["PeerDiverged", "SingleProcess", "World", "join_world"]
+__all__ = ["ALONE", "PeerDiverged", "SingleProcess", "World", "join_world"]

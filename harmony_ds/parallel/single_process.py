@@ -150,3 +150,6 @@ class SingleProcess:
 
     def wait_updated(self, names: Sequence[str] | None = None) -> None:
         """Wait until every process has made the issued updates of `names` (None: of all)."""
+
+
+ALONE = SingleProcess()

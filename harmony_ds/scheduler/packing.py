@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec, piece_of, share_of, slab_bytes
 from harmony_ds.profiler.costs import CostTable
@@ -72,7 +73,7 @@ class Packer:
         return tuple(packs)
 
     def _pack(self, index: int, positions: tuple[int, ...], taken: Collection[str] | None) -> Pack:
-        graph, element = self._graph, self._element
+        graph = self._graph
         layers = tuple(dict.fromkeys(graph.calls[p] for p in positions))
         names = dict.fromkeys(n for layer in layers for n in graph.layers[layer].parameters)
         parameters = tuple(n for n in names if n not in self._unlayered)
@@ -91,13 +92,11 @@ class Packer:
             parameters=parameters,
             owned=owned,
             **self._weights(self._specs[n] for n in parameters),
-            gradient_bytes=sum(slab_bytes(spec.numel, element.gradient) for spec in trained),
+            **self._gradients(trained),
             needs_backward=needs_backward,
             update_elements=self._update_elements(owned),
             resident_bytes=self._resident_bytes(owned if needs_backward else parameters, bool(owned)),
             update_bytes=self._update_bytes(owned),
-            gradient_pieces=self._gradient_pieces(trained),
-            sent_bytes=self._sent_bytes(trained),
             forward_ms=sum(self._costs[p].forward_ms for p in positions),
             backward_ms=sum(self._costs[p].backward_ms for p in positions),
         )
@@ -105,7 +104,6 @@ class Packer:
 
     def _without_calls(self, index: int, names: tuple[str, ...], on_device: bool) -> Pack:
         """Parameters that no call covers; of those that are never on the device, nothing moves."""
-        element = self._element
         specs = [self._specs[name] for name in names]
         trained = [spec for spec in specs if spec.trainable] if on_device else []
         return Pack(
@@ -115,14 +113,12 @@ class Packer:
             parameters=names if on_device else (),
             owned=names,
             **self._weights(specs if on_device else ()),
-            gradient_bytes=sum(slab_bytes(spec.numel, element.gradient) for spec in trained),
+            **self._gradients(trained),
             needs_backward=True,
             update_elements=self._update_elements(spec.name for spec in trained),
-            gradient_pieces=self._gradient_pieces(trained),
-            sent_bytes=self._sent_bytes(trained),
         )
 
-    def _weights(self, specs: Iterable[ParameterSpec]) -> dict[str, int]:
+    def _weights(self, specs: Iterable[ParameterSpec]) -> dict[str, Any]:
         nbytes = sum(slab_bytes(spec.numel, self._element.weight) for spec in specs)
         share = share_of(nbytes // self._element.weight, self._devices) * self._element.weight
         return {"weight_bytes": nbytes, "gathered_bytes": (self._devices - 1) * share}
@@ -131,19 +127,17 @@ class Packer:
         pieces = [self._pieces[name] for name in names if self._specs[name].trainable]
         return max((sum(of_rank) for of_rank in zip(*pieces, strict=True)), default=0)
 
-    def _gradient_pieces(self, trained: Sequence[ParameterSpec]) -> tuple[int, ...]:
-        if self._policy.alone or not trained:
-            return ()
-        pieces = [[slab_bytes(n, self._element.gradient) for n in self._pieces[spec.name]] for spec in trained]
-        return tuple(map(sum, zip(*pieces, strict=True)))
-
-    def _sent_bytes(self, trained: Sequence[ParameterSpec]) -> tuple[int, ...]:
-        if self._policy.alone or self._policy.reduce_on_host or not trained:
-            return ()
-        pieces = zip(*(self._pieces[spec.name] for spec in trained), strict=True)
-        total = sum(spec.numel for spec in trained)
-        others = self._policy.servers - 1
-        return tuple((total - sum(own) + others * sum(own)) * self._element.gradient for own in pieces)
+    def _gradients(self, trained: Sequence[ParameterSpec]) -> dict[str, Any]:
+        policy, element_bytes = self._policy, self._element.gradient
+        found: dict[str, Any] = {"gradient_bytes": sum(slab_bytes(spec.numel, element_bytes) for spec in trained)}
+        if policy.alone or not trained:
+            return found
+        by_rank = [*zip(*(self._pieces[spec.name] for spec in trained), strict=True)]
+        found["gradient_pieces"] = tuple(sum(slab_bytes(n, element_bytes) for n in own) for own in by_rank)
+        if not policy.reduce_on_host:
+            total, others = sum(spec.numel for spec in trained), policy.servers - 1
+            found["sent_bytes"] = tuple((total - sum(own) + others * sum(own)) * element_bytes for own in by_rank)
+        return found
 
     def _resident_bytes(self, names: tuple[str, ...], trained: bool) -> int:
         specs = [self._specs[name] for name in names]

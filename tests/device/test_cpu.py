@@ -94,11 +94,11 @@ def test_cuda_on_a_machine_without_is_an_error_with_the_number(name: str, monkey
 def test_the_probe_counts_living_bytes_and_their_peak() -> None:
     with CpuDevice().probe() as probe:
         kept = (torch.ones(100) + 1) * 2  # a temporary is in the peak
-        assert (probe.live_bytes(), probe.peak_bytes()) == (400, 800)
-        probe.reset()
-        assert (probe.live_bytes(), probe.peak_bytes()) == (400, 400)
+        assert (probe.allocated_bytes(), probe.peak_bytes()) == (400, 800)
+        probe.reset_peak()
+        assert (probe.allocated_bytes(), probe.peak_bytes()) == (400, 400)
         del kept
-        assert (probe.live_bytes(), probe.peak_bytes()) == (0, 400)
+        assert (probe.allocated_bytes(), probe.peak_bytes()) == (0, 400)
 
 
 def test_views_and_in_place_operations_count_nothing_and_views_keep_their_storage_alive() -> None:
@@ -108,11 +108,11 @@ def test_views_and_in_place_operations_count_nothing_and_views_keep_their_storag
         base.add_(1).mul_(3)
         base[3] = 7
         torch.add(base, 1, out=base)
-        assert (probe.live_bytes(), probe.peak_bytes()) == (400, 400)
+        assert (probe.allocated_bytes(), probe.peak_bytes()) == (400, 400)
         del base
-        assert probe.live_bytes() == 400
+        assert probe.allocated_bytes() == 400
         del view
-        assert probe.live_bytes() == 0
+        assert probe.allocated_bytes() == 0
 
 
 def test_tensors_from_outside_and_of_other_devices_are_not_counted() -> None:
@@ -121,16 +121,16 @@ def test_tensors_from_outside_and_of_other_devices_are_not_counted() -> None:
         view = outside[10:]
         outside.mul_(2)
         assert torch.ones(1000, device="meta").shape == (1000,)
-        assert probe.live_bytes() == probe.peak_bytes() == 0
+        assert probe.allocated_bytes() == probe.peak_bytes() == 0
     assert view[0] == 2
 
 
 def test_an_operation_with_several_results_counts_each_storage() -> None:
     with LiveBytes() as probe:
         values, indices = torch.arange(10.0).max(dim=0, keepdim=True)
-        assert probe.live_bytes() == 4 + 8
+        assert probe.allocated_bytes() == 4 + 8
         parts = torch.ones(8).split(4)
-        assert probe.live_bytes() == 4 + 8 + 32
+        assert probe.allocated_bytes() == 4 + 8 + 32
     assert len(parts) + values.numel() + indices.numel() == 4
 
 
@@ -138,7 +138,7 @@ def test_tensors_that_autograd_keeps_are_counted_until_backward() -> None:
     weight = torch.ones(100, requires_grad=True)
     with LiveBytes() as probe:
         loss = weight.exp().sum()
-        assert probe.live_bytes() == 400 + 4
+        assert probe.allocated_bytes() == 400 + 4
         loss.backward()
-        assert probe.live_bytes() == 400 + 4  # the gradient now, and the loss
+        assert probe.allocated_bytes() == 400 + 4  # the gradient now, and the loss
     assert weight.grad is not None
