@@ -22,7 +22,7 @@ class ResumableLoader:
         self._processes = processes
         self._batches: Iterator[Any] | None = None
         self._began: torch.Tensor | None = None
-        self._taken = self._passes = 0
+        self._taken = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
@@ -43,8 +43,7 @@ class ResumableLoader:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._batches = self._began = None
-            self._passes, self._taken = self._passes + 1, 0
+            self._batches, self._began, self._taken = None, None, 0
             raise
         self._taken += 1
         return batch
@@ -62,8 +61,7 @@ class ResumableLoader:
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
         """Return the position, less the last `unused` batches, which were taken and not trained on yet."""
         began = None if self._began is None else self._began.clone()
-        taken = max(self._taken - unused, 0) * self._processes
-        return {"began": began, "taken": taken, "passes": self._passes}
+        return {"began": began, "taken": max(self._taken - unused, 0) * self._processes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at a position that so many processes can be at, also in a pass that is under way."""
@@ -73,5 +71,4 @@ class ResumableLoader:
                 f"{state['taken']} batches of the training data were taken, which {self._processes} processes cannot have "
                 "taken: resume with a number of processes that divides it, or load without the engine's own loader"
             )
-        self._began, self._taken, self._passes = state["began"], taken, int(state["passes"])
-        self._batches = None
+        self._began, self._taken, self._batches = state["began"], taken, None

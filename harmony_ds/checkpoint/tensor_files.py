@@ -26,21 +26,14 @@ from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import _TYPES, load_file
 from torch import Tensor
 
 from harmony_ds.checkpoint.snapshot import Source
 from harmony_ds.errors import CheckpointError
 
 _CHUNK_BYTES = 4 << 20
-_NAMES = {
-    getattr(torch, dtype): name
-    for name, dtype in (
-        pair.split("=")
-        for pair in "BOOL=bool U8=uint8 I8=int8 I16=int16 U16=uint16 I32=int32 U32=uint32 I64=int64 U64=uint64 F16=float16 "
-        "BF16=bfloat16 F32=float32 F64=float64 F8_E4M3=float8_e4m3fn F8_E5M2=float8_e5m2 C64=complex64".split()
-    )
-}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 Record = SimpleNamespace
 """The attributes of an object whose class is not imported."""
 _PLAIN = (list, tuple, set, frozenset, bool, int, float, str, bytes, bytearray)

@@ -40,13 +40,10 @@ class UserObjects:
     collate_fn: Callable[[Any], Any] | None = None
 
 
-_NONE_GIVEN = UserObjects()
-
-
 class HarmonyEngine(nn.Module):
     """The engine that trains one model. Attributes that it does not have are the model's."""
 
-    def __init__(self, model: nn.Module, config: Config, assembly: Assembly, client: UserObjects = _NONE_GIVEN) -> None:
+    def __init__(self, model: nn.Module, config: Config, assembly: Assembly, client: UserObjects) -> None:
         super().__init__()
         self.module = model
         self.client_optimizer, self.client_lr_scheduler = client.optimizer, client.lr_scheduler

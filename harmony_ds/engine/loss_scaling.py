@@ -21,13 +21,7 @@ def _deepspeeds(settings: Any) -> Any:
     if settings is None or settings.loss_scale > 0:
         return LossScaler(1.0 if settings is None else settings.loss_scale)
     init_distributed()  # it asks for this process's rank before it logs an overflow
-    return DynamicLossScaler(
-        init_scale=2.0**settings.initial_scale_power,
-        scale_window=settings.loss_scale_window,
-        min_scale=settings.min_loss_scale,
-        delayed_shift=settings.hysteresis,
-        consecutive_hysteresis=settings.consecutive_hysteresis,
-    )
+    return DynamicLossScaler(**settings.dynamic_loss_scale_args())
 
 
 class LossScaler:

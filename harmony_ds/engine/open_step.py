@@ -20,6 +20,7 @@ from harmony_ds.engine.optimizer_override import OptimizerOverride
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.step_log import StepLog
 from harmony_ds.engine.training import Training
+from harmony_ds.engine.used_gradients import check_dropped
 from harmony_ds.errors import ModelError, UnsupportedError, UsageError
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parameters import ParameterLinks
@@ -151,7 +152,7 @@ class OpenStep:
         """
         training, queued = self._training, len(self.group)
         if not queued and not self.gradients.are_on_parameters():
-            self.gradients.used.check()
+            check_dropped(self.gradients.used)
             return
         unmanaged = self.gradients.pop_unmanaged()
         self.step(None)
@@ -199,7 +200,7 @@ class OpenStep:
     @contextmanager
     def _busy(self) -> Iterator[None]:
         """Run a step, or a part of one, with gradients on: the caller may read them under `torch.no_grad()`."""
-        self.gradients.used.check()
+        check_dropped(self.gradients.used)
         self._running = True
         try:
             with torch.inference_mode(False), torch.enable_grad():
@@ -248,7 +249,7 @@ class OpenStep:
 
     def put_gradient(self, name: str, value: Tensor | None) -> None:
         """Use `value` in the place of the gradient that has gathered for `name`."""
-        self.gradients.used.drop(name)
+        self.gradients.used.discard(name)
         if self.propagate():
             self._runner.executor.gathered.drop((name,))
         if value is not None:

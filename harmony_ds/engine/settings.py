@@ -87,10 +87,6 @@ class Settings:
         """Return this process's rank among all that train the model, by which loaders share out their data."""
         return self._world.rank
 
-    def zero_nvme_offload_optimizer(self) -> bool:
-        """Return whether masters and optimizer state lie on a disk."""
-        return self.now.disk_folder is not None
-
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype that layers compute in, and the one that gradients are added up in."""
         return self.now.compute_dtype, self.now.accumulation_dtype

@@ -24,7 +24,7 @@ from harmony_ds.engine.core import HarmonyEngine, UserObjects
 from harmony_ds.engine.partitioned import make_whole
 from harmony_ds.engine.zero_optimizer import unwrap_optimizer
 from harmony_ds.errors import ConfigError, UnsupportedError
-from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups
+from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups, parameters_in
 from harmony_ds.parallel import SingleProcess, join_world
 from harmony_ds.parallel.distributed import init_distributed, launched_size
 
@@ -70,8 +70,20 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     trained = _check_model(model, mpu, mesh_param)
     given = _choose_config(args, config if config is not None else config_params)
     optimizer = unwrap_optimizer(optimizer)
-    client = UserObjects(optimizer, lr_scheduler, training_data, collate_fn)
-    return _start(trained, _load_settings(given, optimizer, dist_init_required), client, model_parameters, device)
+    settings = _load_settings(given, optimizer, dist_init_required)
+    _check_schedule(optimizer, lr_scheduler)
+    parameters = None if model_parameters is None else list(model_parameters)
+    _check_for_duplicates(trained, optimizer, parameters)
+    settings, world = _join(settings, trained, device)
+    with world.reporting_failures():
+        assembly = assemble(trained, settings, optimizer, parameters, device, world)
+        try:
+            client = UserObjects(optimizer, lr_scheduler, training_data, collate_fn)
+            engine = HarmonyEngine(trained, settings, assembly, client)
+        except BaseException:
+            assembly.destroy()
+            raise
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -102,27 +114,6 @@ def _load_settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init
     if optimizer is None:
         refuse_what_is_not_run(settings.optimizer)
     return settings
-
-
-def _start(
-    model: nn.Module,
-    settings: Config,
-    client: UserObjects,
-    model_parameters: ParameterGroups | None,
-    device: Device | None,
-) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
-    _check_schedule(client.optimizer, client.lr_scheduler)
-    parameters = None if model_parameters is None else list(model_parameters)
-    _check_for_duplicates(model, client.optimizer, parameters)
-    settings, world = _join(settings, model, device)
-    with world.reporting_failures():
-        assembly = assemble(model, settings, client.optimizer, parameters, device, world)
-        try:
-            engine = HarmonyEngine(model, settings, assembly, client)
-        except BaseException:
-            assembly.destroy()
-            raise
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Config, SingleProcess]:
@@ -162,11 +153,7 @@ def _check_schedule(optimizer: ClientOptimizer | None, lr_scheduler: Any) -> Non
 
 def _check_for_duplicates(model: nn.Module, optimizer: object, parameters: list[Any] | None) -> None:
     groups: list[Any] = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else parameters or []
-    counts: Counter[int] = Counter()
-    for entry in groups:
-        held = entry["params"] if isinstance(entry, dict) else [entry]
-        for parameter in [held] if isinstance(held, torch.Tensor) else list(held):
-            counts[id(parameter[1] if isinstance(parameter, tuple) else parameter)] += 1
+    counts = Counter(map(id, parameters_in(groups)))
     for name, parameter in model.named_parameters():
         if counts[id(parameter)] > 1:
             raise ConfigError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.loss_scaling import LossScaler
-from harmony_ds.engine.used_gradients import UsedGradients
+from harmony_ds.engine.used_gradients import UsedGradient
 from harmony_ds.offload.host_store import ungated
 
 
@@ -17,7 +17,7 @@ class StepGradients:
     """The gradients that have gathered, shown unscaled, with the program's changes to them.
 
     Attributes:
-        used: gradients that `optimizer.step()` by hand has used.
+        used: names of gradients that `optimizer.step()` by hand has used, and the program has not dropped.
     """
 
     def __init__(self, assembly: Assembly, scaler: LossScaler) -> None:
@@ -28,12 +28,14 @@ class StepGradients:
         self._scaler = scaler
         self._shown: set[str] = set()  # unscaled now, and perhaps changed
         self._stepped: set[str] = set()  # by the last step
-        self.used = UsedGradients()
+        self.used: set[str] = set()
 
     @torch.no_grad()
     def read(self, name: str, gathered: bool) -> Tensor | None:
         """Return the `.grad` of `name`, which is used as the program changes it; `gathered`: some wait for their update."""
-        total = self._show(name) if gathered else self.used.show(name, self._store.parameters[name])
+        total: Tensor | None = self._show(name) if gathered else None
+        if not gathered and name in self.used:
+            total = UsedGradient.of(name, self._store.parameters[name])
         own = self._own.find(name)
         if total is None or own is None:
             return own if total is None else total
@@ -92,7 +94,7 @@ class StepGradients:
         """Note that the last step, by hand, has used the optimizer's, and put `unmanaged` back for another optimizer."""
         assert self._optimizer is not None
         with ungated():
-            self.used.add(name for name in self._optimizer.trained if name in self._stepped)
+            self.used.update(self._stepped.intersection(self._optimizer.trained))
         for parameter, gradient in unmanaged:
             parameter.grad = gradient
 

@@ -38,7 +38,7 @@ class Training:
         self.model, self.assembly, self.settings, self.data = model, assembly, settings, data
         self.scaler = LossScaler(settings.now.loss_scale)
         optimizer = assembly.optimizer
-        self.optimizer: Any = None if optimizer is None else ZeroOptimizer(optimizer, settings, self.scaler)
+        self.optimizer: Any = None if optimizer is None else ZeroOptimizer(optimizer, settings, self.scaler.own)
         self.lr_scheduler = build_scheduler(settings.now.scheduler, lr_scheduler, optimizer)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.group_began = 0

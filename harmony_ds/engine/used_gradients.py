@@ -6,7 +6,6 @@ on `.grad` can be dropped and zeroed, and reading its values is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -75,36 +74,14 @@ def _refuse(*arguments: Any) -> None:
     )
 
 
-class UsedGradients:
-    """The names of the parameters whose gradients have been used and not dropped."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-
-    def add(self, names: Iterable[str]) -> None:
-        """Note that the gradients of `names` have been used."""
-        self._names.update(names)
-
-    def drop(self, name: str) -> None:
-        """Note that the program has dropped the gradient of `name`."""
-        self._names.discard(name)
-
-    def clear(self) -> None:
-        """Note that the program has dropped all."""
-        self._names.clear()
-
-    def show(self, name: str, parameter: nn.Parameter) -> Tensor | None:
-        """Return the placeholder for `.grad`; None where nothing has been used, or it has been dropped."""
-        return UsedGradient.of(name, parameter) if name in self._names else None
-
-    def check(self) -> None:
-        """Raise UnsupportedError if plain PyTorch would add to used gradients now, or use them again."""
-        if self._names:
-            others = len(self._names) - 1
-            named = f"{min(self._names)}{f' and {others} other parameters' * bool(others)}"
-            raise UnsupportedError(
-                f"a backward pass or a step comes to {named} whose gradient the last optimizer.step() has "
-                "used and no zero_grad() has dropped: plain PyTorch would add to it, and the engine has used it up. Call "
-                "optimizer.zero_grad() right after optimizer.step(), before anything else propagates through this model "
-                "(a generator's loss through its discriminator, say); or take steps by engine.step(), which drops them."
-            )
+def check_dropped(names: set[str]) -> None:
+    """Raise UnsupportedError for used gradients that plain PyTorch would add to now, or use again."""
+    if names:
+        others = len(names) - 1
+        named = f"{min(names)}{f' and {others} other parameters' * bool(others)}"
+        raise UnsupportedError(
+            f"a backward pass or a step comes to {named} whose gradient the last optimizer.step() has "
+            "used and no zero_grad() has dropped: plain PyTorch would add to it, and the engine has used it up. Call "
+            "optimizer.zero_grad() right after optimizer.step(), before anything else propagates through this model "
+            "(a generator's loss through its discriminator, say); or take steps by engine.step(), which drops them."
+        )

@@ -8,7 +8,6 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import UnsupportedError
 
@@ -66,10 +65,8 @@ class ZeroOptimizer:
     It does not keep its engine alive, and copies and pickles are of the optimizer that steps.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, scaler: LossScaler) -> None:
-        vars(self).update(
-            optimizer=optimizer, overflow=False, loss_scaler=scaler.own, _settings=settings, _scaler=scaler
-        )
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, scaler: Any) -> None:
+        vars(self).update(optimizer=optimizer, overflow=False, loss_scaler=scaler, _settings=settings)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
