@@ -178,23 +178,17 @@ def _optimizer_states(optimizer: HostOptimizer, saved: OptimizerState) -> Iterat
         state = saved.states.get(name)
         if state is not None:
             present_state = optimizer.state_of(name) or {}
-            state = {
-                key: _read_into(present_state.get(key), _as_kept(optimizer, value)) for key, value in state.items()
-            }
+            kept = optimizer.state_dtype
+            state = {key: _read_into(present_state.get(key), value, kept) for key, value in state.items()}
             if not same and "step" in state:  # a Python number in DeepSpeed's compiled optimizers, a tensor in torch's
                 state["step"] = int(state["step"]) if optimizer.native else torch.tensor(float(state["step"]))
         yield name, state
 
 
-def _as_kept(optimizer: HostOptimizer, value: Any) -> Any:
-    """Convert a saved state to the dtype in which `optimizer` keeps it."""
-    return value.to(optimizer.state_dtype) if isinstance(value, Source) and optimizer.state_dtype is not None else value
-
-
-def _read_into(memory: Any, value: Any) -> Any:
-    """Read a saved tensor into `memory` where that has the same form, otherwise into new memory."""
+def _read_into(memory: Any, value: Any, dtype: torch.dtype | None) -> Any:
+    """Read a saved tensor, in `dtype` if one is given, into `memory` where that has its form, otherwise into new memory."""
     if not isinstance(value, Source):
         return value
-    if isinstance(memory, Tensor) and tuple(memory.shape) == value.shape and memory.dtype == value.dtype:
-        return memory.copy_(value.read())
-    return value.read().clone()
+    tensor = (value if dtype is None else value.to(dtype)).read()
+    fits = isinstance(memory, Tensor) and (memory.shape, memory.dtype) == (tensor.shape, tensor.dtype)
+    return memory.copy_(tensor) if fits else tensor.clone()

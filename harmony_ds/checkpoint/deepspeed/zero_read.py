@@ -127,7 +127,7 @@ def snapshot_of(
         origin=f"DeepSpeed {model.get('ds_version', '')}".strip(),
         progress=Progress(
             **{key: int(model.get(key) or 0) for key in ("global_steps", "global_samples", "skipped_steps")},
-            loss_scaler=_scaler(loss_scaler),
+            loss_scaler=vars(loss_scaler) if getattr(loss_scaler, "dynamic", False) else None,
         ),
         parameters={name: source for name, source in parameters.items() if name not in tied},
         buffers={name: weights[name] for name in buffers if name in weights},
@@ -148,11 +148,6 @@ def _frozen(models: list[dict[str, Any]]) -> dict[str, Source]:
         if name in fragments[0]:
             found |= ZERO3.split({name: shape}, None, (fragment[name].reshape(-1) for fragment in fragments), "value")
     return found
-
-
-def _scaler(record: Record | None) -> dict[str, Any] | None:
-    values = {} if record is None else vars(record)
-    return values if values.get("dynamic") else None
 
 
 def _trained(
