@@ -6,16 +6,13 @@ Arithmetic over a survey: nothing runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from harmony_ds.decomposer.graph import slab_bytes
-from harmony_ds.errors import DoesNotFitError
 from harmony_ds.estimate.survey import Survey, update_cost
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.choose import make_plan
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.host_room import waiting_of
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.packing import Packer
@@ -128,11 +125,15 @@ def smallest_peak_bytes(survey: Survey) -> int:
     """Return the least device memory that a plan needs: every call a pack, no prefetch, the stash on the host."""
     request = survey.request
     early = request.policy.prefetch and request.is_manual and not survey.profile.machine.copies_overlap
-    away = 0 if request.settings.stash == "device" else ALL_PACKS
     packer = Packer(survey.graph, survey.costs, survey.element, request.policy)
     packing = packer.packing(uniform_bounds(len(survey.graph.calls), request.settings.pack_layers or 1))
-    policy = replace(request.policy, prefetch=early, stash_on_host=away)
+    policy = replace(request.policy, prefetch=early, stash_on_host=_stash_away(request))
     return make_plan(packing, survey.costs, request, policy).peak_bytes
+
+
+def _stash_away(request: PlanRequest) -> int:
+    """Return of how many packs the stash may wait on the host."""
+    return 0 if request.settings.stash == "device" else ALL_PACKS
 
 
 def joining(now: Forecast) -> Advice | None:
@@ -147,10 +148,10 @@ def joining(now: Forecast) -> Advice | None:
 def changes(now: Forecast) -> dict[str, float]:
     """Return the items per second that changes would make, one thing at a time, best first.
 
-    Each is a lower bound: other rates are simulated with this plan, more memory and longer steps with one that a quick
-    search finds.
+    Each is a lower bound: other rates and longer steps are simulated with this plan's packs, more memory with a plan that a
+    quick search finds.
     """
-    found = [*_other_rates(now), *_other_requests(now)]
+    found = [*_other_rates(now), *_longer_step(now), *_more_memory(now)]
     return dict(sorted(found, key=lambda change: -change[1]))
 
 
@@ -168,19 +169,26 @@ def _other_rates(now: Forecast) -> Iterator[tuple[str, float]]:
         yield what, now.items_per_step / prediction.step_ms * 1e3
 
 
-def _other_requests(now: Forecast) -> Iterator[tuple[str, float]]:
-    survey = now.survey
-    request = replace(survey.request, thorough=False)
-    together = 2 * request.micro_batches * request.policy.together
-    wishes: dict[str, dict[str, Any]] = {
-        f"twice the micro-batches ({together})": {"micro_batches": 2 * request.micro_batches}
-    }
+def _longer_step(now: Forecast) -> Iterator[tuple[str, float]]:
+    """Yield twice the micro-batches, with less memory in use where the plan's is too much."""
+    survey, policy = now.survey, now.plan.policy
+    request = replace(survey.request, micro_batches=2 * survey.request.micro_batches)
+    frugal = replace(policy, stash_on_host=_stash_away(request), kept=(), graphs=())
+    for used in (policy, frugal, replace(frugal, prefetch=False)):
+        plan = make_plan(now.plan.packing, survey.costs, request, used)
+        if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:
+            step_ms = simulate(plan, survey.costs, survey.profile.machine).step_ms
+            rate = max(now.items_per_s, 2 * now.items_per_step / step_ms * 1e3)
+            yield f"twice the micro-batches ({request.micro_batches * policy.together})", rate
+            return
+
+
+def _more_memory(now: Forecast) -> Iterator[tuple[str, float]]:
+    request = now.survey.request
     if request.budget_bytes is not None:
-        wishes["twice the device memory"] = {"budget_bytes": 2 * request.budget_bytes}
-    for what, wish in wishes.items():
-        with suppress(DoesNotFitError):  # more micro-batches need more memory
-            quick = forecast(replace(survey, request=replace(request, **wish)), now.host_budget_bytes)
-            yield what, max(now.items_per_s, quick.items_per_s)
+        wish = replace(request, budget_bytes=2 * request.budget_bytes, thorough=False)
+        quick = forecast(replace(now.survey, request=wish), now.host_budget_bytes)
+        yield "twice the device memory", max(now.items_per_s, quick.items_per_s)
 
 
 def _twice(machine: Machine, *rates: str) -> Machine:
