@@ -121,17 +121,16 @@ def export_weights(
         names = [f"{stem}-{place:05d}-of-{len(shards):05d}{suffix}" for place in range(1, len(shards) + 1)]
     written = [write_weights(shard, folder / name, tied) for name, shard in zip(names, shards, strict=True)]
     index = folder / f"{whole}.index.json"
-    if len(shards) > 1:
-        total = sum(source.nbytes for source in tensors.values())
-        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        if suffix != ".safetensors":
-            places |= {name: places[first] for name, first in (tied or {}).items() if first in places}
-        with _complaining(index):
+    with _complaining(index):
+        if len(shards) > 1:
+            total = sum(source.nbytes for source in tensors.values())
+            places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+            if suffix != ".safetensors":
+                places |= {name: places[first] for name, first in (tied or {}).items() if first in places}
             replace_text(index, json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
-        written.append(index)
-    for pattern in (whole, index.name, f"{stem}-?????-of-?????{suffix}"):  # an older whole file would be preferred
-        for path in set(folder.glob(pattern)).difference(written):
-            with _complaining(path):
+            written.append(index)
+        for pattern in (whole, index.name, f"{stem}-?????-of-?????{suffix}"):  # an older whole file would be preferred
+            for path in set(folder.glob(pattern)).difference(written):
                 path.unlink()
     return written
 

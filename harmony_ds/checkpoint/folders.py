@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,11 +66,6 @@ def replacing(path: Path) -> Iterator[Path]:
         _move(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
-
-
-def unique(prefix: Path) -> Path:
-    """Return a path that begins with `prefix` and that no other process makes."""
-    return prefix.with_name(prefix.name + uuid.uuid4().hex[:12])
 
 
 def put_scripts(save_dir: Path) -> None:

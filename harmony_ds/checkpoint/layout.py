@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harmony_ds.checkpoint import tensor_files
-from harmony_ds.checkpoint.folders import DATA, LATEST, MANIFEST, put_scripts, replace_text, saving, unique
+from harmony_ds.checkpoint.folders import DATA, LATEST, MANIFEST, put_scripts, replace_text, saving
 from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source, listed
 from harmony_ds.checkpoint.tensor_files import FileRecord, find_damage, load_pickle, plain, read_tensors
 from harmony_ds.errors import CheckpointError
@@ -41,7 +42,7 @@ def write(snapshot: Snapshot, save_dir: Path, tag: str, save_latest: bool = True
     state = _state_of(snapshot)  # refuses before anything is written
     try:
         with saving(target) as staging:
-            data = unique(staging / DATA)
+            data = staging / f"{DATA}{uuid.uuid4().hex[:12]}"
             data.mkdir()
             manifest = _manifest(data.name, snapshot, _write_data(snapshot, data, state))
             tensor_files.write_bytes(staging / MANIFEST, manifest)

@@ -101,7 +101,10 @@ class Checkpoints:
         except BaseException as error:
             self._runner.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
-        self._go_on_from(snapshot.progress, wanted.module_only)
+        progress = None if wanted.module_only else snapshot.progress
+        self._open.group.abandon()
+        self._training.resume(progress)
+        self._open.renew(None if progress is None else progress.seed)
         return str(folder), snapshot.client_state
 
     def _verify(self, folder: Path) -> None:
@@ -152,7 +155,7 @@ class Checkpoints:
             skipped_steps=training.skipped_steps,
             micro_steps=training.group_began,
             accumulation=training.settings.gradient_accumulation_steps(),
-            seed=self._open.seed,
+            seed=self._open.parts.seed,
             loss_scaler=training.scaler.state_dict(),
         )
         plan = self._runner.planner.plan
@@ -172,11 +175,6 @@ class Checkpoints:
             len(self._open.group),
             self._open.group.buffers_before,
         )
-
-    def _go_on_from(self, progress: checkpoint.Progress, module_only: bool) -> None:
-        self._open.group.abandon()
-        self._training.resume(None if module_only else progress)
-        self._open.renew(None if module_only else progress.seed)
 
     # ---- weights alone
 
@@ -211,18 +209,10 @@ class Checkpoints:
             self._training.model.load_state_dict(checkpoint["module"], strict=strict)
 
     def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the model's state dict in the dtype it computes in, under ZeRO-3."""
-        self._need_stage_3(
-            "consolidated_16bit_state_dict is only applicable to cases where weights are partitioned, including Zero "
-            "Stage 3 and tensor parallelism."
-        )
-        return self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-
-    def zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the model's state dict in the dtype it computes in; Hugging Face calls it under ZeRO-3."""
-        self._need_stage_3("this function requires ZeRO-3 mode")
-        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-
-    def _need_stage_3(self, message: str) -> None:
         if self._training.settings.now.values["zero_optimization.stage"] != 3:
-            raise ConfigError(message)
+            raise ConfigError(
+                "this function requires ZeRO-3 mode: consolidated_16bit_state_dict is only applicable to cases where "
+                "weights are partitioned, including Zero Stage 3 and tensor parallelism."
+            )
+        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)

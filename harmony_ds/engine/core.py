@@ -163,7 +163,7 @@ class HarmonyEngine(nn.Module):
     module_state_dict = delegated("_checkpoints", Checkpoints.module_state_dict)
     load_module_state_dict = delegated_alive("_checkpoints", Checkpoints.load_module_state_dict)
     _consolidated_16bit_state_dict = delegated("_checkpoints", Checkpoints.consolidated_16bit_state_dict)
-    _zero3_consolidated_16bit_state_dict = delegated("_checkpoints", Checkpoints.zero3_consolidated_16bit_state_dict)
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     # ---- reports
 

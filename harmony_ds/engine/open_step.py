@@ -39,6 +39,7 @@ class OpenStep:
     Attributes:
         links: of the model's parameters to their masters and gradients.
         override: of the user's optimizer; None without one.
+        parts: of every step's group.
     """
 
     def __init__(self, training: Training, log: StepLog) -> None:
@@ -54,7 +55,7 @@ class OpenStep:
             calls = while_alive(self.step_by_hand), self.gradients.zero_by_hand, while_alive(self.finish)
             self.override = OptimizerOverride(assembly.optimizer, *calls)  # may refuse: nothing is changed yet
         self.links = ParameterLinks(assembly.store, assembly.host_optimizer, weakref.proxy(self))
-        self._parts = self._group_parts()
+        self.parts = self._group_parts()
         self.renew()
 
     def _group_parts(self) -> GroupParts:
@@ -81,22 +82,12 @@ class OpenStep:
 
     # ---- its micro-batches
 
-    @property
-    def seed(self) -> int:
-        """The seed that random numbers of its micro-batches are derived from, with the number of the step."""
-        return self._parts.seed
-
-    @property
-    def calls(self) -> ModelCalls:
-        """Calls of the model with arguments on the device."""
-        return self._parts.calls
-
     def renew(self, seed: int | None = None) -> None:
         """Begin a step that nothing is queued for; from now on with `seed`, unless the ds_config names one."""
         if seed is not None and self._training.settings.now.harmony.seed is None:
-            self._parts = replace(self._parts, seed=seed)
+            self.parts = replace(self.parts, seed=seed)
         self._runner.end_step()
-        self.group = StepGroup(self._parts, self._training.global_steps)
+        self.group = StepGroup(self.parts, self._training.global_steps)
 
     def discard(self) -> None:
         """Discard its micro-batches when the engine is destroyed."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from accelerate.state import GradientState
@@ -55,12 +55,6 @@ class _GradientState(GradientState):  # type: ignore[misc]
         self.__dict__["sync_gradients"] = value
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-else:
-    _Base = object  # the Trainer comes after the mixin
-
-
 _with_engines: weakref.WeakSet[HarmonyMixin] = weakref.WeakSet()
 """Trainers outlive their training: others, and transformers itself, refer to them."""
 
@@ -77,7 +71,7 @@ class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
             step()
 
 
-class HarmonyMixin(_Base):  # type: ignore[misc]
+class HarmonyMixin(Trainer):  # type: ignore[misc]
     """Base that makes a Trainer train by harmony_ds; the first one of the class."""
 
     _engine: HarmonyEngine | None = None

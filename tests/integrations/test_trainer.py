@@ -288,6 +288,12 @@ def test_a_trainer_that_generates_in_its_training_step_is_refused(tmp_path: Path
 
 
 def test_a_mixin_after_the_trainer_is_refused_when_the_class_is_made() -> None:
-    with pytest.raises(UsageError, match=r"Put it first: class Wrong\(HarmonyMixin, Trainer\)"):
+    class Mine(Trainer): ...  # type: ignore[misc]
 
-        class Wrong(Trainer, HarmonyMixin): ...  # type: ignore[misc]
+    with pytest.raises(UsageError, match=r"Put it first: class Wrong\(HarmonyMixin, Mine\)"):
+
+        class Wrong(Mine, HarmonyMixin): ...
+
+    with pytest.raises(TypeError, match="bases Trainer, HarmonyMixin"):
+
+        class Plain(Trainer, HarmonyMixin): ...  # type: ignore[misc]
