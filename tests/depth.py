@@ -73,6 +73,7 @@ RULES: dict[str, Rule] = {
     "tests/engine/test_exactness.py::test_three_steps_equal_plain_gradient_accumulation": each("one"),
     "tests/engine/test_host_memory.py": none,
     "tests/engine/test_joined.py::test_several_devices_train_as_one_does_bit_for_bit": each("name"),
+    "tests/engine/test_joined.py::test_weights_are_those_of_single_calls_to_rounding": each("name"),
     "tests/engine/test_pipeline.py::test_every_family_trains_as_on_one_device": each("one"),
     "tests/examples": none,
     "tests/integrations": none,
