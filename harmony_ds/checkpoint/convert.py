@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 
 from harmony_ds.checkpoint import layout
 from harmony_ds.checkpoint.deepspeed.universal import is_universal, read_universal, write_universal
 from harmony_ds.checkpoint.deepspeed.zero_read import is_zero, read_zero
-from harmony_ds.checkpoint.folders import LATEST, MANIFEST, replace_text, replacing
+from harmony_ds.checkpoint.folders import LATEST, MANIFEST, complaining, replace_text, replacing
 from harmony_ds.checkpoint.snapshot import Snapshot, Source, listed
 from harmony_ds.checkpoint.tensor_files import write_pickle, write_tensors
 from harmony_ds.errors import CheckpointError
@@ -121,7 +120,7 @@ def export_weights(
         names = [f"{stem}-{place:05d}-of-{len(shards):05d}{suffix}" for place in range(1, len(shards) + 1)]
     written = [write_weights(shard, folder / name, tied) for name, shard in zip(names, shards, strict=True)]
     index = folder / f"{whole}.index.json"
-    with _complaining(index):
+    with complaining(index):
         if len(shards) > 1:
             total = sum(source.nbytes for source in tensors.values())
             places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
@@ -137,7 +136,7 @@ def export_weights(
 
 def write_weights(tensors: Mapping[str, Source], path: Path, tied: Mapping[str, str] | None = None) -> Path:
     """Write one file: safetensors by its suffix, else a state dict by `torch.save`, with `tied` names too."""
-    with _complaining(path), replacing(path) as fresh:
+    with complaining(path), replacing(path) as fresh:
         if path.suffix == ".safetensors":
             write_tensors(fresh, tensors)
         else:
@@ -145,12 +144,3 @@ def write_weights(tensors: Mapping[str, Source], path: Path, tied: Mapping[str, 
             values |= {name: values[first] for name, first in (tied or {}).items() if first in values}
             write_pickle(fresh, values)
     return path
-
-
-@contextmanager
-def _complaining(path: Path) -> Iterator[None]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error

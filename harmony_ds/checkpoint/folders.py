@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from harmony_ds.checkpoint.tensor_files import write_bytes
+from harmony_ds.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -54,6 +55,16 @@ def saving(target: Path) -> Iterator[Path]:
         _publish(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def complaining(path: Path) -> Iterator[None]:
+    """Make the folder of `path`, and raise CheckpointError where the disk refuses what the block writes."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
 
 
 @contextmanager

@@ -134,7 +134,7 @@ class OpenStep:
             raise
         finally:
             self.renew()
-        self.gradients.finish_step()
+        self.gradients.finish_step(by_hand=schedule is None)
         self._log.finish_step()
 
     def step_by_hand(self) -> None:
@@ -148,7 +148,8 @@ class OpenStep:
         unmanaged = self.gradients.pop_unmanaged()
         self.step(None)
         training.begin_group(training.group_began + queued)
-        self.gradients.note_used(unmanaged)
+        for parameter, gradient in unmanaged:  # for another optimizer
+            parameter.grad = gradient
 
     def _run(self) -> bool:
         """Run the queued group, and update from it and from the user's own backward passes; False without a gradient."""

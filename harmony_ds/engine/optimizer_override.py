@@ -71,12 +71,7 @@ class OptimizerOverride:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             for key, value in saved["state"].get(number, {}).items():
-                present = optimizer.state[parameter].get(key)
-                if (
-                    isinstance(value, torch.Tensor)
-                    and isinstance(present, torch.Tensor)
-                    and present.dtype != value.dtype
-                ):
+                if isinstance(value, torch.Tensor) and value.dtype != parameter.dtype:
                     optimizer.state[parameter][key] = value.detach().to("cpu", copy=True)
 
     def check(self) -> None:

@@ -160,14 +160,11 @@ class PlanReport:
             f"({self.peak_error:+.1%})",
             f"  swapped       {self.planned.total:,} bytes planned, {self.swapped_bytes:,} counted",
         ]
-        if self.planned.sent:
-            lines.append(
-                f"  between       {self.planned.sent:,} bytes to other devices planned, {self.sent_bytes:,} counted"
-            )
-        if self.planned.moved:
-            lines.append(
-                f"  moved         {self.planned.moved:,} bytes between devices planned, {self.moved_bytes:,} counted"
-            )
+        sent, moved = self.planned.sent, self.planned.moved
+        if sent:
+            lines.append(f"  between       {sent:,} bytes to other devices planned, {self.sent_bytes:,} counted")
+        if moved:
+            lines.append(f"  moved         {moved:,} bytes between devices planned, {self.moved_bytes:,} counted")
         lines += [
             f"  {rank}. instead   {choice.prediction.step_ms:,.1f} ms, peak {choice.plan.peak_bytes:,}: {choice.reason}"
             for rank, choice in enumerate(self.choices[1:], start=2)

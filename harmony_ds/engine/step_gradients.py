@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +25,6 @@ class StepGradients:
         self._sums = [sums for sums in (assembly.parts.gradients, assembly.parts.device_store) if sums is not None]
         self._scaler = scaler
         self._shown: set[str] = set()  # unscaled now, and perhaps changed
-        self._stepped: set[str] = set()  # by the last step
         self.used: set[str] = set()
 
     @torch.no_grad()
@@ -68,9 +65,12 @@ class StepGradients:
             self._gathered.drop(self._store.parameters)
         self._own.pop(self._store.parameters)
 
-    def finish_step(self) -> None:
-        """Note the gradients that the step which is over has used."""
-        self._stepped = set().union(*(sums.pop_received() for sums in self._sums))
+    def finish_step(self, by_hand: bool) -> None:
+        """Forget the gradients that the step which is over has used; `by_hand`: the program has to drop them."""
+        stepped: set[str] = set().union(*(sums.pop_received() for sums in self._sums))
+        if by_hand and self._optimizer is not None:
+            with ungated():
+                self.used.update(stepped.intersection(self._optimizer.trained))
 
     # ---- optimizer.step() and optimizer.zero_grad() by hand
 
@@ -89,14 +89,6 @@ class StepGradients:
                 popped.append((parameter, gradient.to("cpu", parameter.dtype, copy=True)))
                 parameter.grad = None
         return popped
-
-    def note_used(self, unmanaged: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """Note that the last step, by hand, has used the optimizer's, and put `unmanaged` back for another optimizer."""
-        assert self._optimizer is not None
-        with ungated():
-            self.used.update(self._stepped.intersection(self._optimizer.trained))
-        for parameter, gradient in unmanaged:
-            parameter.grad = gradient
 
     def zero_by_hand(self, set_to_none: bool) -> None:
         """Zero the gradients of parameters whose master the optimizer has in their place."""

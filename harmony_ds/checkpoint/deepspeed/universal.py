@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.checkpoint.deepspeed.zero_read import OWNED, Shapes, numbered, optimizer_of, snapshot_of
-from harmony_ds.checkpoint.folders import replace_text, saving
+from harmony_ds.checkpoint.folders import complaining, replace_text, saving
 from harmony_ds.checkpoint.snapshot import OptimizerState, Snapshot, Source, listed
 from harmony_ds.checkpoint.tensor_files import load_pickle, write_pickle
 from harmony_ds.errors import CheckpointError
@@ -71,12 +71,10 @@ def write_universal(snapshot: Snapshot, save_dir: Path, tag: str) -> Path:
     """Write `snapshot` as `save_dir`/`tag`, which must not exist, and point `latest_universal` to it."""
     optimizer = _checked(snapshot)
     target = save_dir / tag
-    try:
+    with complaining(target):
         with saving(target) as folder:
             _write_files(snapshot, optimizer, folder)
         replace_text(save_dir / "latest_universal", tag)
-    except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {error}") from error
     return target
 
 
