@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from harmony_ds.cli.options import config_of
@@ -16,13 +15,7 @@ from harmony_ds.config import Config, load_config
 from harmony_ds.config.check import MICRO_BATCH, STEPS
 from harmony_ds.config.read import with_values
 from harmony_ds.errors import ConfigError, DoesNotFitError
-from harmony_ds.estimate.forecast import (
-    Forecast,
-    changes,
-    forecast,
-    joining,
-    smallest_peak_bytes,
-)
+from harmony_ds.estimate.forecast import Forecast, changes, forecast, joining, smallest_peak_bytes
 from harmony_ds.estimate.survey import Survey
 from harmony_ds.estimate.text import wrapped
 from harmony_ds.scheduler.grid import amount
@@ -30,10 +23,8 @@ from harmony_ds.scheduler.joining import Advice
 from harmony_ds.scheduler.sizes import WHOLE, Sizes
 
 DOES_NOT_FIT, _LABEL = 3, 13
-SurveyOf = Callable[[str, int | None, Config], Survey]
-"""Surveys a model, with so many tokens in a row, on some machine."""
-Resurvey = Callable[[Config], Survey]
-"""Surveys the same model under another ds_config."""
+SurveyUnder = Callable[[Config], Survey]
+"""Surveys the model on some machine under a ds_config."""
 _BF16_STATE = {"bf16.enabled": True, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}
 _LESS_ON_HOST: tuple[tuple[Mapping[str, object], str], ...] = (
     ({"data_types.grad_accum_dtype": "bf16"}, ""),
@@ -124,19 +115,16 @@ def _forecast_json(now: Forecast) -> dict[str, Any]:
     }
 
 
-def answer_of(args: argparse.Namespace, survey_of: SurveyOf, host_bytes: int | None) -> Answer:
+def answer(args: argparse.Namespace, survey_under: SurveyUnder, host_bytes: int | None) -> Answer:
     """Answer `estimate` or `plan`; `host_bytes` are the machine's, unless the options name others."""
-    config, look = config_of(args, args.processes), partial(survey_of, args.model, args.sequence)
+    config = config_of(args, args.processes)
+    host_bytes = int(args.host_memory_gib * 2**30) if args.host_memory_gib else host_bytes
+
+    def look(config: Config) -> Survey:
+        return survey_under(config).among(args.processes)
+
     with progress(f"measuring {args.model}"):
         survey = look(config)
-    host_bytes = int(args.host_memory_gib * 2**30) if args.host_memory_gib else host_bytes
-    return answer(
-        survey.among(args.processes), host_bytes, lambda changed: look(changed).among(args.processes), args.advice
-    )
-
-
-def answer(survey: Survey, host_bytes: int | None, resurvey: Resurvey, advise: bool) -> Answer:
-    """Search for the plan, and for changes that would help if `advise`."""
     try:
         with progress("searching for the fastest plan"):
             now = forecast(survey, host_bytes)
@@ -144,23 +132,21 @@ def answer(survey: Survey, host_bytes: int | None, resurvey: Resurvey, advise: b
         budget = survey.request.budget_bytes
         assert budget is not None
         needed = smallest_peak_bytes(survey)
-        ways = tuple(_ways_to_less_on_device(survey.config, needed, budget, resurvey))
+        ways = tuple(_ways_to_less_on_device(config, needed, budget, look))
         return Answer(survey, None, lack=Lack("device memory", needed, budget, ways))
     with progress("searching for changes that would help"):
         lack = None
         if now.host_missing_bytes and host_bytes is not None:
             ways = tuple(_ways_to_less_on_host(now))
             lack = Lack("host memory", now.host_total_bytes, host_bytes, ways)
-        if not advise:
-            return Answer(survey, now, lack=lack)
-        return Answer(survey, now, changes(now), lack, joining(now))
+        return Answer(survey, now, changes(now), lack, joining(now)) if args.advice else Answer(survey, now, lack=lack)
 
 
-def _ways_to_less_on_device(config: Config, needed: int, budget: int, resurvey: Resurvey) -> Iterator[str]:
+def _ways_to_less_on_device(config: Config, needed: int, budget: int, look: SurveyUnder) -> Iterator[str]:
     rows = config.micro_batch
     while rows > 1:
         rows //= 2
-        peak = smallest_peak_bytes(resurvey(replace(config, micro_batch=rows)))
+        peak = smallest_peak_bytes(look(replace(config, micro_batch=rows)))
         if peak <= budget:
             yield f"a micro-batch of {rows} rows (--micro-batch {rows}), which needs {amount(peak)} at least"
             break

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 
 from harmony_ds.cli import options
-from harmony_ds.cli.answer import answer_of, reply
+from harmony_ds.cli.answer import answer, reply
 from harmony_ds.config import Config
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import Survey, estimate
-from harmony_ds.profiler.hardware import Hardware, hardware_of
+from harmony_ds.profiler.hardware import hardware_of
 
 ABOUT = "Say whether MODEL fits a machine, how fast it will train there, and what limits it. Allocates nothing."
 _ASSUMED = "rtx4090"
@@ -24,11 +23,10 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     hardware = hardware_of(args.machine or _ASSUMED)
-    found = answer_of(args, partial(survey_on, hardware), hardware.host_budget_bytes)
+
+    def survey(config: Config) -> Survey:
+        return estimate(load_subject(args.model, "meta", config.micro_batch, args.sequence), config, hardware)
+
+    found = answer(args, survey, hardware.host_budget_bytes)
     note = "" if args.machine else "assumed: name yours with --machine; `harmony-ds machines` lists them"
     return reply(found, args.json, note)
-
-
-def survey_on(hardware: Hardware, model: str, sequence: int | None, config: Config) -> Survey:
-    """Load a model on the meta device and survey it on a machine that is only described."""
-    return estimate(load_subject(model, "meta", config.micro_batch, sequence), config, hardware)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from harmony_ds.cli import options
-from harmony_ds.cli.answer import answer_of, reply
+from harmony_ds.cli.answer import answer, reply
 from harmony_ds.config import Config
 from harmony_ds.errors import ProfileError
 from harmony_ds.estimate.subject import load_subject
@@ -30,20 +30,16 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    known = None if args.profile is None else read_profile(args.profile)
-    found = answer_of(args, partial(survey_here, known), free_host_bytes())
+    found = answer(args, partial(survey_here, args), free_host_bytes())
     return reply(found, args.json, "" if args.profile is None else f"as {args.profile} says")
 
 
-def survey_here(known: Profile | None, model: str, sequence: int | None, config: Config) -> Survey:
-    """Load a model and survey it: measured now unless a profile of it is `known`."""
-    subject = load_subject(model, "cpu" if known is None else "meta", config.micro_batch, sequence)
-    return measure(subject, config) if known is None else with_profile(subject, config, known)
-
-
-def read_profile(path: Path) -> Profile:
-    """Read a profile that `harmony-ds profile` saved."""
+def survey_here(args: argparse.Namespace, config: Config) -> Survey:
+    """Load the model and survey it, by its profile or measured now."""
+    if args.profile is None:
+        return measure(load_subject(args.model, "cpu", config.micro_batch, args.sequence), config)
     try:
-        return Profile.from_json(path.read_text(encoding="utf-8"))
+        profile = Profile.from_json(args.profile.read_text(encoding="utf-8"))
     except ProfileError as error:
-        raise ProfileError(f"{path}: {error}") from error
+        raise ProfileError(f"{args.profile}: {error}") from error
+    return with_profile(load_subject(args.model, "meta", config.micro_batch, args.sequence), config, profile)

@@ -13,7 +13,7 @@ from typing import Any
 
 from harmony_ds.cli import options
 from harmony_ds.cli.answer import DOES_NOT_FIT
-from harmony_ds.cli.plan import add_profile, read_profile, survey_here
+from harmony_ds.cli.plan import add_profile, survey_here
 from harmony_ds.cli.progress import progress
 from harmony_ds.config import Config
 from harmony_ds.engine import initialize
@@ -22,7 +22,6 @@ from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.estimate.subject import Subject, load_subject
 from harmony_ds.estimate.survey import Survey
 from harmony_ds.estimate.text import columns, wrapped
-from harmony_ds.profiler.profile import Profile
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.spans import busy_of
@@ -50,16 +49,15 @@ def command(args: argparse.Namespace) -> int:
     if args.run and args.profile is not None:
         raise ConfigError("--run measures the model itself: leave --profile away.")
     config = options.config_of(args)
-    known = None if args.profile is None else read_profile(args.profile)
     try:
         with progress(f"{'training' if args.run else 'planning'} {args.model}"):
             if args.run:
                 subject = load_subject(args.model, "cpu", config.micro_batch, args.sequence)
                 choice, trace, executed = _executed(subject, config, args.steps)
             else:
-                survey = survey_here(known, args.model, args.sequence, config)
+                survey = survey_here(args, config)
                 subject = survey.subject
-                choice, trace, executed = *_simulated(survey, known), None
+                choice, trace, executed = *_simulated(survey, args.profile), None
     except DoesNotFitError as error:
         print(f"does not fit: {error}", file=sys.stderr)
         return DOES_NOT_FIT
@@ -76,12 +74,12 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _simulated(survey: Survey, known: Profile | None) -> tuple[Choice, dict[str, Any]]:
+def _simulated(survey: Survey, profile: Path | None) -> tuple[Choice, dict[str, Any]]:
     rates, costs = survey.profile.machine, survey.costs
     saved = read_plan(survey.config.harmony.plan)
     if saved is None:
         choice = search(survey.graph, costs, rates, survey.element, survey.request)[0]
-    elif known is not None and saved.policy.resident:
+    elif profile is not None and saved.policy.resident:
         raise ConfigError("a plan with resident packs is checked on the device: leave --profile away.")
     else:
         choice = adopt(saved, survey.graph, costs, rates, survey.element, survey.request)
