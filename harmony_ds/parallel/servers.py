@@ -61,11 +61,6 @@ class Servers:
         self._first = first
         self._collective = collective
 
-    @property
-    def is_local_first(self) -> bool:
-        """Whether this process exchanges messages for its server."""
-        return self._board.rank == 0
-
     def agree(self, kind: str, payload: bytes) -> list[bytes]:
         """Return the payloads of all processes, by rank; raises as `Board.agree`."""
         try:
@@ -73,7 +68,7 @@ class Servers:
         except _SHARED as error:
             self._send(_ServerMessage(error=error))
             raise
-        told = pickle.dumps(self._gather(_ServerMessage(kind, rows))) if self.is_local_first else b""
+        told = pickle.dumps(self._gather(_ServerMessage(kind, rows))) if self._first is not None else b""
         return self._combine(pickle.loads(self._hand_back(told)))
 
     def _hand_back(self, told: bytes) -> bytes:
@@ -97,13 +92,13 @@ class Servers:
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Copy host `tensors` of the first server to all others."""
-        if self.is_local_first:
+        if self._first is not None:
             with torch.no_grad(), self._collective():
                 for tensor in tensors:
                     dist.broadcast(tensor, group=self._first, group_src=0)
 
     def _send(self, said: _ServerMessage) -> None:
-        if self.is_local_first:
+        if self._first is not None:
             self._gather(said)
 
     def _gather(self, said: _ServerMessage) -> list[_ServerMessage]:

@@ -39,7 +39,7 @@ class SharedMemory:
     def __init__(self, file: int, begin: int) -> None:
         self._file = file
         self._end = -(-begin // _PAGE) * _PAGE
-        self._maps: list[tuple[mmap.mmap, int]] = []
+        self._maps: dict[int, tuple[mmap.mmap, int]] = {}  # by address: the mapped memory, and its place
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.at(self.reserve(math.prod(shape) * dtype.itemsize), shape, dtype)
@@ -56,23 +56,21 @@ class SharedMemory:
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         mapped = mmap.mmap(self._file, count * dtype.itemsize, mmap.MAP_SHARED, offset=place)
-        self._maps.append((mapped, place))
-        return torch.frombuffer(mapped, dtype=dtype, count=count).view(tuple(shape))
+        tensor = torch.frombuffer(mapped, dtype=dtype, count=count).view(tuple(shape))
+        self._maps[tensor.data_ptr()] = mapped, place
+        return tensor
 
     def free(self, tensor: Tensor) -> None:
         """Free the memory of `tensor`, which no process uses any more."""
-        for mapped, _ in self._maps:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-            if address == tensor.data_ptr():
-                mapped.madvise(mmap.MADV_REMOVE)
+        if tensor.data_ptr() in self._maps:
+            self._maps[tensor.data_ptr()][0].madvise(mmap.MADV_REMOVE)
 
     def make_private(self) -> None:
         """Make all allocated memory this process's own, copied only where it is written."""
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        for mapped, place in self._maps:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        for address, (mapped, place) in self._maps.items():
             access = mmap.PROT_READ | mmap.PROT_WRITE
             found = libc.mmap(address, len(mapped), access, mmap.MAP_PRIVATE | _FIXED, self._file, place)
             assert found == address, os.strerror(ctypes.get_errno())

@@ -45,10 +45,6 @@ class Gpu:
     source: str
     peer_gb_per_s: float = 0.0
 
-    @property
-    def memory_bytes(self) -> int:
-        return int(self.memory_gib * _GIB)
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -71,10 +67,6 @@ class Host:
     mega_transfers_per_s: int
     cores: int
     source: str
-
-    @property
-    def memory_bytes(self) -> int:
-        return int(self.memory_gib * _GIB)
 
     @property
     def nominal_gb_per_s(self) -> float:
@@ -147,11 +139,11 @@ class Hardware:
 
     @property
     def device_budget_bytes(self) -> int:
-        return int(self.gpu.memory_bytes * self.typical.usable_device_share)
+        return int(int(self.gpu.memory_gib * _GIB) * self.typical.usable_device_share)
 
     @property
     def host_budget_bytes(self) -> int:
-        return int(self.host.memory_bytes * self.typical.usable_host_share)
+        return int(int(self.host.memory_gib * _GIB) * self.typical.usable_host_share)
 
     def machine(self, update: UpdateCost) -> Machine:
         """Return the rates that plans are simulated with.

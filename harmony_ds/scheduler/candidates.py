@@ -109,16 +109,14 @@ def _ladder(count: int) -> list[int]:
 Peak = Callable[[Policy], float]
 
 
-def policies(
-    packing: Packing, copies_overlap: bool, request: PlanRequest, peak: Peak, thorough: bool = True
-) -> Iterator[Policy]:
+def policies(packing: Packing, request: PlanRequest, peak: Peak, thorough: bool = True) -> Iterator[Policy]:
     """Yield a few policies for these packs that fit, spare memory used in one way or another.
 
     Args:
         peak: the device peak in bytes; infinite where the host has no room.
         thorough: also without early swaps, with all the stash on the host, and with the last packs resident.
     """
-    stashes, early_or_not = _stashes(packing, request), prefetch_choices(copies_overlap, request)
+    stashes, early_or_not = _stashes(packing, request), prefetch_choices(request)
     base = replace(request.policy, resident=_given(packing, request))
     least = peak(replace(base, prefetch=early_or_not[-1], stash_on_host=stashes[-1]))
     if request.budget_bytes is not None and least > request.budget_bytes:
@@ -138,11 +136,11 @@ def policies(
             return
 
 
-def every_set(packing: Packing, copies_overlap: bool, request: PlanRequest, peak: Peak) -> Iterator[Policy]:
+def every_set(packing: Packing, request: PlanRequest, peak: Peak) -> Iterator[Policy]:
     """For each set of packs that may be resident, the policy with the least stash on the host that fits, and packs kept."""
     able = closed(packing, packing.backward) if request.settings.residency == "auto" else ()
     sets = [some for number in range(len(able) + 1) for some in combinations(able, number)]
-    for early, resident in product(prefetch_choices(copies_overlap, request), sets):
+    for early, resident in product(prefetch_choices(request), sets):
         if closed(packing, resident) == resident:
             base = replace(request.policy, resident=resident, prefetch=early)
             ways = [replace(base, stash_on_host=away) for away in _stashes(packing, request)]
@@ -216,12 +214,9 @@ def use_of(packing: Packing, policy: Policy) -> str:
     return f"{text}; {weights}, gradients reduced on the {'host' if policy.reduce_on_host else 'devices'}"
 
 
-def prefetch_choices(copies_overlap: bool, request: PlanRequest) -> list[bool]:
+def prefetch_choices(request: PlanRequest) -> list[bool]:
     """Return whether swaps may be issued early, and whether not."""
-    if not request.policy.prefetch or request.is_manual:
-        return [request.policy.prefetch]
-    # Where nothing overlaps, a swap-in issued early takes memory and saves nothing.
-    return [True, False] if copies_overlap else [False]
+    return [True, False] if request.policy.prefetch and not request.is_manual else [request.policy.prefetch]
 
 
 def _stashes(packing: Packing, request: PlanRequest) -> list[int]:

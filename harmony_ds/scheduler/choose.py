@@ -62,6 +62,9 @@ def among_devices(request: PlanRequest, machine: Machine) -> tuple[PlanRequest, 
     pack, and gradients are reduced on the devices. Else the host may be faster, or not: that depends on its memory. (The
     CPU device has no link: its memory is the host's.)
     """
+    if not (machine.copies_overlap or request.is_manual):
+        # A swap-in issued early would take memory and save nothing.
+        request = replace(request, policy=replace(request.policy, prefetch=False))
     ways: tuple[PlanRequest, ...] = (request,)
     if request.policy.pipeline > 1 and request.settings.parallel == "auto":
         ways = (replace(request, policy=replace(request.policy, pipeline=1)), request)

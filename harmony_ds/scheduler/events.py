@@ -55,11 +55,9 @@ def run_jobs(
         capacities: of resources; one that is not named has no limit.
         crowded: resources that have a limit only while several jobs use them: two together may do less than one alone.
     """
-    assert all(before < place for place, job in enumerate(jobs) for before in job.after), "a job waits for a later one"
-    speeds = _Speeds(capacities or {}, crowded)
+    speeds = _Speeds(jobs, capacities or {}, crowded)
     begin, end = [0.0] * len(jobs), [0.0] * len(jobs)
     missing, followers = _dependencies(jobs)
-    kinds = speeds.kinds(jobs)
     ready = [place for place, count in enumerate(missing) if not count]
     running: list[int] = []
     left: list[float] = []  # the ms at full speed that each of them still takes
@@ -70,7 +68,7 @@ def run_jobs(
             left.append(jobs[place].duration_ms)
         running += ready
         ready = []
-        speed = speeds.of(tuple([kinds[place] for place in running]))
+        speed = speeds.of(running)
         step = min([ms / v for ms, v in zip(left, speed, strict=True)])
         now += step
         still, left_of = [], []
@@ -91,6 +89,7 @@ def run_jobs(
 
 def _dependencies(jobs: Sequence[Job]) -> tuple[list[int], list[list[int]]]:
     """For how many jobs each one waits, and which ones wait for it."""
+    assert all(before < place for place, job in enumerate(jobs) for before in job.after), "a job waits for a later one"
     last_on: dict[str, int] = {}
     missing: list[int] = []
     followers: list[list[int]] = [[] for _ in jobs]
@@ -109,25 +108,22 @@ def _dependencies(jobs: Sequence[Job]) -> tuple[list[int], list[list[int]]]:
 class _Speeds:
     """Return for running jobs: capacity over demand at the resource where that is smallest, and at most 1."""
 
-    def __init__(self, capacities: Mapping[str, float], crowded: Collection[str]) -> None:
+    def __init__(self, jobs: Sequence[Job], capacities: Mapping[str, float], crowded: Collection[str]) -> None:
+        numbers: dict[_Demands, int] = {}
+        # A number for the demands of each job: what is looked up at every event is short.
+        self._kinds = [numbers.setdefault(job.demands, len(numbers)) for job in jobs]
+        self._demands = list(numbers)
         self._capacities = tuple(capacities.items())
         self._crowded = frozenset(crowded)
-        self._demands: list[_Demands] = []  # each that a job has, once
         self._known: dict[tuple[int, ...], Sequence[float]] = {}
 
-    def kinds(self, jobs: Sequence[Job]) -> list[int]:
-        """Return a number for the demands of each job: what is looked up at every event is short."""
-        numbers: dict[_Demands, int] = {}
-        kinds = [numbers.setdefault(job.demands, len(numbers)) for job in jobs]
-        self._demands = list(numbers)
-        return kinds
-
-    def of(self, running: tuple[int, ...]) -> Sequence[float]:
-        """By the kinds of the jobs that run."""
-        speeds = self._known.get(running)
+    def of(self, running: Sequence[int]) -> Sequence[float]:
+        """By the places of the jobs that run."""
+        kinds = tuple([self._kinds[place] for place in running])
+        speeds = self._known.get(kinds)
         if speeds is None:
-            demands = tuple([self._demands[kind] for kind in running])
-            speeds = self._known[running] = _share_out(demands, self._capacities, self._crowded)
+            demands = tuple([self._demands[kind] for kind in kinds])
+            speeds = self._known[kinds] = _share_out(demands, self._capacities, self._crowded)
         return speeds
 
 

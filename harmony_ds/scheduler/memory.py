@@ -34,11 +34,6 @@ class MemoryProfile:
             peaks[device] = max(peaks[device], weights + rest)
         return tuple(peaks)
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most on any device."""
-        return max(self.device_peaks)
-
 
 def walk_memory(
     packs: tuple[Pack, ...], tasks: tuple[Task, ...], costs: CostTable, others: Mapping[int, CostTable] | None = None

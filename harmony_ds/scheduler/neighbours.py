@@ -77,18 +77,18 @@ def recut(point: Point, pipeline: int) -> Iterator[Point]:
         yield from _other_forward_cuts(point)
 
 
-def reused(point: Point, packing: Packing, request: PlanRequest, copies_overlap: bool) -> Iterator[Point]:
+def reused(point: Point, packing: Packing, request: PlanRequest) -> Iterator[Point]:
     """Every point with the same cuts that uses memory otherwise, in one way; in two, where packs are few."""
-    single = dict.fromkeys(_reused(point, packing, request, copies_overlap))
+    single = dict.fromkeys(_reused(point, packing, request))
     yield from single
     if len(packing.backward) <= _FEW:
         for one in single:
-            yield from (two for two in _reused(one, packing, request, copies_overlap) if two != point)
+            yield from (two for two in _reused(one, packing, request) if two != point)
 
 
-def _reused(point: Point, packing: Packing, request: PlanRequest, copies_overlap: bool) -> Iterator[Point]:
+def _reused(point: Point, packing: Packing, request: PlanRequest) -> Iterator[Point]:
     """Yield points with swaps issued early or not, more or less stash on the host, a pack more or less, other graphs."""
-    for early in prefetch_choices(copies_overlap, request):
+    for early in prefetch_choices(request):
         if early != point.prefetch:
             yield replace(point, prefetch=early)
     if request.settings.stash == "auto":

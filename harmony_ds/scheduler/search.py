@@ -191,7 +191,7 @@ class _Search:
     def _try_uses(self, packing: Packing, cut: str, thorough: bool) -> float:
         """Try a few ways to use memory with these cuts; return the shortest step; infinite if it is too long."""
         peak = partial(self._peak, packing)
-        every = policies(packing, self._machine.copies_overlap, self._request, peak, thorough)
+        every = policies(packing, self._request, peak, thorough)
         return min([self._try(packing, Point.of(packing, one), one, cut) for one in every], default=0.0)
 
     def _improve(self) -> None:
@@ -218,9 +218,9 @@ class _Search:
         if len(packing.backward) <= _FEW and may_stay(self._request) and _cuts_of(packing) not in self._every:
             self._every.add(_cuts_of(packing))
             peak = partial(self._peak, packing)
-            for policy in every_set(packing, self._machine.copies_overlap, self._request, peak):
+            for policy in every_set(packing, self._request, peak):
                 yield Point.of(packing, policy)
-        uses = reused(best.point, packing, self._request, self._machine.copies_overlap)
+        uses = reused(best.point, packing, self._request)
         cuts = iter(()) if self._request.is_manual else recut(best.point, self._request.policy.pipeline)
         for both in zip_longest(uses, cuts):
             yield from filter(None, both)

@@ -14,7 +14,7 @@ def test_a_gpu_comes_with_its_usual_link_and_host() -> None:
     hardware = hardware_of("rtx4090")
 
     assert hardware.name == "rtx4090/pcie4/desktop-ddr5"
-    assert hardware.gpu.memory_bytes == 24 * 2**30
+    assert hardware.gpu.memory_gib == 24
     assert hardware.host.nominal_gb_per_s == pytest.approx(89.6)
 
 

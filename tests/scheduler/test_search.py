@@ -135,7 +135,7 @@ def test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen(sizes: 
         def peak(policy: Policy, packing: Packing = packing) -> float:
             return make_plan(packing, costs, wanted, policy).peak_bytes
 
-        for policy in policies(packing, GPU.copies_overlap, wanted, peak):
+        for policy in policies(packing, wanted, peak):
             plan = valid(make_plan(packing, costs, wanted, policy))
             assert plan.peak_bytes <= budget
             every.append(steps(simulate(plan, costs, GPU).step_ms))
