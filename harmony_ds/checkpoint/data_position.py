@@ -60,8 +60,7 @@ class ResumableLoader:
 
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
         """Return the position, less the last `unused` batches, which were taken and not trained on yet."""
-        began = None if self._began is None else self._began.clone()
-        return {"began": began, "taken": max(self._taken - unused, 0) * self._processes}
+        return {"began": self._began, "taken": max(self._taken - unused, 0) * self._processes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at a position that so many processes can be at, also in a pass that is under way."""

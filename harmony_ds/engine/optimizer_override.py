@@ -9,11 +9,11 @@ import torch
 
 from harmony_ds.errors import OptimizerError, UnsupportedError
 
-_NAMES = ("step", "zero_grad")
+_NAMES = ("step", "zero_grad", "load_state_dict")
 
 
 class OptimizerOverride:
-    """Replaces `step` and `zero_grad` of an optimizer by calls of its engine."""
+    """Replaces `step`, `zero_grad` and `load_state_dict` of an optimizer by calls of its engine."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class OptimizerOverride:
         # A learning-rate scheduler that was made before has put one there that calls the class's.
         if put is not None and getattr(put, "__wrapped__", None) is not type(optimizer).step:
             raise _replaced()
-        own_zero_grad = optimizer.zero_grad
+        own_zero_grad, own_load = optimizer.zero_grad, optimizer.load_state_dict
 
         def step_by_hand(closure: Callable[[], Any] | None = None) -> None:
             if closure is not None:
@@ -50,29 +50,14 @@ class OptimizerOverride:
             own_zero_grad(set_to_none)
             zero_grad(set_to_none)
 
+        def load_state_dict(state_dict: dict[str, Any]) -> None:
+            finish()
+            own_load(state_dict)
+            _keep_dtypes(optimizer, state_dict)
+
         step_by_hand._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers leave it as it is
-        self._ours = {"step": step_by_hand, "zero_grad": zero_grad_by_hand}
+        self._ours = {"step": step_by_hand, "zero_grad": zero_grad_by_hand, "load_state_dict": load_state_dict}
         vars(optimizer).update(self._ours)
-        self._loading: dict[str, Any] = {}
-        self._finish = finish
-        self._hooks = (
-            optimizer.register_load_state_dict_pre_hook(self._begin_loading),
-            optimizer.register_load_state_dict_post_hook(self._keep_dtypes),
-        )
-
-    def _begin_loading(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        self._finish()
-        self._loading = state_dict
-
-    def _keep_dtypes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give state its saved dtypes again: torch has cast it to those of parameters, which may be bf16."""
-        saved, self._loading = self._loading, {}
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for key, value in saved["state"].get(number, {}).items():
-                if isinstance(value, torch.Tensor) and value.dtype != parameter.dtype:
-                    optimizer.state[parameter][key] = value.detach().to("cpu", copy=True)
 
     def check(self) -> None:
         """Raise OptimizerError if the program has replaced `optimizer.step` since."""
@@ -81,12 +66,20 @@ class OptimizerOverride:
 
     def remove(self) -> None:
         """Give the optimizer its own methods back."""
-        for hook in self._hooks:
-            hook.remove()
         for name, ours in self._ours.items():
             if vars(self._optimizer).get(name) is ours:
                 del vars(self._optimizer)[name]
                 vars(self._optimizer).update({key: own for key, own in self._before.items() if key == name})
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Give state its saved dtypes again: torch has cast it to those of parameters, which may be bf16."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and value.dtype != parameter.dtype:
+                optimizer.state[parameter][key] = value.detach().to("cpu", copy=True)
 
 
 def _replaced() -> OptimizerError:

@@ -11,16 +11,6 @@ import torch
 from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import UnsupportedError
 
-
-def _is_fp16(settings: Settings) -> bool:
-    return settings.now.compute_dtype == torch.float16
-
-
-def _offloads_parameters(settings: Settings) -> bool:
-    block = settings.zero_offload_param()
-    return block is not None and block.device == "cpu"
-
-
 _OF_ENGINE = """
     gradient_accumulation_steps bf16_master_weights_and_gradients fp16_master_weights_and_gradients
     bf16_optimizer_states
@@ -41,8 +31,8 @@ _ANSWERS: dict[str, Callable[[Settings], Any]] = {
     "master_weights_and_grads_dtype": lambda settings: settings.now.master_dtype,
     "low_precision_master_weights_and_grads": lambda settings: settings.now.master_dtype != torch.float32,
     "communication_data_type": lambda settings: settings.communication_data_type,
-    "offload_param": _offloads_parameters,
-    "check_grad_overflow": lambda settings: _is_fp16(settings) or settings.now.skip_overflow,
+    "offload_param": lambda settings: getattr(settings.zero_offload_param(), "device", None) == "cpu",
+    "check_grad_overflow": lambda settings: settings.now.skip_overflow,
     "zero_stage_string": lambda settings: f"ZeRO-{settings.zero_optimization_stage()}",
     "partition_gradients": methodcaller("zero_optimization_partition_gradients"),
     **dict.fromkeys(("cpu_offload", "offload_optimizer"), methodcaller("zero_cpu_offload")),
@@ -123,7 +113,7 @@ class ZeroOptimizer:
 
     def needs_scaler(self) -> bool:
         """Return whether losses have to be scaled, by `engine.backward` or `engine.scale`."""
-        return _is_fp16(vars(self)["_settings"])
+        return bool(self.dtype == torch.float16)
 
     def get_lr(self) -> float:
         """Return the learning rate of the first parameter group."""

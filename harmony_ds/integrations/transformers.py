@@ -260,21 +260,19 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             UnsupportedError: `_prepare_inputs` counts it, so that training_step would find the last one's number.
         """
         assert self._engine is not None
-        first = getattr(self, "_step", None)
+        first: int = getattr(self, "_step", 0)
         prepared = []
         self.model.train()
         with self._engine.streaming():
             for index, batch in enumerate(batches):
-                if first is not None:
-                    self._step = first + index
+                self._step = first + index
                 prepared.append(self._prepare_inputs(batch))
-                if first is not None and self._step != first + index:
+                if self._step != first + index:
                     raise UnsupportedError(
                         f"{type(self).__name__}._prepare_inputs counts micro-batches (in _step), and harmony_ds "
                         "prepares all of a step before the first runs. Use this trainer without HarmonyMixin."
                     )
-        if first is not None:
-            self._step = first
+        self._step = first
         return prepared
 
     @contextmanager
@@ -350,10 +348,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        assert self._engine is not None
-        path, _ = self._engine.load_checkpoint(checkpoint, load_module_strict=not _is_peft_model(self.model))
-        if path is None:
-            raise UsageError(f"{checkpoint} holds no checkpoint of harmony_ds: resume needs one, not weights alone.")
+        self._load_checkpoint(checkpoint, "resume")
         if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
             state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
             self.lr_scheduler.load_state_dict(state)
@@ -364,13 +359,14 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             super()._load_best_model()
             return
         # Weights are there once for all processes, which load them together.
-        strict = not _is_peft_model(self.model)
-        path, _ = self._engine.load_checkpoint(best, load_module_strict=strict, load_module_only=True)
+        processes = f"load_best_model_at_end in {self._engine.world_size} processes (without save_only_model)"
+        self._load_checkpoint(best, processes, load_module_only=True)
+
+    def _load_checkpoint(self, folder: str, who: str, **options: Any) -> None:
+        assert self._engine is not None
+        path, _ = self._engine.load_checkpoint(folder, load_module_strict=not _is_peft_model(self.model), **options)
         if path is None:
-            processes = f"load_best_model_at_end in {self._engine.world_size} processes"
-            raise UsageError(
-                f"{processes} needs a whole checkpoint: {best} holds weights alone, leave save_only_model off."
-            )
+            raise UsageError(f"{folder} holds no checkpoint of harmony_ds: {who} needs one, not weights alone.")
 
 
 class HarmonyTrainer(HarmonyMixin, Trainer):  # type: ignore[misc]
