@@ -133,8 +133,8 @@ def restore_random(states: dict[str, Any], device: Device) -> None:
     """Set the generators, except those of a device of another kind than the saved one."""
     random.setstate(states["python"])
     saved, present = states["device"], device.random_state()
-    fits = [a.shape == b.shape and a.dtype == b.dtype for a, b in zip(saved, present, strict=False)]
-    kept = [old if ok else now for old, now, ok in zip(saved, present, fits, strict=False)]
+    pairs = zip(saved, present, strict=False)
+    kept = [old if (old.shape, old.dtype) == (now.shape, now.dtype) else now for old, now in pairs]
     device.set_random_state((*kept, *present[len(kept) :]))
     if "numpy" in states:
         import numpy as np

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,16 +46,16 @@ def restore(trained: Trained, snapshot: Snapshot, options: LoadOptions, where: s
         complaints += _refusals_of_scheduler(type(scheduler).__name__, snapshot)
     if complaints:
         raise CheckpointError(f"the checkpoint {where} does not fit this engine: {'; '.join(complaints)}.")
-    with _undone_if_refused(trained, where):
-        if scheduler is not None and snapshot.scheduler is not None:
-            scheduler.load_state_dict(copy.deepcopy(snapshot.scheduler[1]))
-        if snapshot.data is not None and trained.loader is not None and whole:
-            trained.loader.load_state_dict(snapshot.data)
+    parts: list[tuple[Any, Any]] = []
+    if scheduler is not None and snapshot.scheduler is not None:
+        parts.append((scheduler, snapshot.scheduler[1]))
+    if snapshot.data is not None and trained.loader is not None and whole:
+        parts.append((trained.loader, snapshot.data))
+    _load_all_or_none(parts, where)
     with torch.no_grad():
         _put_weights(trained, snapshot, options)
         if optimizer is not None and snapshot.optimizer is not None:
-            for name, state in _optimizer_states(optimizer, snapshot.optimizer):
-                optimizer.put_state(name, state)
+            _put_optimizer(optimizer, snapshot.optimizer)
     if snapshot.random is not None and whole:
         restore_random(snapshot.random, trained.device)
 
@@ -124,13 +123,12 @@ def _refusals_of_scheduler(ours: str, snapshot: Snapshot) -> list[str]:
     return []
 
 
-@contextmanager
-def _undone_if_refused(trained: Trained, where: str) -> Iterator[None]:
-    """Give scheduler and loader their old state back if one of them refuses the new one while taking it."""
-    parts: tuple[Any, ...] = (trained.scheduler, trained.loader)
-    kept = [(part, copy.deepcopy(part.state_dict())) for part in parts if hasattr(part, "load_state_dict")]
+def _load_all_or_none(parts: list[tuple[Any, Any]], where: str) -> None:
+    """Load each part's state; give all of them their old one back if one refuses the new one while taking it."""
+    kept = [(part, copy.deepcopy(part.state_dict())) for part, _ in parts]
     try:
-        yield
+        for part, state in parts:
+            part.load_state_dict(copy.deepcopy(state))
     except Exception as error:
         for part, state in kept:
             part.load_state_dict(state)
@@ -167,8 +165,8 @@ def _put_parameter(store: HostStore, name: str, snapshot: Snapshot) -> None:
         weight.copy_(saved.read())
 
 
-def _optimizer_states(optimizer: HostOptimizer, saved: OptimizerState) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Give `optimizer` the saved hyper-parameters; yield, by parameter, a state of its own in the optimizer's form."""
+def _put_optimizer(optimizer: HostOptimizer, saved: OptimizerState) -> None:
+    """Give `optimizer` the saved hyper-parameters and, for each parameter, a state of its own in the optimizer's form."""
     same = type(optimizer.optimizer).__name__ == saved.kind
     for present, group in zip(optimizer.optimizer.param_groups, saved.groups, strict=True):
         for key, value in group.values.items():
@@ -182,7 +180,7 @@ def _optimizer_states(optimizer: HostOptimizer, saved: OptimizerState) -> Iterat
             state = {key: _read_into(present_state.get(key), value, kept) for key, value in state.items()}
             if not same and "step" in state:  # a Python number in DeepSpeed's compiled optimizers, a tensor in torch's
                 state["step"] = int(state["step"]) if optimizer.native else torch.tensor(float(state["step"]))
-        yield name, state
+        optimizer.put_state(name, state)
 
 
 def _read_into(memory: Any, value: Any, dtype: torch.dtype | None) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -83,6 +81,5 @@ def _check_buffers(model: nn.Module) -> None:
 def _switch_off_checkpointing(model: nn.Module) -> None:
     """Layers are recomputed anyway; transformers' own checkpointing would recompute them a second time."""
     for module in model.modules():
-        values: dict[str, Any] = module.__dict__
-        if values.get("gradient_checkpointing") is True:
-            values["gradient_checkpointing"] = False
+        if vars(module).get("gradient_checkpointing") is True:
+            vars(module)["gradient_checkpointing"] = False

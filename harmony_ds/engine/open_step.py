@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.engine.lifetime import while_alive
-from harmony_ds.engine.one_time_warnings import DIVIDED_TWICE, EARLY_READ, OneTimeWarnings
+from harmony_ds.engine.one_time_warnings import DIVIDED_TWICE, EARLY_READ
 from harmony_ds.engine.optimizer_override import OptimizerOverride
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.step_log import StepLog
@@ -48,7 +48,6 @@ class OpenStep:
         self._assembly = assembly = training.assembly
         self._runner, self._world, self._optimizer = assembly.runner, assembly.world, assembly.host_optimizer
         self._running = False  # the step, or a part of it
-        self._warnings = OneTimeWarnings()
         self.gradients = StepGradients(assembly, training.scaler)
         self.override: OptimizerOverride | None = None
         if assembly.optimizer is not None:
@@ -60,7 +59,7 @@ class OpenStep:
 
     def _group_parts(self) -> GroupParts:
         training, assembly, config = self._training, self._assembly, self._training.settings.now
-        device, seed, warn = assembly.device, config.harmony.seed, while_alive(self._warnings.warn)
+        device, seed, warn = assembly.device, config.harmony.seed, while_alive(training.warnings.warn)
         return GroupParts(
             module=training.model,
             calls=ModelCalls(
@@ -141,8 +140,9 @@ class OpenStep:
         """Update from what has gathered, for `optimizer.step()`. Gradients of parameters that are not the optimizer's
         stay, for another one to step.
         """
+        assert self._optimizer is not None
         training, queued = self._training, len(self.group)
-        if not queued and not self.gradients.are_on_parameters():
+        if not queued and not self._assembly.parts.user_gradients.exist(self._optimizer.trained):
             check_dropped(self.gradients.used)
             return
         unmanaged = self.gradients.pop_unmanaged()

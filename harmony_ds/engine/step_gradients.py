@@ -74,11 +74,6 @@ class StepGradients:
 
     # ---- optimizer.step() and optimizer.zero_grad() by hand
 
-    def are_on_parameters(self) -> bool:
-        """Return whether the user's own backward passes have left some on the optimizer's parameters."""
-        assert self._optimizer is not None
-        return self._own.exist(self._optimizer.trained)
-
     def pop_unmanaged(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Remove and return the gradients of parameters that the optimizer does not have."""
         assert self._optimizer is not None

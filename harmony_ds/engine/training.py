@@ -45,7 +45,7 @@ class Training:
         self._backwards = 0  # backward passes of the group that is queued now
         self._norm: Future[GradientNorm] | None = None
         self._applied = False
-        self._warnings = OneTimeWarnings()
+        self.warnings = OneTimeWarnings()
 
     # ---- optimizer
 
@@ -101,7 +101,7 @@ class Training:
         note_overflow(self.optimizer, outcome.overflow)
 
     def _warn_if_not_finite(self, outcome: Outcome) -> None:
-        warnings, step = self._warnings, self.global_steps + 1
+        warnings, step = self.warnings, self.global_steps + 1
 
         def check(norm: Future[GradientNorm]) -> None:
             if not norm.cancelled() and norm.exception() is None and not math.isfinite(norm.result().total):
