@@ -37,7 +37,8 @@ class DeviceOptimizer:
         self._host = host
         self._on_host = device.type == "cpu"
         row = native_of(host.optimizer)
-        stand_in = None if row is None else torch_equivalent(row, [nn.Parameter(torch.empty(0))], _is_coupled(host))
+        coupled = not getattr(host.optimizer, "adam_w_mode", True)
+        stand_in = None if row is None else torch_equivalent(row, [nn.Parameter(torch.empty(0))], coupled)
         self._replaced = stand_in is not None and not self._on_host
         self._kind = _kind_of(stand_in or host.optimizer)
         self._fused = device.type == "cuda" and self._kind in ("AdamW", "Adam", "SGD")
@@ -146,10 +147,6 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     torchs = [cls.__name__ for cls in classes if cls.__module__.startswith("torch.optim.")]
     kinds = [name for name in torchs if name in _TEMPORARIES]
     return kinds[0] if kinds and stepping.__module__.startswith("torch.optim.") else ""
-
-
-def _is_coupled(host: HostOptimizer) -> bool:
-    return not getattr(host.optimizer, "adam_w_mode", True)
 
 
 def torch_equivalent(row: OptimizerRow, parameters: Iterable[Any], coupled: bool = False) -> torch.optim.Optimizer:

@@ -117,7 +117,9 @@ def policies(packing: Packing, request: PlanRequest, peak: Peak, thorough: bool 
         thorough: also without early swaps, with all the stash on the host, and with the last packs resident.
     """
     stashes, early_or_not = _stashes(packing, request), prefetch_choices(request)
-    base = replace(request.policy, resident=_given(packing, request))
+    residency = request.settings.residency
+    given = resident_packs(packing, residency) if isinstance(residency, int) else ()
+    base = replace(request.policy, resident=given)
     least = peak(replace(base, prefetch=early_or_not[-1], stash_on_host=stashes[-1]))
     if request.budget_bytes is not None and least > request.budget_bytes:
         return
@@ -225,9 +227,3 @@ def _stashes(packing: Packing, request: PlanRequest) -> list[int]:
     if request.settings.stash != "auto":
         return [count if request.settings.stash == "host" else 0]
     return sorted({round(share * count) for share in _SHARES}) if count > len(_SHARES) else list(range(count + 1))
-
-
-def _given(packing: Packing, request: PlanRequest) -> tuple[int, ...]:
-    """Return the packs that are resident because the settings say how many are."""
-    residency = request.settings.residency
-    return resident_packs(packing, residency) if isinstance(residency, int) else ()
