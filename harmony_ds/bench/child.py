@@ -39,23 +39,25 @@ class Server:
         if reason is not None:
             raise UnsupportedError(reason)
         self.engine: Engine = adapter(name).build(task)
+        self._step = 0
 
-    def run(self, first: int, count: int) -> dict[str, Any]:
-        """Take steps back to back. The clock stops when nothing is under way any longer."""
-        groups = [self.task.batches(first + index, self._rank) for index in range(count)]
+    def run(self, count: int) -> dict[str, Any]:
+        """Take the next steps back to back. The clock stops when nothing is under way any longer."""
+        first, self._step = self._step, self._step + count
+        groups = [self.task.batches(step, self._rank) for step in range(first, self._step)]
         start = time.perf_counter()
         losses = [float(self.engine.step(group)) for group in groups]
         self.engine.drain()
-        return {"losses": losses, "drained_ms": (time.perf_counter() - start) * 1e3}
+        return {"first": first, "losses": losses, "drained_ms": (time.perf_counter() - start) * 1e3}
 
-    def report(self, step: int) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Return the engine's report, peaks of memory (of several processes each its share of what is shared), and counts.
 
         A step of its own is counted: bytes that are copied, as CUDA's profiler sees them, and sent to other processes.
         """
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if self.task.devices == 1 else _own_bytes()
         report: dict[str, Any] = {"host_peak_bytes": peak}
-        batches = self.task.batches(step, self._rank)
+        batches = self.task.batches(self._step, self._rank)
         if self._on_cuda:
             report["device_peak_bytes"] = torch.cuda.max_memory_allocated()
             report["device_reserved_bytes"] = torch.cuda.max_memory_reserved()

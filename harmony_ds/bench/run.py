@@ -7,9 +7,10 @@ alike. On CUDA, where each needs the host memory and the device for itself, a pr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from harmony_ds.bench.processes import Child, ChildFailedError
 from harmony_ds.bench.results import Results, Row
@@ -64,13 +65,13 @@ def choose_micro_batch(label: str, row: Row, tell: Tell) -> None:
         tell(f"{label}: looking for its best micro-batch, {rows} rows")
         try:
             with Child(row.engine, cut) as child:
-                child.ask("run", 0, 1)
-                step_ms = min(child.ask("run", step, 1)["drained_ms"] for step in (1, 2))
+                _, *times = [child.ask("run", 1)["drained_ms"] for _ in range(3)]
         except ChildFailedError as error:
             row.sweep[str(rows)] = {"error": "out of memory" if error.out_of_memory else str(error)}
             if downward:
                 continue
             break  # a larger one needs more still
+        step_ms = min(times)
         row.sweep[str(rows)] = {"step_ms": step_ms}
         if step_ms > _CLEARLY_SLOWER * best_ms:
             break
@@ -84,18 +85,14 @@ class _Race:
     def __init__(self, results: Results, path: Path, tell: Tell) -> None:
         self._results, self._path, self._tell = results, path, tell
         self._alive: dict[str, Child] = {}
-        self._next_step: dict[str, int] = {}
 
     def start(self, label: str, alive: ExitStack) -> None:
-        """Build the engine and take its warm-up steps; an error becomes part of its row."""
+        """Build the engine and take its warm-up steps."""
         row = self._results.rows[label]
-        if row.error is not None:
-            return
-        self._tell(f"{label}: warming up")
-        child = alive.enter_context(Child(row.engine, row.task))
-        with self._noting_errors(label):
-            self._alive[label], self._next_step[label] = child, 0
-            self._steps(label, self._results.timing.warmup_steps)
+        if row.error is None:
+            self._tell(f"{label}: warming up")
+            self._alive[label] = alive.enter_context(Child(row.engine, row.task))
+            self._ask(label, "run", self._results.timing.warmup_steps)
 
     def take(self, number: int, label: str) -> None:
         """Take one engine's turn of one round."""
@@ -110,33 +107,29 @@ class _Race:
 
     def report(self) -> None:
         """Collect the reports of all that are alive, of the steps that were timed."""
-        for label, child in list(self._alive.items()):
-            with self._noting_errors(label):
-                self._results.rows[label].report = child.ask("report", self._next_step[label])
+        for label in [*self._alive]:
+            if answer := self._ask(label, "report"):
+                self._results.rows[label].report = answer
         self._alive.clear()
 
     def _turn(self, number: int, label: str) -> None:
-        if label in self._alive:
-            with self._noting_errors(label):
-                steps = self._results.timing.steps
-                self._results.rows[label].rounds[str(number)] = {"drained_ms": self._steps(label, steps) / steps}
+        steps = self._results.timing.steps
+        if answer := self._ask(label, "run", steps):
+            self._results.rows[label].rounds[str(number)] = {"drained_ms": answer["drained_ms"] / steps}
 
-    def _steps(self, label: str, count: int) -> float:
-        """Take steps, and return the milliseconds of all."""
-        first, losses = self._next_step[label], self._results.rows[label].losses
-        answer = self._alive[label].ask("run", first, count)
-        # A process that was started anew takes its first steps again: they replace themselves.
-        losses[first : first + count] = answer["losses"]
-        self._next_step[label] = first + count
-        return float(answer["drained_ms"])
-
-    @contextmanager
-    def _noting_errors(self, label: str) -> Iterator[None]:
-        """Make an error of the process its row's, which ends its part in the comparison."""
+    def _ask(self, label: str, *request: Any) -> dict[str, Any]:
+        """Ask an engine's process; {} if it has ended. An error becomes its row's, and ends its part in the comparison."""
+        row = self._results.rows[label]
+        if label not in self._alive:
+            return {}
         try:
-            yield
+            answer = self._alive[label].ask(*request)
         except ChildFailedError as error:
-            row = self._results.rows[label]
             row.error, row.out_of_memory = str(error), error.out_of_memory
-            self._alive.pop(label, None)
+            del self._alive[label]
             self._tell(f"{label}: {'out of memory' if error.out_of_memory else 'failed'}: {error}")
+            return {}
+        if losses := answer.get("losses"):
+            # A process that was started anew takes its first steps again: they replace themselves.
+            row.losses[answer["first"] : answer["first"] + len(losses)] = losses
+        return answer

@@ -21,6 +21,7 @@ from harmony_ds.estimate.text import wrapped
 from harmony_ds.scheduler.grid import amount
 from harmony_ds.scheduler.joining import Advice
 from harmony_ds.scheduler.sizes import WHOLE, Sizes
+from harmony_ds.scheduler.swaps import lower_bound_bytes
 
 DOES_NOT_FIT, _LABEL = 3, 13
 SurveyUnder = Callable[[Config], Survey]
@@ -107,7 +108,7 @@ def _forecast_json(now: Forecast) -> dict[str, Any]:
         "host_bytes": dict(now.host_bytes),
         "host_budget_bytes": now.host_budget_bytes,
         "swaps": asdict(now.prediction.swaps),
-        "lower_bound_bytes": now.lower_bound_bytes,
+        "lower_bound_bytes": lower_bound_bytes(now.plan),
         "zero3_offload_bytes": now.zero3_offload_bytes,
         "packs": len(now.plan.packing.backward),
         "policy": asdict(now.plan.policy),
@@ -226,8 +227,8 @@ def _show_forecast(now: Forecast, unit: str) -> None:
         "one step": f"{now.prediction.step_ms / 1e3:,.2f} s: {now.items_per_s:,.0f} {unit}/s, the device computes "
         f"{1 - now.prediction.idle_share:.0%} of the time",
         "bottleneck": f"{now.bottleneck.replace('_', ' ')} (busy: {busy})",
-        "swaps": f"{amount(moved)} of weights and gradients = {moved / max(1, now.lower_bound_bytes):.2f} x the lower "
-        f"bound, {amount(stash)} of stash{between}{versus}",
+        "swaps": f"{amount(moved)} of weights and gradients = {moved / max(1, lower_bound_bytes(now.plan)):.2f} x the "
+        f"lower bound, {amount(stash)} of stash{between}{versus}",
     }
     for label, text in lines.items():
         print(wrapped(f"{label:<{_LABEL}}{text}", " " * _LABEL))

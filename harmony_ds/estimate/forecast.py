@@ -20,7 +20,7 @@ from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.simulate import Prediction, simulate
-from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
+from harmony_ds.scheduler.swaps import zero3_offload_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,6 @@ class Forecast:
         """Host memory that lacks; 0 where everything fits."""
         budget = self.host_budget_bytes
         return 0 if budget is None else max(0, self.host_total_bytes - budget)
-
-    @property
-    def lower_bound_bytes(self) -> int:
-        """Weights and gradients that a step with these packs must move, for each device."""
-        return lower_bound_bytes(self.plan)
 
     @property
     def zero3_offload_bytes(self) -> int:

@@ -97,7 +97,7 @@ def test_an_engine_of_another_module_is_found_by_its_path() -> None:
     assert engines.adapter("harmony_ds.bench.engines.torch:torch") is engines.adapter("torch")
     with pytest.raises(ConfigError, match='"no_module:engine" cannot be imported'):
         engines.adapter("no_module:engine")
-    with pytest.raises(ConfigError, match="did you mean torch"):
+    with pytest.raises(ConfigError, match='Did you mean "torch"'):
         engines.adapter("harmony_ds.bench.engines.torch:torhc")
 
 
@@ -243,7 +243,7 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--engines", "harmny"], 'there is no engine "harmny"; did you mean harmony'),
+        (["--engines", "harmny"], 'there is no engine "harmny". Did you mean "harmony"'),
         (["--engines", "torch", "--processes", "2"], "none of these engines can run here"),
         pytest.param(
             ["--device", "cuda"],

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from harmony_ds.bench.engines import deepspeed, harmony, torch
 from harmony_ds.bench.engines.adapter import Adapter, Engine
-from harmony_ds.config.hints import nearest
+from harmony_ds.config.hints import did_you_mean
 from harmony_ds.errors import ConfigError
 
 __all__ = ["ENGINES", "Adapter", "Engine", "adapter"]
@@ -26,8 +26,6 @@ def adapter(name: str) -> Adapter:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f'the engine "{name}" cannot be imported: {error}.') from error
     if own not in known:
-        near = nearest(own, known)
-        hint = f"; did you mean {near}" if near else ""
-        raise ConfigError(f'there is no engine "{name}"{hint}. There are {", ".join(known)}.')
+        raise ConfigError(f'there is no engine "{name}". {did_you_mean(own, known)}')
     found: Adapter = known[own]
     return found
