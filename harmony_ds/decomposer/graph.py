@@ -54,9 +54,6 @@ class LayerGraph:
     def parameter(self, name: str) -> ParameterSpec:
         return next(spec for spec in self.parameters if spec.name == name)
 
-    def layer_at(self, position: int) -> LayerSpec:
-        return self.layers[self.calls[position]]
-
 
 def merge_calls(known: tuple[int, ...], seen: tuple[int, ...]) -> tuple[int, ...]:
     """Return a call order of which both `known` and `seen` are subsequences.
