@@ -97,7 +97,7 @@ def _search(
 ) -> tuple[Choice, ...]:
     """None where the host's room is what is too small."""
     found: list[tuple[Choice, ...]] = []
-    failures: list[DoesNotFitError] = []
+    failures: list[str] = []  # not the errors: one that a frame holds, whose traceback holds the frame, is a cycle
     for way in among_devices(request, machine):
         packer = Packer(graph, costs, element, way.policy)
         one = _Search(costs, machine, packer, way, top)
@@ -109,10 +109,10 @@ def _search(
             assert one.smallest is not None
             packing, policy = one.smallest
             smallest = make_plan(packing, costs, way, policy)
-            failures.append(DoesNotFitError(explain(smallest, way)))
+            failures.append(explain(smallest, way))
     if not found:
         if failures:
-            raise failures[-1]
+            raise DoesNotFitError(failures[-1])
         return ()
     best = min(found, key=lambda choices: choices[0].prediction.step_ms)
     others = [choices[0] for choices in found if choices is not best]

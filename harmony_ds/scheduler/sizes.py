@@ -90,7 +90,7 @@ def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable, Sizes],
         try:
             choice = choose(costs, sizes)
         except DoesNotFitError as error:
-            failure = error
+            failure = error.with_traceback(None)  # which holds this frame
             continue
         prediction = choice.prediction
         best_ms = min(best_ms, prediction.step_ms)

@@ -89,7 +89,7 @@ class CallSizes:
         try:
             in_slices = rank_sizes(profile, sample.rows, choose)
         except DoesNotFitError as error:
-            failure = error
+            failure = error.with_traceback(None)  # which holds this frame
         if in_slices and self.may_join:
             self._see_alone(sample)
             one_by_one = choose(combined(profile, in_slices[0], sample.rows), in_slices[0])

@@ -151,7 +151,7 @@ class Planner:
             try:
                 self.choices = self._choose(graph, table, self._group_size, sizes)
             except DoesNotFitError as error:
-                failure = error
+                failure = error.with_traceback(None)  # which holds this frame, and the sample
                 continue
             if self._costs is None:
                 self.advice = self._advise(graph, table, sample.rows)

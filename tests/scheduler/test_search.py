@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
@@ -268,3 +271,21 @@ def test_plans_are_found_without_grouping(machine: Machine, deferred: bool) -> N
     policy = Policy(deferred_update=deferred, grouping=False)
     wanted = replace(request(40_000, residency="auto"), policy=policy, micro_batches=7)
     assert search(GRAPH, COSTS, machine, FP32, wanted)[0].plan.peak_bytes <= 40_000
+
+
+def test_an_error_that_is_caught_keeps_no_frame_alive() -> None:
+    """Frames of the caller hold tensors on the device, which would stay until Python collects garbage."""
+    held: list[weakref.ref[Random]] = []
+
+    def ask() -> None:
+        local = Random()
+        held.append(weakref.ref(local))
+        with suppress(DoesNotFitError):
+            search(GRAPH, COSTS, CPU, FP32, request(1))
+
+    gc.disable()
+    try:
+        ask()
+        assert held[0]() is None
+    finally:
+        gc.enable()
