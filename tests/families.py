@@ -390,6 +390,18 @@ class NetOutput:
     prediction: Tensor
 
 
+class InjectedLoss(torch.autograd.Function):
+    """Adds a loss to the graph beside `x`, as Megatron's MoEAuxLossAutoScaler does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones(())
+
+
 class Block(nn.Module):
     """(B, T, WIDTH) -> (B, T, WIDTH): a residual two-layer perceptron, the ordinary layer of these modules."""
 

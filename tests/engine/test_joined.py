@@ -27,7 +27,7 @@ from tests.engine.drive import (
     train_groups,
     weights_of,
 )
-from tests.families import BLOCKS, FAMILIES, OF_BERT, TEXT, Batch, Family, transformer
+from tests.families import BLOCKS, FAMILIES, OF_BERT, TEXT, Batch, Family, InjectedLoss, transformer
 
 GROUP, STEPS = 8, 3
 SIZES = [{"forward": 8, "backward": 4}, {"forward": 3, "backward": 8}, {"forward": 8, "backward": 8}]
@@ -220,18 +220,6 @@ class Layered(nn.Module):
         return self.layers[2](self.layers[1](x)).pow(2).mean()
 
 
-class Injected(torch.autograd.Function):
-    """Hands a loss to autograd beside `x`, as Megatron's MoEAuxLossAutoScaler does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.tensor(0.1)
-
-
 class Balanced(nn.Linear):
     """Has a loss over all rows, seen by its gradients alone; where `in_training`, and the rows are all its own if not."""
 
@@ -241,7 +229,9 @@ class Balanced(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
-        return x if self.in_training and not self.training else Injected.apply(x, x.softmax(-1).mean(0).square().sum())
+        if self.in_training and not self.training:
+            return x
+        return InjectedLoss.apply(x, 0.1 * x.softmax(-1).mean(0).square().sum())
 
 
 def rows_of_four(steps: int = 3) -> Groups:

@@ -15,6 +15,7 @@ from harmony_ds.calls.slices import slicing_of
 from harmony_ds.measuring.row_probe import RowProbe
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.profiler.rows import RowDims, Rows
+from tests.families import InjectedLoss
 from tests.runtime.scripted import ScriptedDevice, assembled
 
 SHARED = "its rows depend on each other"
@@ -74,23 +75,11 @@ class CentredBackward(Base):
         return Mean.apply(x * self.weight, self.share)
 
 
-class Auxiliary(torch.autograd.Function):
-    """Adds a loss to the graph, as Megatron's MoEAuxLossAutoScaler does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.full((), 1e-6)
-
-
 class Balanced(Base):
     """Has a small loss over all rows of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return Auxiliary.apply(x * self.weight, (x * self.weight).softmax(-1).mean(0).square().sum())
+        return InjectedLoss.apply(x * self.weight, 1e-6 * (x * self.weight).softmax(-1).mean(0).square().sum())
 
 
 class ByFrequency(Base):
