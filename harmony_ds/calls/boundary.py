@@ -70,38 +70,6 @@ def _refuse_second_order() -> None:
         )
 
 
-class _InputLink(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_order()
-        if not torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
-            raise UnsupportedError(
-                "torch.autograd.grad with respect to inputs of a model that an engine trains, whose backward pass runs "
-                "layer by layer, outside that graph. Call engine.backward(loss) and read .grad of the inputs."
-            )
-        return gradient, *(None for _ in ctx.next_functions[1:])
-
-
-def link_to_inputs(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return `output` with a graph that leads to `inputs`, from which layers computed it, but carries no gradient there.
-
-    It lets `torch.autograd.grad` with respect to `inputs` be refused by name.
-    """
-    # Only copies of leaves: the graphs of other inputs would be propagated through, and freed, twice.
-    leaves = [t for t in inputs if t.requires_grad and _copies_a_leaf(t)]
-    guarded: Tensor = _InputLink.apply(output, *leaves) if leaves and output.requires_grad else output  # type: ignore[no-untyped-call]
-    return guarded
-
-
-def _copies_a_leaf(tensor: Tensor) -> bool:
-    following = next_nodes(tensor.grad_fn)
-    return len(following) == 1 and not following[0].next_functions
-
-
 def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:
     return getattr(node, "harmony_targets", None)
 

@@ -17,8 +17,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from harmony_ds.errors import UsageError
-
 
 class _Engine(threading.local):
     runs = False
@@ -39,16 +37,6 @@ def checkpoints_bypassed() -> Iterator[None]:
         yield
     finally:
         _engine.runs = before
-
-
-def refuse_outer_checkpoint() -> None:
-    """Raise UsageError if the caller has opened a checkpoint, whose recomputation would call the engine again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__:
-        raise UsageError(
-            "the engine was called within a checkpoint of torch.utils, which would call it again during the backward pass. "
-            "Call the engine itself: it recomputes layers anyway. Checkpoints inside the model may stay."
-        )
 
 
 def _patch_reentrant(function: Any, call: Callable[..., Any]) -> None:

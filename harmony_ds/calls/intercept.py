@@ -19,9 +19,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from harmony_ds.calls.compiling import Compiler, CompileRequests
-from harmony_ds.calls.installed import PhantomParameter
 from harmony_ds.calls.plain_copies import EngineAttribute, exclude_from_copies, include_in_copies
-from harmony_ds.calls.transforms import refuse_transforms
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import UnsupportedError
 
@@ -162,24 +160,15 @@ class InterceptedForward(EngineAttribute):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler, layer = _active.handler, self._layer
         if handler is None:
-            if torch._C._current_graph_task_id() != -1:
-                self._refuse_in_backward()
             return self._forward(*args, **kwargs)
-        refuse_transforms(layer.name)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedError(
+                f"layer {layer.name} is called inside a transform of torch.func (vmap, grad, jvp), and runs later. "
+                "Transform within one layer's forward, or name a module that contains it in harmony.layers."
+            )
         autocast = Autocast.current(handler.device_type)
         context, grad = contextvars.copy_context(), torch.is_grad_enabled()
         return handler.call(Request(layer.index, self._handled, args, kwargs, context, grad, autocast))
-
-    def _refuse_in_backward(self) -> None:
-        """Raise UnsupportedError if the engine's backward pass runs, where the layer's parameters are not there."""
-        if any(isinstance(parameter, PhantomParameter) for parameter in self._layer.module.parameters()):
-            raise UnsupportedError(
-                f"layer {self._layer.name} is called in the middle of a backward pass, by a hook or an autograd function "
-                "of the program's own. A loss with a cache (GradCache, the Cached... losses of sentence-transformers): "
-                "take it without, as the engine keeps no activations of the batch on the device. A checkpoint of the "
-                "program's own: call the layer itself, which the engine recomputes anyway. A solver (DEQ): make the module "
-                'that holds it and its hook one layer, by its name in the ds_config ("harmony": {"layers": ["..."]}).'
-            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._layer.module, "forward")

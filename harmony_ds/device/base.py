@@ -75,8 +75,6 @@ class Device(ABC):
     number = 0
     """The number of the current device, of `count` that one process drives."""
     count = 1
-    modes: tuple[type, ...] = ()
-    """Torch modes that `as_current` enters."""
     _watch: Callable[[Stream, StreamContext], StreamContext] | None = None
 
     @property

@@ -40,7 +40,6 @@ class DeviceGroup(Device):
         self.host_type = home.host_type
         self.pins_host = home.pins_host
         self.has_values = home.has_values
-        self.modes = home.modes
         self.model = home.model
         self.active = home
         self._copying: int | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import cut, explaining_errors, link_to_inputs
+from harmony_ds.calls.boundary import cut, explaining_errors
 from harmony_ds.calls.contract import CallState
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Autocast
@@ -131,10 +131,6 @@ class MicroBatch:
         self.lane.close()
         self.lane = None
         self.forwarded = True
-
-    def lead_outside(self, inputs: list[Tensor]) -> None:
-        """Lead a backward pass of the caller's, from its outputs, to `inputs`, which require gradients."""
-        self.outputs = map_tensors(lambda tensor: link_to_inputs(tensor, inputs), self.outputs)
 
     # ---- its backward pass
 

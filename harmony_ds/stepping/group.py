@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.checkpointing import refuse_outer_checkpoint
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.random_streams import micro_batch_seed
-from harmony_ds.calls.transforms import refuse_transforms
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.checkpoint.capture import persistent_buffers
 from harmony_ds.errors import BatchError, ModelError, UnsupportedError
@@ -27,7 +25,7 @@ from harmony_ds.parallel import PeerDiverged
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
 from harmony_ds.stepping.direct import EngineBackward
 from harmony_ds.stepping.first_step import prove
-from harmony_ds.stepping.inputs import Arguments, Inputs, check_modes
+from harmony_ds.stepping.inputs import Arguments, Inputs
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.pending import PendingLoss
@@ -88,7 +86,6 @@ class StepGroup(Queue):
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take one call of the engine; return pending outputs, or real ones where the model returns no loss."""
-        refuse_transforms()
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
         kind = self._parts.kinds.get(*ticket.micro_batch.inputs)
         assert kind is not None
@@ -110,7 +107,6 @@ class StepGroup(Queue):
             call: what is called with `arguments` instead of the model; it calls the model itself.
             aside: makes the context that measuring runs in.
         """
-        refuse_outer_checkpoint()
         known = call is not None or not self._parts.replaced_forward.is_new
         call = call or self._parts.replaced_forward.call()
         micro_batch = self._micro_batch(len(self._queue), arguments, call)
@@ -131,7 +127,6 @@ class StepGroup(Queue):
         self, index: int, arguments: Arguments, call: Callable[..., Any], reduce: Callable[[Any], Any] | None = None
     ) -> MicroBatch:
         """Make a micro-batch; `reduce`: of one without gradients, what is kept of its outputs."""
-        check_modes("a call of the engine", self._parts.calls.device.modes)
         args, kwargs = inputs = arguments.tree
         if not arguments.tensors:
             raise BatchError(
@@ -242,8 +237,6 @@ class StepGroup(Queue):
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         self._parts.propagating()
-        if not later:
-            check_modes("backward from a loss of the engine", self._parts.calls.device.modes)
         if ticket.leads_outside and not later:
             self._parts.propagate()
         elif ticket.leads_outside and not self._called_back:

@@ -7,14 +7,10 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from harmony_ds.calls.trees import flatten, unflatten
-from harmony_ds.errors import BatchError, UnsupportedError
+from harmony_ds.errors import BatchError
 from harmony_ds.stepping.pending import PendingLoss
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -84,20 +80,3 @@ def _own(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and not isinstance(leaf, PendingLoss):
         return leaf.clone()
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-
-def check_modes(what: str, carried: tuple[type, ...]) -> None:
-    """Refuse modes that are active around `what` and would not see what runs later, as those `carried` do.
-
-    Raises:
-        UnsupportedError: one is, other than torch's default device.
-    """
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        active = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
-        modes = [type(mode).__name__ for mode in active if not isinstance(mode, (DeviceContext, *carried))]
-        if modes:
-            raise UnsupportedError(
-                f"{modes[-1]} is active around {what}, which runs layer by layer and later, when a TorchFunctionMode or "
-                "TorchDispatchMode may be closed: enter it inside a layer's forward, or use it with the plain model, "
-                "before initialize."
-            )

@@ -190,8 +190,6 @@ class QueuedMicroBatch:
         """Note that the forward pass ran on its own: its loss can be read, and propagated from, until the step is over."""
         micro_batch = self.micro_batch
         micro_batch.cut_outputs()
-        if self.leads_outside:
-            micro_batch.lead_outside(self.arguments.tensors)
         self._part_outputs()
         self._keep_graph()
         if self.wanted:

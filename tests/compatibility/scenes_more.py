@@ -388,7 +388,6 @@ def refused(api: Api, script: Script) -> None:
     )
     script.row("fp16: gradients put on parameters by hand", lambda: by_hand(api))
     script.row("two losses of one micro-batch, gradients read in between", lambda: two_losses(api))
-    script.row("torch.func.grad through the engine", lambda: transformed(api))
     script.row("loss.backward(), stage 0", lambda: direct_without_zero(api))
 
 
@@ -414,13 +413,6 @@ def two_losses(api: Api) -> list[float]:
             engine.backward(loss, retain_graph=retain)
             norms.append(api.utils.safe_get_full_grad(model.weight).norm().item())
     return [len(norms)]
-
-
-def transformed(api: Api) -> torch.Tensor:
-    inputs, targets = batches(1)[0]
-    with api.engine(config(1)) as engine:
-        gradient: torch.Tensor = torch.func.grad(lambda given: engine(given, targets))(inputs)
-        return gradient
 
 
 def direct_without_zero(api: Api) -> bool:

@@ -21,7 +21,6 @@ from tests.exactness.models import (
     batches,
     by_both_loops,
     changed_between_steps,
-    of_logits,
     seen_after_steps,
     sgd,
     slow,
@@ -291,20 +290,6 @@ def saved_tensors_on_cpu(side: Side) -> Found:
     def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu():
             return engine(x, labels)
-
-    return trained(side, Net(), adamw, loss)
-
-
-@case(*PAIRS)
-def saved_tensors_changed(side: Side) -> Found:
-    """Forwards run under saved_tensors_hooks that round what is saved for backward to bf16."""
-
-    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: t.bfloat16() if t.dtype == torch.float32 else t,
-            lambda t: t.float() if t.dtype == torch.bfloat16 else t,
-        ):
-            return of_logits(engine, x, labels)
 
     return trained(side, Net(), adamw, loss)
 

@@ -482,20 +482,6 @@ def gradient_of_the_weights_by_autograd(side: Side) -> Found:
     return weights(model)
 
 
-@case(*ALL)
-def gradient_penalty_on_inputs(side: Side) -> Found:
-    """WGAN-GP: the norm of the gradient of the inputs, by autograd.grad(..., create_graph=True)."""
-    model = Net()
-    engine = side.initialize(model, sgd(model))
-    for x, _ in batches(2 * side.accumulation):
-        x.requires_grad_(True)
-        out = engine(x).mean()
-        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
-        engine.backward(out + (gradient.norm() - 1.0).pow(2))
-        engine.step()
-    return weights(model)
-
-
 @case()
 def gradient_of_an_input(side: Side) -> Found:
     """`x.requires_grad_()`, and `x.grad` is read after backward, from the first step on."""

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from tests.exactness.case import ALL, ONE, PAIRS, REGROUPED, Found, case
 from tests.exactness.models import (
     Net,
-    Sigmoids,
     adamw,
     batches,
     own_loss,
@@ -187,34 +184,6 @@ def optimizer_around_another(side: Side) -> Found:
         engine(x, y).backward()
         inner.step()
     return weights(model)
-
-
-# ---- around the model
-
-
-class SigmoidBelow(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return torch.sigmoid(*args) if func is torch.ops.aten.tanh.default else func(*args, **(kwargs or {}))
-
-
-@case(*PAIRS)
-def function_mode_around_the_call(side: Side) -> Found:
-    """`with` a TorchFunctionMode that exchanges a function, around the call."""
-    return called_within(side, Sigmoids)
-
-
-@case(*PAIRS)
-def dispatch_mode_around_the_call(side: Side) -> Found:
-    """The same with a TorchDispatchMode."""
-    return called_within(side, SigmoidBelow)
-
-
-def called_within(side: Side, mode: Callable[[], AbstractContextManager[Any]]) -> Found:
-    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
-        with mode():
-            return engine(x, labels)
-
-    return trained(side, Net(), sgd, loss, steps=1)
 
 
 # ---- compiled

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -259,17 +258,6 @@ def checkpoint_inside_blocks(side: Side) -> Found:
 def reentrant_checkpoint_inside_blocks(side: Side) -> Found:
     """The reentrant kind inside every block's forward, with dropout."""
     return by_both_loops(side, Net(partial(ReentrantInside, dropout=0.3)), adamw)
-
-
-@case()
-def whole_model_checkpointed(side: Side) -> Found:
-    """The loop calls checkpoint(engine, x, use_reentrant=False)."""
-
-    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
-        logits = checkpoint(engine, x.requires_grad_(True), use_reentrant=False)
-        return F.cross_entropy(logits, labels)
-
-    return trained(side, Net(), adamw, loss)
 
 
 # ---- autocast

@@ -66,7 +66,6 @@ class LateDevice(CpuDevice):
         """`seed`: copies are done at random moments (None: as late as possible). `beside`: the first of its group."""
         super().__init__(budget_bytes)
         self.name = "late"
-        self.modes = (_Watch,)
         self.place = 0
         if beside is not None:
             self.place = len(beside._group)
