@@ -1,6 +1,6 @@
 """harmony_ds: DeepSpeed's API over Harmony's schedule, for models much larger than the device's memory."""
 
-# ruff: noqa: F403, F405 - errors are named once, in __all__
+# ruff: noqa: F403, PLE0604 - what is imported here is exported
 
 from __future__ import annotations
 
@@ -8,77 +8,47 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harmony_ds import utils, zero
-    from harmony_ds.calls.random_streams import micro_batch_seed
-    from harmony_ds.engine import HarmonyEngine, initialize
-    from harmony_ds.engine.reports import MemoryReport, PlanReport, SwapReport
-    from harmony_ds.engine.start import add_config_arguments
+    from harmony_ds import utils as utils
+    from harmony_ds import zero as zero
+    from harmony_ds.calls.random_streams import micro_batch_seed as micro_batch_seed
+    from harmony_ds.engine import HarmonyEngine as HarmonyEngine
+    from harmony_ds.engine import initialize as initialize
+    from harmony_ds.engine.reports import MemoryReport as MemoryReport
+    from harmony_ds.engine.reports import PlanReport as PlanReport
+    from harmony_ds.engine.reports import SwapReport as SwapReport
+    from harmony_ds.engine.start import add_config_arguments as add_config_arguments
     from harmony_ds.errors import *
-    from harmony_ds.integrations.as_deepspeed import install_as_deepspeed
-    from harmony_ds.parallel.distributed import init_distributed
-    from harmony_ds.scheduler.grid import format_plan
-    from harmony_ds.scheduler.plan import Plan, Task, TaskKind
-    from harmony_ds.scheduler.trace import ExecutedStep
+    from harmony_ds.integrations.as_deepspeed import install_as_deepspeed as install_as_deepspeed
+    from harmony_ds.parallel.distributed import init_distributed as init_distributed
+    from harmony_ds.scheduler.grid import format_plan as format_plan
+    from harmony_ds.scheduler.plan import Plan as Plan
+    from harmony_ds.scheduler.plan import Task as Task
+    from harmony_ds.scheduler.plan import TaskKind as TaskKind
+    from harmony_ds.scheduler.trace import ExecutedStep as ExecutedStep
 
 __version__ = "0.2.0"
 
-_HOMES = {
-    "ExecutedStep": "scheduler.trace",
-    "HarmonyEngine": "engine",
-    "MemoryReport": "engine.reports",
-    "Plan": "scheduler.plan",
-    "PlanReport": "engine.reports",
-    "SwapReport": "engine.reports",
-    "Task": "scheduler.plan",
-    "TaskKind": "scheduler.plan",
-    "add_config_arguments": "engine.start",
-    "format_plan": "scheduler.grid",
-    "init_distributed": "parallel.distributed",
-    "initialize": "engine",
-    "install_as_deepspeed": "integrations.as_deepspeed",
-    "micro_batch_seed": "calls.random_streams",
+_NAMES = {
+    "calls.random_streams": "micro_batch_seed",
+    "engine": "HarmonyEngine initialize",
+    "engine.reports": "MemoryReport PlanReport SwapReport",
+    "engine.start": "add_config_arguments",
+    "errors": "BatchError CheckpointError ConfigError DoesNotFitError EngineFailedError HarmonyError HostMemoryError "
+    "ModelError OptimizerError PeerFailedError ProfileError UnsupportedError UsageError",
+    "integrations.as_deepspeed": "install_as_deepspeed",
+    "parallel.distributed": "init_distributed",
+    "scheduler.grid": "format_plan",
+    "scheduler.plan": "Plan Task TaskKind",
+    "scheduler.trace": "ExecutedStep",
 }
-
-_ROOMS = ("utils", "zero")
-
-__all__ = [
-    "BatchError",
-    "CheckpointError",
-    "ConfigError",
-    "DoesNotFitError",
-    "EngineFailedError",
-    "ExecutedStep",
-    "HarmonyEngine",
-    "HarmonyError",
-    "HostMemoryError",
-    "MemoryReport",
-    "ModelError",
-    "OptimizerError",
-    "PeerFailedError",
-    "Plan",
-    "PlanReport",
-    "ProfileError",
-    "SwapReport",
-    "Task",
-    "TaskKind",
-    "UnsupportedError",
-    "UsageError",
-    "__version__",
-    "add_config_arguments",
-    "format_plan",
-    "init_distributed",
-    "initialize",
-    "install_as_deepspeed",
-    "micro_batch_seed",
-    "utils",
-    "zero",
-]
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+__all__ = ["__version__", "utils", "zero", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     # Loaded when asked for: importing the package stays quick.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _ROOMS:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in __all__:
         return import_module(f"{__name__}.{name}")
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -67,7 +67,7 @@ class PhantomParameter(torch.Tensor):
                 raise ModelError(
                     f"the parameter {phantom.harmony_name} was used ({func}) outside the call of the layer that owns it, "
                     "where it is not on the device. Name a module that contains both in harmony.layers. A loss that calls "
-                    "the model in its backward pass (GradCache, the Cached... ones of sentence-transformers) cannot be used."
+                    "the model in its backward pass (GradCache, the Cached... ones of sentence-transformers) cannot be run."
                 )
             return tensor
 
