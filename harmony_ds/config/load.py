@@ -40,7 +40,10 @@ def load_config(
     raw = with_values(read_config(source), instead or {})
     if instead and {MICRO_BATCH, STEPS} <= raw.keys():
         raw.pop("train_batch_size", None)
-    checked = check(raw)
+    return _config(raw, check(raw), world_size)
+
+
+def _config(raw: dict[str, Any], checked: Checked, world_size: int) -> Config:
     model = checked.model
     if model.gradient_allreduce_op == "sum" and model.zero_optimization.stage == 3:
         raise ConfigError("gradient_allreduce_op='sum' is not supported with ZeRO stage 3")

@@ -145,11 +145,8 @@ def assemble(
     accept(model, device, config.compute_dtype)
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
-    disk_bytes = 0
-    if device.host_type == "cpu":
-        planned = admission.PlannedOptimizer.of(config, client_optimizer, given)
-        admission.check_host_room(admission.host_need(decomposition, model, config, planned, device), world)
-        disk_bytes = admission.disk_need(config, model, planned)
+    planned = admission.PlannedOptimizer.of(config, client_optimizer, given)
+    disk_bytes = admission.check_room(decomposition, model, config, planned, device, world)
     store = _to_slabs(model, decomposition, config, (device, world), disk_bytes)
     masters = Masters(store.parameters, store.masters)
     optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)
@@ -212,6 +209,23 @@ def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: S
     return HostOptimizer(optimizer, store.masters, apart)
 
 
+def _host_gradients(
+    config: Config, memory: tuple[Device, HostStore, SingleProcess], ledger: Ledger, optimizer: HostOptimizer
+) -> HostGradients:
+    device, _, world = memory
+    limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
+    return HostGradients(device, ledger, config.accumulation_dtype, limit, optimizer.trains, world)
+
+
+def _joins(
+    device: Device, crossings: Crossings, layer_calls: LayerCalls, residency: Residency, layers: tuple[Layer, ...]
+) -> Joins:
+    def may_be_joined(layer: int) -> bool:  # hooks see each micro-batch's gradient
+        return layer_calls.may_be_joined(layer) and not residency.are_hooked(layers[layer].parameters)
+
+    return Joins(device, crossings, layer_calls.name_of, may_be_joined)
+
+
 def _parts(
     model: nn.Module,
     config: Config,
@@ -224,21 +238,15 @@ def _parts(
     ledger, timeline = Ledger(device), StepTimeline(device)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
     device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
-    gradients: HostGradients | None = None
+    gradients = None if host_optimizer is None else _host_gradients(config, memory, ledger, host_optimizer)
     updater: Updater | None = None
-    if host_optimizer is not None:
-        limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
-        gradients = HostGradients(device, ledger, config.accumulation_dtype, limit, host_optimizer.trains, world)
+    if host_optimizer is not None and gradients is not None:
         threads = update_threads(world.local_size) if device.copies_overlap else None
         updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
         host_optimizer.watch_state(partial(_finish_updates, updater, device_store))
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
     crossings = Crossings(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, crossings)
-
-    def may_be_joined(layer: int) -> bool:  # hooks see each micro-batch's gradient
-        return layer_calls.may_be_joined(layer) and not residency.are_hooked(decomposition.layers[layer].parameters)
-
     parts = Parts(
         device=device,
         residency=residency,
@@ -251,7 +259,7 @@ def _parts(
         contract=Contract(model),
         crossings=crossings,
         layer_calls=layer_calls,
-        joins=Joins(device, crossings, layer_calls.name_of, may_be_joined),
+        joins=_joins(device, crossings, layer_calls, residency, decomposition.layers),
         random=RandomStreams(device),
         timeline=timeline,
         user_gradients=UserGradients(store, updater),

@@ -22,19 +22,16 @@ class OptimizerOverride:
         zero_grad: Callable[[bool], None],
         finish: Callable[[], None],
     ) -> None:
-        """Args:
-            step: the engine's update. None of these three keeps the engine alive.
-            zero_grad: drops the model's gradients; takes `set_to_none`.
-            finish: waits for pending updates, before state that is loaded takes the place of what they write into.
+        """Take three functions that do not keep the engine alive: its update; what drops gradients (`set_to_none`); and
+        what waits for updates, before state that is loaded takes the place of what they write into.
 
         Raises:
             OptimizerError: the program has put a `step` of its own on the optimizer.
         """
         self._optimizer = optimizer
         self._before = {name: vars(optimizer)[name] for name in _NAMES if name in vars(optimizer)}
-        put = self._before.get("step")
         # A learning-rate scheduler that was made before has put one there that calls the class's.
-        if put is not None and getattr(put, "__wrapped__", None) is not type(optimizer).step:
+        if (put := self._before.get("step")) and getattr(put, "__wrapped__", None) is not type(optimizer).step:
             raise _replaced()
         own_zero_grad, own_load = optimizer.zero_grad, optimizer.load_state_dict
 
