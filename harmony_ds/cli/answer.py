@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from harmony_ds.cli.options import config_of
+from harmony_ds.cli.options import DISK, DISK_FOLDER, config_of
 from harmony_ds.cli.progress import progress
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.check import MICRO_BATCH, STEPS
@@ -33,8 +33,11 @@ _LESS_ON_HOST: tuple[tuple[Mapping[str, object], str], ...] = (
     ({"harmony.split_masters": True}, " (the same bits)"),
     ({"optimizer.type": "Lion"}, ""),
     ({"harmony.stash": "device"}, ""),
+    ({DISK: "nvme", DISK_FOLDER: "/nvme"}, " (the same bits, at the pace of a disk: --nvme-gb-per-s)"),
 )
 """Values of a ds_config that may need less host memory, each with a remark."""
+_OF_ONE_PROCESS = {"harmony.split_masters", DISK}
+"""Keys among them that several processes cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ def _forecast_json(now: Forecast) -> dict[str, Any]:
         "device_budget_bytes": now.survey.request.budget_bytes,
         "host_bytes": dict(now.host_bytes),
         "host_budget_bytes": now.host_budget_bytes,
+        "disk_bytes": now.disk_bytes,
         "swaps": asdict(now.prediction.swaps),
         "lower_bound_bytes": lower_bound_bytes(now.plan),
         "zero3_offload_bytes": now.zero3_offload_bytes,
@@ -162,7 +166,10 @@ def _ways_to_less_on_host(now: Forecast) -> Iterator[str]:
     sizes, half = {MICRO_BATCH: config.micro_batch, STEPS: steps}, {STEPS: steps // 2}
     stage = {"zero_optimization.stage": config.values["zero_optimization.stage"] or 1}  # 16-bit state asks for one
     saved: dict[str, int] = {}
+    alone = set() if now.plan.policy.devices == 1 else _OF_ONE_PROCESS
     for values, remark in (*_LESS_ON_HOST, ({**_BF16_STATE, **stage}, " (which rounds every update)"), (half, "")):
+        if not alone.isdisjoint(values):
+            continue
         with suppress(ConfigError, DoesNotFitError):  # not every value goes with the others
             changed = load_config(config.raw, instead={**sizes, **values})
             quick = forecast(now.survey.under(changed), now.host_budget_bytes)
@@ -222,6 +229,7 @@ def _show_forecast(now: Forecast, unit: str) -> None:
     lines = {
         "device": f"{amount(now.plan.peak_bytes)} of {device}: fits",
         "host": f"{amount(now.host_total_bytes)} of {host}: {fits} ({kinds})",
+        **({"disk": f"{amount(now.disk_bytes)} of masters and optimizer state"} if now.disk_bytes else {}),
         "plan": now.choice.reason,
         **({} if sizes == WHOLE else {"pieces": str(sizes)}),
         "one step": f"{now.prediction.step_ms / 1e3:,.2f} s: {now.items_per_s:,.0f} {unit}/s, the device computes "

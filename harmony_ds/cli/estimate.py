@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from harmony_ds.cli import options
 from harmony_ds.cli.answer import answer, reply
@@ -19,10 +20,12 @@ def register(parser: argparse.ArgumentParser) -> None:
     options.add_answer(parser)
     text = 'GPU, and if not the usual ones its link and host: "rtx4090/pcie4/desktop-ddr5" (without: rtx4090).'
     parser.add_argument("--machine", metavar="NAME", help=text)
+    text = "Masters and optimizer state on a disk (offload_optimizer) that reads or writes so much in a second."
+    parser.add_argument("--nvme-gb-per-s", type=options.at_least(0.001, float), metavar="GB", help=text)
 
 
 def command(args: argparse.Namespace) -> int:
-    hardware = hardware_of(args.machine or _ASSUMED)
+    hardware = replace(hardware_of(args.machine or _ASSUMED), disk_gb_per_s=args.nvme_gb_per_s)
 
     def survey(config: Config) -> Survey:
         return estimate(load_subject(args.model, "meta", config.micro_batch, args.sequence), config, hardware)

@@ -74,6 +74,12 @@ class Forecast:
         return 0 if budget is None else max(0, self.host_total_bytes - budget)
 
     @property
+    def disk_bytes(self) -> int:
+        """Masters and optimizer state on a disk."""
+        trained = sum(spec.numel for spec in self.survey.graph.parameters if spec.trainable)
+        return update_cost(self.survey.config).disk_bytes * trained
+
+    @property
     def zero3_offload_bytes(self) -> int:
         """Bytes that ZeRO-3 with parameter and optimizer offload would move on one device."""
         survey, count = self.survey, self.plan.micro_batches * self.plan.policy.together
@@ -112,7 +118,7 @@ def _state_bytes(survey: Survey) -> dict[str, int]:
     return {
         "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
         "masters": update.master_bytes * elements if update.copy_bytes else 0,
-        "optimizer": 0 if update.on_disk else update.state_bytes * update.states * elements,
+        "optimizer": 0 if update.disk_bytes else update.state_bytes * update.states * elements,
     }
 
 

@@ -99,12 +99,17 @@ def estimate(subject: Subject, config: Config, hardware: Hardware) -> Survey:
 
     Raises:
         ModelError: the model cannot be decomposed, or not run without data.
-        ConfigError: the ds_config asks for torch_autocast.
+        ConfigError: the ds_config asks for torch_autocast, or for a disk whose rate is not known.
     """
     if config.autocast_dtype is not None:
         raise ConfigError(
             "torch.autocast does not reach the meta device, on which estimates are made: use `harmony-ds plan` on a "
             'machine that has the device, or switch "torch_autocast" off.'
+        )
+    if config.disk_folder is not None and hardware.disk_gb_per_s is None:
+        raise ConfigError(
+            'zero_optimization.offload_optimizer.device is "nvme", and how fast that disk is cannot be measured here: say '
+            "what it reads or writes in a second (--nvme-gb-per-s 3)."
         )
     return _on_meta(subject, config, hardware.machine(update_cost(config)), hardware.kernels())
 
@@ -159,8 +164,10 @@ def update_cost(config: Config) -> UpdateCost:
     states = 2 if states is None else states  # taken for Adam-like
     master = config.master_bytes or config.master_dtype.itemsize
     copy = config.compute_dtype.itemsize if config.master_bytes else 0
-    state, on_disk = config.state_dtype.itemsize, config.disk_folder is not None
-    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, state, on_disk)
+    state, disk = config.state_dtype.itemsize, 0
+    if config.disk_folder is not None:
+        disk = states * state + (master if config.compute_dtype.itemsize < master else 0)
+    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, state, disk)
 
 
 def _on_meta(subject: Subject, config: Config, machine: Machine, rates: KernelRates | None) -> Survey:
@@ -193,8 +200,9 @@ def _bare(config: Config) -> Config:
     """Return the config without files, and with an optimizer."""
     optimizer, residency = config.optimizer or _ADAM, config.harmony.residency
     options = optimizer.params
-    if options.get("bias_correction") is False and not options.get("torch_adam"):
-        residency = "kept" if residency == "auto" else "off"  # the device would not step as the host does
+    as_given = options.get("bias_correction") is not False or options.get("torch_adam")
+    if config.disk_folder is not None or not as_given:  # the device would not step as the host does
+        residency = "kept" if residency == "auto" else "off"
     settings = replace(config.harmony, plan=None, profile=None, residency=residency)
     return replace(config, optimizer=optimizer, harmony=settings)
 

@@ -107,7 +107,7 @@ class UpdateCost:
         gradient_bytes: of one element of the gradient, as it arrives.
         copy_bytes: of one element of the compute-dtype copy that is written beside the master; 0 without one.
         master_bytes, state_bytes: of one element of the master, and of one of those numbers.
-        on_disk: whether they lie on a disk, whose rate is not known here.
+        disk_bytes: of those that lie on a disk.
     """
 
     states: int
@@ -115,7 +115,7 @@ class UpdateCost:
     copy_bytes: int
     master_bytes: int = 4
     state_bytes: int = 4
-    on_disk: bool = False
+    disk_bytes: int = 0
 
     @property
     def bytes_per_element(self) -> float:
@@ -126,12 +126,17 @@ class UpdateCost:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A GPU in a slot of a host."""
+    """A GPU in a slot of a host.
+
+    Attributes:
+        disk_gb_per_s: what its disk reads or writes; None: not known.
+    """
 
     gpu: Gpu
     link: Link
     host: Host
     typical: Typical
+    disk_gb_per_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -155,13 +160,16 @@ class Hardware:
         host = self.host.nominal_gb_per_s * typical.host_bandwidth_share * _PER_MS
         device = self.gpu.memory_gb_per_s * typical.bandwidth_share * _PER_MS
         one_way = self.link.one_way_gb_per_s * _PER_MS
+        updated = host / update.bytes_per_element
+        if update.disk_bytes and self.disk_gb_per_s is not None:
+            updated = min(updated, self.disk_gb_per_s * _PER_MS / (2.0 * update.disk_bytes))  # read, and written
         return Machine(
             name=self.name,
             copies_overlap=True,
             swap_in_bytes_per_ms=one_way,
             swap_out_bytes_per_ms=one_way,
             link_bytes_per_ms=self.link.both_ways_gb_per_s * _PER_MS,
-            update_elements_per_ms=host / update.bytes_per_element,
+            update_elements_per_ms=updated,
             norm_elements_per_ms=host / update.gradient_bytes,
             host_bytes_per_ms=host,
             device_update_elements_per_ms=device / update.bytes_per_element,

@@ -210,7 +210,25 @@ def test_a_model_too_large_for_the_host_exits_with_3_and_is_forecast_all_the_sam
     assert data["lack"]["needed_bytes"] == sum(data["host_bytes"].values())
     assert data["tokens_per_s"] > 0
     ways = " ".join(data["lack"]["ways_out"])
-    assert "grad_accum_dtype" in ways and "gradient_clipping" in ways and "Lion" in ways
+    assert "grad_accum_dtype" in ways and "gradient_clipping" in ways and "Lion" in ways and '"nvme"' in ways
+    ways = " ".join(run_json(*arguments, "--processes", "2")["lack"]["ways_out"])  # one process alone has a disk
+    assert "Lion" in ways and '"nvme"' not in ways and "split_masters" not in ways
+
+
+def test_masters_and_state_on_a_disk_are_no_host_memory_and_its_rate_is_the_updates(tiny: str, tmp_path: Path) -> None:
+    memory = run_json("estimate", tiny, "--no-advice")
+    fast, slow = (run_json("estimate", tiny, "--no-advice", "--nvme-gb-per-s", rate) for rate in ("1000", "0.001"))
+
+    assert memory["disk_bytes"] == 0
+    assert fast["disk_bytes"] == slow["disk_bytes"] == 12 * memory["trainable_parameters"]
+    assert fast["host_bytes"]["masters"] == fast["host_bytes"]["optimizer"] == 0
+    assert slow["bottleneck"] == "update" and slow["step_ms"] > 24 * memory["trainable_parameters"] / 1e3
+    assert fast["step_ms"] < slow["step_ms"] / 2
+    file = tmp_path / "ds_config.json"
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    file.write_text(json.dumps({"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": offload}))
+    found = run("estimate", tiny, "--ds-config", str(file))
+    assert found.exit_code == 1 and "--nvme-gb-per-s" in found.stderr
 
 
 def test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory(tiny: str, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harmony_ds.errors import ConfigError
@@ -58,6 +60,14 @@ def test_adam_in_mixed_precision_moves_thirty_bytes_per_parameter_and_runs_at_th
     assert ADAM.bytes_per_element == machine.update_bytes_per_element == 30
     assert machine.host_bytes_per_ms == pytest.approx(51.2e6 * 0.75)
     assert machine.update_elements_per_ms == pytest.approx(51.2e6 * 0.75 / 30)
+
+
+def test_masters_and_state_on_a_disk_are_updated_at_its_pace_if_that_is_slower() -> None:
+    on_disk, hardware = replace(ADAM, disk_bytes=12), hardware_of("rtx4090/desktop-ddr4")
+
+    slow, fast = (replace(hardware, disk_gb_per_s=rate).machine(on_disk) for rate in (3.0, 300.0))
+    assert slow.update_elements_per_ms == pytest.approx(3e6 / 24)  # 12 bytes read and written
+    assert fast == hardware.machine(ADAM) == replace(hardware, disk_gb_per_s=3.0).machine(ADAM)
 
 
 def test_devices_with_nvlink_send_through_it_and_others_through_their_slot() -> None:
