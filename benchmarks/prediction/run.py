@@ -3,6 +3,7 @@
     python -m benchmarks.prediction.run            predicted against measured step time, four models, three plans each
     torchrun --nproc_per_node 2 -m benchmarks.prediction.run       with two processes that share the gradients
     ... -m benchmarks.prediction.run --link 16     either with a link of 16 MiB/s in each direction, beside compute
+    python -m benchmarks.prediction.run --disk 200      with masters and moments on a disk that moves 200 MiB/s
 
 Every number is a ratio of two times taken side by side: the model is profiled and trained by turns, so that a slow
 minute of the machine slows both. Prints a line per plan and writes JSON to benchmarks/results/. The link is that of
@@ -14,6 +15,10 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -43,7 +48,23 @@ def build(name: str) -> nn.Module:
     return language_model("gpt2", **sizes, bos_token_id=0, eos_token_id=0)
 
 
-def measure(name: str, budget: float, steps: int, link: float | None) -> Any:
+def slow_down_disk(rate: float) -> None:
+    """Let what the engine reads and writes in files take its bytes over `rate` (MiB/s), one transfer at a time."""
+    busy = threading.Lock()
+
+    def at_rate(call: Callable[..., int]) -> Callable[..., int]:
+        def transfer(*arguments: Any) -> int:
+            with busy:
+                begin, moved = time.perf_counter(), call(*arguments)
+                time.sleep(max(0.0, moved / rate / MIB - (time.perf_counter() - begin)))
+            return moved
+
+        return transfer
+
+    os.preadv, os.pwritev = at_rate(os.preadv), at_rate(os.pwritev)
+
+
+def measure(name: str, budget: float, steps: int, link: float | None, disk: float | None) -> Any:
     """Train `steps` steps in a new engine, and return its plan report. `link`: MiB/s in each direction (None: as it is)."""
     shape = SHAPES[name]
     harmony: dict[str, Any] = {"device": "cpu", "device_memory_gib": budget / GIB}
@@ -59,6 +80,8 @@ def measure(name: str, budget: float, steps: int, link: float | None) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "harmony": harmony,
     }
+    if disk is not None:
+        config["zero_optimization"] = {"offload_optimizer": {"device": "nvme", "nvme_path": tempfile.gettempdir()}}
     engine, *_ = harmony_ds.initialize(device=device, model=build(name), config=config)
     data = tokens(VOCABULARY, shape["rows"], shape["tokens"], seed=1 + RANK)
     for _ in range(steps + 2):
@@ -71,12 +94,13 @@ def measure(name: str, budget: float, steps: int, link: float | None) -> Any:
 def compared(name: str, share: float, options: argparse.Namespace) -> dict[str, Any]:
     """Compare predicted with measured step times: medians over rounds, each with a profile and an engine of its own."""
     budget = share * sum(p.numel() * p.element_size() for p in build(name).parameters())
-    reports = [measure(name, budget, options.steps, options.link) for _ in range(options.rounds)]
+    reports = [measure(name, budget, options.steps, options.link, options.disk) for _ in range(options.rounds)]
     ratios = [report.predicted_step_ms / report.typical_step_ms for report in reports]
     found = {
         "shape": {"name": name, **SHAPES[name]},
         "budget_bytes": int(budget),
         "link_mib_per_s": options.link,
+        "disk_mib_per_s": options.disk,
         "plan": reports[-1].choices[0].reason,
         "predicted_ms": [report.predicted_step_ms for report in reports],
         "measured_ms": [report.typical_step_ms for report in reports],
@@ -99,14 +123,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--link", type=float, metavar="MIB/S", help="a link of that rate, beside compute")
+    parser.add_argument("--disk", type=float, metavar="MIB/S", help="masters and moments on a disk of that rate")
     parser.add_argument("--only", metavar="NAME", choices=SHAPES, help="one shape; writes nothing")
     options = parser.parse_args()
     quiet()
+    if options.disk is not None:
+        slow_down_disk(options.disk)
     shapes = [options.only] if options.only else SHAPES
     rows = [compared(name, share, options) for name in shapes for share in SHAPES[name]["budgets"]]
     if RANK == 0 and not options.only:
         several = f"-{PROCESSES}-processes" if PROCESSES > 1 else ""
-        write_results(f"prediction{several}{'' if options.link is None else '-slow-link'}", {"rows": rows})
+        slow = ("-slow-link" if options.link is not None else "") + ("-disk" if options.disk is not None else "")
+        write_results(f"prediction{several}{slow}", {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -140,22 +140,56 @@ def test_a_full_disk_is_an_error_before_training_with_both_numbers(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_an_error_of_the_disk_comes_up_as_itself_and_the_engine_says_that_it_cannot_go_on(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+def failing(call: Any, place: int) -> Any:
+    """Return `call`, whose transfer number `place` fails or ends short; the one before it stops half-way, which is none."""
+    number = 0
 
-    config = config_of(1, None, **BF16, **on(tmp_path), optimizer=ADAM)
-    with engine_for(LLAMA.build(0.0), None, config) as engine:
-        train_groups(engine, groups_of(LLAMA, 1, 1))
-        engine.finish_updates()
-        monkeypatch.setattr(os, call, broken)
-        with pytest.raises(OSError, match="Input/output error"):
-            train_groups(engine, groups_of(LLAMA, 3, 1))
-        with pytest.raises(EngineFailedError, match="Input/output error"):
-            train_groups(engine, groups_of(LLAMA, 1, 1))
+    def transfer(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal number
+        number += 1
+        if number == place:
+            buffers = [buffers[0][: max(1, len(buffers[0]) // 2)]]
+        elif number > place and place % 3:
+            code = (errno.EIO, errno.ENOSPC)[place % 2]
+            raise OSError(code, os.strerror(code))
+        elif number > place:
+            return 0
+        moved: int = call(descriptor, buffers, offset)
+        return moved
+
+    return transfer
+
+
+FAULTS = [
+    pytest.param(call, place, marks=() if place in (0, 7) else pytest.mark.deep)
+    for place in range(20)
+    for call in ("preadv", "pwritev")
+]
+
+
+@pytest.mark.parametrize(("call", "place"), FAULTS)
+def test_a_fault_of_the_disk_comes_up_as_itself_and_training_goes_on_from_the_checkpoint(
+    call: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "BLOCK", 256)
+    setup = Setup(optimizer=None, config={**BF16, "optimizer": ADAM, **on(tmp_path / "disk")})
+    with engine_of(setup) as engine:
+        train(engine, setup, range(4))
+        expected = values_of(engine)
+    with engine_of(setup) as engine:
+        train(engine, setup, range(2))
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        fault = r"Input/output error|No space left|file on the disk ends"
+        with monkeypatch.context() as broken:
+            broken.setattr(os, call, failing(getattr(os, call), place))
+            with pytest.raises(OSError, match=fault):
+                train(engine, setup, range(2, 4))
+        with pytest.raises(EngineFailedError, match=fault):
+            train(engine, setup, range(2, 3))
+    with engine_of(setup, fresh=False) as engine:
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        train(engine, setup, range(2, 4))
+        assert_equal(values_of(engine), expected)
 
 
 @pytest.mark.parametrize(
