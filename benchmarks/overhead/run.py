@@ -9,6 +9,7 @@ A layer call is one layer run for one micro-batch, forward and back. The plan is
     recomputed  packs of four layer calls, all of them swapped; but for the last pack, whose two decoder layers are fused,
                 each layer is run again before its backward pass
     fused       one pack: each layer is run once
+    joined      as recomputed, and calls take the rows of all micro-batches (a layer call is still counted for each)
 
 Beside them the same layers run in plain PyTorch, whose time is taken off: forward twice (in the last pack once) and
 backward once, layer by layer, or (fused) forward and backward once. Every side has a process of its own, and all take
@@ -32,7 +33,8 @@ from typing import Any
 
 PLAIN = "plain PyTorch"
 PACK = 4
-PLANS = {"recomputed": {"pack_layers": PACK, "residency": "off"}, "fused": {}}
+_PACKS = {"pack_layers": PACK, "residency": "off"}
+PLANS: dict[str, dict[str, Any]] = {"recomputed": _PACKS, "fused": {}, "joined": _PACKS}
 
 
 def started(checkout: Path | None, options: argparse.Namespace) -> subprocess.Popen[str]:
@@ -82,6 +84,8 @@ def engine_step(options: argparse.Namespace) -> Callable[[], None]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "harmony": {"device": "cpu", **PLANS[options.plan]},
     }
+    if options.plan == "joined":
+        config["harmony"]["micro_batch"] = options.accumulation
     engine, *_ = harmony_ds.initialize(model=model, config=config)
 
     def step() -> None:
@@ -103,14 +107,16 @@ def plain_step(options: argparse.Namespace) -> Callable[[], None]:
     model(**batch)
     hook.remove()
     (hidden, *_), arguments = seen[0]
-    hidden, gradient = hidden.detach(), torch.ones_like(hidden)
+    calls = 1 if options.plan == "joined" else options.accumulation
+    hidden = hidden.detach().repeat(options.accumulation // calls, 1, 1)
+    gradient = torch.ones_like(hidden)
 
     def recomputed() -> None:
         for layer in layers[: 2 - PACK]:  # norm and head end the last pack
-            for _ in range(options.accumulation):
+            for _ in range(calls):
                 layer(hidden.detach().requires_grad_(), **arguments)
         for layer in reversed(layers):
-            for _ in range(options.accumulation):
+            for _ in range(calls):
                 layer(hidden.detach().requires_grad_(), **arguments).backward(gradient)
 
     def fused() -> None:
@@ -120,7 +126,7 @@ def plain_step(options: argparse.Namespace) -> Callable[[], None]:
                 output = layer(output, **arguments)
             output.backward(gradient)
 
-    return {"recomputed": recomputed, "fused": fused}[options.plan]
+    return fused if options.plan == "fused" else recomputed
 
 
 def count_calls(step: Callable[[], None]) -> dict[str, float]:
