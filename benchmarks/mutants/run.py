@@ -7,7 +7,7 @@
     python benchmarks/mutants/run.py --check                          # runs no test: is every fault still to be planted?
 
 A mutant is killed by the first test that fails, or by a run that takes longer than 900 s. The tests of the mutant's own
-room run first, with the engine's, then those that see most, then all others. Writes benchmarks/results/mutants.json
+room run first, then the engine's, then those that see most, then all others. Writes benchmarks/results/mutants.json
 after every mutant.
 """
 
@@ -37,7 +37,13 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", re.MULTILINE)
 
 # Both test devices take torch's one place for an accelerator: each has a run of its own.
 _FIRST = {
-    room: [[f"tests/{room}", "tests/engine"], ["tests/exactness"], ["tests/late_device"], ["tests/simdevice"]]
+    room: [
+        [f"tests/{room}"],
+        ["tests/engine", "tests/measuring"],
+        ["tests/exactness"],
+        ["tests/late_device"],
+        ["tests/simdevice"],
+    ]  # fmt: skip
     for room in ("calls", "runtime", "stepping", "scheduler", "offload")
 }
 PATHS = {
