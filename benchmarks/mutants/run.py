@@ -43,7 +43,7 @@ _FIRST = {
         ["tests/exactness"],
         ["tests/late_device"],
         ["tests/simdevice"],
-    ]  # fmt: skip
+    ]
     for room in ("calls", "runtime", "stepping", "scheduler", "offload")
 }
 PATHS = {
