@@ -21,23 +21,21 @@ from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.streaming import Observer, Streamer
+from harmony_ds.runtime.streaming import Streamer
 
 Reached = list[tuple[GradientTarget, torch.Size, torch.dtype]]
 
 
-class Passes(Observer):
+class Passes(Streamer):
     """Forward passes of one model. Used once."""
 
     def __init__(
         self, parts: Parts, layers: tuple[Layer, ...], unlayered: tuple[str, ...] = (), rows: Rows = WHOLE_CALLS
     ) -> None:
         """Run with `unlayered` parameters, as far as they are known, and with layer calls cut into `rows`."""
-        super().__init__(parts)
-        self._layers = layers
+        super().__init__(parts, layers)
         self._unlayered = unlayered
         self._rows = rows
-        self._streamer: Streamer
         self._number = 0  # of the next call
         self._inter_layer = InterLayerGraph()
 
@@ -66,18 +64,16 @@ class Passes(Observer):
         installation.touched.clear()
         proving, calls.checks_recomputation = calls.checks_recomputation, False
         self._parts.random.open()
-        self._streamer = Streamer(self._parts, self._layers, self)
         try:
             with (
                 self._parts.contract.reverting(),
-                self._streamer.on_device(self._unlayered) as copy,
+                self.on_device(self._unlayered) as copy,
                 installation.installed(copy.leaves, keep_buffers=False),
             ):
                 yield copy
         finally:
             self._parts.random.close()
             calls.checks_recomputation = proving
-            del self._streamer  # each would hold the other, and device memory, until the garbage collector comes
 
     def _forward(self, sample: Sample) -> Any:
         """Run one forward pass of `sample`, on a random stream of its own.
@@ -88,7 +84,7 @@ class Passes(Observer):
         self._number = 0
         self._inter_layer = InterLayerGraph()
         self._parts.random.start(self, sample.seed)
-        with checkpoints_bypassed(), handled_by(self._streamer), torch.enable_grad():
+        with checkpoints_bypassed(), handled_by(self), torch.enable_grad():
             outputs = sample.call(sample.inputs)
         self._parts.random.check_drawn()
         return outputs

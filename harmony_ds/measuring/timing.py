@@ -46,10 +46,8 @@ class Timing(Passes):
 
     def __init__(self, *model: Any) -> None:
         super().__init__(*model)
-        self._device = self._parts.device
-        self._samples: defaultdict[tuple[Structure, str], list[float]] = defaultdict(
-            list
-        )  # in the order they were taken
+        # In the order they were taken.
+        self._samples: defaultdict[tuple[Structure, str], list[float]] = defaultdict(list)
         self._structures: list[Structure] = []  # of the calls of this pass
         self._since = 0.0
         self.swaps: list[tuple[int, float]] = []

@@ -1,8 +1,7 @@
 """Forward passes on the calling thread, one at a time and layer by layer: evaluation, `generate`, and all measuring.
 
 Layers are swapped in as they are called, the next one in the known order before its call, and evicted after it. Parameters
-that are on the device already are used there. A parameter that is used outside its layer's calls stays to the end. An
-observer says how a call is run.
+that are on the device already are used there. A parameter that is used outside its layer's calls stays to the end.
 """
 
 from __future__ import annotations
@@ -22,11 +21,21 @@ from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.runtime.parts import Parts
 
 
-class Observer:
-    """Runner of the layer calls of a forward pass. Subclasses look at what they want to know."""
+class Streamer:
+    """Handler of layer calls on the calling thread, which runs them without gradients. Subclasses look at more."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, layers: tuple[Layer, ...]) -> None:
+        self.device_type = parts.device.torch_device.type
         self._parts = parts
+        self._device = parts.device
+        self._layers = layers
+        self._staying: frozenset[str] = frozenset()  # on the device, whatever layer is called
+        self._next: dict[int, int] = {}
+        self._ahead: dict[int, DeviceCopy] = {}  # of the layer that comes next
+        self._fetched: dict[str, DeviceCopy] = {}
+        self._open = False
+
+    # ---- what subclasses may do otherwise
 
     def arrived(self, request: Request) -> None:
         """Note a layer call that the model has come to; its layer may not have arrived yet."""
@@ -41,24 +50,7 @@ class Observer:
     def evicted(self) -> None:
         """Note that the call is over, and its layer has left the device."""
 
-
-class Streamer:
-    """Handler of layer calls on the calling thread."""
-
-    def __init__(self, parts: Parts, layers: tuple[Layer, ...], observer: Observer | None = None) -> None:
-        """Run calls as `observer` says; None: without gradients."""
-        self.device_type = parts.device.torch_device.type
-        self._device = parts.device
-        self._layers = layers
-        self._residency = parts.residency
-        self._device_store = parts.device_store
-        self._installation = parts.installation
-        self._observer = observer or Observer(parts)
-        self._unlayered: frozenset[str] = frozenset()
-        self._next: dict[int, int] = {}
-        self._ahead: dict[int, DeviceCopy] = {}  # of the layer that comes next
-        self._fetched: dict[str, DeviceCopy] = {}
-        self._open = False
+    # ---- one pass
 
     @contextmanager
     def streaming(self, unlayered: tuple[str, ...], order: tuple[int, ...]) -> Iterator[None]:
@@ -66,10 +58,10 @@ class Streamer:
         if self._open:
             yield
             return
-        self._device_store.sync_to_device()
+        self._parts.device_store.sync_to_device()
         with (
             self.on_device(unlayered, order) as copy,
-            self._installation.installed(copy.leaves),
+            self._parts.installation.installed(copy.leaves),
             checkpoints_bypassed(),
             handled_by(self),
             torch.no_grad(),
@@ -79,20 +71,20 @@ class Streamer:
     @contextmanager
     def on_device(self, unlayered: tuple[str, ...], order: tuple[int, ...] = ()) -> Iterator[DeviceCopy]:
         """Keep `unlayered` on the device, and handle layer calls, while open. Nothing stays."""
-        self._unlayered = frozenset(unlayered)
+        self._staying = frozenset(unlayered)
         self._next = dict(pairwise(order))
-        copy = self._residency.swap_in(unlayered)
+        copy = self._parts.residency.swap_in(unlayered)
         self._open = True
         try:
             copy.wait(self._device)
-            self._observer.swapped_in(copy)
-            self._installation.fetch = self._fetch
+            self.swapped_in(copy)
+            self._parts.installation.fetch = self._fetch
             yield copy
         finally:
-            self._installation.fetch = None
+            self._parts.installation.fetch = None
             self._open = False
             for left in (copy, *self._fetched.values(), *self._ahead.values()):
-                self._residency.evict(left)
+                self._parts.residency.evict(left)
             self._fetched.clear()
             self._ahead.clear()
 
@@ -102,38 +94,38 @@ class Streamer:
             return self._call(request)
 
     def _call(self, request: Request) -> Any:
-        self._observer.arrived(request)
-        copy = self._take(request.layer)
+        self.arrived(request)
+        copy = self._copy_of(request.layer)
         try:
             following = self._next.get(request.layer)
             if following is not None and following != request.layer:
                 self._ahead[following] = self._swap_in(following)
             copy.wait(self._device)
-            self._observer.swapped_in(copy)
-            return self._observer.run(request, copy)
+            self.swapped_in(copy)
+            return self.run(request, copy)
         finally:
-            self._residency.evict(copy)
+            self._parts.residency.evict(copy)
             del copy  # its memory
-            self._observer.evicted()
+            self.evicted()
 
     def _fetch(self, name: str) -> Tensor:
-        held = self._device_store.leaves((name,))
+        held = self._parts.device_store.leaves((name,))
         if name in held:
             return held[name]
         if name not in self._fetched:
-            self._fetched[name] = self._residency.swap_in((name,))
+            self._fetched[name] = self._parts.residency.swap_in((name,))
             self._fetched[name].wait(self._device)
         return self._fetched[name].leaves[name].detach()
 
-    def _take(self, layer: int) -> DeviceCopy:
+    def _copy_of(self, layer: int) -> DeviceCopy:
         copy = self._ahead.pop(layer, None)
         while self._ahead:
-            self._residency.evict(self._ahead.popitem()[1])
+            self._parts.residency.evict(self._ahead.popitem()[1])
         return self._swap_in(layer) if copy is None else copy
 
     def _swap_in(self, layer: int) -> DeviceCopy:
         names = self._layers[layer].parameters
-        held = self._device_store.leaves(names)
-        copy = self._residency.swap_in(tuple(n for n in names if n not in self._unlayered and n not in held))
+        held = self._parts.device_store.leaves(names)
+        copy = self._parts.residency.swap_in(tuple(n for n in names if n not in self._staying and n not in held))
         copy.leaves.update(held)
         return copy

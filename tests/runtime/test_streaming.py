@@ -13,8 +13,7 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.offload.residency import DeviceCopy
-from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.streaming import Observer, Streamer
+from harmony_ds.runtime.streaming import Streamer
 from tests.runtime.scripted import ScriptedDevice, assembled
 
 WIDTHS = (3, 20, 40, 60)  # no two layers have buffers of one size
@@ -76,12 +75,12 @@ def bench() -> Iterator[Bench]:
         yield Bench(assembly, model, device)
 
 
-class Noting(Observer):
+class Noting(Streamer):
     """Notes in the device's log what it is told."""
 
-    def __init__(self, parts: Parts, device: ScriptedDevice) -> None:
-        super().__init__(parts)
-        self.log = device.log
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench.parts, bench.layers)
+        self.log = bench.device.log
 
     def arrived(self, request: Request) -> None:
         self.log.append(f"arrived {request.layer}")
@@ -93,9 +92,9 @@ class Noting(Observer):
         self.log.append("gone")
 
 
-def test_an_observer_is_told_of_a_call_before_its_layer_comes_and_when_it_has_gone(bench: Bench) -> None:
+def test_a_subclass_is_told_of_a_call_before_its_layer_comes_and_when_it_has_gone(bench: Bench) -> None:
     layers = [layer.index for layer in bench.layers]
-    bench.streamer = Streamer(bench.parts, bench.layers, Noting(bench.parts, bench.device))
+    bench.streamer = Noting(bench)
     bench.model.order = (0,)
     size = next(size for size, number in bench.sizes.items() if number == 0)
     bench.device.log.clear()
