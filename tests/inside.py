@@ -21,9 +21,7 @@ def planner_of(engine: HarmonyEngine) -> Planner:
 
 def updater_of(engine: HarmonyEngine) -> Updater:
     """Return its thread of updates."""
-    updater = engine._assembly.parts.updater
-    assert updater is not None
-    return updater
+    return engine._assembly.parts.updater
 
 
 def scaler_of(engine: HarmonyEngine) -> LossScaler:

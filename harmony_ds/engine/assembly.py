@@ -52,9 +52,8 @@ from harmony_ds.stepping.runner import Runner
 _SINGLE = SingleProcess()
 
 
-def _finish_updates(updater: Updater | None, device_store: DeviceStore) -> None:
-    if updater is not None:
-        updater.wait_all()
+def _finish_updates(updater: Updater, device_store: DeviceStore) -> None:
+    updater.wait_all()
     device_store.sync_to_host()
     device_store.finish_reads()
 
@@ -76,8 +75,7 @@ class Assembly:
 
     def wait_for_updates(self) -> None:
         """Wait for the updates of the background thread."""
-        if self.parts.updater is not None:
-            self.parts.updater.wait_all()
+        self.parts.updater.wait_all()
 
     def finish_updates(self) -> None:
         """Bring every weight, master and optimizer state on the host up to date, before they are read or written."""
@@ -90,11 +88,11 @@ class Assembly:
 
     def host_bytes(self) -> dict[str, int]:
         """Return the bytes of host memory by kind."""
-        gradients, optimizer = self.parts.gradients, self.host_optimizer
+        optimizer = self.host_optimizer
         return {
             **self.store.host_bytes(),
             "optimizer": 0 if optimizer is None else optimizer.state_bytes(),
-            "gradients": 0 if gradients is None else gradients.host_bytes,
+            "gradients": self.parts.gradients.host_bytes,
             "stash": self.parts.stash.host_bytes,
         }
 
@@ -104,9 +102,7 @@ class Assembly:
         Raises:
             BaseException: an update's failure that was not raised yet, after all of that.
         """
-        updater = self.parts.updater
-        if updater is not None:
-            updater.stop()
+        self.parts.updater.stop()
         self.runner.destroy()
         self.parts.device_store.destroy()
         if self.host_optimizer is not None:
@@ -115,15 +111,13 @@ class Assembly:
             self.host_optimizer.close()
         self.interception.remove()
         self.parts.installation.remove()
-        if self.parts.gradients is not None:
-            self.parts.gradients.destroy()
+        self.parts.gradients.destroy()
         self.parts.stash.destroy()
         self.parts.joins.destroy()
         self.store.release()
         self.device.unlimit_process()
         self.world.leave()
-        if updater is not None:
-            updater.raise_failure()
+        self.parts.updater.raise_failure()
 
 
 def assemble(
@@ -210,11 +204,12 @@ def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: S
 
 
 def _host_gradients(
-    config: Config, memory: tuple[Device, HostStore, SingleProcess], ledger: Ledger, optimizer: HostOptimizer
+    config: Config, memory: tuple[Device, HostStore, SingleProcess], ledger: Ledger, optimizer: HostOptimizer | None
 ) -> HostGradients:
     device, _, world = memory
     limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
-    return HostGradients(device, ledger, config.accumulation_dtype, limit, optimizer.trains, world)
+    trains = (lambda _: False) if optimizer is None else optimizer.trains
+    return HostGradients(device, ledger, config.accumulation_dtype, limit, trains, world)
 
 
 def _joins(
@@ -238,11 +233,10 @@ def _parts(
     ledger, timeline = Ledger(device), StepTimeline(device)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
     device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
-    gradients = None if host_optimizer is None else _host_gradients(config, memory, ledger, host_optimizer)
-    updater: Updater | None = None
-    if host_optimizer is not None and gradients is not None:
-        threads = update_threads(world.local_size) if device.copies_overlap else None
-        updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
+    gradients = _host_gradients(config, memory, ledger, host_optimizer)
+    threads = update_threads(world.local_size) if device.copies_overlap else None
+    updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
+    if host_optimizer is not None:
         host_optimizer.watch_state(partial(_finish_updates, updater, device_store))
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
     crossings = Crossings(device, ledger)

@@ -17,8 +17,7 @@ def release(links: ParameterLinks, override: OptimizerOverride | None, assembly:
     links.remove()
     if override is not None:
         override.remove()
-    updater = assembly.parts.updater
-    if updater is not None and updater.is_inside:  # garbage was collected there
+    if assembly.parts.updater.is_inside:  # garbage was collected there
         threading.Thread(target=assembly.destroy, name="harmony-destroy").start()
     else:
         assembly.destroy()

@@ -22,7 +22,7 @@ class StepGradients:
         self._store, self._optimizer = assembly.store, assembly.host_optimizer
         self._gathered = assembly.runner.executor.gathered
         self._own = assembly.parts.user_gradients
-        self._sums = [sums for sums in (assembly.parts.gradients, assembly.parts.device_store) if sums is not None]
+        self._sums = (assembly.parts.gradients, assembly.parts.device_store)
         self._scaler = scaler
         self._shown: set[str] = set()  # unscaled now, and perhaps changed
         self.used: set[str] = set()

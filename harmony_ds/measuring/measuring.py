@@ -169,8 +169,8 @@ class Measuring:
         timing = Timing(parts, self._layers, self.unlayered, self.rows(sizes))
         timed = timing.time(table, sample)
         if self.machine is None:
-            threads = None if parts.updater is None else parts.updater.threads
-            self.machine = measure_rates(parts.device, parts.optimizer, parts.residency.dtype, timing.swaps, threads)
+            threads, dtype = parts.updater.threads, parts.residency.dtype
+            self.machine = measure_rates(parts.device, parts.optimizer, dtype, timing.swaps, threads)
         return timed
 
     def _key(self, calls: tuple[int, ...], sample: Sample, sizes: Sizes | None) -> dict[str, str]:

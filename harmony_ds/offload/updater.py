@@ -98,12 +98,12 @@ class Updater:
     def __init__(
         self,
         store: HostStore,
-        optimizer: HostOptimizer,
+        optimizer: HostOptimizer | None,
         gradients: HostGradients,
         timed: Callable[[], AbstractContextManager[object]] = nullcontext,
         threads: int | None = None,
     ) -> None:
-        """Start the thread, with `threads` compute threads (None: torch's).
+        """Start the thread, with `threads` compute threads (None: torch's). Without an optimizer it has nothing to do.
 
         `timed` is called when work is queued, and makes the context that the work, without waits, runs in.
         """
@@ -192,15 +192,15 @@ class Updater:
             self._updating.update(names)
             self._last_names[pack] = names
         self._world.issue(names)
-        work = self._timed()
+        work, optimizer = self._timed(), self._optimizer
+        assert optimizer is not None
 
         def update() -> None:
             coefficient = None if norm is None else norm.result().coefficient
             self._gradients.wait_arrived(names)
             with work:
-                dtype = self._optimizer.master_dtype
-                gradients = self._gradients.for_update(names, coefficient, norm is not None, dtype)
-                self._optimizer.step(gradients, hyper)
+                gradients = self._gradients.for_update(names, coefficient, norm is not None, optimizer.master_dtype)
+                optimizer.step(gradients, hyper)
                 self._store.copy_masters_to_weights(gradients)
                 self._gradients.clear_gradients(names)
             self._world.updated(names)

@@ -17,7 +17,7 @@ class UserGradients:
         popped: the number of those removed so far.
     """
 
-    def __init__(self, store: HostStore, updater: Updater | None) -> None:
+    def __init__(self, store: HostStore, updater: Updater) -> None:
         self._store = store
         self._updater = updater
         self.popped = 0
@@ -50,4 +50,4 @@ class UserGradients:
 
     def is_updating(self, name: str) -> bool:
         """Return whether the `.grad` of `name` belongs to an update."""
-        return self._updater is not None and self._updater.is_updating(name)
+        return self._updater.is_updating(name)

@@ -208,8 +208,7 @@ class Executor:
             return
         if plan.packs != self._plan.packs:
             # Updates are waited for by the places of their packs, so none may be pending under another plan's.
-            if self._parts.updater is not None:
-                self._parts.updater.wait_all()
+            self._parts.updater.wait_all()
             always = dict(zip([pack.index for pack in plan.packing.always], self._unlayered, strict=False))
             self._copies.clear()
             self._copies.update(always)
@@ -238,7 +237,7 @@ class Executor:
         """Bring resident packs to the device, once, when the host has updated them."""
         resident = self._plan.policy.resident
         names = [self._plan.packs[index].parameters for index in resident]
-        if self._parts.updater is not None and not self._parts.device_store.holds(names):
+        if not self._parts.device_store.holds(names):
             self._parts.updater.wait_all()
         self._copies.update(zip(resident, self._parts.device_store.make_resident(names), strict=True))
         for index in resident:
@@ -246,9 +245,8 @@ class Executor:
 
     def _swap_in(self, task: Task) -> None:
         pack, world, shared = self._plan.packs[task.pack], self._parts.world, self._plan.policy.shared
-        if self._parts.updater is not None:
-            for owner in self._plan.owners_of(pack):
-                self._parts.updater.wait(owner.needed_at)
+        for owner in self._plan.owners_of(pack):
+            self._parts.updater.wait(owner.needed_at)
         self._parts.timeline.waited()
         rank, devices = (world.local_rank, world.local_size) if shared else (0, 1)
         copy = self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters, rank=rank, devices=devices)

@@ -26,7 +26,6 @@ class GatheredGradients:
             measure: takes the norms of their gradients anew if so.
         """
         parts = self._parts
-        assert parts.gradients is not None and parts.updater is not None
         own = parts.user_gradients.pop(names)
         if own:
             parts.updater.receive(parts.gradients.on_host(own))
@@ -38,14 +37,13 @@ class GatheredGradients:
         """Move the gradients of resident packs to the host, since the packs leave the device."""
         parts = self._parts
         kept = parts.device_store.take_gradients()
-        if kept and parts.updater is not None and parts.gradients is not None:
+        if kept:
             parts.updater.receive(parts.gradients.on_host(kept))
             parts.updater.measure(tuple(kept))
             self._moved = True
 
     def to_device(self, names: tuple[str, ...]) -> None:
         """Move gradients of `names`, which are updated on the device, there from the host."""
-        assert self._parts.updater is not None
         on_host = self._parts.updater.pop_gradients(names) if self._moved else {}
         for gradients in (on_host, self._parts.user_gradients.pop(names)):
             for name, gradient in gradients.items():
@@ -53,7 +51,6 @@ class GatheredGradients:
 
     def find(self, name: str) -> Tensor | None:
         """Return the gradient of `name`: the tensor itself."""
-        assert self._parts.updater is not None
         store = self._parts.device_store
         if self._moved and store.leaves((name,)):
             self.to_device((name,))
@@ -65,12 +62,10 @@ class GatheredGradients:
 
     def changed(self, names: Iterable[str]) -> None:
         """Measure the norms of `names` again, since the program may have changed their gradients."""
-        assert self._parts.updater is not None
         self._parts.updater.measure(tuple(names))
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop the gradients of `names`."""
-        assert self._parts.updater is not None and self._parts.gradients is not None
         self._parts.gradients.discard_received(names)
         self._parts.updater.drop_gradients(tuple(names))
         self._parts.device_store.clear_gradients(names)

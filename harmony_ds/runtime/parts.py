@@ -25,15 +25,15 @@ from harmony_ds.runtime.timeline import StepTimeline
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts that run a model. Without an optimizer there are no gradients and no updater."""
+    """Parts that run a model. Without an optimizer, no gradients come and nothing is updated."""
 
     device: Device
     residency: Residency
     device_store: DeviceStore
     stash: Stash
-    gradients: HostGradients | None
+    gradients: HostGradients
     optimizer: HostOptimizer | None
-    updater: Updater | None
+    updater: Updater
     installation: Installation
     contract: Contract
     crossings: Crossings

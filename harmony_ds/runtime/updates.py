@@ -78,7 +78,7 @@ class Updates:
         """Take `plan`, whose tasks come from now on."""
         self._plan, self._held_transfers = plan, plan.held_transfers
         self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
-        if self._sends and self._parts.gradients is not None:
+        if self._sends:
             sent = [plan.packs[index] for index in self._sends]
             if plan.policy.reduce_on_host:
                 self._parts.gradients.reserve_slots(
@@ -98,15 +98,14 @@ class Updates:
 
     def promise_norm(self) -> None:
         """Promise the norm of all gradients, where no update waits for it: when all are made."""
-        updater = self._parts.updater
-        if self.outcome.norm is None and updater is not None:
-            updater.add_norms(self._parts.device_store.take_norms())
-            self.outcome.norm = updater.norm_of_updates()
+        if self.outcome.norm is None:
+            self._parts.updater.add_norms(self._parts.device_store.take_norms())
+            self.outcome.norm = self._parts.updater.norm_of_updates()
 
     def step_whole(self, clipping: Clipping) -> None:
         """Call the optimizer's own `step` over all gradients that have gathered, and have left the device."""
         optimizer, updater, outcome = self._parts.optimizer, self._parts.updater, self.outcome
-        assert optimizer is not None and updater is not None
+        assert optimizer is not None
         names = tuple(optimizer.trained)
         self._gathered.to_host()
         self._parts.device_store.drop()
@@ -127,7 +126,7 @@ class Updates:
     def update_own(self, hyper: Hyper, clipping: Clipping | None) -> None:
         """Update from what the user's own backward passes left on host parameters, and nothing else."""
         optimizer, updater = self._parts.optimizer, self._parts.updater
-        assert optimizer is not None and updater is not None
+        assert optimizer is not None
         if optimizer.steps_whole:
             self.step_whole(clipping or Clipping())
             return
@@ -153,7 +152,6 @@ class Updates:
     def _reduce(self, task: Task) -> None:
         parts, copy, kind = self._parts, self._copies[task.pack], f"of pack {task.pack}"
         if self._plan.policy.reduce_on_host:
-            assert parts.gradients is not None and parts.updater is not None
             transfer, write = parts.gradients.reduce_posted(kind, self._left.pop(task.pack), self._held)
             parts.updater.reduce(write)
             self._receive(task, transfer)
@@ -165,7 +163,6 @@ class Updates:
 
     def _swap_out(self, task: Task) -> None:
         parts, copy = self._parts, self._copies[task.pack]
-        assert parts.gradients is not None and parts.updater is not None
         own = parts.residency.gradients(copy)
         if self._plan.policy.reduce_on_host:
             trained = {name: leaf for name, leaf in copy.leaves.items() if leaf.requires_grad}
@@ -183,7 +180,6 @@ class Updates:
     def _receive(self, task: Task, transfer: GradientTransfer) -> None:
         """Issue the update with the pack's gradients, which are on their way to the host."""
         parts, pack = self._parts, self._plan.packs[task.pack]
-        assert parts.updater is not None
         parts.updater.receive(transfer)
         self._to_send[task.pack] -= 1
         if not self._to_send[task.pack]:  # the last of theirs that will come
@@ -197,7 +193,7 @@ class Updates:
         self._parts.device.wait(Stream.COMPUTE, copied)
 
     def _norm(self, task: Task) -> None:
-        assert self._parts.updater is not None and self._clipping is not None
+        assert self._clipping is not None
         store, updater = self._parts.device_store, self._parts.updater
         for pack in self._plan.packs:
             if pack.index in self._plan.policy.resident:
@@ -215,7 +211,6 @@ class Updates:
             store.clear_gradients()
 
     def _update(self, task: Task) -> None:
-        assert self._parts.updater is not None
         if self.outcome.overflow:
             return
         pack = self._plan.packs[task.pack]

@@ -59,6 +59,4 @@ class WaitingSwapIns:
 
     def _is_updating(self, task: Task) -> bool:
         updater, plan = self._parts.updater, self._plan
-        if updater is None:
-            return False
         return any(updater.is_pending(owner.needed_at) for owner in plan.owners_of(plan.packs[task.pack]))

@@ -96,7 +96,7 @@ class Runner:
     def failed(self) -> str | None:
         """Why nothing can be trained any more; None: it can."""
         updater = self._parts.updater
-        if self._failed is None and updater is not None and updater.failure is not None:
+        if self._failed is None and updater.failure is not None:
             self._failed = f"the background update failed: {updater.failure!r}"
         return self._failed
 
@@ -116,9 +116,7 @@ class Runner:
         A failure of the background update that has not been raised yet surfaces as itself first.
         """
         self.check_alive()
-        updater = self._parts.updater
-        if updater is not None:
-            updater.raise_failure()
+        self._parts.updater.raise_failure()
         if self.failed is not None:
             raise EngineFailedError(
                 f"this engine cannot go on: {self.failed}. Some layers were updated and others not. Build a new engine "
@@ -156,8 +154,7 @@ class Runner:
 
     def _make_room(self) -> None:
         """Move what is resident on the device to the host."""
-        if self._parts.updater is not None:
-            self._parts.updater.wait_all()
+        self._parts.updater.wait_all()
         self.executor.gathered.to_host()
         self._parts.device_store.drop()
 
@@ -171,11 +168,7 @@ class Runner:
         Raises:
             RuntimeError: steps are being recorded already.
         """
-        return self._parts.timeline.recording(self._finish_updates)
-
-    def _finish_updates(self) -> None:
-        if self._parts.updater is not None:
-            self._parts.updater.wait_all()
+        return self._parts.timeline.recording(self._parts.updater.wait_all)
 
     def step(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
         """Run forward, backward and updates of one optimizer step; updates may still be under way on return.
@@ -279,8 +272,7 @@ class Runner:
     def streaming(self) -> Iterator[None]:
         """Let the model be called without gradients while open."""
         self.check_usable()
-        if self._parts.updater is not None:
-            self._parts.updater.wait_all()
+        self._parts.updater.wait_all()
         with (
             self._parts.contract.running(),
             self._streamer.streaming(self.planner.graph.unlayered, self.planner.graph.calls),
@@ -354,5 +346,5 @@ class Runner:
         """Free the device, and drop the gradients, of a step that will not be taken."""
         self.executor.abandon()
         self._end = None
-        if self.failed is None and self._parts.updater is not None:
+        if self.failed is None:
             self._parts.updater.discard()
