@@ -283,22 +283,20 @@ class Executor:
         micro_batch, leaves = self._micro_batches[task.micro_batch], self._leaves(task.pack)
         if micro_batch.forwarded:  # it ended before this pack
             return
-        calls, last = self._plan.calls, self._plan.packs[task.pack].positions[-1]
         self._enter(micro_batch).run_on(
+            partial(micro_batch.place, self._plan.calls),
             partial(self._answer_cut, task, micro_batch, leaves),
-            is_later=lambda request: micro_batch.place(request.layer, calls) > last,
+            self._plan.packs[task.pack].positions[-1],
         )
         if micro_batch.has_ended:
             micro_batch.finish()
             if task.kind is not TaskKind.FUSED:  # which propagates back at once
                 micro_batch.outputs = map_tensors(self._parts.crossings.to_home, micro_batch.outputs)
 
-    def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
+    def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int) -> Any:
         """Return the outputs, cut from their graph, of a layer call."""
-        plan = self._plan
-        position = micro_batch.place(request.layer, plan.calls)
         number = micro_batch.pass_position(position)
-        rows = None if task.kind is TaskKind.FORWARD_FOR_GRAPH else plan.rows
+        rows = None if task.kind is TaskKind.FORWARD_FOR_GRAPH else self._plan.rows
         outputs, call = self._parts.layer_calls.forward(
             request, number, leaves, micro_batch.inter_layer, self._parts.random.snapshot, rows
         )
@@ -308,9 +306,9 @@ class Executor:
             micro_batch.calls.append((position, call))
         return outputs
 
-    def _answer_attached(self, micro_batch: MicroBatch, leaves: Leaves, request: Request) -> Any:
+    def _answer_attached(self, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int) -> Any:
         """Return the outputs of a layer call as part of the micro-batch's graph."""
-        micro_batch.pass_position(micro_batch.place(request.layer, self._plan.calls))
+        micro_batch.pass_position(position)
         return self._parts.layer_calls.run_attached(request, leaves)
 
     def _fused(self, task: Task) -> None:
@@ -320,7 +318,8 @@ class Executor:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
             self._forward(task)
         elif not micro_batch.forwarded:
-            self._enter(micro_batch).run_on(partial(self._answer_attached, micro_batch, leaves))
+            place = partial(micro_batch.place, plan.calls)
+            self._enter(micro_batch).run_on(place, partial(self._answer_attached, micro_batch, leaves))
             micro_batch.finish()
         self.propagated = True
         with (self._parts.crossings.between_layers or nullcontext)():

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,18 +19,16 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.joined import Joined, Joins
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
-from harmony_ds.runtime.lane import Answer, IsLater, Lane
+from harmony_ds.runtime.lane import Answer, Lane, Place
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 
 
 class JointLane:
     """Lanes of several micro-batches, which go from layer to layer together."""
 
-    def __init__(self, lanes: list[Lane], joins: Joins, again: Callable[[bool], None]) -> None:
-        """Take `again`, which is told whether the call that is answered next is of the same place as the one before."""
+    def __init__(self, lanes: list[Lane], joins: Joins) -> None:
         self._lanes = lanes
         self._joins = joins
-        self._again = again
         self._calls: list[Joined] = []  # that are to be made
 
     @property
@@ -44,7 +41,7 @@ class JointLane:
         requests = [lane.request for lane in self._lanes if lane.request is not None]
         return tensors_in([(call.request.args, call.request.kwargs) for call in self._joined(requests)])
 
-    def run_on(self, answer: Answer, is_later: IsLater | None = None) -> None:
+    def run_on(self, place: Place, answer: Answer, last: int | None = None) -> None:
         """Do what `Lane.run_on` does, with one call for all where they can be joined.
 
         Raises:
@@ -55,9 +52,10 @@ class JointLane:
                 requests = [lane.request for lane in self._lanes if lane.request is not None]
                 if len(requests) < len(self._lanes) or len({request.layer for request in requests}) > 1:
                     raise self._joins.refuse("micro-batches take different ways through the model")
-                if is_later and is_later(requests[0]):
+                position = place(requests[0])
+                if last is not None and position > last:
                     return
-                replies = self._answered(requests, answer)
+                replies = self._answered(requests, position, answer)
                 requests.clear()
                 for lane in self._lanes:
                     lane.resume(replies.pop(0))
@@ -72,16 +70,14 @@ class JointLane:
                 self._calls = self._joins.join(requests)
         return self._calls
 
-    def _answered(self, requests: list[Request], answer: Answer) -> list[Any]:
+    def _answered(self, requests: list[Request], position: int, answer: Answer) -> list[Any]:
         """Return what each lane gets."""
         replies: dict[int, Any] = {}
-        for number, call in enumerate(self._joined(requests)):
-            self._again(number > 0)
+        for call in self._joined(requests):
             call.begin()
-            result = answer(call.request)
+            result = answer(call.request, position)
             with torch.enable_grad():
                 replies.update(zip(call.places, self._joins.part(call, result), strict=True))
-        self._again(False)
         self._calls = []
         return [replies[place] for place in range(len(requests))]
 
@@ -105,7 +101,6 @@ class JointMicroBatch(MicroBatch):
 
     members: Sequence[MicroBatch] = ()
     joins: Joins | None = None
-    _is_again: bool = field(default=False)
 
     @staticmethod
     def of(members: Sequence[MicroBatch], joins: Joins) -> JointMicroBatch:
@@ -122,15 +117,10 @@ class JointMicroBatch(MicroBatch):
     def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Any:
         assert self.joins is not None
         lanes = [Lane(m.forward, m.grad, m.autocast, device, m.context, between_layers) for m in self.members]
-        self.lane = JointLane(lanes, self.joins, partial(setattr, self, "_is_again"))  # type: ignore[assignment]
+        self.lane = JointLane(lanes, self.joins)  # type: ignore[assignment]
         for lane in lanes:
             lane.resume()
         return self.lane
-
-    def place(self, layer: int, order: tuple[int, ...]) -> int:
-        if self._is_again and self._cursor and order[self._cursor - 1] == layer:
-            return self._cursor - 1
-        return MicroBatch.place(self, layer, order)
 
 
 def _sum_of(members: Sequence[MicroBatch], outputs: Sequence[Any]) -> Tensor | None:

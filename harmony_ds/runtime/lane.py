@@ -22,10 +22,10 @@ from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.runtime.thread_state import OnTop, ThreadState
 
-Answer = Callable[[Request], Any]
-"""Make the outputs of a layer call."""
-IsLater = Callable[[Request], bool]
-"""Tell whether a layer call is to wait for a later task."""
+Place = Callable[[Request], int]
+"""Return the position of a layer call, by which it is for this task or a later one."""
+Answer = Callable[[Request, int], Any]
+"""Make the outputs of a layer call at a position."""
 
 
 class LaneAborted(BaseException):
@@ -73,15 +73,18 @@ class Lane:
         """Return the tensors among the arguments of the layer call that it waits at."""
         return [] if self.request is None else tensors_in((self.request.args, self.request.kwargs))
 
-    def run_on(self, answer: Answer, is_later: IsLater | None = None) -> None:
-        """Run on to the first layer call that is to wait, or to the end; `answer` answers the calls before it.
+    def run_on(self, place: Place, answer: Answer, last: int | None = None) -> None:
+        """Run on to the first layer call after the position `last`, or to the end; `answer` answers the calls before it.
 
         What a layer has raised, the model's code gets; what else comes up in an answer is raised here.
         """
         engines = self._thread.read()
-        while self.request is not None and not (is_later and is_later(self.request)):
+        while self.request is not None:
+            position = place(self.request)
+            if last is not None and position > last:
+                return
             try:
-                self._reply = answer(self.request)
+                self._reply = answer(self.request, position)
             except BaseException as error:
                 if id(error) not in self.request.raised:
                     raise

@@ -14,7 +14,7 @@ from torch import Tensor
 from harmony_ds.calls.boundary import cut, explaining_errors
 from harmony_ds.calls.contract import CallState
 from harmony_ds.calls.inter_layer import InterLayerGraph
-from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.intercept import Autocast, Request
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import Device
@@ -88,19 +88,19 @@ class MicroBatch:
         self.lane.resume()
         return self.lane
 
-    def place(self, layer: int, order: tuple[int, ...]) -> int:
-        """Return the position of the next call of `layer`.
+    def place(self, order: tuple[int, ...], request: Request) -> int:
+        """Return the position of `request`, its next layer call, in the call order.
 
         Raises:
             OffPlanError: there is none.
         """
         try:
-            return order.index(layer, self._cursor)
+            return order.index(request.layer, self._cursor)
         except ValueError:
             raise OffPlanError from None
 
     def pass_position(self, position: int) -> int:
-        """Move on past `position`; return the number of the call just placed there."""
+        """Move on past `position`; return the number of the call that is made there, one of several if calls are joined."""
         self._cursor = position + 1
         self._numbers += 1
         return self._numbers - 1

@@ -38,6 +38,11 @@ def model_and_lane(
         interception.remove()
 
 
+def layer_of(request: Request) -> int:
+    """The place of a call in a model whose layers are called in their order."""
+    return request.layer
+
+
 class Answers:
     """Answers of an engine, and the layers that it was asked about."""
 
@@ -45,7 +50,7 @@ class Answers:
         self.answers = list(answers)
         self.asked: list[int] = []
 
-    def __call__(self, request: Request) -> Any:
+    def __call__(self, request: Request, place: int = 0) -> Any:
         self.asked.append(request.layer)
         answer = self.answers.pop(0)
         if isinstance(answer, BaseException):
@@ -56,9 +61,9 @@ class Answers:
 class OfTheLayer(Answers):
     """What is raised is what the layer has raised."""
 
-    def __call__(self, request: Request) -> Any:
+    def __call__(self, request: Request, place: int = 0) -> Any:
         request.raised.append(id(self.answers[0]))
-        return super().__call__(request)
+        return super().__call__(request, place)
 
 
 def whole(model: nn.Module) -> Tensor:
@@ -119,7 +124,7 @@ def test_what_a_layer_raises_surfaces_with_the_models_own_lines_if_nothing_deals
         lane.resume()
         error = ValueError("in the layer")
         with pytest.raises(ValueError, match="in the layer") as caught:
-            lane.run_on(OfTheLayer(error))
+            lane.run_on(layer_of, OfTheLayer(error))
         assert caught.value is error
         assert "failing" in [entry.name for entry in caught.traceback]
         assert lane.finished
@@ -129,7 +134,7 @@ def test_what_else_came_up_in_a_layer_call_is_not_the_models() -> None:
     with model_and_lane(falling_back) as lane:
         lane.resume()
         with pytest.raises(NoLuckError, match="the engine's own"):
-            lane.run_on(Answers(NoLuckError("the engine's own")))
+            lane.run_on(layer_of, Answers(NoLuckError("the engine's own")))
         assert not lane.finished
 
 
@@ -137,11 +142,11 @@ def test_a_call_that_is_to_wait_is_answered_when_its_turn_comes_and_not_before()
     with model_and_lane(whole) as lane:
         lane.resume()
         first, second = Answers(1.0), Answers(2.0, 3.0)
-        lane.run_on(first, is_later=lambda request: request.layer > 0)
+        lane.run_on(layer_of, first, last=0)
         assert first.asked == [0]
         assert lane.request.layer == 1 and not lane.finished
-        lane.run_on(first, is_later=lambda request: request.layer > 0)
-        lane.run_on(second)
+        lane.run_on(layer_of, first, last=0)
+        lane.run_on(layer_of, second)
         assert [*first.asked, *second.asked] == [0, 1, 2]
         assert lane.finished
         assert lane.result == 3.0
@@ -160,7 +165,7 @@ def test_what_else_comes_up_in_the_lane_surfaces_past_the_models_handlers(error:
     with model_and_lane(second_failing) as lane:
         lane.resume()
         with pytest.raises(type(error)) as caught:
-            lane.run_on(Answers(1.0, error))
+            lane.run_on(layer_of, Answers(1.0, error))
         assert caught.value is error
         assert not lane.finished
         lane.close()
@@ -172,7 +177,7 @@ def test_what_a_layer_raises_is_the_models_to_deal_with(waits: bool) -> None:
     with model_and_lane(falling_back if waits else second_failing) as lane:
         lane.resume()
         answers = OfTheLayer(*(() if waits else (1.0,)), NoLuckError("in the layer"), 3.0)
-        lane.run_on(answers)
+        lane.run_on(layer_of, answers)
         assert answers.asked == ([0, 1] if waits else [0, 1, 2])
         assert lane.result == 3.0
 
@@ -183,11 +188,11 @@ def test_calls_within_an_answer_are_the_engines() -> None:
         lane.resume()
         nested: list[bool] = []
 
-        def answer(request: Request) -> Any:
+        def answer(request: Request, _: int) -> Any:
             nested.append(is_between_layers())
             return torch.ones(1, 2)
 
-        lane.run_on(answer)
+        lane.run_on(layer_of, answer)
         assert nested == [False, False, False]
 
 
