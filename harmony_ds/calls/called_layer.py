@@ -25,7 +25,7 @@ class CalledLayer:
 
     Attributes:
         changes_inputs, changes_buffers: a call was seen to do so.
-        inputs_change: the code between layers was seen to write to an input after the call.
+        inputs_change: the code between layers was seen to write to an input after the call, so that copies are saved.
         draws: a call was seen to draw random numbers that measuring had not found.
         replayed: it depends on buffers that it changes, so that a recomputation starts from their former values.
         aligned: makes the context that it runs in: with several devices, one that moves operands from the others.
@@ -53,8 +53,13 @@ class CalledLayer:
 
     @property
     def may_keep_graphs(self) -> bool:
-        """Whether graphs stay valid until backward: neither buffers that calls read nor their inputs are written to."""
+        """Whether graphs stay valid while other micro-batches pass: buffers that calls read, and inputs, stay."""
         return not (self.replayed or self.inputs_change)
+
+    def replay_buffers(self) -> bool:
+        """Let recomputations start from its former buffers from now on; return False if they do already."""
+        new, self.replayed, self.changes_buffers = not self.replayed, True, True
+        return new
 
     def may_be_sliced(self, arguments: Arguments) -> bool:
         """Return whether a call with `arguments` can be run in slices of its rows."""

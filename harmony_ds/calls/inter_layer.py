@@ -36,8 +36,7 @@ class InterLayerGraph:
         edge = get_gradient_edge(tensor)
         key = (edge.node, edge.output_nr)
         if key not in self._edges:
-            nbytes = tensor.numel() * tensor.element_size()
-            self._edges[key] = (edge, InterLayerGradient(self._newest_call_before(edge.node), nbytes))
+            self._edges[key] = (edge, InterLayerGradient(self._newest_call_before(edge.node), tensor))
         return self._edges[key][1]
 
     def propagate_due(self, call: int) -> None:

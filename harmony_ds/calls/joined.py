@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.calls.arguments import PLAIN, CallInputs, Collector
+from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.intercept import Request
@@ -30,6 +31,7 @@ from harmony_ds.calls.sameness import equal
 from harmony_ds.calls.trees import flatten_all, unflatten_all
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
+from harmony_ds.offload.residency import Residency
 from harmony_ds.profiler.rows import Places, RowDims
 
 _logger = logging.getLogger(__name__)
@@ -74,14 +76,14 @@ class Joins:
     """
 
     def __init__(
-        self, device: Device, crossings: Crossings, name_of: Callable[[int], str], may_be_joined: Callable[[int], bool]
+        self, device: Device, crossings: Crossings, layers: Sequence[CalledLayer], residency: Residency
     ) -> None:
         self.dims: Mapping[int, Mapping[Places, RowDims]] = {}
         self.are_random = False
         self._device = device
         self._crossings = crossings
-        self._name_of = name_of
-        self._may_be_joined = may_be_joined
+        self._layers = layers
+        self._residency = residency
         self._refused: dict[int, str] = {}
         self._same: dict[tuple[int, ...], tuple[Sequence[Tensor], list[int]]] = {}  # compared in this step, and by whom
         self._doubts: defaultdict[int, list[tuple[list[int], Tensor]]] = defaultdict(list)
@@ -98,7 +100,7 @@ class Joins:
         """Join no calls of `layer` from now on; return what is to be raised for the step to run again."""
         if layer not in self._refused:
             self._refused[layer] = why
-            what = "layer calls" if layer == _ALL else f"calls of layer {self._name_of(layer)}"
+            what = "layer calls" if layer == _ALL else f"calls of layer {self._layers[layer].name}"
             _logger.warning("%s run micro-batch by micro-batch from now on: %s", what, why)
         return CannotJoinError(why)
 
@@ -109,7 +111,7 @@ class Joins:
             CannotJoinError: what all rows share differs.
         """
         layer = requests[0].layer
-        if len(requests) < 2 or layer not in self.dims or layer in self._refused or not self._may_be_joined(layer):
+        if len(requests) < 2 or layer not in self.dims or not self._may_be_joined(layer):
             return [Joined((place,), request) for place, request in enumerate(requests)]
         alike: dict[Any, list[int]] = {}
         given = [CallInputs.of(request) for request in requests]
@@ -125,6 +127,11 @@ class Joins:
             else:
                 made.append(Joined(tuple(places), joined, dims, tuple(one.collector for one in members)))
         return made
+
+    def _may_be_joined(self, layer: int) -> bool:
+        called = self._layers[layer]  # whose hooks see each micro-batch's gradient
+        known = layer not in self._refused and called.treats_rows_alike
+        return known and not self._residency.are_hooked(called.names)
 
     def _joined(self, first: Request, given: Sequence[CallInputs], dims: RowDims) -> Request | None:
         """Return one call for those that were `given` alike, `first` among them; None: they cannot be joined."""

@@ -27,7 +27,7 @@ from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.outputs import copy_with_gradient, cut_outputs, storage_of, storages_of
 from harmony_ds.calls.random_streams import State, states_differ
 from harmony_ds.calls.recorded_call import CallTrial, RecordedCall, norms_of
-from harmony_ds.calls.saved_inputs import SavedInputs, SavedTensor
+from harmony_ds.calls.saved_inputs import SavedTensor, save_input, saved_inputs
 from harmony_ds.calls.slices import Piece, SliceAssembler, Slicing, slicing_of
 from harmony_ds.calls.targets import GradientSum, OutputGradient, Targets
 from harmony_ds.calls.trees import map_tensors, tensors_in
@@ -42,19 +42,24 @@ SetState = Callable[[State], None]
 
 
 class LayerCalls:
-    """Runs the layer calls of one model."""
+    """Runs the layer calls of one model.
+
+    Attributes:
+        layers: by index, with what has been seen of them.
+        checks_recomputation: outputs of a recomputation are compared with those of forward.
+    """
 
     def __init__(self, layers: Sequence[Layer], installation: Installation, stash: Stash, crossings: Crossings) -> None:
-        self._layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
-        self._saved = SavedInputs(stash)
+        self.layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
+        self._stash = stash
         self._crossings = crossings
-        self.checks_recomputation = True  # compares its outputs with those of forward
+        self.checks_recomputation = True
         self._unseen: list[str] | None = None  # None: not collected
 
     @property
     def changing_buffers(self) -> frozenset[int]:
         """The layers that have been seen to change buffers."""
-        return frozenset(index for index, layer in enumerate(self._layers) if layer.changes_buffers)
+        return frozenset(index for index, layer in enumerate(self.layers) if layer.changes_buffers)
 
     @contextmanager
     def collecting_unseen(self) -> Iterator[list[str]]:
@@ -65,12 +70,6 @@ class LayerCalls:
         finally:
             self._unseen = before
 
-    def replay_buffers(self, layer: int) -> bool:
-        """Let recomputations of `layer` start from its former buffers; return False if they do already."""
-        new = not self._layers[layer].replayed
-        self._layers[layer].replayed = self._layers[layer].changes_buffers = True
-        return new
-
     def place_buffers(self, devices: Mapping[int, Sequence[int]], unlayered: Iterable[str]) -> dict[nn.Module, int]:
         """Return the device of each module with buffers: the first of the `devices` that run its layer.
 
@@ -78,20 +77,16 @@ class LayerCalls:
         """
         shared, places, aligned = set(unlayered), {}, self._crossings.between_layers
         for index, numbers in devices.items():
-            layer = self._layers[index]
+            layer = self.layers[index]
             odd = not shared.isdisjoint(layer.names) or (len(set(numbers)) > 1 and layer.buffered)
             layer.aligned = aligned if odd and aligned is not None else nullcontext
             places.update(dict.fromkeys(layer.buffered, numbers[0]))
         return places
 
-    def copy_inputs(self, layer: int) -> None:
-        """Save copies of the inputs of `layer` from now on, since they are written to later."""
-        self._layers[layer].inputs_change = True
-
     def check_replayed(self, calls: Iterable[RecordedCall]) -> None:
         """Raise ModelError if one of `calls` ran before its layer was known to depend on buffers that it changes."""
         for call in calls:
-            layer = self._layers[call.request.layer]
+            layer = self.layers[call.request.layer]
             if layer.replayed and call.buffers is None:
                 raise ModelError(
                     f"layer {layer.name} was seen to change buffers that it reads (as normalization does in training and "
@@ -99,21 +94,9 @@ class LayerCalls:
                     "which cannot be run again. Nothing has been updated. Read losses after engine.step()."
                 )
 
-    def name_of(self, layer: int) -> str:
-        """Return the name of `layer` in the model."""
-        return self._layers[layer].name
-
-    def may_be_joined(self, layer: int) -> bool:
-        """Return whether rows of several micro-batches may go through `layer` at once, as far as is known."""
-        return self._layers[layer].treats_rows_alike
-
-    def may_keep_graphs(self, layer: int) -> bool:
-        """Return whether graphs of `layer` can be kept while other micro-batches go through it."""
-        return self._layers[layer].may_keep_graphs
-
     def run_attached(self, request: Request, copies: Leaves) -> Any:
         """Run the call as the model wrote it, on device copies of the layer's parameters."""
-        layer = self._layers[request.layer]
+        layer = self.layers[request.layer]
         if request.grad:
             values, caches = extract_caches(request)
         else:  # generation uses caches
@@ -157,7 +140,7 @@ class LayerCalls:
         """
         if not request.grad:
             return self._run_without_grad(request, copies, rows or WHOLE_CALLS), None
-        layer, given = self._layers[request.layer], CallInputs.of(request)
+        layer, given = self.layers[request.layer], CallInputs.of(request)
         given.tensors = self._crossings.to_current(given.tensors)
         targets = [inter_layer.target(t) if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request.without_arguments(), number, given.arguments, targets)
@@ -182,7 +165,7 @@ class LayerCalls:
         return outputs, None
 
     def _slicing(self, layer: int, given: CallInputs, rows: Rows) -> Slicing | None:
-        called = self._layers[layer]
+        called = self.layers[layer]
         if not (rows.cuts and called.may_be_sliced(given.arguments)):
             return None
         return slicing_of(rows, layer, given.arguments.tensor_places, given.tensors, called.draws)
@@ -194,10 +177,10 @@ class LayerCalls:
         call.buffers = clone_buffers(layer.buffered) if layer.replayed else None
         if layer.inputs_may_change:
             copied = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-            call.tensors = [self._saved.save(tensor, layer.name) for tensor in copied]
+            call.tensors = [save_input(self._stash, tensor, layer.name) for tensor in copied]
             inputs = [t.detach() for t in tensors]
         else:
-            call.tensors = [self._saved.save(tensor, layer.name) for tensor in tensors]
+            call.tensors = [save_input(self._stash, tensor, layer.name) for tensor in tensors]
             pairs = zip(call.tensors, tensors, strict=True)
             inputs = [k.tensor if type(k) is SavedTensor else t.detach() for k, t in pairs]
         try:
@@ -246,9 +229,9 @@ class LayerCalls:
         replay: SetState,
         gather: Callable[[], None],
     ) -> None:
-        layer = self._layers[call.request.layer]
+        layer = self.layers[call.request.layer]
         with _apart(layer, call):
-            tensors = self._saved.tensors(call.tensors, apart=layer.changes_inputs)
+            tensors = saved_inputs(self._stash, call.tensors, apart=layer.changes_inputs)
             pieces: Iterable[Piece] = [(tensors, call.targets, gradients)]
             if call.slicing is not None:
                 pieces = call.slicing.propagated(tensors, call.targets, gradients)
@@ -261,32 +244,32 @@ class LayerCalls:
 
     def recompute(self, call: RecordedCall, copies: Leaves, replay: SetState) -> list[Tensor]:
         """Recompute the whole call and keep its graph for `backward`; return its outputs, detached."""
-        layer = self._layers[call.request.layer]
+        layer = self.layers[call.request.layer]
         with _apart(layer, call):
             replay(call.states[0])
-            tensors = self._saved.tensors(call.tensors, apart=layer.changes_inputs)
+            tensors = saved_inputs(self._stash, call.tensors, apart=layer.changes_inputs)
             return [t.detach() for t in _run_again(layer, call, tensors, copies, call.targets)]
 
     def trial(self, request: Request, copies: Leaves, slicing: Slicing | None = None) -> CallTrial:
         """Run a call with gradients, whole or sliced, and return its inputs and outputs; nothing is kept for backward."""
         request = replace(request, context=request.context.copy())  # gets a collector of its own
-        layer, given = self._layers[request.layer], CallInputs.of(request)
+        given = CallInputs.of(request)
         targets: Targets = [GradientSum() if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request, 0, given.arguments, targets, slicing)
         outputs = self._run_slices(call, [t.detach() for t in given.tensors], copies, State).tensors
         call.output_gradients = [OutputGradient(0, t) if t.requires_grad else None for t in outputs]
-        return CallTrial(given.tensors, [t.detach() for t in outputs], call, layer.may_be_sliced(given.arguments))
+        return CallTrial(given.tensors, [t.detach() for t in outputs], call)
 
     def propagate_trial(self, trial: CallTrial, copies: Leaves) -> list[Tensor | None]:
         """Propagate gradients of the outputs of `trial` to `copies`, and to its inputs, whose gradients are returned."""
-        call, layer = trial.call, self._layers[trial.call.request.layer]
+        call, layer = trial.call, self.layers[trial.call.request.layer]
         call.tensors = [SavedTensor(t.detach(), t._version, layer.name) for t in trial.inputs]
         self.backward(call, copies, lambda state: None, lambda: None)
         return [None if target is None else target.take() for target in call.targets]
 
     def _run_slices(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState) -> CallOutputs:
         """Run the call's forward with detached `tensors`, slice by slice if it is sliced."""
-        layer = self._layers[call.request.layer]
+        layer = self.layers[call.request.layer]
         targets: Targets = [layer.dead_end if target else None for target in call.targets]
         copies = layer.guarded(copies)
         call.states.append(state())
@@ -310,7 +293,7 @@ class LayerCalls:
     def discard(self, call: RecordedCall) -> None:
         """Release what is kept of `call`, which is not propagated through any more."""
         for entry in call.entries:
-            self._saved.release(entry)
+            self._stash.release(entry)
         call.tensors = []
         call.graph = []
 

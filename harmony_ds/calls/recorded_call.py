@@ -141,14 +141,8 @@ class SharedOutput(WriteCheck):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallTrial:
-    """Inputs and outputs of a call that was run to learn about its layer.
-
-    Attributes:
-        call: its record, without what is kept for backward.
-        may_be_sliced: whether nothing else forbids to run the call in slices.
-    """
+    """Inputs and outputs of a `call` that was run to learn about its layer; nothing is kept for backward."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     call: RecordedCall
-    may_be_sliced: bool

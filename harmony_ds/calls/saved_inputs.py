@@ -1,4 +1,8 @@
-"""Inputs of layer calls, saved for their recomputation."""
+"""Inputs of layer calls, saved for their recomputation: those that require gradients in the stash, others where they are.
+
+Outputs of layers are large and belong to one micro-batch; masks, position ids and rotary tables are small and used by
+every layer.
+"""
 
 from __future__ import annotations
 
@@ -28,39 +32,25 @@ class SavedTensor:
                 "be recomputed. Make the operation out of place."
             )
 
+    def unchanged(self) -> Tensor:
+        """Return the alias, after `check`."""
+        self.check()
+        return self.tensor
 
-class SavedInputs:
-    """Saves inputs that require gradients in the stash, and others where they are.
 
-    Outputs of layers are large and belong to one micro-batch; masks, position ids and rotary tables are small and used by
-    every layer.
-    """
+def save_input(stash: Stash, tensor: Tensor, layer: str) -> StashEntry | SavedTensor:
+    """Save `tensor`, an input of `layer`; raise UnsupportedError if it is not dense."""
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(
+            f"layer {layer} is given a tensor of layout {tensor.layout}, which the engine cannot keep for backward. "
+            "Give it a dense one, or indices and values of a sparse one, to be put together in the layer's forward."
+        )
+    if tensor.requires_grad:
+        return stash.put(tensor, layer)
+    return SavedTensor(tensor.detach(), tensor._version, layer)
 
-    def __init__(self, stash: Stash) -> None:
-        self._stash = stash
 
-    def save(self, tensor: Tensor, layer: str) -> StashEntry | SavedTensor:
-        """Save `tensor`, an input of `layer`; raise UnsupportedError if it is not dense."""
-        if tensor.layout is not torch.strided:
-            raise UnsupportedError(
-                f"layer {layer} is given a tensor of layout {tensor.layout}, which the engine cannot keep for backward. "
-                "Give it a dense one, or indices and values of a sparse one, to be put together in the layer's forward."
-            )
-        if tensor.requires_grad:
-            return self._stash.put(tensor, layer)
-        return SavedTensor(tensor.detach(), tensor._version, layer)
-
-    def tensors(self, kept: Iterable[StashEntry | SavedTensor], apart: bool) -> list[Tensor]:
-        """Return the saved inputs, detached; raise ModelError if one was changed in place. `apart`: return copies."""
-        tensors = [self._tensor(one) for one in kept]
-        return [t.detach().clone() for t in tensors] if apart else tensors
-
-    def _tensor(self, kept: StashEntry | SavedTensor) -> Tensor:
-        if isinstance(kept, StashEntry):
-            return self._stash.tensor(kept).detach()
-        kept.check()
-        return kept.tensor
-
-    def release(self, entry: StashEntry) -> None:
-        """Release `entry`, which one call does not need any more."""
-        self._stash.release(entry)
+def saved_inputs(stash: Stash, kept: Iterable[StashEntry | SavedTensor], apart: bool) -> list[Tensor]:
+    """Return the saved inputs, detached; raise ModelError if one was changed in place. `apart`: return copies."""
+    tensors = [stash.tensor(one).detach() if isinstance(one, StashEntry) else one.unchanged() for one in kept]
+    return [t.detach().clone() for t in tensors] if apart else tensors

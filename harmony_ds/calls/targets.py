@@ -39,27 +39,35 @@ class GradientSum:
         return gradient
 
 
-class OutputGradient(GradientSum):
-    """The gradient of one output of a layer call.
+class TensorGradient(GradientSum):
+    """The gradient of one tensor, which has the tensor's shape and dtype."""
 
-    Attributes:
-        call: the number of the call in its micro-batch.
-        shape: of the output, and so of its gradient.
-        propagated: whether the call has been propagated through, so that another gradient would be lost.
-    """
+    __slots__ = ("dtype", "shape")
 
-    __slots__ = ("call", "dtype", "propagated", "shape")
-
-    def __init__(self, call: int, output: Tensor) -> None:
-        super().__init__()
-        self.call = call
-        self.shape = output.shape
-        self.dtype = output.dtype
-        self.propagated = False
+    def __init__(self, tensor: Tensor) -> None:
+        self.gradient = None
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
 
     @property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+
+class OutputGradient(TensorGradient):
+    """The gradient of one output of a layer call.
+
+    Attributes:
+        call: the number of the call in its micro-batch.
+        propagated: whether the call has been propagated through, so that another gradient would be lost.
+    """
+
+    __slots__ = ("call", "propagated")
+
+    def __init__(self, call: int, output: Tensor) -> None:
+        super().__init__(output)
+        self.call = call
+        self.propagated = False
 
     def add(self, gradient: Tensor) -> None:
         if self.propagated:
@@ -71,15 +79,14 @@ class OutputGradient(GradientSum):
         super().add(gradient)
 
 
-class InterLayerGradient(GradientSum):
+class InterLayerGradient(TensorGradient):
     """The gradient of a layer input made by inter-layer operations; it is due before the backward of call `deadline`."""
 
-    __slots__ = ("deadline", "nbytes")
+    __slots__ = ("deadline",)
 
-    def __init__(self, deadline: int, nbytes: int) -> None:
-        super().__init__()
+    def __init__(self, deadline: int, tensor: Tensor) -> None:
+        super().__init__(tensor)
         self.deadline = deadline
-        self.nbytes = nbytes
 
 
 class DeadEnd:

@@ -212,15 +212,6 @@ def _host_gradients(
     return HostGradients(device, ledger, config.accumulation_dtype, limit, trains, world)
 
 
-def _joins(
-    device: Device, crossings: Crossings, layer_calls: LayerCalls, residency: Residency, layers: tuple[Layer, ...]
-) -> Joins:
-    def may_be_joined(layer: int) -> bool:  # hooks see each micro-batch's gradient
-        return layer_calls.may_be_joined(layer) and not residency.are_hooked(layers[layer].parameters)
-
-    return Joins(device, crossings, layer_calls.name_of, may_be_joined)
-
-
 def _parts(
     model: nn.Module,
     config: Config,
@@ -253,7 +244,7 @@ def _parts(
         contract=Contract(model),
         crossings=crossings,
         layer_calls=layer_calls,
-        joins=_joins(device, crossings, layer_calls, residency, decomposition.layers),
+        joins=Joins(device, crossings, layer_calls.layers, residency),
         random=RandomStreams(device),
         timeline=timeline,
         user_gradients=UserGradients(store, updater),

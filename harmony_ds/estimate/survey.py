@@ -231,7 +231,7 @@ def _see(
     costs = profile.tables[-1][1]
     if ranks_sizes and wanted is None:
         try:
-            sizes, costs = next(planner.ranked(sample, profile))
+            sizes, costs = next(planner.sizes.ranked(sample, profile))
         except DoesNotFitError:
             sizes, costs = _smallest(profile, sample.rows)
     graph = planner.graph_with(profile.calls)

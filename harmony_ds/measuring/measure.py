@@ -52,7 +52,7 @@ class Measurement(Passes):
         self._stashed: list[_Stashed] = []
         self._resident_leaves: Mapping[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._shapes: dict[InterLayerGradient, tuple[torch.Size, torch.dtype]] = {}
+        self._reached: dict[InterLayerGradient, None] = {}  # in the order that gradients came to them
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
         self._just_taken: set[tuple[int, int]] = set()  # where those among them are that the call before took, too
         self._base = 0  # alive before the first call
@@ -173,13 +173,13 @@ class Measurement(Passes):
 
     def _check_seen(self) -> None:
         """Raise UnseenError if the forward pass and the objective did what was not known of the model."""
-        calls = self._parts.layer_calls
+        called = self._parts.layer_calls.layers
         for layer in sorted({layer for layer, writes in self._given if writes.happened}):
-            calls.copy_inputs(layer)
-            self._surprises.append(f"inputs of layer {self._layers[layer].name} are changed in place after its call.")
+            called[layer].inputs_change = True
+            self._surprises.append(f"inputs of layer {called[layer].name} are changed in place after its call.")
         unseen = self._parts.installation.buffers.find_unversioned_writes() if self._parts.device.has_values else set()
         for one in self._layers:
-            if not unseen.isdisjoint(one.module.modules()) and calls.replay_buffers(one.index):
+            if not unseen.isdisjoint(one.module.modules()) and called[one.index].replay_buffers():
                 self._surprises.append(f"layer {one.name} changes a buffer by its .data.")
         self._surprises += [f"{name} is used outside its layer's calls." for name in self._parts.installation.touched]
         if self._surprises:
@@ -187,7 +187,8 @@ class Measurement(Passes):
 
     def _prove(self, recorded: RecordedCall, copy: DeviceCopy, outputs: list[Tensor]) -> None:
         """Run a call again; it must give what its forward pass gave, and leave its parameters as they are."""
-        calls, layer = self._parts.layer_calls, self._layers[recorded.request.layer]
+        calls = self._parts.layer_calls
+        layer = calls.layers[recorded.request.layer]
         has_values = self._parts.device.has_values and not any(leaf.is_meta for leaf in copy.leaves.values())
         if self._surprises or recorded.slicing is not None or not has_values:
             return
@@ -204,7 +205,7 @@ class Measurement(Passes):
             )
         if all(map(comparison(self._parts.device.torch_device), outputs, again)):
             return
-        if calls.replay_buffers(layer.index):
+        if layer.replay_buffers():
             self._surprises.append(f"layer {layer.name} depends on buffers that it changes.")
             return
         raise ModelError(
@@ -286,9 +287,7 @@ class Measurement(Passes):
             self._parts.layer_calls.backward(recorded, copy.leaves, self._parts.random.replay, gather)
             call.backward = max(call.backward, self._stretch.peak())
         call.unlayered |= self._given_to_unlayered()
-        self._shapes |= {
-            target: (shape, dtype) for target, shape, dtype in reached if isinstance(target, InterLayerGradient)
-        }
+        self._reached |= dict.fromkeys(one for one in reached if isinstance(one, InterLayerGradient))
         if not self._parts.residency.accumulates_in_place:
             call.note(leaf_bytes=sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None))
         gather()
@@ -299,11 +298,11 @@ class Measurement(Passes):
         """Run made-up gradients back through the code between calls, as a step does before the calls that made it run."""
         calls = self._seen.calls
         for number in (*reversed(range(len(calls))), -1):
-            due = [(target, *shape) for target, shape in self._shapes.items() if target.deadline == number]
+            due = [target for target in self._reached if target.deadline == number]
             if not due:
                 continue
-            for target, shape, dtype in due:
-                target.gradient = torch.ones(shape, dtype=dtype, device=self._parts.device.torch_device)
+            for target in due:
+                self._make_up(target)
             self._stretch.begin()
             self._inter_layer.propagate_due(number)
             place = self._seen.tail if number < 0 else calls[number]

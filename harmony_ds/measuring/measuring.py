@@ -7,12 +7,11 @@ measured anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.decomposer.find import Layer
@@ -20,7 +19,6 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device.base import Device
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.measuring.measure import Measurement
-from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.profile_cache import ProfileFile, with_times
 from harmony_ds.measuring.rates import measure_rates
 from harmony_ds.measuring.row_probe import RowProbe
@@ -121,10 +119,6 @@ class Measuring:
         """Return bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them."""
         with self._within_budget():
             return with_times(self._observe(sample, sizes), combined(profile, sizes, sample.rows))
-
-    def losses(self, rows: Rows) -> AbstractContextManager[Callable[[Sample], Tensor | None]]:
-        """Open `Passes.losses`; layer calls are cut into `rows`."""
-        return Passes(self._parts, self._layers, self.unlayered, rows).losses()
 
     def _probe(self, sample: Sample) -> None:
         """Find out, once in each mode, which layers can be cut, and log the others."""

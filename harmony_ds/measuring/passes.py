@@ -15,15 +15,13 @@ from harmony_ds.calls.checkpointing import checkpoints_bypassed
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.recorded_call import RecordedCall
-from harmony_ds.calls.targets import GradientTarget
+from harmony_ds.calls.targets import GradientTarget, TensorGradient
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Streamer
-
-Reached = list[tuple[GradientTarget, torch.Size, torch.dtype]]
 
 
 class Passes(Streamer):
@@ -104,17 +102,16 @@ class Passes(Streamer):
         )
 
     @contextmanager
-    def _made_up_gradients(self, call: RecordedCall) -> Iterator[Reached]:
+    def _made_up_gradients(self, call: RecordedCall) -> Iterator[list[GradientTarget]]:
         """Let `call` be propagated through while open. In the end, the list names the targets that got a gradient."""
-        reached: Reached = []
-        for made in call.output_gradients:
-            if made is not None:
-                made.gradient = torch.ones(made.shape, dtype=made.dtype, device=self._parts.device.torch_device)
+        reached: list[GradientTarget] = []
+        for made in filter(None, call.output_gradients):
+            self._make_up(made)
         try:
             yield reached
         finally:
             self._parts.random.switch(self)
-            for target in call.targets:
-                gradient = target.take() if target is not None else None
-                if target is not None and gradient is not None:
-                    reached.append((target, gradient.shape, gradient.dtype))
+            reached += [target for target in call.targets if target is not None and target.take() is not None]
+
+    def _make_up(self, target: TensorGradient) -> None:
+        target.gradient = torch.ones(target.shape, dtype=target.dtype, device=self._device.torch_device)

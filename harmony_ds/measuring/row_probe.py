@@ -80,7 +80,7 @@ class RowProbe(Passes):
             refused.setdefault(layer, "")
             return
         dims = row_dims(few[2:], more[2:], self._counts) if few and few[:2] == more[:2] else None
-        if not trial.may_be_sliced:
+        if not self._parts.layer_calls.layers[layer].may_be_sliced(trial.call.arguments):
             refused[layer] = "it changes an input, a buffer or an object that it is given"
         elif dims is None:
             refused[layer] = "where its tensors hold the rows cannot be told from their shapes"

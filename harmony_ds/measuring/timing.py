@@ -81,7 +81,7 @@ class Timing(Passes):
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Run the call, and propagate through the first few of its structure."""
         calls, residency, replay = self._parts.layer_calls, self._parts.residency, self._parts.random.replay
-        keeps_graphs = calls.may_keep_graphs(request.layer)
+        keeps_graphs = calls.layers[request.layer].may_keep_graphs
         structure = (*structure_of(self._layers[request.layer], request), keeps_graphs)
         self._structures.append(structure)
         enough = self._structures.count(structure) > _BACKWARD_SAMPLES

@@ -32,14 +32,18 @@ class CallSizes:
         alone: costs of single micro-batches, where several may be joined.
     """
 
-    def __init__(self, parts: Parts, config: Config, measuring: Measuring, saved: Plan | None) -> None:
-        """Run with the sizes of `saved`, if given."""
+    def __init__(self, parts: Parts, config: Config, measuring: Measuring, choose: Choose, saved: Plan | None) -> None:
+        """Run with the sizes of `saved`, if given.
+
+        `choose` returns the best plan with given costs, and raises DoesNotFitError if none fits.
+        """
         self.wanted = Sizes.wanted(config.harmony.micro_batch) if saved is None else Sizes.of(saved.policy)
         self.together = 1 if saved is None else saved.policy.together
         self.alone: CostTable | None = None
         self._world, self._joins = parts.world, parts.joins
         self._grouping, self._group_size = config.harmony.grouping, config.gradient_accumulation_steps
         self._measuring = measuring
+        self._choose = choose
 
     @property
     def joins_calls(self) -> bool:
@@ -56,9 +60,7 @@ class CallSizes:
         self.together, alone, self.alone = 1, self.alone, None
         return alone
 
-    def measured(
-        self, sample: Sample, chosen: Sizes | None, ranked: Callable[[Sample, Profile], SizedCosts]
-    ) -> SizedCosts:
+    def measured(self, sample: Sample, chosen: Sizes | None) -> SizedCosts:
         """Yield costs in the wanted size, or as `ranked` does; `chosen`: slices of the plan in force, if it joins calls."""
         if chosen is not None:
             single = self._see_alone(sample)
@@ -73,27 +75,29 @@ class CallSizes:
             return
         profile = self._measuring.profile(sample, self.wanted)
         if self.wanted is None:
-            yield from ranked(sample, profile)
+            yield from self.ranked(sample, profile)
         else:
             yield self.wanted, profile.tables[0][1]
 
-    def ranked(self, sample: Sample, profile: Profile, choose: Choose) -> SizedCosts:
+    def ranked(self, sample: Sample, profile: Profile) -> SizedCosts:
         """Yield sizes below and above the micro-batch with their costs, those of the fastest plan first.
 
         Args:
             profile: of `sample` in slices of several sizes.
-            choose: returns the best plan with given costs; raises DoesNotFitError, as this does if none fits.
+
+        Raises:
+            DoesNotFitError: none fits.
         """
         in_slices: list[Sizes] = []
         failure: DoesNotFitError | None = None
         try:
-            in_slices = rank_sizes(profile, sample.rows, choose)
+            in_slices = rank_sizes(profile, sample.rows, self._choose)
         except DoesNotFitError as error:
             failure = error.with_traceback(None)  # which holds this frame
         if in_slices and self.may_join:
             self._see_alone(sample)
-            one_by_one = choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
-            for table in self._faster_sets(sample, one_by_one, choose) if self._joins.dims else ():
+            one_by_one = self._choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
+            for table in self._faster_sets(sample, one_by_one) if self._joins.dims else ():
                 yield WHOLE, table
         self.together, self.alone = 1, None
         if failure is not None:
@@ -147,7 +151,7 @@ class CallSizes:
             table = self._of_set(sample, together, sizes).tables[0][1]
         return None if self._world.any("join fewer", table is None) else table
 
-    def _faster_sets(self, sample: Sample, one_by_one: Choice, choose: Choose) -> Iterator[CostTable]:
+    def _faster_sets(self, sample: Sample, one_by_one: Choice) -> Iterator[CostTable]:
         """Yield costs of sets of micro-batches that are faster than single ones, those of the fastest plan first."""
         found: list[tuple[float, int, CostTable]] = []
         best_ms = one_by_one.prediction.step_ms
@@ -156,7 +160,7 @@ class CallSizes:
             if table is None:
                 break
             with suppress(DoesNotFitError):
-                ms = choose(table, WHOLE).prediction.step_ms
+                ms = self._choose(table, WHOLE).prediction.step_ms
             if ms > _GAIN * best_ms:  # larger ones are not tried: they take more memory
                 break
             best_ms = ms

@@ -30,11 +30,11 @@ def prove(
     Returns:
         Whether that will prove it; else the next step is to try.
     """
+    world, contract, sizes = runner.parts.world, runner.parts.contract, runner.planner.sizes
     unlike = runner.at_their_calls or any(ticket.micro_batch.forwarded for ticket in tickets)
-    if runner.world.any("compare losses", unlike):
+    if world.any("compare losses", unlike):
         return False
-    sizes = runner.planner.sizes
-    if runner.world.any("draw other numbers", sizes.joins_random_calls):  # losses are not those of single micro-batches
+    if world.any("draw other numbers", sizes.joins_random_calls):  # losses are not those of single micro-batches
         return True
     unseen = False
     try:
@@ -44,10 +44,10 @@ def prove(
                     loss = loss_of(sample_of(ticket))
                 if loss is not None:
                     alike = close if sizes.joins_calls else comparison(loss.device)
-                    ticket.expected = partial(_check, runner.contract, ticket.micro_batch.index, alike, loss)
+                    ticket.expected = partial(_check, contract, ticket.micro_batch.index, alike, loss)
     except UnseenError:  # the step will find it, too, and measure anew
         unseen = True
-    return not runner.world.any("compare losses again", unseen)  # all processes try again, or none
+    return not world.any("compare losses again", unseen)  # all processes try again, or none
 
 
 def _check(

@@ -34,6 +34,7 @@ from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.same_step import check_same_step
 from harmony_ds.stepping.ticket import LossFunction, Queue, QueuedMicroBatch, Stage
 
+_NONE: frozenset[float] = frozenset()
 _ATTEMPTS = 8
 """How often a step is run again because a micro-batch showed layers that were not measured."""
 
@@ -72,8 +73,7 @@ class StepGroup(Queue):
     def __init__(self, parts: GroupParts, step: int) -> None:
         self._parts = parts
         self._runner = parts.runner
-        self._contract = parts.runner.contract
-        self._world = parts.runner.world
+        self._contract, self._world = parts.runner.parts.contract, parts.runner.parts.world
         self._step = step
         self._queue: list[QueuedMicroBatch] = []
         self._called_back = False
@@ -128,6 +128,7 @@ class StepGroup(Queue):
     ) -> MicroBatch:
         """Make a micro-batch; `reduce`: of one without gradients, what is kept of its outputs."""
         args, kwargs = inputs = arguments.tree
+        home = self._parts.calls.device.torch_device
         if not arguments.tensors:
             raise BatchError(
                 f"micro-batch {index} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
@@ -144,17 +145,14 @@ class StepGroup(Queue):
             seed=micro_batch_seed(self._parts.seed, self._step, index * self._world.size + self._world.rank),
             forward=lambda: self._parts.calls.run(call, arguments),
             objective=lambda outputs: None,
-            autocast=self.autocast(),
+            autocast=Autocast.current(home.type),
             context=contextvars.copy_context(),
             state=self._contract.take(),
             grad=reduce is None,
-            home=self._parts.calls.device.torch_device,
+            home=home,
             reduce=reduce,
             inputs=inputs,
         )
-
-    def autocast(self) -> Autocast | None:
-        return Autocast.current(self._parts.calls.device.torch_device.type)
 
     def _measure(self, ticket: QueuedMicroBatch) -> None:
         with self._as_called(ticket):
@@ -229,11 +227,11 @@ class StepGroup(Queue):
 
     # ---- propagating back
 
-    def divisor(self) -> int:
-        return 1 if EngineBackward.under_way else self._parts.accumulation()
-
-    def divided_by_hand(self) -> None:
-        self._parts.divided_by_hand()
+    def divisor(self, divided_by: frozenset[float] = _NONE) -> int:
+        divisor = 1 if EngineBackward.under_way else self._parts.accumulation()
+        if divisor > 1 and divisor in divided_by:
+            self._parts.divided_by_hand()
+        return divisor
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         self._parts.propagating()
@@ -314,6 +312,8 @@ class StepGroup(Queue):
         # After the first part of a step each micro-batch runs by itself, so that it can run again without the others.
         for part in [[ticket] for ticket in tickets] if self.propagated else [tickets]:
             self._run_part(run, part)
+        # With several, others had run before recomputations.
+        self._runner.parts.layer_calls.checks_recomputation &= len(tickets) < 2
         for ticket in tickets:
             ticket.finish_propagation()
         return True
@@ -323,12 +323,13 @@ class StepGroup(Queue):
         follows_others = self.propagated
         once = self._world.any("begin a step", any(ticket.stage is Stage.FORWARDED for ticket in tickets))
 
-        popped = self._runner.popped_user_gradients
+        own = self._runner.parts.user_gradients
+        popped = own.popped
 
         def diverged(error: Exception) -> None:
             again = not once and (self.propagated or not follows_others)
             if isinstance(error, PeerDiverged | torch.OutOfMemoryError):
-                gone = self._runner.popped_user_gradients > popped  # and would be missing when the step runs again
+                gone = own.popped > popped  # and would be missing when the step runs again
                 if not again or (gone and isinstance(error, torch.OutOfMemoryError)):
                     raise error
             elif again:

@@ -20,7 +20,7 @@ from harmony_ds.measuring.sample import Sample, Shapes, shapes_of
 from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.parallel.exchange import buffer_bytes
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine, Profile
+from harmony_ds.profiler.profile import Machine
 from harmony_ds.profiler.rows import WHOLE_CALLS
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.scheduler.choose import PlanRequest
@@ -79,7 +79,7 @@ class Planner:
         if config.autocast_dtype is not None:
             dtypes += f", autocast to {config.autocast_dtype}"
         self.measuring = Measuring(parts, decomposition.layers, graph, ProfileFile(path, graph, dtypes, parts.device))
-        self.sizes = CallSizes(parts, config, self.measuring, saved)
+        self.sizes = CallSizes(parts, config, self.measuring, self._choose_quickly, saved)
 
     @property
     def plan(self) -> Plan | None:
@@ -122,14 +122,8 @@ class Planner:
         self._measured.append((shapes_of(sample.inputs), sample.modes if sample.trains else b""))
         return moved
 
-    def ranked(self, sample: Sample, profile: Profile) -> Iterator[tuple[Sizes, CostTable]]:
-        """Call `CallSizes.ranked` with plans that are found quickly."""
-        graph = self.graph_with(profile.calls)
-
-        def choose(costs: CostTable, sizes: Sizes) -> Choice:
-            return self._choose(graph, costs, self._group_size, sizes, thorough=False)[0]
-
-        return self.sizes.ranked(sample, profile, choose)
+    def _choose_quickly(self, costs: CostTable, sizes: Sizes) -> Choice:
+        return self._choose(self.graph_with(costs.calls), costs, self._group_size, sizes, thorough=False)[0]
 
     def _plan_with(self, sample: Sample) -> tuple[int, ...]:
         """Plan with the first costs with which anything fits."""
@@ -139,7 +133,7 @@ class Planner:
         plan = self.plan or self._saved
         chosen = Sizes.of(plan.policy) if self.sizes.together > 1 and plan is not None else None
         before, single = self.sizes.together, self.sizes.alone
-        for sizes, measured in self.sizes.measured(sample, chosen, self.ranked):
+        for sizes, measured in self.sizes.measured(sample, chosen):
             known = self._costs if self.sizes.together == before else single
             table = self._agreed(measured if known is None else known.worst(measured))
             if not table.calls:

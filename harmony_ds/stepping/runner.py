@@ -9,15 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.contract import Contract
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import DoesNotFitError, EngineFailedError, UsageError
+from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.updater import Clipping
-from harmony_ds.parallel import SingleProcess
 from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.garbage import release_frames
 from harmony_ds.runtime.micro_batch import MicroBatch
@@ -41,7 +40,8 @@ class Runner:
         self, parts: Parts, decomposition: Decomposition, graph: LayerGraph, config: Config, saved: Plan | None
     ) -> None:
         """Run `saved`, if given, in the place of a plan that is searched for."""
-        self._parts = parts
+        self.parts = parts
+        """All that runs the model."""
         self._layers = decomposition.layers
         self._said = False
         self.proven = False
@@ -54,22 +54,12 @@ class Runner:
         self._failed: str | None = None
         self._destroyed = False
 
-    @property
-    def world(self) -> SingleProcess:
-        """The processes that train this model."""
-        return self._parts.world
-
     # ---- how forward passes may run
-
-    @property
-    def contract(self) -> Contract:
-        """The record of what calls of the model saw."""
-        return self._parts.contract
 
     @property
     def changes_buffers(self) -> bool:
         """Whether forward passes change buffers, so that their order is that of the calls."""
-        return bool(self._parts.layer_calls.changing_buffers) or self._parts.installation.buffers.are_written
+        return bool(self.parts.layer_calls.changing_buffers) or self.parts.installation.buffers.are_written
 
     @property
     def at_their_calls(self) -> bool:
@@ -78,7 +68,7 @@ class Runner:
         A layer changes its buffers in several calls of each, which would not come in the order of plain PyTorch.
         """
         calls = self.planner.graph.calls
-        layer = next((one for one in self._parts.layer_calls.changing_buffers if calls.count(one) > 1), None)
+        layer = next((one for one in self.parts.layer_calls.changing_buffers if calls.count(one) > 1), None)
         if layer is not None and not self._said:
             self._said = True
             _logger.warning(
@@ -95,7 +85,7 @@ class Runner:
     @property
     def failed(self) -> str | None:
         """Why nothing can be trained any more; None: it can."""
-        updater = self._parts.updater
+        updater = self.parts.updater
         if self._failed is None and updater.failure is not None:
             self._failed = f"the background update failed: {updater.failure!r}"
         return self._failed
@@ -103,7 +93,7 @@ class Runner:
     def fail(self, why: str) -> None:
         """Run nothing from now on: some layers were changed and others not."""
         self._failed = why
-        self.world.give_up(f"it cannot go on: {why}")
+        self.parts.world.give_up(f"it cannot go on: {why}")
 
     def destroy(self) -> None:
         """Run nothing from now on: the model is a plain one again."""
@@ -116,7 +106,7 @@ class Runner:
         A failure of the background update that has not been raised yet surfaces as itself first.
         """
         self.check_alive()
-        self._parts.updater.raise_failure()
+        self.parts.updater.raise_failure()
         if self.failed is not None:
             raise EngineFailedError(
                 f"this engine cannot go on: {self.failed}. Some layers were updated and others not. Build a new engine "
@@ -149,14 +139,15 @@ class Runner:
     def alone(self) -> Iterator[Callable[[Sample], Tensor | None]]:
         """Open a context with a function from a micro-batch to its loss, if it runs by itself. Nothing stays."""
         self._make_room()
-        with self._parts.contract.running(), self.planner.measuring.losses(self.planner.rows) as loss_of:
+        passes = Passes(self.parts, self._layers, self.planner.measuring.unlayered, self.planner.rows)
+        with self.parts.contract.running(), passes.losses() as loss_of:
             yield loss_of
 
     def _make_room(self) -> None:
         """Move what is resident on the device to the host."""
-        self._parts.updater.wait_all()
+        self.parts.updater.wait_all()
         self.executor.gathered.to_host()
-        self._parts.device_store.drop()
+        self.parts.device_store.drop()
 
     def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
         """Record when each task of every optimizer step in the context ran, on each stream.
@@ -168,7 +159,7 @@ class Runner:
         Raises:
             RuntimeError: steps are being recorded already.
         """
-        return self._parts.timeline.recording(self._parts.updater.wait_all)
+        return self.parts.timeline.recording(self.parts.updater.wait_all)
 
     def step(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
         """Run forward, backward and updates of one optimizer step; updates may still be under way on return.
@@ -183,15 +174,12 @@ class Runner:
         # The plan's peak is that of passes whose losses and outputs are not read.
         as_planned = not any(m.forwarded for m in micro_batches)
         with self._recovering(sets):
-            device = self._parts.device
-            others = others_bytes(self._parts)
+            device = self.parts.device
+            others = others_bytes(self.parts)
             device.reset_peak()
-            with self._parts.timeline.step(plan):
+            with self.parts.timeline.step(plan):
                 self.executor.run(plan, sets, hyper, clipping)
                 self.executor.updates.promise_norm()
-            self._parts.layer_calls.checks_recomputation &= (
-                len(micro_batches) < 2
-            )  # others had run before recomputations
             # Workspaces are made when a thread first needs one, in some step.
             set_aside = device.reserve_bytes() + self.planner.exchange_bytes(plan)
             self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
@@ -203,9 +191,6 @@ class Runner:
         part, end = self.plans.part_of_step(micro_batches, self.executor.begun, first=self._end is None)
         with self._recovering(micro_batches, part=True):
             self.executor.run(part, micro_batches, hyper, clipping)
-            self._parts.layer_calls.checks_recomputation &= (
-                len(micro_batches) < 2
-            )  # others had run before recomputations
             self._end = end
 
     @property
@@ -228,20 +213,15 @@ class Runner:
         self.executor.gathered.used()
 
     @property
-    def popped_user_gradients(self) -> int:
-        """The number of the program's own gradients that steps have taken from parameters so far."""
-        return self._parts.user_gradients.popped
-
-    @property
     def steps_whole(self) -> bool:
         """Whether the optimizer's own `step` has to be called with all gradients there."""
-        return self._parts.optimizer is not None and self._parts.optimizer.steps_whole
+        return self.parts.optimizer is not None and self.parts.optimizer.steps_whole
 
     def update_only(self, hyper: Hyper, clipping: Clipping | None) -> bool:
         """Update from what the user's own backward passes left on the host's parameters; False if that is nothing."""
         self.check_usable()
-        optimizer = self._parts.optimizer
-        if optimizer is None or not self._parts.user_gradients.exist(optimizer.trained):
+        optimizer = self.parts.optimizer
+        if optimizer is None or not self.parts.user_gradients.exist(optimizer.trained):
             return False
         with self._recovering(()):
             self.executor.updates.update_own(hyper, clipping)
@@ -249,9 +229,9 @@ class Runner:
 
     def _check_can_run(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Refuse what cannot run, before anything does."""
-        self._parts.contract.check([micro_batch.state for micro_batch in micro_batches])
+        self.parts.contract.check([micro_batch.state for micro_batch in micro_batches])
         for micro_batch in micro_batches:
-            self._parts.layer_calls.check_replayed(call for _, call in micro_batch.calls)
+            self.parts.layer_calls.check_replayed(call for _, call in micro_batch.calls)
             micro_batch.check_unwritten()
 
     # ---- without gradients
@@ -272,9 +252,9 @@ class Runner:
     def streaming(self) -> Iterator[None]:
         """Let the model be called without gradients while open."""
         self.check_usable()
-        self._parts.updater.wait_all()
+        self.parts.updater.wait_all()
         with (
-            self._parts.contract.running(),
+            self.parts.contract.running(),
             self._streamer.streaming(self.planner.graph.unlayered, self.planner.graph.calls),
         ):
             yield
@@ -286,7 +266,7 @@ class Runner:
         It raises the error where another plan is no help: weights were updated already, or nothing smaller fits. The budget
         stays as low as the step needed it, unless the step failed.
         """
-        device, before = self._parts.device, self._parts.device.budget_bytes
+        device, before = self.parts.device, self.parts.device.budget_bytes
         first: torch.OutOfMemoryError | None = None
 
         def shrink(error: torch.OutOfMemoryError) -> None:
@@ -294,7 +274,12 @@ class Runner:
             first = first or error
             release_frames(error)
             budget = device.budget_bytes
-            if self.failed is not None or self.world.size > 1 or budget is None or isinstance(error, DoesNotFitError):
+            if (
+                self.failed is not None
+                or self.parts.world.size > 1
+                or budget is None
+                or isinstance(error, DoesNotFitError)
+            ):
                 raise error
             there = device.available_bytes()
             device.budget_bytes = there if there is not None and there < budget else budget * _SMALLER[0] // _SMALLER[1]
@@ -318,7 +303,7 @@ class Runner:
     def _recovering(self, micro_batches: Sequence[MicroBatch], part: bool = False) -> Iterator[None]:
         """Drop the step on an error; of a `part` of one before anything was propagated back, that part alone."""
         self.executor.begin()
-        with self._parts.contract.running():
+        with self.parts.contract.running():
             try:
                 yield
             except BaseException as error:
@@ -347,4 +332,4 @@ class Runner:
         self.executor.abandon()
         self._end = None
         if self.failed is None:
-            self._parts.updater.discard()
+            self.parts.updater.discard()

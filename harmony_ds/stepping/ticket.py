@@ -37,20 +37,17 @@ class Stage(enum.Enum):
 class Queue(Protocol):
     """The group, as its tickets know it."""
 
-    def autocast(self) -> Autocast | None:
-        """Return the calling thread's autocast, on the device."""
-
     def forward_now(self, ticket: QueuedMicroBatch) -> None:
         """Run the forward pass of `ticket`, whose loss or outputs the program reads."""
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         """Note that the program propagates back from an output of `ticket`; `later`: autograd does so now."""
 
-    def divisor(self) -> int:
-        """Return what gradients that come to outputs now are divided by: the accumulation steps, unless a loss has been."""
+    def divisor(self, divided_by: frozenset[float] = ...) -> int:
+        """Return what gradients that come to outputs now are divided by: the accumulation steps, unless a loss has been.
 
-    def divided_by_hand(self) -> None:
-        """Note that a loss which the program has divided by the accumulation steps is about to be divided by them again."""
+        `divided_by`: numbers that the program has divided a loss by; that it is divided twice is noted.
+        """
 
 
 class QueuedMicroBatch:
@@ -102,9 +99,7 @@ class QueuedMicroBatch:
 
     def backward(self, loss: PendingLoss) -> None:
         group = self._open_group()
-        divisor = group.divisor()
-        if divisor > 1 and divisor in loss.divisors:
-            group.divided_by_hand()
+        divisor = group.divisor(loss.divisors)
         self._objectives.append(lambda own: loss.evaluate(lambda _: divided(own, divisor)))
         self._note_caller()
         group.propagating(self)
@@ -133,7 +128,8 @@ class QueuedMicroBatch:
 
     def _note_caller(self) -> None:
         """Note the autocast under which its loss is propagated back from."""
-        self.micro_batch.backward_autocast = self._open_group().autocast()
+        assert self.micro_batch.home is not None
+        self.micro_batch.backward_autocast = Autocast.current(self.micro_batch.home.type)
 
     def check_not_propagated(self) -> None:
         """Raise UsageError if its backward pass is over, or its engine destroyed."""

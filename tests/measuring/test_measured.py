@@ -17,6 +17,11 @@ def output_gradient(call: int, nbytes: int) -> OutputGradient:
     return OutputGradient(call, torch.empty(nbytes, dtype=torch.uint8))
 
 
+def inter_layer_gradient(deadline: int, nbytes: int) -> InterLayerGradient:
+    """The gradient of a layer input that is made of that call's outputs."""
+    return InterLayerGradient(deadline, torch.empty(nbytes, dtype=torch.uint8))
+
+
 def costs_of(*calls: SeenCall, **seen: object) -> tuple[CallCost, ...]:
     return Seen(list(calls), **seen).table().costs  # type: ignore[arg-type]
 
@@ -81,13 +86,13 @@ def test_bytes_of_gradients_are_rounded_up_as_the_device_does() -> None:
 @pytest.mark.parametrize("inter_layer_bytes", [5, 25])
 def test_an_inter_layer_gradient_waits_at_its_tensor_or_at_the_outputs_behind_it(inter_layer_bytes: int) -> None:
     """The second call takes what inter-layer operations made of the first call's output: 10 bytes."""
-    output, inter_layer = output_gradient(0, 10), InterLayerGradient(0, inter_layer_bytes)
+    output, inter_layer = output_gradient(0, 10), inter_layer_gradient(0, inter_layer_bytes)
     costs = costs_of(SeenCall(made=[output], settled=[output]), SeenCall(taken=[inter_layer]), SeenCall())
     assert [cost.shared_bytes for cost in costs] == [0, max(10, inter_layer_bytes), 0]
 
 
 def test_inter_layer_gradients_of_several_calls_may_wait_at_both() -> None:
-    output, first, second = output_gradient(0, 10), InterLayerGradient(0, 5), InterLayerGradient(0, 7)
+    output, first, second = output_gradient(0, 10), inter_layer_gradient(0, 5), inter_layer_gradient(0, 7)
     calls = [
         SeenCall(cost=TRAINED, made=[output], settled=[output]),
         SeenCall(cost=TRAINED, taken=[first]),
