@@ -213,34 +213,23 @@ class LayerCalls:
             gather: called between the slices of a call: adds up the gradients that have reached `copies`.
         """
         gradients = [None if gradient is None else gradient.take() for gradient in call.output_gradients]
-        if [gradient for gradient in gradients if gradient is not None]:
-            if call.graph:
-                replay(call.states[0])
-                _propagate(call, gradients)
-            else:
-                self._recompute_and_propagate(call, copies, gradients, replay, gather)
+        layer, any_came = self.layers[call.request.layer], any(gradient is not None for gradient in gradients)
+        if any_came and call.graph:
+            replay(call.states[0])
+            _propagate(call, gradients)
+        elif any_came:
+            with _apart(layer, call):
+                tensors = saved_inputs(self._stash, call.tensors, apart=layer.changes_inputs)
+                pieces: Iterable[Piece] = [(tensors, call.targets, gradients)]
+                if call.slicing is not None:
+                    pieces = call.slicing.propagated(tensors, call.targets, gradients)
+                for number, (own, targets, given) in enumerate(pieces):
+                    if number:
+                        gather()
+                    replay(call.states[min(number, len(call.states) - 1)])
+                    _run_again(layer, call, own, copies, targets)
+                    _propagate(call, given)
         self.discard(call)
-
-    def _recompute_and_propagate(
-        self,
-        call: RecordedCall,
-        copies: Leaves,
-        gradients: list[Tensor | None],
-        replay: SetState,
-        gather: Callable[[], None],
-    ) -> None:
-        layer = self.layers[call.request.layer]
-        with _apart(layer, call):
-            tensors = saved_inputs(self._stash, call.tensors, apart=layer.changes_inputs)
-            pieces: Iterable[Piece] = [(tensors, call.targets, gradients)]
-            if call.slicing is not None:
-                pieces = call.slicing.propagated(tensors, call.targets, gradients)
-            for number, (own, targets, given) in enumerate(pieces):
-                if number:
-                    gather()
-                replay(call.states[min(number, len(call.states) - 1)])
-                _run_again(layer, call, own, copies, targets)
-                _propagate(call, given)
 
     def recompute(self, call: RecordedCall, copies: Leaves, replay: SetState) -> list[Tensor]:
         """Recompute the whole call and keep its graph for `backward`; return its outputs, detached."""

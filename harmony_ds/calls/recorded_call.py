@@ -57,10 +57,10 @@ class RecordedCall:
         return [t for t in self.tensors if type(t) is StashEntry]
 
     @property
-    def writes(self) -> list[WriteCheck]:
-        """Checks that tell whether the saved tensors are written to from now on."""
+    def on_device(self) -> list[Tensor]:
+        """The saved tensors, where none has left the device."""
         kept = [t.tensor if isinstance(t, SavedTensor) else t.device_tensor for t in self.tensors]
-        return [WriteCheck(tensor) for tensor in kept if tensor is not None]
+        return [tensor for tensor in kept if tensor is not None]
 
     def keep_graph(self, outputs: list[Tensor]) -> None:
         """Keep the graph edges of `outputs`, but not their memory, which autograd may not need."""

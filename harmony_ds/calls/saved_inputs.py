@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harmony_ds.errors import ModelError, UnsupportedError
-from harmony_ds.offload.stash import Stash, StashEntry
+from harmony_ds.errors import UnsupportedError
+from harmony_ds.offload.stash import Stash, StashEntry, check_unwritten
 
 
 @dataclass(slots=True, eq=False)  # not frozen: made for each layer call, and that is faster
@@ -26,11 +26,7 @@ class SavedTensor:
 
     def check(self) -> None:
         """Raise ModelError if the argument has been changed in place, so that the layer cannot be recomputed."""
-        if self.tensor._version != self.version:
-            raise ModelError(
-                f"an argument of layer {self.layer} was changed in place after the layer was called, so the layer cannot "
-                "be recomputed. Make the operation out of place."
-            )
+        check_unwritten(self.tensor, self.version, self.layer)
 
     def unchanged(self) -> Tensor:
         """Return the alias, after `check`."""

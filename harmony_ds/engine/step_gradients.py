@@ -21,7 +21,7 @@ class StepGradients:
     def __init__(self, assembly: Assembly, scaler: LossScaler) -> None:
         self._store, self._optimizer = assembly.store, assembly.host_optimizer
         self._gathered = assembly.runner.executor.gathered
-        self._own = assembly.parts.user_gradients
+        self._own, self._updater = assembly.parts.user_gradients, assembly.parts.updater
         self._sums = (assembly.parts.gradients, assembly.parts.device_store)
         self._scaler = scaler
         self._shown: set[str] = set()  # unscaled now, and perhaps changed
@@ -56,7 +56,7 @@ class StepGradients:
             if gradient is not None:
                 gradient.mul_(self._scaler.scale)
         if self._shown:
-            self._gathered.changed(self._shown)
+            self._updater.measure(tuple(self._shown))
             self._shown.clear()
 
     def drop(self, gathered: bool) -> None:

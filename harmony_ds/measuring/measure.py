@@ -34,7 +34,6 @@ from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.routing import RoutingWatch, extremes
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
-from harmony_ds.offload.stash import StashEntry
 from harmony_ds.profiler.costs import CostTable
 
 _logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Measurement(Passes):
             ModelError: a layer gives something else when it is run again on what it was given.
             ModelError: a layer writes into its own parameters.
         """
-        with self._opened() as copy, self._parts.layer_calls.collecting_unseen() as self._surprises:
+        with self.opened() as copy, self._parts.layer_calls.collecting_unseen() as self._surprises:
             _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
             self._resident_leaves = copy.leaves
             self._flow = FlowWatch(copy.leaves.values()) if self._parts.device.count > 1 else None
@@ -158,7 +157,7 @@ class Measurement(Passes):
         if self._flow is not None:
             self._flow.call(request, self._inputs, outputs)
         if recorded is not None:
-            self._given += [(request.layer, writes) for writes in recorded.writes]
+            self._given += [(request.layer, WriteCheck(tensor)) for tensor in recorded.on_device]
             self._note(call, recorded)
             self._prove(recorded, copy, tensors_in(outputs))
             if not self._surprises:
@@ -256,7 +255,7 @@ class Measurement(Passes):
             call.note(gradient_bytes=sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained))
         tensors = list(recorded.tensors)
         unevenly = routes and self._parts.device.has_values
-        for inputs in extremes([_tensor_of(kept) for kept in tensors]) if unevenly else ():
+        for inputs in extremes(recorded.on_device) if unevenly else ():
             recorded.tensors = [SavedTensor(tensor, tensor._version, "measured") for tensor in inputs]
             try:
                 self._backward(call, recorded, copy)
@@ -385,12 +384,6 @@ def _gather_from_zero(copy: DeviceCopy) -> None:
     for leaf in copy.leaves.values():
         if leaf.requires_grad:
             leaf.grad = torch.zeros_like(leaf)
-
-
-def _tensor_of(kept: StashEntry | SavedTensor) -> Tensor:
-    tensor = kept.tensor if isinstance(kept, SavedTensor) else kept.device_tensor
-    assert tensor is not None
-    return tensor
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

@@ -4,7 +4,7 @@ them: no gradient, no random number, no change of a buffer. Subclasses look at w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,24 +37,15 @@ class Passes(Streamer):
         self._number = 0  # of the next call
         self._inter_layer = InterLayerGraph()
 
-    @contextmanager
-    def losses(self) -> Iterator[Callable[[Sample], Tensor | None]]:
-        """Open a context with a function from a micro-batch to its loss, if its forward pass runs by itself.
-
-        What one leaves in buffers, the next one finds.
-        """
-
-        def loss_of(sample: Sample) -> Tensor | None:
-            loss = sample.objective(self._forward(sample))
-            # On the host, since it waits for the step, whose device memory is planned.
-            return None if loss is None else loss.detach().to("cpu", copy=True)
-
-        with self._opened():
-            yield loss_of
+    def loss(self, sample: Sample) -> Tensor | None:
+        """Return the loss of a forward pass that runs by itself. What one leaves in buffers, the next one finds."""
+        loss = sample.objective(self._forward(sample))
+        # On the host, since it waits for the step, whose device memory is planned.
+        return None if loss is None else loss.detach().to("cpu", copy=True)
 
     @contextmanager
-    def _opened(self) -> Iterator[DeviceCopy]:
-        """Put the unlayered parameters on the device, in the place of the model's host parameters.
+    def opened(self) -> Iterator[DeviceCopy]:
+        """Open a context for forward passes: unlayered parameters are on the device, and modules hold no host parameters.
 
         Random numbers, buffers and attributes are restored in the end.
         """

@@ -45,7 +45,7 @@ class RowProbe(Passes):
         """Run forward passes over `rows[0]` rows and over `rows[1]`, which are more."""
         self._counts, self._unlayered = rows, unlayered
         self._few.clear()
-        with self._opened():
+        with self.opened():
             for self._comparing, count in zip((False, True), rows, strict=True):
                 self._forward(sample.few(count))
 

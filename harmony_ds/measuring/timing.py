@@ -56,7 +56,7 @@ class Timing(Passes):
     def time(self, costs: CostTable, sample: Sample) -> CostTable:
         """Return `costs` with the times of its forward pass and of propagating its objective."""
         self._lap()
-        with self._opened():
+        with self.opened():
             for _ in range(_PASSES if self._device.has_values else 1):
                 self._structures.clear()
                 self._lap()

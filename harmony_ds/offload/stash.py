@@ -20,6 +20,15 @@ from harmony_ds.offload.ledger import Kind, Ledger
 _ENTRY = "_harmony_stash_entry"
 
 
+def check_unwritten(tensor: Tensor, version: int, layer: str) -> None:
+    """Raise ModelError if `tensor`, an input of `layer`, has been changed in place since it had `version`."""
+    if tensor._version != version:
+        raise ModelError(
+            f"the input of layer {layer} was changed in place after the layer was called: it cannot be recomputed. "
+            "Use an operation out of place (x = x + y), or let harmony.layers name the module around both."
+        )
+
+
 class StashEntry:
     """A stashed tensor: `device_tensor` or `host_tensor` is set, or both while it moves."""
 
@@ -41,11 +50,8 @@ class StashEntry:
 
     def check(self) -> None:
         """Raise ModelError if it has been changed in place on the device, so that its layer cannot be recomputed."""
-        if self.device_tensor is not None and self.device_tensor._version != self.version:
-            raise ModelError(
-                f"the input of layer {self.what} was changed in place after the layer was called: it cannot be recomputed. "
-                "Use an operation out of place (x = x + y), or let harmony.layers name the module around both."
-            )
+        if self.device_tensor is not None:
+            check_unwritten(self.device_tensor, self.version, self.what)
 
 
 class Stash:

@@ -112,14 +112,6 @@ class ParameterLink:
             if changed.any():
                 master.copy_(torch.where(changed, weight.to(master.dtype), master))
 
-    def check_memory(self) -> None:
-        """Raise ModelError if the parameter has been given other memory. To be called ungated."""
-        if self._parameter.data_ptr() != self._weight.data_ptr():
-            raise ModelError(
-                f"{self.name} has been given other memory than its engine's (by torch.utils.swap_tensors, or by a library "
-                "that assigns storages): copy values into it instead, or initialize again."
-            )
-
     def check_requires_grad(self, wanted: bool) -> None:
         """Raise UnsupportedError if the parameter is to be thawed, and its engine has no master and no state of it."""
         with ungated():

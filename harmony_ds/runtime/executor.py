@@ -35,7 +35,7 @@ from harmony_ds.runtime.gathered import GatheredGradients
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.updates import Updates
+from harmony_ds.runtime.updates import Outcome, Updates
 from harmony_ds.runtime.waiting import WaitingSwapIns
 from harmony_ds.scheduler.plan import NOTHING, Pack, Plan, Task, TaskKind
 
@@ -155,7 +155,7 @@ class Executor:
     def begin(self) -> None:
         """Begin a step, or a part of one."""
         self._before, self.propagated = self._unlayered, False
-        self.updates.begin()
+        self.updates.outcome = Outcome()
 
     def abandon_run(self) -> None:
         """Free what the last plan has brought to the device, after a failure before anything was propagated back.
@@ -283,12 +283,13 @@ class Executor:
         micro_batch, leaves = self._micro_batches[task.micro_batch], self._leaves(task.pack)
         if micro_batch.forwarded:  # it ended before this pack
             return
-        self._enter(micro_batch).run_on(
+        lane = self._enter(micro_batch)
+        lane.run_on(
             partial(micro_batch.place, self._plan.calls),
             partial(self._answer_cut, task, micro_batch, leaves),
             self._plan.packs[task.pack].positions[-1],
         )
-        if micro_batch.has_ended:
+        if lane.finished:
             micro_batch.finish()
             if task.kind is not TaskKind.FUSED:  # which propagates back at once
                 micro_batch.outputs = map_tensors(self._parts.crossings.to_home, micro_batch.outputs)

@@ -60,10 +60,6 @@ class GatheredGradients:
         found = store.gradient(name)
         return self._parts.updater.gradient(name) if found is None else found
 
-    def changed(self, names: Iterable[str]) -> None:
-        """Measure the norms of `names` again, since the program may have changed their gradients."""
-        self._parts.updater.measure(tuple(names))
-
     def drop(self, names: Iterable[str]) -> None:
         """Drop the gradients of `names`."""
         self._parts.gradients.discard_received(names)

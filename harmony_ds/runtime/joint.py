@@ -81,9 +81,10 @@ class JointLane:
         self._calls = []
         return [replies[place] for place in range(len(requests))]
 
-    def take_result(self) -> list[Any]:
-        """Return what each lane's forward pass returned."""
-        return [lane.take_result() for lane in self._lanes]
+    @property
+    def result(self) -> list[Any]:
+        """What each lane's forward pass has returned."""
+        return [lane.result for lane in self._lanes]
 
     def close(self) -> None:
         """End all lanes wherever they are."""

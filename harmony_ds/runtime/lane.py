@@ -98,11 +98,6 @@ class Lane:
         del reply
         self._go_on(self._thread.read(), self._greenlet.switch)
 
-    def take_result(self) -> Any:
-        """Return what `function` returned, and keep it no longer."""
-        result, self.result = self.result, None
-        return result
-
     def close(self) -> None:
         """End it wherever it is, and unwind what is open in the model's code."""
         self._aborted = True

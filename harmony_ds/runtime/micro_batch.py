@@ -118,18 +118,11 @@ class MicroBatch:
         """Follow a call order that has grown: `positions[p]` is where the call once at `p` is now."""
         self.calls = [(positions[place], call) for place, call in self.calls]
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether its forward pass has come to its end."""
-        return self.lane is not None and self.lane.finished
-
     def finish(self) -> None:
         """Take the outputs from a lane that ran to its end."""
         assert self.lane is not None
-        outputs = self.lane.take_result()
+        outputs, self.lane = self.lane.result, None
         self.outputs = outputs if self.reduce is None else self.reduce(outputs)
-        self.lane.close()
-        self.lane = None
         self.forwarded = True
 
     # ---- its backward pass

@@ -87,10 +87,6 @@ class Updates:
             waiting = [pack.piece_bytes(self._parts.world.local_rank) for pack in sent]
             self._parts.gradients.reserve(waiting, self._held_transfers)
 
-    def begin(self) -> None:
-        """Begin a step, of which nothing is known."""
-        self.outcome = Outcome()
-
     def start(self, hyper: Hyper, clipping: Clipping | None) -> None:
         """Begin to run the plan, with `hyper` for updates; with `clipping`, they wait for the norm of all gradients."""
         self._hyper, self._clipping, self._to_send = hyper, clipping, self._sends.copy()

@@ -34,7 +34,6 @@ from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.same_step import check_same_step
 from harmony_ds.stepping.ticket import LossFunction, Queue, QueuedMicroBatch, Stage
 
-_NONE: frozenset[float] = frozenset()
 _ATTEMPTS = 8
 """How often a step is run again because a micro-batch showed layers that were not measured."""
 
@@ -227,7 +226,7 @@ class StepGroup(Queue):
 
     # ---- propagating back
 
-    def divisor(self, divided_by: frozenset[float] = _NONE) -> int:
+    def divisor(self, divided_by: frozenset[float]) -> int:
         divisor = 1 if EngineBackward.under_way else self._parts.accumulation()
         if divisor > 1 and divisor in divided_by:
             self._parts.divided_by_hand()
@@ -279,21 +278,20 @@ class StepGroup(Queue):
             if not self.propagated and not runner.steps_whole:
                 return self._run(lambda part: runner.step(part, hyper, clipping), hyper, last=True)
             clipping = clipping or Clipping()
-            ran = self._run(lambda part: runner.part(part, hyper, clipping), hyper, last=True)
-            if ran or self.propagated:
+            gathered = self.propagate(hyper, clipping, last=True)
+            if gathered:
                 runner.end(hyper, clipping)
-                return True
-            return False
+            return gathered
         finally:
             self.abandon()
 
-    def propagate(self, hyper: Hyper, clipping: Clipping) -> bool:
-        """Run forward and backward of what is propagated from so far; `run` does the rest.
+    def propagate(self, hyper: Hyper, clipping: Clipping, last: bool = False) -> bool:
+        """Run forward and backward of what is propagated from so far; `run` does the rest, with its `last` part.
 
         Returns:
             Whether there are gradients.
         """
-        self._run(lambda part: self._runner.part(part, hyper, clipping), hyper)
+        self._run(lambda part: self._runner.part(part, hyper, clipping), hyper, last)
         return self.propagated
 
     def _run(self, run: Callable[[Sequence[MicroBatch]], None], hyper: Hyper, last: bool = False) -> bool:

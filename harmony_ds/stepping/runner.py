@@ -140,8 +140,8 @@ class Runner:
         """Open a context with a function from a micro-batch to its loss, if it runs by itself. Nothing stays."""
         self._make_room()
         passes = Passes(self.parts, self._layers, self.planner.measuring.unlayered, self.planner.rows)
-        with self.parts.contract.running(), passes.losses() as loss_of:
-            yield loss_of
+        with self.parts.contract.running(), passes.opened():
+            yield passes.loss
 
     def _make_room(self) -> None:
         """Move what is resident on the device to the host."""

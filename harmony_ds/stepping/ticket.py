@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -43,7 +43,7 @@ class Queue(Protocol):
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         """Note that the program propagates back from an output of `ticket`; `later`: autograd does so now."""
 
-    def divisor(self, divided_by: frozenset[float] = ...) -> int:
+    def divisor(self, divided_by: frozenset[float]) -> int:
         """Return what gradients that come to outputs now are divided by: the accumulation steps, unless a loss has been.
 
         `divided_by`: numbers that the program has divided a loss by; that it is divided twice is noted.
@@ -113,7 +113,7 @@ class QueuedMicroBatch:
         self._received = True
         self._note_caller()
         group.propagating(self, later=True)
-        divisor = group.divisor()
+        divisor = group.divisor(frozenset())
         return gradient if divisor == 1 else gradient / divisor
 
     def _open_group(self) -> Queue:
@@ -208,10 +208,8 @@ class QueuedMicroBatch:
 
     def _keep_graph(self) -> None:
         self.stage = Stage.FORWARDED
-        try:
+        with suppress(BatchError):
             self._attached = self.take_loss(self.micro_batch.outputs)
-        except BatchError:
-            self._attached = None
 
     def finish_propagation(self) -> None:
         """Note that its backward pass is done; the value of its loss stays."""

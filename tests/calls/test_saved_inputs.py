@@ -19,7 +19,7 @@ def test_a_layer_is_not_recomputed_from_a_changed_tensor() -> None:
     kept = SavedTensor(mask, mask._version, "blocks.1")
     kept.check()
     mask.add_(1)
-    with pytest.raises(ModelError, match=r"argument of layer blocks\.1 was changed in place"):
+    with pytest.raises(ModelError, match=r"input of layer blocks\.1 was changed in place"):
         kept.check()
 
 

@@ -92,18 +92,6 @@ def test_detaching_a_parameter_is_refused_and_changes_nothing(act: Act, kind: An
             assert_same(model, plain, bitwise=True)
 
 
-def test_a_parameter_whose_memory_was_exchanged_is_refused_by_the_next_call() -> None:
-    model = net()
-    with engine_for(model, sgd, config_of(1)) as engine:
-        engine.train_batch([batch(0)])
-        with torch.no_grad():
-            model.head.weight.set_(torch.zeros(4, 8))
-        before = weights_of(model)
-        with pytest.raises(ModelError, match=r"head\.weight has been given other memory"):
-            engine.train_batch([batch(1)])
-        assert_same(model, before, bitwise=True)
-
-
 def test_thawing_a_parameter_that_was_frozen_at_the_start_is_refused() -> None:
     model = net()
     model.head.requires_grad_(False)
