@@ -213,11 +213,11 @@ class LayerCalls:
             gather: called between the slices of a call: adds up the gradients that have reached `copies`.
         """
         gradients = [None if gradient is None else gradient.take() for gradient in call.output_gradients]
-        layer, any_came = self.layers[call.request.layer], any(gradient is not None for gradient in gradients)
-        if any_came and call.graph:
+        layer, came = self.layers[call.request.layer], [gradient for gradient in gradients if gradient is not None]
+        if came and call.graph:
             replay(call.states[0])
             _propagate(call, gradients)
-        elif any_came:
+        elif came:
             with _apart(layer, call):
                 tensors = saved_inputs(self._stash, call.tensors, apart=layer.changes_inputs)
                 pieces: Iterable[Piece] = [(tensors, call.targets, gradients)]

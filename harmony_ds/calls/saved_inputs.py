@@ -28,11 +28,6 @@ class SavedTensor:
         """Raise ModelError if the argument has been changed in place, so that the layer cannot be recomputed."""
         check_unwritten(self.tensor, self.version, self.layer)
 
-    def unchanged(self) -> Tensor:
-        """Return the alias, after `check`."""
-        self.check()
-        return self.tensor
-
 
 def save_input(stash: Stash, tensor: Tensor, layer: str) -> StashEntry | SavedTensor:
     """Save `tensor`, an input of `layer`; raise UnsupportedError if it is not dense."""
@@ -48,5 +43,11 @@ def save_input(stash: Stash, tensor: Tensor, layer: str) -> StashEntry | SavedTe
 
 def saved_inputs(stash: Stash, kept: Iterable[StashEntry | SavedTensor], apart: bool) -> list[Tensor]:
     """Return the saved inputs, detached; raise ModelError if one was changed in place. `apart`: return copies."""
-    tensors = [stash.tensor(one).detach() if isinstance(one, StashEntry) else one.unchanged() for one in kept]
+    tensors = []
+    for one in kept:
+        if isinstance(one, StashEntry):
+            tensors.append(stash.tensor(one).detach())
+        else:
+            one.check()
+            tensors.append(one.tensor)
     return [t.detach().clone() for t in tensors] if apart else tensors

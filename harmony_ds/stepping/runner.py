@@ -85,9 +85,9 @@ class Runner:
     @property
     def failed(self) -> str | None:
         """Why nothing can be trained any more; None: it can."""
-        updater = self.parts.updater
-        if self._failed is None and updater.failure is not None:
-            self._failed = f"the background update failed: {updater.failure!r}"
+        failure = self.parts.updater.failure
+        if self._failed is None and failure is not None:
+            self._failed = f"the background update failed: {failure!r}"
         return self._failed
 
     def fail(self, why: str) -> None:
@@ -266,7 +266,8 @@ class Runner:
         It raises the error where another plan is no help: weights were updated already, or nothing smaller fits. The budget
         stays as low as the step needed it, unless the step failed.
         """
-        device, before = self.parts.device, self.parts.device.budget_bytes
+        device, world = self.parts.device, self.parts.world
+        before = device.budget_bytes
         first: torch.OutOfMemoryError | None = None
 
         def shrink(error: torch.OutOfMemoryError) -> None:
@@ -274,12 +275,7 @@ class Runner:
             first = first or error
             release_frames(error)
             budget = device.budget_bytes
-            if (
-                self.failed is not None
-                or self.parts.world.size > 1
-                or budget is None
-                or isinstance(error, DoesNotFitError)
-            ):
+            if self.failed is not None or world.size > 1 or budget is None or isinstance(error, DoesNotFitError):
                 raise error
             there = device.available_bytes()
             device.budget_bytes = there if there is not None and there < budget else budget * _SMALLER[0] // _SMALLER[1]
