@@ -83,7 +83,7 @@ class JointLane:
 
     @property
     def result(self) -> list[Any]:
-        """What each lane's forward pass has returned."""
+        """Results of the lanes, in their order."""
         return [lane.result for lane in self._lanes]
 
     def close(self) -> None:
