@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harmony_ds.bench.engines import Engine, adapter
 from harmony_ds.bench.workload import Batch, Workload
-from harmony_ds.errors import DoesNotFitError, UnsupportedError
+from harmony_ds.errors import UnsupportedError
 
 
 class Server:
@@ -159,4 +159,4 @@ def copied_bytes(events: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (DoesNotFitError, MemoryError, torch.OutOfMemoryError)) or "out of memory" in str(error)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "out of memory" in str(error)

@@ -29,24 +29,22 @@ def run(results: Results, path: Path, tell: Tell) -> None:
         for label in (*labels[number % len(labels) :], *labels[: number % len(labels)])
         if str(number) not in results.rows[label].rounds
     ]
-    race, began = _Race(results, path, tell), time.monotonic()
-    with ExitStack() as alive:
-        if timing.together:
-            for label in labels:
-                if any(other == label for _, other in turns):
-                    race.start(label, alive)
-        first_turn = time.monotonic()
+    began = time.monotonic()
+    with _Race(results, tell) as race:
         for taken, (number, label) in enumerate(turns):
             left, now = len(turns) - taken, time.monotonic()
             if timing.limit_s is not None and now - began > timing.limit_s:
                 tell(f"stopped after {timing.limit_s:.0f} s, {left} turns left: --resume goes on")
                 break
-            minutes = f", about {(now - first_turn) / taken * left / 60:.1f} min" if taken else ""
+            minutes = f", about {(now - began) / taken * left / 60:.1f} min" if taken else ""
             tell(f"{label}: round {number + 1} of {timing.rounds}, {left} turns left{minutes}")
             race.take(number, label)
+            if not timing.together:
+                race.end()
+            results.save(path)
         else:
             results.finished = True
-        race.report()
+        race.end()
     results.save(path)
 
 
@@ -79,43 +77,31 @@ def choose_micro_batch(label: str, row: Row, tell: Tell) -> None:
             row.task, best_ms = cut, step_ms
 
 
-class _Race:
-    """Processes that are alive, and the results they add to."""
+class _Race(ExitStack):
+    """Processes that are alive, and the results they add to; it closes them when it is left."""
 
-    def __init__(self, results: Results, path: Path, tell: Tell) -> None:
-        self._results, self._path, self._tell = results, path, tell
+    def __init__(self, results: Results, tell: Tell) -> None:
+        super().__init__()
+        self._results, self._tell = results, tell
         self._alive: dict[str, Child] = {}
 
-    def start(self, label: str, alive: ExitStack) -> None:
-        """Build the engine and take its warm-up steps."""
-        row = self._results.rows[label]
-        if row.error is None:
-            self._tell(f"{label}: warming up")
-            self._alive[label] = alive.enter_context(Child(row.engine, row.task))
-            self._ask(label, "run", self._results.timing.warmup_steps)
-
     def take(self, number: int, label: str) -> None:
-        """Take one engine's turn of one round."""
-        if self._results.timing.together:
-            self._turn(number, label)
-        else:
-            with ExitStack() as alive:
-                self.start(label, alive)
-                self._turn(number, label)
-                self.report()
-        self._results.save(self._path)
+        """Take one engine's turn of one round; before its first one, build it and take its warm-up steps."""
+        row, timing = self._results.rows[label], self._results.timing
+        if label not in self._alive and row.error is None:
+            self._tell(f"{label}: warming up")
+            self._alive[label] = self.enter_context(Child(row.engine, row.task))
+            self._ask(label, "run", timing.warmup_steps)
+        if answer := self._ask(label, "run", timing.steps):
+            row.rounds[str(number)] = {"drained_ms": answer["drained_ms"] / timing.steps}
 
-    def report(self) -> None:
-        """Collect the reports of all that are alive, of the steps that were timed."""
+    def end(self) -> None:
+        """Collect the reports of all that are alive, of the steps that were timed, and end them."""
         for label in [*self._alive]:
             if answer := self._ask(label, "report"):
                 self._results.rows[label].report = answer
         self._alive.clear()
-
-    def _turn(self, number: int, label: str) -> None:
-        steps = self._results.timing.steps
-        if answer := self._ask(label, "run", steps):
-            self._results.rows[label].rounds[str(number)] = {"drained_ms": answer["drained_ms"] / steps}
+        self.close()
 
     def _ask(self, label: str, *request: Any) -> dict[str, Any]:
         """Ask an engine's process; {} if it has ended. An error becomes its row's, and ends its part in the comparison."""
