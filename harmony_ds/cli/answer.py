@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from harmony_ds.cli.options import DISK, DISK_FOLDER, config_of
-from harmony_ds.cli.progress import progress
+from harmony_ds.cli.progress import tell
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.check import MICRO_BATCH, STEPS
 from harmony_ds.config.read import with_values
@@ -128,23 +128,25 @@ def answer(args: argparse.Namespace, survey_under: SurveyUnder, host_bytes: int 
     def look(config: Config) -> Survey:
         return survey_under(config).among(args.processes)
 
-    with progress(f"measuring {args.model}"):
-        survey = look(config)
+    tell(f"measuring {args.model} ...")
+    survey = look(config)
+    tell("searching for the fastest plan ...")
     try:
-        with progress("searching for the fastest plan"):
-            now = forecast(survey, host_bytes)
+        now = forecast(survey, host_bytes)
     except DoesNotFitError:
         budget = survey.request.budget_bytes
         assert budget is not None
         needed = smallest_peak_bytes(survey)
         ways = tuple(_ways_to_less_on_device(config, needed, budget, look))
         return Answer(survey, None, lack=Lack("device memory", needed, budget, ways))
-    with progress("searching for changes that would help"):
-        lack = None
-        if now.host_missing_bytes and host_bytes is not None:
-            ways = tuple(_ways_to_less_on_host(now))
-            lack = Lack("host memory", now.host_total_bytes, host_bytes, ways)
-        return Answer(survey, now, changes(now), lack, joining(now)) if args.advice else Answer(survey, now, lack=lack)
+    lack = None
+    if now.host_missing_bytes and host_bytes is not None:
+        ways = tuple(_ways_to_less_on_host(now))
+        lack = Lack("host memory", now.host_total_bytes, host_bytes, ways)
+    if not args.advice:
+        return Answer(survey, now, lack=lack)
+    tell("searching for changes that would help ...")
+    return Answer(survey, now, changes(now), lack, joining(now))
 
 
 def _ways_to_less_on_device(config: Config, needed: int, budget: int, look: SurveyUnder) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from harmony_ds.bench.run import choose_micro_batch, run
 from harmony_ds.bench.summary import summarize
 from harmony_ds.bench.workload import Workload
 from harmony_ds.cli import options
+from harmony_ds.cli.progress import tell
 from harmony_ds.errors import ConfigError
 
 ABOUT = "Train MODEL under several engines and compare step times, memory, bytes moved and losses."
@@ -38,7 +38,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar=names,
         help="Engines that run without the memory cap, beside the others.",
     )
-    text = "Micro-batches in a step; several give a curve."
+    text = "Micro-batches in a step; with several, engines are compared at each."
     add("--accumulation", dest="counts", type=_numbers, metavar="N,M,...", help=text)
     add("--device", choices=("cpu", "cuda"), help="Default: CUDA if there is one.")
     add("--processes", type=count, default=1, metavar="N", help="Replicas, each a process with a device of its own.")
@@ -76,26 +76,22 @@ def command(args: argparse.Namespace) -> int:
     elif args.sweep and not args.ablate:
         for label, row in rows.items():
             if row.engine != "harmony":
-                choose_micro_batch(label, row, _tell)
-    run(results, args.output, _tell)
+                choose_micro_batch(label, row, tell)
+    run(results, args.output, tell)
     figure, page = args.output.with_suffix(".png"), args.output.with_suffix(".md")
     drawn = draw(results, figure)
     text = report(results, figure if drawn else None)
     page.write_text(text + "\n", encoding="utf-8")
     print(json.dumps(asdict(results), indent=1) if args.json else text)
-    _tell(f"written: {args.output}, {page}" + (f", {figure}" if drawn else "; a figure needs matplotlib"))
+    tell(f"written: {args.output}, {page}" + (f", {figure}" if drawn else "; a figure needs matplotlib"))
     return _exit_code(results, args.ablate)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _exit_code(results: Results, ablate: bool) -> int:
     if ablate and (labels := differing(results)):
-        _tell(f"losses are not those of harmony as it is: {', '.join(labels)}")
+        tell(f"losses are not those of harmony as it is: {', '.join(labels)}")
     elif not ablate and not all(one.losses_agree for one in summarize(results)):
-        _tell("losses do not agree: these engines do not compute the same.")
+        tell("losses do not agree: these engines do not compute the same.")
     else:
         return 0
     return LOSSES_DIFFER
@@ -142,7 +138,7 @@ def _engines(task: Workload, args: argparse.Namespace) -> Iterator[tuple[str, Ro
         if reason is None:
             yield label, Row(name, own)
         else:
-            _tell(f"{label} is left out: {reason}")
+            tell(f"{label} is left out: {reason}")
     if (args.devices or 1) > 1:  # the others run on one device
         one = {**task.ds_config, "harmony": {**task.ds_config["harmony"], "devices": 1}}
         yield "harmony, one device", Row("harmony", replace(task, ds_config=one))

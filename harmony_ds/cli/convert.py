@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harmony_ds.checkpoint import Layout, convert
 from harmony_ds.cli.options import add_json
-from harmony_ds.cli.progress import progress
+from harmony_ds.cli.progress import tell
 
 ABOUT = "Write the checkpoint SRC into DST in another layout. Pickles of DeepSpeed are read without executing them."
 
@@ -23,8 +23,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    with progress(f"converting {args.source}"):
-        written = convert(args.source, args.target, Layout(args.to), args.tag)
+    tell(f"converting {args.source} ...")
+    written = convert(args.source, args.target, Layout(args.to), args.tag)
     if args.json:
         print(json.dumps({"written": str(written), "layout": args.to}))
     else:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from harmony_ds.cli import options
-from harmony_ds.cli.progress import progress
+from harmony_ds.cli.progress import tell
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import measure
 
@@ -21,9 +21,9 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     config = options.config_of(args)
-    with progress(f"measuring {args.model}"):
-        subject = load_subject(args.model, "cpu", config.micro_batch, args.sequence)
-        profile = measure(subject, config).profile
+    tell(f"measuring {args.model} ...")
+    subject = load_subject(args.model, "cpu", config.micro_batch, args.sequence)
+    profile = measure(subject, config).profile
     args.output.write_text(profile.to_json(), encoding="utf-8")
     calls, rows = len(profile.calls), config.micro_batch
     print(f"{subject.name}: {calls} layer calls with {rows} rows, on {profile.machine.name}: {args.output}")

@@ -14,7 +14,7 @@ from typing import Any
 from harmony_ds.cli import options
 from harmony_ds.cli.answer import DOES_NOT_FIT
 from harmony_ds.cli.plan import add_profile, survey_here
-from harmony_ds.cli.progress import progress
+from harmony_ds.cli.progress import tell
 from harmony_ds.config import Config
 from harmony_ds.engine import initialize
 from harmony_ds.engine.admission import read_plan
@@ -49,15 +49,15 @@ def command(args: argparse.Namespace) -> int:
     if args.run and args.profile is not None:
         raise ConfigError("--run measures the model itself: leave --profile away.")
     config = options.config_of(args)
+    tell(f"{'training' if args.run else 'planning'} {args.model} ...")
     try:
-        with progress(f"{'training' if args.run else 'planning'} {args.model}"):
-            if args.run:
-                subject = load_subject(args.model, "cpu", config.micro_batch, args.sequence)
-                choice, trace, executed = _executed(subject, config, args.steps)
-            else:
-                survey = survey_here(args, config)
-                subject = survey.subject
-                choice, trace, executed = *_simulated(survey, args.profile), None
+        if args.run:
+            subject = load_subject(args.model, "cpu", config.micro_batch, args.sequence)
+            choice, trace, executed = _executed(subject, config, args.steps)
+        else:
+            survey = survey_here(args, config)
+            subject = survey.subject
+            choice, trace, executed = *_simulated(survey, args.profile), None
     except DoesNotFitError as error:
         print(f"does not fit: {error}", file=sys.stderr)
         return DOES_NOT_FIT

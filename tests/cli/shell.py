@@ -6,10 +6,7 @@ import contextlib
 import io
 from dataclasses import dataclass
 
-from harmony_ds.cli import progress
 from harmony_ds.cli.app import run as run_app
-
-progress._LONG_S = 1e6  # no progress lines, however busy the machine is
 
 
 @dataclass(frozen=True)
