@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
-
-Parameters = nn.Parameter | Iterable[nn.Parameter] | None
 
 
 class Init(nullcontext[None]):
@@ -21,21 +18,12 @@ class Init(nullcontext[None]):
         super().__init__()
 
 
-class GatheredParameters(nullcontext[None]):
-    """A context in which `params` can be read and changed in place, as they can be everywhere.
+class GatheredParameters(Init):
+    """A context in which parameters can be read and changed in place, as they can be everywhere.
 
     Masters, and copies on the device, follow the changes. (DeepSpeed keeps changes only if `modifier_rank` is given.) The
-    arguments have no effect.
+    arguments are those of `deepspeed.zero.GatheredParameters`, and have no effect.
     """
-
-    def __init__(
-        self,
-        params: Parameters,
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
-    ) -> None:
-        super().__init__()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -113,12 +113,10 @@ def _optimizer(optimizer: HostOptimizer) -> OptimizerState:
 
 def capture_random(device: Device) -> dict[str, Any]:
     """Return the states of all generators, as plain data and tensors."""
-    states: dict[str, Any] = {"python": random.getstate(), "device": list(device.random_state())}
-    numpy: Any = sys.modules.get("numpy")  # a program that has not imported it has drawn nothing from it
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
-    return states
+    numpy_state: Any = np.random.get_state()
+    kind, keys, *rest = numpy_state
+    numpy = (kind, torch.from_numpy(keys.astype("int64")), *rest)
+    return {"python": random.getstate(), "device": list(device.random_state()), "numpy": numpy}
 
 
 def random_of(states: dict[str, Any] | None, rank: int, size: int) -> dict[str, Any] | None:
@@ -137,7 +135,5 @@ def restore_random(states: dict[str, Any], device: Device) -> None:
     kept = [old if (old.shape, old.dtype) == (now.shape, now.dtype) else now for old, now in pairs]
     device.set_random_state((*kept, *present[len(kept) :]))
     if "numpy" in states:
-        import numpy as np
-
         kind, keys, *rest = states["numpy"]
         np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))

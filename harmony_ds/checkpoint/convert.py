@@ -58,10 +58,8 @@ def verify(folder: Path) -> None:
         layout.verify(folder)
 
 
-def read_any(folder: Path, verified: bool = False) -> Snapshot:
-    """Open the checkpoint in a tag's folder, of any layout that is known, after `verify` unless it is `verified`."""
-    if not verified:
-        verify(folder)
+def read_any(folder: Path) -> Snapshot:
+    """Open the checkpoint in a tag's folder, of any layout that is known; the caller has verified it."""
     for fits, read in _LAYOUTS:
         if fits(folder):
             return read(folder)
@@ -79,6 +77,7 @@ def open_checkpoint(source: Path, tag: str | None = None) -> tuple[Path, Snapsho
     folder = source if tag is None and any(fits(source) for fits, _ in _LAYOUTS) else find(source, tag)
     if folder is None:
         raise CheckpointError(f"{source} is no checkpoint, and has no file `latest` that names one: give a tag.")
+    verify(folder)
     return folder, read_any(folder)
 
 

@@ -81,11 +81,6 @@ class Assembly:
         """Bring every weight, master and optimizer state on the host up to date, before they are read or written."""
         _finish_updates(self.parts.updater, self.parts.device_store)
 
-    @property
-    def disk_bytes(self) -> int:
-        """The bytes of the file on the disk."""
-        return 0 if self.store.disk is None else self.store.disk.file.nbytes
-
     def host_bytes(self) -> dict[str, int]:
         """Return the bytes of host memory by kind."""
         optimizer = self.host_optimizer

@@ -88,7 +88,7 @@ class Checkpoints:
         if folder is None:
             return None, None
         self._verify(folder)
-        snapshot = checkpoint.read_any(folder, verified=True)
+        snapshot = checkpoint.read_any(folder)
         snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, world.rank, world.size))
         self._runner.check_usable()
         self._open.finish()

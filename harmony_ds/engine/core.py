@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any, SupportsIndex
 
 import torch
@@ -13,7 +15,6 @@ from torch import nn
 from harmony_ds.config import Config
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.checkpoints import Checkpoints
-from harmony_ds.engine.compilation import Compilation
 from harmony_ds.engine.delegation import PartAttribute, delegated, delegated_alive
 from harmony_ds.engine.lifetime import release
 from harmony_ds.engine.loop import Loop
@@ -43,6 +44,8 @@ class UserObjects:
 class HarmonyEngine(nn.Module):
     """The engine that trains one model. Attributes that it does not have are the model's."""
 
+    is_compiled = False
+
     def __init__(self, model: nn.Module, config: Config, assembly: Assembly, client: UserObjects) -> None:
         super().__init__()
         self.module = model
@@ -64,7 +67,6 @@ class HarmonyEngine(nn.Module):
         self._release = weakref.finalize(self, release, self._open.links, self._open.override, assembly)
         self._loop = Loop(training, self._open, self._log)
         self._checkpoints = Checkpoints(training, self._open)
-        self._compilation = Compilation(assembly.interception)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -239,8 +241,36 @@ class HarmonyEngine(nn.Module):
 
     # ---- compilation; and a name with nothing to do
 
-    compile = delegated_alive("_compilation", Compilation.compile)
-    is_compiled = PartAttribute[bool]("_compilation")
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile layers one by one; code between them stays as it is. A second call changes nothing.
+
+        Args:
+            backend, compile_kwargs: as `torch.compile` takes them.
+
+        Raises:
+            UnsupportedError: it asks for CUDA graphs, for passes of DeepCompile, or for compiled autograd.
+        """
+        self.check_alive()
+        graphs = (compile_kwargs.get("options") or {}).get("triton.cudagraphs")
+        if backend == "cudagraphs" or compile_kwargs.get("mode") in ("reduce-overhead", "max-autotune") or graphs:
+            raise UnsupportedError(
+                f"engine.compile() with backend {backend!r} and {dict(compile_kwargs)} records CUDA graphs, whose inputs "
+                "stay at their addresses: layers run on copies that come and go."
+            )
+        if schedule is not None or compiled_autograd_enabled:
+            raise UnsupportedError(
+                "engine.compile() compiles layers one by one: a schedule of DeepCompile's passes and compiled autograd are "
+                "of whole models. Leave schedule and compiled_autograd_enabled out."
+            )
+        if not self.is_compiled:
+            self.is_compiled = True
+            self._assembly.interception.compile(partial(torch.compile, **{**compile_kwargs, "backend": backend}))
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Do nothing: gradients are reduced in `step()`."""

@@ -88,7 +88,6 @@ class Loop:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
         self._training.require_optimizer("step")
         training = self._training
-        training.begin_call()
         if self._manages_accumulation() and not self.is_gradient_accumulation_boundary():
             training.count_call()
             return

@@ -89,7 +89,7 @@ class StepRecord:
     def memory_report(self) -> MemoryReport:
         """Return the device peak of the last step, the plan's and the budget, and host bytes by kind."""
         self._assembly.wait_for_updates()
-        plan, device = self._planner.plan, self._assembly.device
+        plan, device, disk = self._planner.plan, self._assembly.device, self._assembly.store.disk
         return MemoryReport(
             device_peak_bytes=max(self._peaks),
             device_peaks=self._peaks,
@@ -98,7 +98,7 @@ class StepRecord:
             host_bytes=self._assembly.host_bytes(),
             counted="plan" if device.torch_device.type == "cpu" else "allocator",
             beside_bytes=self._planner.beside_bytes,
-            disk_bytes=self._assembly.disk_bytes,
+            disk_bytes=0 if disk is None else disk.file.nbytes,
         )
 
     def _last_step(self, why: str) -> tuple[Plan, Traffic]:

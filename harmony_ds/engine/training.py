@@ -114,13 +114,9 @@ class Training:
 
     # ---- counters
 
-    def begin_call(self) -> None:
-        """Note that `step()` was called, and has not updated anything yet."""
-        self._applied = False
-
     def count_call(self) -> None:
-        """Count a call of `step()` within a group."""
-        self.micro_steps += 1
+        """Count a call of `step()` within a group, which updates nothing."""
+        self.micro_steps, self._applied = self.micro_steps + 1, False
 
     def count_backwards(self, count: int = 1) -> None:
         """Count backward passes of the group that is queued now."""
@@ -128,7 +124,7 @@ class Training:
 
     def rewind(self) -> None:
         """Forget the calls of a group that has failed, so that the loop can hand it over again."""
-        self.micro_steps, self._backwards = self.group_began, 0
+        self.micro_steps, self._backwards, self._applied = self.group_began, 0, False
 
     def begin_group(self, micro_steps: int) -> None:
         """Begin the next group after `micro_steps` calls of `step()`."""
