@@ -177,13 +177,15 @@ def test_the_report_is_markdown_with_a_verdict(task: Workload) -> None:
     assert text.endswith("![throughput, memory and bytes of a step](figure.png)")
 
 
-def test_a_figure_is_drawn_of_engines_and_a_curve(task: Workload, tmp_path: Path) -> None:
+def test_a_figure_is_drawn_of_one_size_of_step_and_of_several(task: Workload, tmp_path: Path) -> None:
     from PIL import Image
 
     one = {name: row(task, name, [1.0], [1.0]) for name in ("harmony", "torch")}
     sizes = [replace(task, accumulation=count) for count in (2, 4)]
-    curve = {f"{name} | {cut.samples}": row(cut, name, [1.0], [1.0]) for cut in sizes for name in ("harmony", "torch")}
-    for number, rows in enumerate((one, curve)):
+    several = {
+        f"{name} | {cut.samples}": row(cut, name, [1.0], [1.0]) for cut in sizes for name in ("harmony", "torch")
+    }
+    for number, rows in enumerate((one, several)):
         file = tmp_path / f"{number}.png"
         assert draw(results_of(**rows), file)
         with Image.open(file) as image:
