@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from harmony_ds.profiler.costs import CostTable
@@ -41,13 +41,12 @@ class Graphs:
         last = len(packing.forward) + len(packing.backward) - 1
         began = {index: stage for stage, index in enumerate(packing.forward)}
         away = {*packing.forward[: policy.stash_on_host]}  # what has its graph kept does not leave
-        stays = {*policy.kept, *policy.resident, *(packing.turning if policy.pipeline > 1 else ())}
         order = [*packing.forward, *reversed(packing.backward)]
         counts = [*policy.graphs] or [0] * len(packing.backward)
         spare = [self._budget - peak for peak in peaks]
         # A copy to the host leaves the device when the next one moves, which now may be long after.
         lingering = max((bytes_of[index].stash_bytes for index in away), default=0)
-        for index in sorted(self._most_worth(packing, stays), key=lambda one: one != before):
+        for index in sorted(self._most_worth(packing, policy), key=lambda one: one != before):
             pack, ends = bytes_of[index], last - packing.backward.index(index)
             nbytes = max(1, pack.kept_bytes + (pack.stash_bytes if index in away else 0))
             here, packs = packing.packs[index].device, packing.packs
@@ -63,11 +62,20 @@ class Graphs:
                 lingering = 0 if index in away else lingering
         return replace(policy, graphs=tuple(counts) if any(counts) else ())
 
-    def _most_worth(self, packing: Packing, stays: set[int]) -> list[int]:
+    def one_more(self, packing: Packing, policy: Policy) -> Iterator[Policy]:
+        """Yield `policy` with a graph more in one pack, whether it fits or not."""
+        counts = [*policy.graphs] or [0] * len(packing.backward)
+        for index in self._most_worth(packing, policy):
+            if counts[index] < self._at_once * self._rounds:
+                more = counts[index] + self._rounds
+                yield replace(policy, graphs=(*counts[:index], more, *counts[index + 1 :]))
+
+    def _most_worth(self, packing: Packing, policy: Policy) -> list[int]:
         """Packs that stay and whose graph saves time, most per byte first; of equal ones the last, whose graphs wait for
         the shortest time.
         """
         able = []
+        stays = {*policy.kept, *policy.resident, *(packing.turning if policy.pipeline > 1 else ())}
         for index in stays.intersection(packing.forward, packing.backward[:-1]):
             pack = packing.packs[index]
             nbytes = max(1, sum(self._costs.costs[p].kept_bytes for p in pack.positions))

@@ -30,6 +30,7 @@ from harmony_ds.scheduler.host_room import waiting_of
 from harmony_ds.scheduler.lowering import STASH_PIECES
 from harmony_ds.scheduler.neighbours import Point, recut, reused
 from harmony_ds.scheduler.outlook import Outlook
+from harmony_ds.scheduler.pack_bytes import PackBytes
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
@@ -50,7 +51,7 @@ _SIMULATED = 3
 _SLOWER, _MARGIN = 2, 1.1
 """After so many ways to cut of one kind, each so much slower than the best, more packs are taken to be slower still."""
 _FEW = 6
-"""Of so many packs at most, every set of them is tried as the resident ones."""
+"""Of so many packs at most, every set of them is tried as the resident ones, and graphs are added by what they take."""
 _SHORT = 8
 """Of so many packs at most, all uses of memory are tried for each way to cut."""
 _PIECES = 8
@@ -291,7 +292,10 @@ class _Search:
         self._tried.add(point)
         first = next((i for i in packing.backward if packing.packs[i].positions[0] == point.graphs), None)
         peaks = self._stages(packing, policy)
-        policy = self._graphs.fitting(packing, policy, peaks, self._outlook.pack_bytes(packing, policy), first)
+        bytes_of = self._outlook.pack_bytes(packing, policy)
+        policy = self._graphs.fitting(packing, policy, peaks, bytes_of, first)
+        if len(packing.backward) <= _FEW:
+            policy = self._with_more_graphs(packing, policy, bytes_of, 1)
         pieces = max(2, min(_PIECES, _PIECES * _MANY // len(packing.packs)))
         wanted_ms = min(
             [one.ms for one in self.found if one.packing.packs == packing.packs]
@@ -340,14 +344,10 @@ class _Search:
     def _with_graphs(self, found: _Found) -> Choice:
         """With as many graphs as fit to the byte; without any, if they bring nothing."""
         packing, without = found.packing, replace(found.policy, graphs=())
-        policy, bytes_of = found.policy, self._outlook.pack_bytes(found.packing, without)
-        for _ in range(_TRIALS if self._graphs.wanted else 0):
-            peaks = self._outlook.stages(self._outlook.short(packing, policy))
-            if max(peaks) > self._budget:
-                policy = without
-                continue
-            more = self._graphs.fitting(packing, policy, peaks, bytes_of)
-            if more == policy or max(self._outlook.stages(self._outlook.short(packing, more))) > self._budget:
+        policy = self._with_more_graphs(packing, found.policy, self._outlook.pack_bytes(packing, without), _TRIALS)
+        while len(packing.backward) <= _FEW and self._graphs.wanted:
+            several = (one for one in self._graphs.one_more(packing, policy) if self._fits(packing, one))
+            if (more := next(several, None)) is None:
                 break
             policy = more
         most = self._choice(packing, policy, found.cut)
@@ -355,6 +355,22 @@ class _Search:
             return most
         least = self._choice(packing, without, found.cut)
         return most if steps(most.prediction.step_ms) < steps(least.prediction.step_ms) else least
+
+    def _with_more_graphs(self, packing: Packing, policy: Policy, bytes_of: list[PackBytes], trials: int) -> Policy:
+        """Add graphs by what their plan really takes: less than what `Graphs.fitting` is certain of."""
+        for _ in range(trials if self._graphs.wanted else 0):
+            peaks = self._outlook.stages(self._outlook.short(packing, policy))
+            if max(peaks) > self._budget:
+                policy = replace(policy, graphs=())
+                continue
+            more = self._graphs.fitting(packing, policy, peaks, bytes_of)
+            if more == policy or not self._fits(packing, more):
+                break
+            policy = more
+        return policy
+
+    def _fits(self, packing: Packing, policy: Policy) -> bool:
+        return max(self._outlook.stages(self._outlook.short(packing, policy))) <= self._budget
 
     def _choice(self, packing: Packing, policy: Policy, cut: str) -> Choice:
         plan = make_plan(packing, self._costs, self._request, policy)
