@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -112,6 +112,11 @@ class Workload:
             {n: drawn[id(v)][i * size : (i + 1) * size] if n in of_samples else v for n, v in inputs.items()}
             for i in range(rank, self.accumulation * self.devices, self.devices)
         ]
+
+    def __reduce__(
+        self,
+    ) -> tuple[Any, ...]:  # without the model: processes would share its memory, and train one another's
+        return Workload, tuple(getattr(self, one.name) for one in fields(self))
 
     @staticmethod
     def _rows(inputs: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import math
 import subprocess
 import sys
@@ -74,6 +75,14 @@ def test_every_cut_sees_the_same_samples(task: Workload) -> None:
 def test_a_cut_that_does_not_divide_the_step_is_refused(task: Workload) -> None:
     with pytest.raises(BatchError, match="8 samples cannot be cut into micro-batches of 3"):
         task.cut(3)
+
+
+def test_processes_get_the_task_without_the_model_whose_memory_they_would_share(task: Workload) -> None:
+    weights = dict(task.subject.model.named_parameters())
+    sent = pickle.loads(pickle.dumps(task))  # noqa: S301
+    assert sent == task and "subject" not in vars(sent)
+    for name, parameter in sent.subject.model.named_parameters():
+        assert torch.equal(parameter, weights[name]) and parameter.data_ptr() != weights[name].data_ptr()
 
 
 def test_dropout_is_off(task: Workload) -> None:
