@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pickle
 import math
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -79,7 +79,7 @@ def test_a_cut_that_does_not_divide_the_step_is_refused(task: Workload) -> None:
 
 def test_processes_get_the_task_without_the_model_whose_memory_they_would_share(task: Workload) -> None:
     weights = dict(task.subject.model.named_parameters())
-    sent = pickle.loads(pickle.dumps(task))  # noqa: S301
+    sent = pickle.loads(pickle.dumps(task))
     assert sent == task and "subject" not in vars(sent)
     for name, parameter in sent.subject.model.named_parameters():
         assert torch.equal(parameter, weights[name]) and parameter.data_ptr() != weights[name].data_ptr()
