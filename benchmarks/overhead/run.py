@@ -1,7 +1,7 @@
 """Cost of a layer call: time and function calls of the engine itself, of one checkout of harmony_ds or two side by side.
 
     python benchmarks/overhead/run.py                          this checkout
-    python benchmarks/overhead/run.py ../before . --plan fused --output fused.json
+    python benchmarks/overhead/run.py ../before . --plan fused
     python benchmarks/overhead/run.py --accumulation 4 --layers 8 --width 256 --tokens 64
 
 A layer call is one layer run for one micro-batch, forward and back. The plan is given, so that all checkouts run the same:
@@ -185,24 +185,19 @@ def main() -> None:
     for name, default in (("rounds", 40), ("warm-up", 6), ("layers", 32), ("accumulation", 8), ("width", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tokens", type=int, default=8, help="in a micro-batch")
-    parser.add_argument("--output", type=Path, help="a JSON file for all that is printed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options)
         return
     answers, per_step = measure(options), options.layers * options.accumulation
-    rows = []
     for what in ("wall, us", "processor, us", "calls"):
         plain = [answer[what] for answer in answers[PLAIN] if what in answer]
         for name, all_of in answers.items():
             values = [answer[what] for answer in all_of if what in answer]
             own = median(one - other for one, other in zip(values, plain, strict=True)) / per_step
-            rows.append({"side": name, "what": what, "all": median(values) / per_step, "own": own})
-            print(f"{name:<24}{what:<16}{rows[-1]['all']:>9.1f}{'' if name == PLAIN else f'{own:>9.1f} its own'}")
-    if options.output:
-        content = {"options": {key: str(value) for key, value in vars(options).items()}, "rows": rows}
-        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            of_engine = "" if name == PLAIN else f"{own:>9.1f} its own"
+            print(f"{name:<24}{what:<16}{median(values) / per_step:>9.1f}{of_engine}")
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ def slow_down_disk(rate: float) -> None:
     def at_rate(call: Callable[..., int]) -> Callable[..., int]:
         def transfer(*arguments: Any) -> int:
             with busy:
-                begin, moved = time.perf_counter(), call(*arguments)
-                time.sleep(max(0.0, moved / rate / MIB - (time.perf_counter() - begin)))
+                moved = call(*arguments)
+                time.sleep(moved / rate / MIB)
             return moved
 
         return transfer

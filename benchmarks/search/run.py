@@ -1,7 +1,7 @@
 """How far is the plan that the search finds from the best one there is?
 
-    python -m benchmarks.search.run                       # 300 random models, some ten minutes
-    python -m benchmarks.search.run --models 20 --print   # writes nothing
+    python -m benchmarks.search.run                       # 300 random models, three quarters of an hour
+    python -m benchmarks.search.run --models 20           # writes nothing
     python -m benchmarks.search.run --deep 4              # how long a search takes for 400 layers and 128 micro-batches
 
 Every random model is planned by the search, and by trying all plans (`exhaustive`), with the simulator as judge of both.
@@ -24,7 +24,7 @@ from harmony_ds.scheduler.search import search
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "search.json"
-_LAYERS = (3, 4, 5, 5, 6, 6)
+_MODELS, _LAYERS = 300, (3, 4, 5, 5, 6, 6)
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,7 @@ def _plan_deep(model: Model) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=int, default=300)
-    parser.add_argument("--print", action="store_true", help="write no results")
+    parser.add_argument("--models", type=int, default=_MODELS)
     parser.add_argument("--deep", type=int, default=0, metavar="N", help="plan N models of 400 layers instead")
     given = parser.parse_args()
     if given.deep:
@@ -124,7 +123,7 @@ def main() -> None:
         )
     total = summary(found)
     print(json.dumps(total, indent=1))
-    if not given.print:
+    if given.models == _MODELS:
         RESULTS.write_text(json.dumps({"summary": total, "models": [asdict(one) for one in found]}, indent=1) + "\n")
 
 
