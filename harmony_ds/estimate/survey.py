@@ -164,10 +164,9 @@ def update_cost(config: Config) -> UpdateCost:
     states = 2 if states is None else states  # taken for Adam-like
     master = config.master_bytes or config.master_dtype.itemsize
     copy = config.compute_dtype.itemsize if config.master_bytes else 0
-    state, disk = config.state_dtype.itemsize, 0
-    if config.disk_folder is not None:
-        disk = states * state + (master if config.compute_dtype.itemsize < master else 0)
-    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, state, disk)
+    kept = states * config.state_dtype.itemsize + (master if config.compute_dtype.itemsize < master else 0)
+    disk = 0 if config.disk_folder is None else kept
+    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, config.state_dtype.itemsize, disk)
 
 
 def _on_meta(subject: Subject, config: Config, machine: Machine, rates: KernelRates | None) -> Survey:
