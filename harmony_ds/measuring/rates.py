@@ -77,8 +77,10 @@ def _measured(
     update = _update_of(optimizer, weight_dtype, elements)
     with computing_with(threads):
         updated = elements / _typical_ms(None, update)
-    if optimizer is not None and optimizer.moved_elements_per_ms is not None:
-        updated = min(updated, optimizer.moved_elements_per_ms)  # read and written under the update
+    beside = 1.0 if device.copies_overlap or optimizer is None else _beside(update)
+    if optimizer is not None and optimizer.moved_elements_per_ms is not None:  # read and written under the update
+        moved = min(updated, optimizer.moved_elements_per_ms)
+        beside, updated = 1.0 - (1.0 - beside) * moved / updated, moved  # it waits for the disk, and needs no core then
     host, normed = _host_rates(elements)
     return Machine(
         name=f"{device.name} on {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
@@ -91,7 +93,7 @@ def _measured(
         host_bytes_per_ms=host,
         # An elementwise optimizer on the device is as fast as the device's memory.
         device_update_elements_per_ms=copied / UPDATE_BYTES_PER_ELEMENT if device.copies_overlap else updated,
-        beside_update=1.0 if device.copies_overlap or optimizer is None else _beside(update),
+        beside_update=beside,
     )
 
 
