@@ -8,17 +8,21 @@ from typing import Any
 from torch import nn
 
 
-class Init(nullcontext[None]):
-    """A context to build a model in. DeepSpeed partitions it; here it stays a model in host memory.
-
-    The arguments are those of `deepspeed.zero.Init`, and have no effect.
-    """
+class _Nothing(nullcontext[None]):
+    """A context that does nothing, whatever it is given."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
 
-class GatheredParameters(Init):
+class Init(_Nothing):
+    """A context to build a model in. DeepSpeed partitions it; here it stays a model in host memory.
+
+    The arguments are those of `deepspeed.zero.Init`, and have no effect.
+    """
+
+
+class GatheredParameters(_Nothing):
     """A context in which parameters can be read and changed in place, as they can be everywhere.
 
     Masters, and copies on the device, follow the changes. (DeepSpeed keeps changes only if `modifier_rank` is given.) The

@@ -113,9 +113,8 @@ class Workload:
             for i in range(rank, self.accumulation * self.devices, self.devices)
         ]
 
-    def __reduce__(
-        self,
-    ) -> tuple[Any, ...]:  # without the model: processes would share its memory, and train one another's
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the model: processes would share its memory, and train one another's.
         return Workload, tuple(getattr(self, one.name) for one in fields(self))
 
     @staticmethod

@@ -33,7 +33,7 @@ _LESS_ON_HOST: tuple[tuple[Mapping[str, object], str], ...] = (
     ({"harmony.split_masters": True}, " (the same bits)"),
     ({"optimizer.type": "Lion"}, ""),
     ({"harmony.stash": "device"}, ""),
-    ({DISK: "nvme", DISK_FOLDER: "/nvme"}, " (the same bits, at the pace of a disk: --nvme-gb-per-s)"),
+    ({DISK: "nvme", DISK_FOLDER: "/nvme"}, " (the same bits, at the pace of a disk)"),
 )
 """Values of a ds_config that may need less host memory, each with a remark."""
 _OF_ONE_PROCESS = {"harmony.split_masters", DISK}

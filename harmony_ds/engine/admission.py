@@ -118,6 +118,13 @@ def with_update_bytes(graph: LayerGraph, store: HostStore, optimizer: DeviceOpti
     return replace(graph, parameters=tuple(specs))
 
 
+def check_host_room(need: HostNeed, world: SingleProcess) -> None:
+    """Raise HostMemoryError if a server has too little: checked once for all of its processes, before any takes some."""
+    if world.is_local_first:
+        check_host_memory(replace(need, there_bytes=world.local_size * need.there_bytes))
+    world.agree("the host has room")
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedOptimizer:
     """An optimizer before its engine makes it or takes it over.
@@ -150,30 +157,7 @@ class PlannedOptimizer:
         return cls(name, numbers, tuple(elements.values()), bool(getattr(client, "state", None)))
 
 
-def check_room(
-    decomposition: Decomposition,
-    model: nn.Module,
-    config: Config,
-    optimizer: PlannedOptimizer,
-    device: Device,
-    world: SingleProcess,
-) -> int:
-    """Check the host's memory, once for all processes of a server, before any takes some; return what the disk is to hold.
-
-    Raises:
-        HostMemoryError: a server has too little.
-        ConfigError: it is not known how much state the optimizer keeps.
-    """
-    if device.host_type != "cpu":
-        return 0
-    need = _host_need(decomposition, model, config, optimizer, device)
-    if world.is_local_first:
-        check_host_memory(replace(need, there_bytes=world.local_size * need.there_bytes))
-    world.agree("the host has room")
-    return _disk_bytes(config, model, optimizer)
-
-
-def _host_need(
+def host_need(
     decomposition: Decomposition, model: nn.Module, config: Config, optimizer: PlannedOptimizer, device: Device
 ) -> HostNeed:
     """Return the host memory that is needed whatever the plan: without the stash, and gradients at their least."""
@@ -203,9 +187,13 @@ def _host_need(
     )
 
 
-def _disk_bytes(config: Config, model: nn.Module, optimizer: PlannedOptimizer) -> int:
-    """Return the bytes of the file for masters and optimizer state; 0: nothing is kept on a disk."""
-    if config.disk_folder is None or optimizer.name is None:
+def disk_need(config: Config, model: nn.Module, optimizer: PlannedOptimizer, device: Device) -> int:
+    """Return the bytes of the file for masters and optimizer state; 0: nothing is kept on a disk.
+
+    Raises:
+        ConfigError: it is not known how much state the optimizer keeps.
+    """
+    if device.host_type != "cpu" or config.disk_folder is None or optimizer.name is None:
         return 0
     numbers, known = optimizer.numbers, optimizer.name.lower().removeprefix("deepspeedcpu") in _ON_DISK
     if numbers is None or not known:

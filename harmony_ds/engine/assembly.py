@@ -135,8 +135,9 @@ def assemble(
     decomposition = find_layers(model, settings.layers)
     given = list(model.parameters() if model_parameters is None else model_parameters)
     planned = admission.PlannedOptimizer.of(config, client_optimizer, given)
-    disk_bytes = admission.check_room(decomposition, model, config, planned, device, world)
-    store = _to_slabs(model, decomposition, config, (device, world), disk_bytes)
+    if device.host_type == "cpu":
+        admission.check_host_room(admission.host_need(decomposition, model, config, planned, device), world)
+    store = _to_slabs(model, decomposition, config, (device, world), planned)
     masters = Masters(store.parameters, store.masters)
     optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)
     if optimizer is not None:
@@ -149,8 +150,7 @@ def assemble(
     graph = layer_graph(decomposition, store.parameters)
     graph = admission.with_update_bytes(graph, store, device_optimizer if stays else None)
     # From here on a thread runs: all that may be refused has been checked.
-    memory = device, store, world
-    parts, ledger = _parts(model, config, decomposition, memory, host_optimizer, device_optimizer)
+    parts, ledger = _parts(model, config, decomposition, (device, store, world), host_optimizer, device_optimizer)
     layers = decomposition.layers
     runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(layers, model)
     device.limit_process()
@@ -162,9 +162,10 @@ def _to_slabs(
     decomposition: Decomposition,
     config: Config,
     where: tuple[Device, SingleProcess],
-    disk_bytes: int,
+    planned: admission.PlannedOptimizer,
 ) -> HostStore:
     device, world = where
+    disk_bytes = admission.disk_need(config, model, planned, device)
     masters: torch.dtype | SplitMasters | DiskMasters = config.master_dtype
     if config.harmony.split_masters:
         masters = SplitMasters()
@@ -199,9 +200,8 @@ def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: S
 
 
 def _host_gradients(
-    config: Config, memory: tuple[Device, HostStore, SingleProcess], ledger: Ledger, optimizer: HostOptimizer | None
+    config: Config, device: Device, ledger: Ledger, optimizer: HostOptimizer | None, world: SingleProcess
 ) -> HostGradients:
-    device, _, world = memory
     limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
     trains = (lambda _: False) if optimizer is None else optimizer.trains
     return HostGradients(device, ledger, config.accumulation_dtype, limit, trains, world)
@@ -219,7 +219,7 @@ def _parts(
     ledger, timeline = Ledger(device), StepTimeline(device)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
     device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
-    gradients = _host_gradients(config, memory, ledger, host_optimizer)
+    gradients = _host_gradients(config, device, ledger, host_optimizer, world)
     threads = update_threads(world.local_size) if device.copies_overlap else None
     updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
     if host_optimizer is not None:
