@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from harmony_ds import ModelError
+from harmony_ds.calls import buffers
 from harmony_ds.calls.installed import FixedParameters, Installation, PhantomParameter
 from harmony_ds.decomposer import Decomposition, find_layers
 from harmony_ds.device import CpuDevice
@@ -231,7 +232,11 @@ def test_buffer_changes_are_kept_only_on_request_and_never_after_a_failure(ends:
         assert one.model.steps.item() == (3 if ends == "kept" else 0)
 
 
-def test_buffers_are_copied_once_until_the_user_changes_them() -> None:
+@pytest.mark.parametrize("compared_bytes", [buffers._COMPARED_BYTES, 0])
+def test_buffers_are_copied_once_until_the_user_changes_them(
+    compared_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "_COMPARED_BYTES", compared_bytes)  # 0: all are too large to be compared by value
     one = InstalledModel()
     one.model.eval()
     booked = []
