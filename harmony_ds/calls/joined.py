@@ -35,9 +35,8 @@ from harmony_ds.offload.residency import Residency
 from harmony_ds.profiler.rows import Places, RowDims
 
 _logger = logging.getLogger(__name__)
-_ALL = -1
+_ALL = -1  # layers
 _END: Any = object()
-"""Stands for all layers."""
 
 
 class CannotJoinError(UnseenError):

@@ -48,8 +48,6 @@ def read_plan(path: str | None) -> Plan | None:
 
 def check_processes(config: Config, world: SingleProcess) -> None:
     """Raise UnsupportedError for settings that several processes cannot run."""
-    if config.harmony.micro_batch == "auto":
-        world.refuse('harmony.micro_batch "auto"')
     if config.harmony.split_masters:
         world.refuse("harmony.split_masters")
     if config.disk_folder is not None:

@@ -98,7 +98,8 @@ class Measuring:
         self._probe(sample)
         key = self._key(self._probed_calls, sample, None)
         known = self._file.load(key)
-        if known is not None:
+        if not self._parts.world.any("measure slices", known is None):
+            assert known is not None
             return known
         tables: list[tuple[int, CostTable]] = []
         # On a device that only counts, every slice takes the host as long as a whole micro-batch.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.decomposer.graph import LayerGraph, positions_of
 from harmony_ds.device.base import Device
 from harmony_ds.errors import ProfileError
 from harmony_ds.profiler.costs import CostTable
@@ -71,11 +71,12 @@ class ProfileFile:
 
 
 def with_times(table: CostTable, timed: CostTable) -> CostTable:
-    """Return `table`, whose bytes were just measured, with the times of `timed`, which has the same calls."""
+    """Return `table`, whose bytes were just measured, with the times of `timed`, which has all of its calls."""
+    there = [timed.costs[place] for place in positions_of(table.calls, timed.calls)]
     costs = tuple(
         replace(
             cost, **{name: getattr(known, name) for name in ("forward_ms", "backward_ms", "fused_ms", "propagate_ms")}
         )
-        for cost, known in zip(table.costs, timed.costs, strict=True)
+        for cost, known in zip(table.costs, there, strict=True)
     )
     return replace(table, costs=costs, head_ms=timed.head_ms, tail_ms=timed.tail_ms)

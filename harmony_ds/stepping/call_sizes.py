@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import reduce
 
 from harmony_ds.config import Config
 from harmony_ds.errors import DoesNotFitError
@@ -73,11 +74,18 @@ class CallSizes:
         if sample.trains and (joined := self.joined(sample)) is not None:
             yield joined[0], joined[1].tables[0][1]
             return
-        profile = self._measuring.profile(sample, self.wanted)
-        if self.wanted is None:
-            yield from self.ranked(sample, profile)
-        else:
-            yield self.wanted, profile.tables[0][1]
+        if self.wanted is not None:
+            yield self.wanted, self._measuring.profile(sample, self.wanted).tables[0][1]
+            return
+        rows = self._world.max("rows", sample.rows)
+        sample = sample if rows == sample.rows else sample.few(rows)
+        yield from self.ranked(sample, self._agreed(self._measuring.profile(sample, None)))
+
+    def _agreed(self, profile: Profile) -> Profile:
+        """Return the costs that cover all processes' micro-batches, in slices that fit all of their devices."""
+        found = [dict(tables) for tables in self._world.all("slices", profile.tables)]
+        sizes = [size for size, _ in profile.tables if all(size in tables for tables in found)]
+        return replace(profile, tables=tuple((s, reduce(CostTable.worst, (one[s] for one in found))) for s in sizes))
 
     def ranked(self, sample: Sample, profile: Profile) -> SizedCosts:
         """Yield sizes below and above the micro-batch with their costs, those of the fastest plan first.
@@ -97,8 +105,9 @@ class CallSizes:
         if in_slices and self.may_join:
             self._see_alone(sample)
             one_by_one = self._choose(combined(profile, in_slices[0], sample.rows), in_slices[0])
-            for table in self._faster_sets(sample, one_by_one) if self._joins.dims else ():
-                yield WHOLE, table
+            if not self._world.any("join nothing", not self._joins.dims):
+                for table in self._faster_sets(sample, one_by_one):
+                    yield WHOLE, table
         self.together, self.alone = 1, None
         if failure is not None:
             raise failure
@@ -116,10 +125,9 @@ class CallSizes:
         together = min(-(-max(asked) // rows), self._group_size)
         sizes = Sizes(*(size if size < together * rows else 0 for size in asked))
         self._see_alone(sample)
-        nothing = not self._joins.dims  # the model does not take repeated rows, or no layer can
-        if self._world.any("join nothing", nothing):
-            return None
-        return sizes, self._of_set(sample, together, sizes)
+        # Nothing, if the model does not take repeated rows, or no layer can.
+        nothing = self._world.any("join nothing", not self._joins.dims)
+        return None if nothing else (sizes, self._of_set(sample, together, sizes))
 
     @property
     def may_join(self) -> bool:

@@ -39,6 +39,7 @@ JOINED = {"micro_batch": {"forward": 12, "backward": 6}, "pack_layers": 1}
 CLOSE = (
     # Processes, and micro-batches of one, join unlike numbers of calls.
     Training(model="ragged", optimizer="SGD", clip=0.05, accumulation=4, harmony=JOINED),
+    Training(model="ragged", optimizer="SGD", accumulation=4, harmony={"micro_batch": "auto", "pack_layers": 1}),
     Training(model="ragged", optimizer="SGD", accumulation=4, harmony={**JOINED, **SHARE}),
     Training(model="ragged", optimizer="SGD", clip=0.05, accumulation=4, harmony={**JOINED, "devices": 2}),
     Training(harmony={"reproducible": False}, clip=0.05),

@@ -236,7 +236,6 @@ def refusals() -> dict[str, tuple[str, str]]:
     summed = {**config_of(MLP, 2), "gradient_allreduce_op": "sum", "optimizer": SGD}
     return {
         "residency": error_of(lambda: engine(residency=1)),
-        "micro_batch": error_of(lambda: engine(micro_batch="auto")),
         "Mine": error_of(lambda: engine(Mine)),
         "Adafactor": error_of(lambda: engine(torch.optim.Adafactor)),
         "gradient_allreduce_op": error_of(lambda: harmony_ds.initialize(model=build("mlp"), config=summed)),

@@ -140,7 +140,8 @@ def train(training: Training) -> Result:
     """In one of several processes."""
     engine = engine_of(training)
     result = train_with(engine, training)
-    assert engine.plan.policy.together == (training.accumulation if "micro_batch" in training.harmony else 1)
+    asked = training.harmony.get("micro_batch")
+    assert asked == "auto" or engine.plan.policy.together == (training.accumulation if asked else 1)
     engine.destroy()
     return result
 
