@@ -55,7 +55,7 @@ def main() -> None:
         "plan": engine.plan_report().choices[0].reason,
         "step_ms": [step.step_ms for step in recorded],
         "busy_ms": dict(busy),
-        "tokens_per_s": task.items / middle * 1e3,
+        "tokens_per_s": task.sample_items * task.samples / middle * 1e3,
         "computing_share": busy[COMPUTE] / middle,
         "kernels_ms": kernels_ms,
         "to_device_gb_per_s": _rate(sum(swaps.host_to_device.values()), busy[SWAP_IN]),

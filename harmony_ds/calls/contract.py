@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -233,7 +234,11 @@ def _set_deterministic(mode: int) -> None:
 
 _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    # torch.get_float32_matmul_precision() fails where the precision was set otherwise (transformers' tf32=True).
+    *(
+        (partial(_C._get_fp32_precision_getter, place, "matmul"), partial(_C._set_fp32_precision_setter, place, "matmul"))
+        for place in ("cuda", "mkldnn")
+    ),
     (torch.get_deterministic_debug_mode, _set_deterministic),
     (_C._get_math_sdp_enabled, _cuda.enable_math_sdp),
     (_C._get_flash_sdp_enabled, _cuda.enable_flash_sdp),

@@ -127,6 +127,9 @@ class Device(ABC):
     def enter(self, number: int) -> None:  # noqa: B027 - a device is alone unless it is a group
         """Make device `number` of a group the current one."""
 
+    def set_current(self) -> None:  # noqa: B027 - to torch, most devices are one
+        """Make this member of a group, and its compute stream, current on this thread."""
+
     def peaks(self) -> tuple[int, ...]:
         return (self.peak_bytes(),)
 

@@ -87,12 +87,14 @@ class CudaDevice(Device):
         outside, own = torch.cuda.current_stream(self.torch_device), self._stream(Stream.COMPUTE)
         if own != outside:
             own.wait_stream(outside)
-        with torch.cuda.stream(own):
-            yield
-        if own != outside:
-            outside.wait_stream(own)
+        try:
+            with torch.cuda.stream(own):
+                yield
+        finally:
+            if own != outside:
+                outside.wait_stream(own)
 
-    def enter(self, number: int) -> None:
+    def set_current(self) -> None:
         torch.cuda.set_stream(self._stream(Stream.COMPUTE))
 
     def current(self) -> object:

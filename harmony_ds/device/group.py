@@ -59,7 +59,7 @@ class DeviceGroup(Device):
         if number == self.number:
             return
         before, self.number, self.active = self.active, number, self.members[number]
-        self.active.enter(0)
+        self.active.set_current()
         if self.active.torch_device != before.torch_device:
             self.active.set_random_state(before.random_state())
 

@@ -157,7 +157,8 @@ class Stash:
         for number in range(self._device.count):
             self._device.enter(number)
             self._free_left()
-            self._device.wait(Stream.COMPUTE, self._device.record(Stream.SWAP_OUT))
+            for copies in (Stream.SWAP_OUT, Stream.PEER):
+                self._device.wait(Stream.COMPUTE, self._device.record(copies))
             self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
         self._device.enter(HOME)
 

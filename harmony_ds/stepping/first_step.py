@@ -43,7 +43,7 @@ def prove(
                 with as_called(ticket):
                     loss = loss_of(sample_of(ticket))
                 if loss is not None:
-                    alike = close if sizes.joins_calls else comparison(loss.device)
+                    alike = close if sizes.joins_calls else comparison(runner.parts.device.torch_device)
                     ticket.expected = partial(_check, contract, ticket.micro_batch.index, alike, loss)
     except UnseenError:  # the step will find it, too, and measure anew
         unseen = True

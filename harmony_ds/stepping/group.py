@@ -310,8 +310,8 @@ class StepGroup(Queue):
         # After the first part of a step each micro-batch runs by itself, so that it can run again without the others.
         for part in [[ticket] for ticket in tickets] if self.propagated else [tickets]:
             self._run_part(run, part)
-        # With several, others had run before recomputations.
-        self._runner.parts.layer_calls.checks_recomputation &= len(tickets) < 2
+        # With several, others had run before recomputations; where there is one, there are none.
+        self._runner.parts.layer_calls.checks_recomputation &= len(tickets) < 2 and self._parts.accumulation() > 1
         for ticket in tickets:
             ticket.finish_propagation()
         return True

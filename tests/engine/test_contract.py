@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.utils.import_utils import enable_tf32
 
 from harmony_ds import ModelError
 from tests.engine.drive import config_of, engine_for, seed_of, sgd, weights_of
@@ -96,7 +97,7 @@ def switches() -> tuple[Any, ...]:
         torch.backends.cuda.math_sdp_enabled(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.fp32_precision,
     )
 
 
@@ -111,7 +112,7 @@ class Attentive(nn.Linear):
 def test_torchs_switches_are_those_of_the_call() -> None:
     model = nn.Sequential(Attentive(WIDTH, WIDTH))
     seen = model[0].seen = []
-    ordinary, others = switches(), (False, torch.float64, True, "high")
+    ordinary, others = switches(), (False, torch.float64, True, "tf32")
     with engine_for(model, sgd, config_of(2)) as engine:
         for number in range(4):
             x = inputs(number)
@@ -119,13 +120,13 @@ def test_torchs_switches_are_those_of_the_call() -> None:
                 seen.clear()
                 with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
                     torch.set_default_dtype(torch.float64)
-                    torch.set_float32_matmul_precision("high")
+                    torch.backends.cuda.matmul.fp32_precision = "tf32"
                     torch.use_deterministic_algorithms(True)
                     try:
                         loss = engine(x)
                     finally:
                         torch.set_default_dtype(torch.float32)
-                        torch.set_float32_matmul_precision("highest")
+                        torch.backends.cuda.matmul.fp32_precision = ordinary[-1]
                         torch.use_deterministic_algorithms(False)
             else:
                 loss = engine(x)
@@ -134,6 +135,19 @@ def test_torchs_switches_are_those_of_the_call() -> None:
     assert set(seen) == {others, ordinary}
     assert seen[0] == others
     assert switches() == ordinary
+
+
+def test_transformers_tf32_does_not_stop_a_model() -> None:
+    before, model = torch.backends.fp32_precision, build_seeded(Model)
+    enable_tf32(True)
+    try:
+        with engine_for(model, sgd, config_of(2)) as engine:
+            engine.train_batch(iter([inputs(number) for number in range(2)]))
+            assert engine.global_steps == 1
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+    finally:
+        torch.backends.fp32_precision = before
 
 
 class Repeated(nn.Module):

@@ -134,7 +134,7 @@ class LateDevice(CpuDevice):
     def as_current(self) -> AbstractContextManager[object]:
         return self.watched()
 
-    def enter(self, number: int) -> None:
+    def set_current(self) -> None:
         self._here.who = self.place, Stream.COMPUTE
 
     # ---- events

@@ -56,6 +56,7 @@ class Setting:
     clip: float | None = None
     tied: bool = False
     more: dict[str, Any] = field(default_factory=dict)
+    accumulation: int = 2
 
 
 HALF = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -66,6 +67,7 @@ SETTINGS = {
     "deferred, residents": Setting({"stash": "host", "residency": 2}, clip=0.5, tied=True),
     "all resident": Setting({"residency": 100}, clip=0.5),
     "bf16": Setting({"stash": "host", "residency": 1}, clip=0.5, more=HALF),
+    "one micro-batch": Setting({"stash": "host"}, clip=0.5, accumulation=1),
 }
 
 
@@ -97,7 +99,7 @@ def steady_waste(setting: Setting) -> list[str]:
     """
     device, generator = LateDevice(1), torch.Generator().manual_seed(1)
     data = iter(lambda: {"ids": torch.randint(0, 32, (2, 5), generator=generator)}, None)
-    config = config_of(2, setting.clip, {"pack_layers": 1, **setting.harmony}, **setting.more)
+    config = config_of(setting.accumulation, setting.clip, {"pack_layers": 1, **setting.harmony}, **setting.more)
     with late_engine(Model(setting.tied), config, device=device) as engine:
         updater = updater_of(engine)
         updater.update = lambda *update: (type(updater).update(updater, *update), updater.wait_all())

@@ -31,7 +31,7 @@ class SimDevice(HostStreamDevice):
     def as_current(self) -> AbstractContextManager[object]:
         return torch.accelerator.device_index(self._index)
 
-    def enter(self, number: int) -> None:
+    def set_current(self) -> None:
         torch.accelerator.set_device_index(self._index)
 
     def current(self) -> object:
