@@ -1,0 +1,34 @@
+"""Scripts of the GPU suite run to their ends without a GPU, at a small size."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+
+
+def test_one_step_is_measured_and_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "suite", raising=False)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "argv", ["one_step.py", "--tokens", "128"])
+    runpy.run_path(str(FOLDER / "one_step.py"), run_name="__main__")
+
+    (found,) = (one for one in tmp_path.glob("gpu-dry-run/step-*.json") if not one.name.endswith(".trace.json"))
+    content = json.loads(found.read_text())
+    assert content["tokens_per_s"] > 0
+    assert json.loads(found.with_suffix(".trace.json").read_text())["traceEvents"]
+
+
+def test_the_readmes_figure_is_drawn_from_committed_results(tmp_path: Path) -> None:
+    figure = runpy.run_path(str(FOLDER / "figure.py"))
+    bars = figure["bars"]()
+    assert {"harmony", "deepspeed-zero3-offload"} <= set.intersection(*(set(row) for row in bars.values()))
+    figure["draw"](bars, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
