@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from harmony_ds.cli.options import DISK, DISK_FOLDER, config_of
+from harmony_ds.cli.options import ON_DISK, WEIGHTS_ON_DISK, config_of
 from harmony_ds.cli.progress import tell
 from harmony_ds.config import Config, load_config
 from harmony_ds.config.check import MICRO_BATCH, STEPS
@@ -33,10 +33,11 @@ _LESS_ON_HOST: tuple[tuple[Mapping[str, object], str], ...] = (
     ({"harmony.split_masters": True}, " (the same bits)"),
     ({"optimizer.type": "Lion"}, ""),
     ({"harmony.stash": "device"}, ""),
-    ({DISK: "nvme", DISK_FOLDER: "/nvme"}, " (the same bits, at the pace of a disk)"),
+    (ON_DISK, " (the same bits, at the pace of a disk)"),
+    (WEIGHTS_ON_DISK, " (the same bits, at the pace of a disk)"),
 )
 """Values of a ds_config that may need less host memory, each with a remark."""
-_OF_ONE_PROCESS = {"harmony.split_masters", DISK}
+_OF_ONE_PROCESS = {"harmony.split_masters", *ON_DISK, *WEIGHTS_ON_DISK}
 """Keys among them that several processes cannot use."""
 
 
@@ -231,7 +232,7 @@ def _show_forecast(now: Forecast, unit: str) -> None:
     lines = {
         "device": f"{amount(now.plan.peak_bytes)} of {device}: fits",
         "host": f"{amount(now.host_total_bytes)} of {host}: {fits} ({kinds})",
-        **({"disk": f"{amount(now.disk_bytes)} of masters and optimizer state"} if now.disk_bytes else {}),
+        **({"disk": f"{amount(now.disk_bytes)} of what is offloaded to it"} if now.disk_bytes else {}),
         "plan": now.choice.reason,
         **({} if sizes == WHOLE else {"pieces": str(sizes)}),
         "one step": f"{now.prediction.step_ms / 1e3:,.2f} s: {now.items_per_s:,.0f} {unit}/s, the device computes "

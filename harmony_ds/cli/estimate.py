@@ -20,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     options.add_answer(parser)
     text = 'GPU, and if not the usual ones its link and host: "rtx4090/pcie4/desktop-ddr5" (without: rtx4090).'
     parser.add_argument("--machine", metavar="NAME", help=text)
-    text = "Masters and optimizer state on a disk (offload_optimizer) that reads or writes so much in a second."
+    text = "A disk that reads or writes so much in a second, with what the ds_config puts there, or masters and state."
     parser.add_argument("--nvme-gb-per-s", type=options.at_least(0.001, float), metavar="GB", help=text)
 
 

@@ -17,8 +17,8 @@ DEFAULT = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 16,
 }
-DISK = "zero_optimization.offload_optimizer.device"
-DISK_FOLDER = "zero_optimization.offload_optimizer.nvme_path"
+ON_DISK = {"zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}
+WEIGHTS_ON_DISK = {"zero_optimization.offload_param": {"device": "nvme", "nvme_path": "/nvme"}}
 _KEYS = {
     "micro_batch": MICRO_BATCH,
     "accumulation": STEPS,
@@ -87,6 +87,8 @@ def config_of(args: argparse.Namespace, world_size: int = 1) -> Config:
         raise ConfigError(f"there is no ds_config {args.ds_config}.")
     given = {path: getattr(args, name, None) for name, path in _KEYS.items()}
     instead = {path: value for path, value in given.items() if value is not None}
-    if getattr(args, "nvme_gb_per_s", None) is not None:
-        instead |= {DISK: "nvme", DISK_FOLDER: "/nvme"}
-    return load_config(DEFAULT if args.ds_config is None else args.ds_config, world_size, instead)
+    source = DEFAULT if args.ds_config is None else args.ds_config
+    config = load_config(source, world_size, instead)
+    if getattr(args, "nvme_gb_per_s", None) and not (config.disk_folder or config.weights_folder):
+        config = load_config(source, world_size, {**instead, **ON_DISK})
+    return config

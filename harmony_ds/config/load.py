@@ -66,7 +66,8 @@ def _config(raw: dict[str, Any], checked: Checked, world_size: int) -> Config:
         accumulation_dtype=_accumulation_dtype(model.data_types.grad_accum_dtype, compute, master),
         master_dtype=master,
         state_dtype=state,
-        disk_folder=_disk_folder(model.zero_optimization.offload_optimizer, master, settings),
+        disk_folder=_disk_folder(model.zero_optimization, "optimizer", settings, master),
+        weights_folder=_disk_folder(model.zero_optimization, "param", settings),
         autocast_dtype=autocast,
         loss_scale=loss_scale,
         skip_overflow=loss_scale is not None or _checks_bf16(model),
@@ -180,16 +181,16 @@ def _optimizer_dtypes(model: Any) -> tuple[torch.dtype, torch.dtype]:
     return torch.bfloat16 if masters else torch.float32, torch.bfloat16 if states else torch.float32
 
 
-def _disk_folder(block: Any, master: torch.dtype, settings: HarmonySettings) -> str | None:
-    key = "zero_optimization.offload_optimizer"
+def _disk_folder(zero: Any, what: str, settings: HarmonySettings, master: torch.dtype = torch.float32) -> str | None:
+    block, key = getattr(zero, f"offload_{what}"), f"zero_optimization.offload_{what}"
     if block is None or block.device != "nvme":
         return None
     if block.nvme_path is None:
         raise ConfigError(f'{key}.device is "nvme": name a folder on the disk in {key}.nvme_path.')
     if master != torch.float32 or settings.split_masters:
         raise ConfigError(
-            f'{key}.device "nvme" keeps fp32 masters on the disk: leave harmony.split_masters and '
-            "bf16.bf16_master_weights_and_grads out."
+            f'{key}.device "nvme" is for whole weights and fp32 masters: leave harmony.split_masters'
+            f"{' and bf16.bf16_master_weights_and_grads' * (what == 'optimizer')} out."
         )
     return str(block.nvme_path)
 

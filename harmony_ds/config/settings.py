@@ -25,7 +25,7 @@ class Config:
     Attributes:
         master_dtype: of the parameters that the optimizer steps.
         state_dtype: of what it keeps for each of their numbers.
-        disk_folder: where masters and optimizer state lie in a file; None: in memory.
+        disk_folder, weights_folder: where masters and optimizer state, and where weights lie in a file; None: in memory.
         autocast_dtype: of torch.autocast around every call of the model; None: of the caller's alone.
         loss_scale: the fp16 block, or what autocast to float16 needs of it; None: losses are not scaled.
         skip_overflow: whether a step whose gradients hold inf or NaN is skipped.
@@ -46,6 +46,7 @@ class Config:
     master_dtype: torch.dtype
     state_dtype: torch.dtype
     disk_folder: str | None
+    weights_folder: str | None
     autocast_dtype: torch.dtype | None
     loss_scale: Any
     skip_overflow: bool

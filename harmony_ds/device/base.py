@@ -1,6 +1,7 @@
 """The interface of devices.
 
-A `Device` owns four streams: COMPUTE, SWAP_IN (host to device), SWAP_OUT (device to host) and PEER (between devices).
+A `Device` owns five streams: COMPUTE, SWAP_IN (host to device), SWAP_OUT (device to host), PEER (between devices) and
+DISK (weights that a thread reads from a disk to the device; it allocates nothing).
 Work is *issued* on a stream and *ordered* by events; the host waits for a device only through `Event.synchronize`.
 Where no allocator counts memory (the CPU device), every byte is reported through `charge` and `discharge`.
 """
@@ -25,6 +26,7 @@ class Stream(Enum):
     SWAP_IN = "swap_in"
     SWAP_OUT = "swap_out"
     PEER = "peer"
+    DISK = "disk"
 
 
 class Event(Protocol):
@@ -76,6 +78,10 @@ class Device(ABC):
     """The number of the current device, of `count` that one process drives."""
     count = 1
     _watch: Callable[[Stream, StreamContext], StreamContext] | None = None
+
+    def current_member(self) -> Device:
+        """Return the current device of a group; another one returns itself."""
+        return self
 
     @property
     def optimizer_device(self) -> torch.device:

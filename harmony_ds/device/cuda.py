@@ -184,12 +184,12 @@ class CudaDevice(Device):
         workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: the engine's and autograd's.
                      32 MiB on compute capability 9.0, else 8,320 KiB; cuBLASLt uses the same (torch,
                      aten/src/ATen/cuda/CublasHandlePool.cpp, unless CUBLAS_WORKSPACE_CONFIG says otherwise)
-        segments     for each stream one of small blocks (2 MiB) and one of larger ones (20 MiB), but for PEER (torch,
-                     c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer), and part of a budget that was given
+        segments     for each stream one of small blocks (2 MiB) and one of larger ones (20 MiB), but for PEER and DISK
+                     (torch, c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer), and part of a given budget
         """
         hopper = torch.cuda.get_device_capability(self.torch_device) == (9, 0)
         workspace = 32 * 2**20 if hopper else 8320 * 2**10
-        return 2 * workspace + (len(Stream) - 1) * (2 + 20) * 2**20 + self._scattered_bytes
+        return 2 * workspace + (len(Stream) - 2) * (2 + 20) * 2**20 + self._scattered_bytes
 
     def available_bytes(self) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)

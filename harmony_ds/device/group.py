@@ -148,7 +148,7 @@ class DeviceGroup(Device):
                 member.record(stream).synchronize()
         self.members[HOME].host_free(buffer)
 
-    on, record, wait = map(_of_current, (Device.on, Device.record, Device.wait))
+    on, record, wait, current_member = map(_of_current, (Device.on, Device.record, Device.wait, Device.current_member))
     current, make_current, upload = map(_of_current, (Device.current, Device.make_current, Device.upload))
     empty, free, charge, discharge = map(_of_current, (Device.empty, Device.free, Device.charge, Device.discharge))
     reserve_bytes, allocated_bytes = map(_of_current, (Device.reserve_bytes, Device.allocated_bytes))

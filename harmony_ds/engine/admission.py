@@ -18,6 +18,7 @@ from harmony_ds.device import Device
 from harmony_ds.errors import ConfigError, OptimizerError, UnsupportedError
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.disk import disk_bytes
+from harmony_ds.offload.disk_weights import HOST_BYTES
 from harmony_ds.offload.host_memory import HostNeed, MappedFiles, check_host_memory
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.optimizers import ClientOptimizer, parameters_in
@@ -50,8 +51,8 @@ def check_processes(config: Config, world: SingleProcess) -> None:
     """Raise UnsupportedError for settings that several processes cannot run."""
     if config.harmony.split_masters:
         world.refuse("harmony.split_masters")
-    if config.disk_folder is not None:
-        world.refuse('zero_optimization.offload_optimizer.device "nvme"')
+    if config.disk_folder is not None or config.weights_folder is not None:
+        world.refuse('offload_optimizer and offload_param with "device": "nvme"')
     if config.harmony.residency not in _SWAPPED:
         world.refuse("harmony.residency: packs that stay on the device and are updated there")
     if config.harmony.reduce == "host" and world.servers > 1:
@@ -163,6 +164,7 @@ def host_need(
     parameters = dict(model.named_parameters())
     trainable = {name: p.numel() for name, p in parameters.items() if p.requires_grad}
     weights = sum(slab_bytes(p.numel(), dtype.itemsize) for p in parameters.values())
+    weights = min(weights, HOST_BYTES) if config.weights_folder else weights
     gradients = 0
     if optimizer.name is not None:
         layers = [sum(trainable.get(name, 0) for name in layer.parameters) for layer in decomposition.layers]
@@ -185,13 +187,13 @@ def host_need(
     )
 
 
-def disk_need(config: Config, model: nn.Module, optimizer: PlannedOptimizer, device: Device) -> int:
+def disk_need(config: Config, model: nn.Module, optimizer: PlannedOptimizer) -> int:
     """Return the bytes of the file for masters and optimizer state; 0: nothing is kept on a disk.
 
     Raises:
         ConfigError: it is not known how much state the optimizer keeps.
     """
-    if device.host_type != "cpu" or config.disk_folder is None or optimizer.name is None:
+    if config.disk_folder is None or optimizer.name is None:
         return 0
     numbers, known = optimizer.numbers, optimizer.name.lower().removeprefix("deepspeedcpu") in _ON_DISK
     if numbers is None or not known:

@@ -26,6 +26,7 @@ from harmony_ds.offload.cores import update_threads
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.disk import DiskFile, DiskMasters
+from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
@@ -44,12 +45,10 @@ from harmony_ds.offload.split_masters import SplitMasters
 from harmony_ds.offload.stash import Stash
 from harmony_ds.offload.updater import Updater
 from harmony_ds.offload.user_gradients import UserGradients
-from harmony_ds.parallel import SingleProcess, World
+from harmony_ds.parallel import ALONE, SingleProcess, World
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.stepping.runner import Runner
-
-_SINGLE = SingleProcess()
 
 
 def _finish_updates(updater: Updater, device_store: DeviceStore) -> None:
@@ -72,10 +71,6 @@ class Assembly:
     layers: tuple[Layer, ...]
     optimizer: torch.optim.Optimizer | None
     host_optimizer: HostOptimizer | None
-
-    def wait_for_updates(self) -> None:
-        """Wait for the updates of the background thread."""
-        self.parts.updater.wait_all()
 
     def finish_updates(self) -> None:
         """Bring every weight, master and optimizer state on the host up to date, before they are read or written."""
@@ -121,7 +116,7 @@ def assemble(
     client_optimizer: ClientOptimizer | None,
     model_parameters: ParameterGroups | None,
     device: Device | None,
-    world: SingleProcess = _SINGLE,
+    world: SingleProcess = ALONE,
 ) -> Assembly:
     """Build all parts; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
     if belongs_to_engine(model):
@@ -165,13 +160,14 @@ def _to_slabs(
     planned: admission.PlannedOptimizer,
 ) -> HostStore:
     device, world = where
-    disk_bytes = admission.disk_need(config, model, planned, device)
+    disk_bytes = admission.disk_need(config, model, planned)
     masters: torch.dtype | SplitMasters | DiskMasters = config.master_dtype
     if config.harmony.split_masters:
         masters = SplitMasters()
     elif config.disk_folder is not None and disk_bytes:
         masters = DiskMasters(DiskFile(config.disk_folder, disk_bytes))
-    store = HostStore(model, decomposition, config.compute_dtype, device, world, masters)
+    memory = device if config.weights_folder is None else DiskWeights(config.weights_folder, device)
+    store = HostStore(model, decomposition, config.compute_dtype, memory, world, masters)
     world.agree("weights are there")
     world.broadcast(store.tensors())
     _share_buffers(model, world)

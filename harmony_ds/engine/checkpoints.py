@@ -140,7 +140,7 @@ class Checkpoints:
     def _captured(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
         training = self._training
         self._runner.check_usable()
-        training.assembly.wait_for_updates()
+        training.assembly.parts.updater.wait_all()
         if self._open.group:
             _logger.warning(
                 "%d micro-batches are queued whose step is not taken yet: the checkpoint is of the step before, and they "

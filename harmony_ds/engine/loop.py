@@ -236,7 +236,7 @@ class Loop:
         with self._world.reporting_failures():
             batches = self._training.data.take(data_iter)
             self._model.eval()
-            self._training.assembly.wait_for_updates()
+            self._training.assembly.parts.updater.wait_all()
             try:
                 losses = self._open.group.evaluate(batches, loss_fn)
             finally:

@@ -74,8 +74,8 @@ class MemoryReport:
         device_peak_bytes: the most in use during the last step; of several devices, on the one with most.
         planned_peak_bytes: predicted by the plan.
         budget_bytes: the limit (None: unlimited).
-        host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash".
-        disk_bytes: of the file for masters and optimizer state (offload_optimizer {"device": "nvme"}).
+        host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash"; "chunks" of weights from a disk.
+        disk_bytes: of the files for masters and optimizer state, and for weights ("device": "nvme").
         counted: "allocator" where activations are counted as they are allocated, "plan" where they are charged as
             measured per layer (the CPU device).
         device_peaks: the most in use on each device that this process drives.

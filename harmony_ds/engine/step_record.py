@@ -88,8 +88,8 @@ class StepRecord:
 
     def memory_report(self) -> MemoryReport:
         """Return the device peak of the last step, the plan's and the budget, and host bytes by kind."""
-        self._assembly.wait_for_updates()
-        plan, device, disk = self._planner.plan, self._assembly.device, self._assembly.store.disk
+        self._assembly.parts.updater.wait_all()
+        plan, device, store = self._planner.plan, self._assembly.device, self._assembly.store
         return MemoryReport(
             device_peak_bytes=max(self._peaks),
             device_peaks=self._peaks,
@@ -98,7 +98,7 @@ class StepRecord:
             host_bytes=self._assembly.host_bytes(),
             counted="plan" if device.torch_device.type == "cpu" else "allocator",
             beside_bytes=self._planner.beside_bytes,
-            disk_bytes=0 if disk is None else disk.file.nbytes,
+            disk_bytes=sum(disk.file.nbytes for disk in (store.disk, store.disk_weights) if disk is not None),
         )
 
     def _last_step(self, why: str) -> tuple[Plan, Traffic]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.estimate.survey import Survey, update_cost
+from harmony_ds.offload.disk_weights import HOST_BYTES
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
@@ -75,9 +76,10 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """Masters and optimizer state on a disk."""
-        trained = sum(spec.numel for spec in self.survey.graph.parameters if spec.trainable)
-        return update_cost(self.survey.config).disk_bytes * trained
+        """Weights, masters and optimizer state on a disk."""
+        update, parameters = update_cost(self.survey.config), self.survey.graph.parameters
+        trained = sum(spec.numel for spec in parameters if spec.trainable)
+        return update.disk_bytes * trained + sum(slab_bytes(p.numel, update.disk_weight_bytes) for p in parameters)
 
     @property
     def zero3_offload_bytes(self) -> int:
@@ -114,9 +116,10 @@ def _state_bytes(survey: Survey) -> dict[str, int]:
     """Return the bytes that every plan needs."""
     weight, parameters = survey.element.weight, survey.graph.parameters
     update = update_cost(survey.config)
+    weights = sum(slab_bytes(spec.numel, weight) for spec in parameters)
     elements = sum(spec.numel for spec in parameters if spec.trainable)
     return {
-        "weights": sum(slab_bytes(spec.numel, weight) for spec in parameters),
+        "weights": min(weights, HOST_BYTES) if update.disk_weight_bytes else weights,
         "masters": update.master_bytes * elements if update.copy_bytes else 0,
         "optimizer": 0 if update.disk_bytes else update.state_bytes * update.states * elements,
     }

@@ -106,10 +106,10 @@ def estimate(subject: Subject, config: Config, hardware: Hardware) -> Survey:
             "torch.autocast does not reach the meta device, on which estimates are made: use `harmony-ds plan` on a "
             'machine that has the device, or switch "torch_autocast" off.'
         )
-    if config.disk_folder is not None and hardware.disk_gb_per_s is None:
+    if (config.disk_folder or config.weights_folder) is not None and hardware.disk_gb_per_s is None:
         raise ConfigError(
-            'zero_optimization.offload_optimizer.device is "nvme", and how fast that disk is cannot be measured here: say '
-            "what it reads or writes in a second (--nvme-gb-per-s 3)."
+            'offload_optimizer or offload_param has "device": "nvme", and how fast that disk is cannot be measured here: '
+            "say what it reads or writes in a second (--nvme-gb-per-s 3)."
         )
     return _on_meta(subject, config, hardware.machine(update_cost(config)), hardware.kernels())
 
@@ -164,9 +164,10 @@ def update_cost(config: Config) -> UpdateCost:
     states = 2 if states is None else states  # taken for Adam-like
     master = config.master_bytes or config.master_dtype.itemsize
     copy = config.compute_dtype.itemsize if config.master_bytes else 0
-    kept = states * config.state_dtype.itemsize + (master if config.compute_dtype.itemsize < master else 0)
-    disk = 0 if config.disk_folder is None else kept
-    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, config.state_dtype.itemsize, disk)
+    weight, state = config.compute_dtype.itemsize, config.state_dtype.itemsize
+    kept = (states * state + (master if weight < master else 0)) * (config.disk_folder is not None)
+    weight *= config.weights_folder is not None
+    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, state, kept, weight)
 
 
 def _on_meta(subject: Subject, config: Config, machine: Machine, rates: KernelRates | None) -> Survey:
@@ -203,7 +204,7 @@ def _bare(config: Config) -> Config:
     if config.disk_folder is not None or not as_given:  # the device would not step as the host does
         residency = "kept" if residency == "auto" else "off"
     settings = replace(config.harmony, plan=None, profile=None, residency=residency)
-    return replace(config, optimizer=optimizer, harmony=settings)
+    return replace(config, optimizer=optimizer, harmony=settings, disk_folder=None, weights_folder=None)
 
 
 def _see(

@@ -165,7 +165,10 @@ class Measuring:
         timed = timing.time(table, sample)
         if self.machine is None:
             threads, dtype = parts.updater.threads, parts.residency.dtype
-            self.machine = measure_rates(parts.device, parts.optimizer, dtype, timing.swaps, threads)
+            machine = measure_rates(parts.device, parts.optimizer, dtype, timing.swaps, threads)
+            moved = 0.0 if parts.optimizer is None else parts.optimizer.moved_bytes
+            rate, weight = parts.residency.disk_bytes_per_ms, parts.residency.disk_weight_bytes
+            self.machine = machine.with_disk(rate, moved, weight)
         return timed
 
     def _key(self, calls: tuple[int, ...], sample: Sample, sizes: Sizes | None) -> dict[str, str]:

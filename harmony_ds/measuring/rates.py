@@ -78,9 +78,6 @@ def _measured(
     with computing_with(threads):
         updated = elements / _typical_ms(None, update)
     beside = 1.0 if device.copies_overlap or optimizer is None else _beside(update)
-    if optimizer is not None and optimizer.moved_elements_per_ms is not None:  # read and written under the update
-        moved = min(updated, optimizer.moved_elements_per_ms)
-        beside, updated = 1.0 - (1.0 - beside) * moved / updated, moved  # it waits for the disk, and needs no core then
     host, normed = _host_rates(elements)
     return Machine(
         name=f"{device.name} on {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",

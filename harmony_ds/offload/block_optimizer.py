@@ -10,24 +10,23 @@ back after the step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.errors import UnsupportedError
-from harmony_ds.offload.disk import DiskMasters
+from harmony_ds.offload.disk import DiskMasters, submit
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.piece_optimizer import check_elementwise, is_kept_for_each
 from harmony_ds.offload.synced_state import plain_state
 
 Tensors = dict[str, Tensor]
-_Result = TypeVar("_Result")
 _AHEAD = 2
 """Blocks that are read while one is stepped; as many may still be written."""
 
@@ -139,7 +138,7 @@ class DiskOptimizer(BlockOptimizer):
         self._written: deque[Future[None]] = deque()
         self._places: Tensors = {}  # regions of the file
         numbers = state_numbers(type(optimizer).__name__, optimizer.defaults) or 0
-        self.moved_elements_per_ms = disk.file.bytes_per_ms / (8.0 * (numbers + disk.holds_masters))
+        self.moved_bytes = 8.0 * (numbers + disk.holds_masters)
 
     def put_state(self, name: str, state: dict[str, Any] | None) -> None:
         """Copy the state of `name` into the file; None: remove it."""
@@ -183,7 +182,7 @@ class DiskOptimizer(BlockOptimizer):
         try:
             for name, block in work:
                 for one, part in islice(coming, 1 + _AHEAD - len(ahead)):
-                    ahead.append(_submit(self._reader, partial(self._load, one, part, whole[one])))
+                    ahead.append(submit(self._reader, partial(self._load, one, part, whole[one])))
                 values, parts = ahead.popleft().result()
                 yield name, block, values, parts
                 while len(self._written) > _AHEAD:
@@ -218,14 +217,4 @@ class DiskOptimizer(BlockOptimizer):
             for key, value in numbered.items():
                 self._disk.file.write(value, places[key])
 
-        self._written.append(_submit(self._writer, write))
-
-
-def _submit(pool: ThreadPoolExecutor, job: Callable[[], _Result]) -> Future[_Result]:
-    """Run `job` on a thread of `pool`; at the end of the interpreter, which has ended pools, here."""
-    try:
-        return pool.submit(job)
-    except RuntimeError:
-        done: Future[_Result] = Future()
-        done.set_result(job())
-        return done
+        self._written.append(submit(self._writer, write))

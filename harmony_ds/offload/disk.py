@@ -1,4 +1,4 @@
-"""A file for what is only needed by updates: fp32 masters of bf16 weights, and the optimizer's state.
+"""A file for what is only needed by updates, fp32 masters of bf16 weights and the optimizer's state; one for weights.
 
 The file is allocated before training and has no name: a full disk is an error at once, and nothing is left after a kill.
 Its tensors are mapped, so that checkpoints and programs read and write them as any others, through the system's page cache;
@@ -11,9 +11,12 @@ import math
 import mmap
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +28,7 @@ BLOCK = 2**20
 _MEASURED_BYTES = 2**26
 _GRAIN = 4096
 """Tensors begin at pages of the file."""
+_Result = TypeVar("_Result")
 
 
 def disk_bytes(numel: int, itemsize: int) -> int:
@@ -36,15 +40,16 @@ class DiskFile:
     """Unnamed file of a fixed size.
 
     Attributes:
-        read_bytes, written_bytes: moved by `read` and `write`, of all updates.
+        read_bytes, written_bytes: moved by `read` and `write` so far.
         bytes_per_ms: rate of the disk, measured when the file was made.
     """
 
-    def __init__(self, folder: str, nbytes: int) -> None:
+    def __init__(self, folder: str, nbytes: int, key: str = "offload_optimizer") -> None:
         """Raise HostMemoryError if the disk of `folder` has no room for `nbytes`; OSError if it takes no file."""
         self.nbytes = max(nbytes, _GRAIN)
         self.read_bytes = self.written_bytes = 0
         self._end = 0
+        self._lock = threading.Lock()  # of the numbers that several threads count
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - without a name, and open until `close`
         self._descriptor = self._file.fileno()
@@ -54,14 +59,15 @@ class DiskFile:
             self._file.close()
             free = os.statvfs(folder)
             raise HostMemoryError(
-                f"masters and optimizer state take {self.nbytes:,} bytes, and the disk of {folder} (offload_optimizer's "
-                f"nvme_path) has {free.f_bavail * free.f_frsize:,} free ({error.strerror}): free some, or name another."
+                f"the tensors of {key} take {self.nbytes:,} bytes, and the disk of {folder} (its nvme_path) has "
+                f"{free.f_bavail * free.f_frsize:,} free ({error.strerror}): free some, or name another."
             ) from error
-        self._memory = torch.frombuffer(mmap.mmap(self._descriptor, self.nbytes), dtype=torch.uint8)
+        self._map = mmap.mmap(self._descriptor, self.nbytes)
+        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self.bytes_per_ms = self._measure()
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor in the file; HostMemoryError: the file is full."""
+        """Return an uninitialised tensor in the file, a storage of its own; HostMemoryError: the file is full."""
         numel = math.prod(shape)
         begin, self._end = self._end, self._end + disk_bytes(numel, dtype.itemsize)
         if self._end > self.nbytes:
@@ -69,15 +75,21 @@ class DiskFile:
                 f"the optimizer keeps more state than its class is known for: {self._end:,} bytes, and the file has "
                 f'{self.nbytes:,}. Leave "device": "nvme" out.'
             )
-        return self._memory[begin : begin + numel * dtype.itemsize].view(dtype).view(shape)
+        if not numel:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=begin).view(shape)
 
     def read(self, source: Tensor, values: Tensor) -> None:
         """Read a contiguous tensor of the file into memory; OSError: the disk fails."""
-        self.read_bytes += self._move(os.preadv, source, values)
+        moved = self._move(os.preadv, source, values)
+        with self._lock:
+            self.read_bytes += moved
 
     def write(self, values: Tensor, target: Tensor) -> None:
         """Write memory into a contiguous tensor of the file; OSError: the disk fails."""
-        self.written_bytes += self._move(os.pwritev, target, values)
+        moved = self._move(os.pwritev, target, values)
+        with self._lock:
+            self.written_bytes += moved
 
     def _move(self, call: object, there: Tensor, here: Tensor) -> int:
         assert callable(call)
@@ -126,9 +138,9 @@ class DiskMasters:
         master = self._masters[name] = self.file.empty(values.shape, torch.float32)
         return master.copy_(values.detach())
 
-    def round_to(self, weight: Callable[[str], Tensor]) -> None:
-        """Round masters to the weights that `weight` returns by name: plain tensors, contiguous."""
-        self._weight = weight
+    def round_to(self, weight: Callable[[str], Tensor], write: Callable[[str, Tensor, slice], None]) -> None:
+        """Round masters to the weights that `weight` returns by name, plain contiguous tensors, by `write`."""
+        self._weight, self._write = weight, write
 
     def blocks(self, name: str) -> Iterator[slice]:
         """Yield the blocks of a parameter."""
@@ -148,4 +160,14 @@ class DiskMasters:
         """Write a block's values, and round them to the weights."""
         if name in self._masters:
             self.file.write(values, self._masters[name].view(-1)[block])
-            self._weight(name).view(-1)[block].copy_(values)
+            self._write(name, values, block)
+
+
+def submit(pool: ThreadPoolExecutor, job: Callable[[], _Result]) -> Future[_Result]:
+    """Run `job` on a thread of `pool`; at the end of the interpreter, which has ended pools, here."""
+    try:
+        return pool.submit(job)
+    except RuntimeError:
+        done: Future[_Result] = Future()
+        done.set_result(job())
+        return done

@@ -81,8 +81,8 @@ _WAYS_OUT = (
     '2. "bf16_master_weights_and_grads" and "bf16_optimizer_states" in the block "bf16" (6 to 8 bytes a parameter where '
     "there are 16 to 18; updates are rounded to it). 3. An optimizer with less state (Lion, SGD). 4. Fewer trainable "
     'parameters (freeze some, LoRA). 5. Without clipping ("gradient_clipping": 0, and "check_grad_overflow": false in '
-    'bf16), gradients do not wait on the host. 6. Masters and optimizer state on a disk ("offload_optimizer": {"device": '
-    '"nvme", "nvme_path": "/folder"}). 7. A smaller model, or more memory.'
+    'bf16), gradients do not wait on the host. 6. Masters and optimizer state, or weights, on a disk ("offload_optimizer", '
+    '"offload_param": {"device": "nvme", "nvme_path": "/folder"}). 7. A smaller model, or more memory.'
 )
 
 

@@ -233,8 +233,8 @@ class HostOptimizer:
             return None
         return torch.float32 if getattr(self.optimizer, "fp32_optimizer_states", True) else self.master_dtype
 
-    moved_elements_per_ms: float | None = None
-    """The rate at which masters and state move to and from a disk; None: they stay in memory."""
+    moved_bytes = 0.0
+    """Bytes of each element that an update moves to and from a disk."""
 
     def close(self) -> None:
         """Release what it holds beside its optimizer's state."""

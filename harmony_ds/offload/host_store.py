@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.find import Decomposition
-from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
+from harmony_ds.decomposer.graph import ALIGNMENT_BYTES, slab_bytes
 from harmony_ds.device.base import Device
 from harmony_ds.offload.disk import DiskMasters
+from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_memory import trim_allocator
 from harmony_ds.offload.layout import Region, layout_of
 from harmony_ds.offload.split_masters import SplitMasters
@@ -52,7 +53,7 @@ class HostStore:
         model: nn.Module,
         decomposition: Decomposition,
         dtype: torch.dtype,
-        device: Device,
+        memory: Device | DiskWeights,
         world: SingleProcess = ALONE,
         masters: torch.dtype | SplitMasters | DiskMasters = torch.float32,
     ) -> None:
@@ -61,6 +62,7 @@ class HostStore:
         Where several processes share the slabs, their values are those of the first.
 
         Args:
+            memory: of the slabs: that of the host, for this device, or a file's.
             masters: the dtype of the masters, fp32 or `dtype`; or the low bits of split fp32 masters.
         """
         self.dtype = dtype
@@ -70,12 +72,16 @@ class HostStore:
         self._world = world
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
-        self._device = device
+        self.disk_weights = memory if isinstance(memory, DiskWeights) else None
+        self._device = memory.device if isinstance(memory, DiskWeights) else memory
         self._slabs: list[Tensor] = []
         self._places: dict[str, tuple[int, Region]] = {}  # number of the slab, and the region in it
         self._parts: dict[tuple[str, ...], list[SlabPart]] = {}  # results of `parts_of`
+        if self.disk_weights is not None:
+            nbytes = sum(slab_bytes(parameter.numel(), dtype.itemsize) for parameter in self.parameters.values())
+            self.disk_weights.allocate(nbytes, len(decomposition.layers) + 1)
         if self.disk is not None:
-            self.disk.round_to(self.weight)
+            self.disk.round_to(self.weight, self.write_weight)
         freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.unlayered):
             fresh = [name for name in names if name not in self._places]
@@ -90,11 +96,15 @@ class HostStore:
         freed_bytes = 0
         places, end = layout_of({name: self.parameters[name] for name in names}, self.dtype.itemsize)
         # Slabs that torch allocates are aligned already, and so is every region.
-        slab = self._world.host_empty(self._device, end, self.dtype)
+        if self.disk_weights is None:
+            filled = slab = self._world.host_empty(self._device, end, self.dtype)
+        else:
+            slab = self.disk_weights.file.empty(torch.Size((end,)), self.dtype)
+            filled = torch.empty_like(slab)
         assert slab.data_ptr() % ALIGNMENT_BYTES == 0 or end == 0
         for name, place in places.items():
             parameter = self.parameters[name]
-            view = place.view(slab)
+            view = place.view(filled)
             with torch.no_grad():
                 if parameter.requires_grad:
                     self.masters[name] = self._master(name, parameter)
@@ -103,12 +113,14 @@ class HostStore:
                         self.split.add(name, view, parameter)
                     else:
                         view.copy_(parameter)
-                    slab[place.start + view.numel() : place.end].zero_()
+                    filled[place.start + view.numel() : place.end].zero_()
             before = parameter.data
-            parameter.data = view
+            parameter.data = place.view(slab)
             freed_bytes += before.numel() * before.element_size()
             del before  # frees its memory, unless the caller holds a reference
             self._places[name] = (len(self._slabs), place)
+        if self.disk_weights is not None:
+            self.disk_weights.file.write(filled, slab)
         self._slabs.append(slab)
         return freed_bytes
 
@@ -148,8 +160,17 @@ class HostStore:
         if self.split is not None:
             self.split.write(name, values)
             return
-        self.masters[name].detach().copy_(values)
-        self.weight(name).copy_(self.masters[name].detach())
+        master = self.masters[name].detach().copy_(values)
+        if self.compute_copy(name) is not None:
+            self.write_weight(name, master)
+
+    def write_weight(self, name: str, values: Tensor, piece: slice = slice(None)) -> None:
+        """Copy `values` to a piece of the weight `name`; OSError: its disk fails."""
+        place, values = self.weight(name).view(-1)[piece], values.view(-1)
+        if self.disk_weights is None:
+            place.copy_(values)
+        else:
+            self.disk_weights.file.write(values.to(self.dtype), place)
 
     @torch.no_grad()
     def copy_masters_to_weights(self, names: Iterable[str]) -> None:
@@ -160,7 +181,7 @@ class HostStore:
             copy = self.compute_copy(name)
             if copy is not None:
                 piece = self._world.piece(copy.numel())
-                copy.view(-1)[piece].copy_(self.masters[name].detach().view(-1)[piece])
+                self.write_weight(name, self.masters[name].detach().view(-1)[piece], piece)
 
     def parts_of(self, names: Iterable[str]) -> list[SlabPart]:
         """Return the fewest contiguous parts of host memory that hold `names`."""
@@ -194,9 +215,13 @@ class HostStore:
         masters = sum(master.numel() * master.element_size() for master in apart)
         if self.split is not None:
             masters = self.split.host_bytes
-        return {"weights": slabs, "masters": 0 if self.disk is not None else masters}
+        held = {"weights": slabs, "masters": 0 if self.disk is not None else masters}
+        return held if self.disk_weights is None else {**held, "weights": 0, "chunks": self.disk_weights.host_bytes}
 
     def release(self) -> None:
-        """Unlock the page-locked memory; the parameters stay readable."""
+        """Unlock the page-locked memory, or close the file; the parameters stay readable."""
+        if self.disk_weights is not None:
+            self.disk_weights.close()
+            return
         for slab in self._slabs:
             self._device.host_free(slab)

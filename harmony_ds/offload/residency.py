@@ -10,8 +10,10 @@ Gradients accumulate on those leaves, or in separate tensors of the accumulation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -41,23 +43,28 @@ class DeviceCopy:
         leaves: by canonical name; autograd accumulates the running micro-batch's gradients in `.grad`.
         gradients: sums over micro-batches in the accumulation dtype, where that is not the leaves'.
         hooked: leaves that have the user's hooks.
-        arrived: event after the copies into the buffer; None: the compute stream waits for it already.
+        arrived: event after the copies into the buffer, promised where a thread reads them from a disk; None: the compute
+            stream waits for it already.
         added: parameters swapped in later, in buffers of their own.
     """
 
-    def __init__(self, buffer: Tensor, leaves: Leaves, arrived: Event) -> None:
+    def __init__(self, buffer: Tensor, leaves: Leaves, arrived: Event | Future[Event]) -> None:
         self.buffer = buffer
         self.leaves = leaves
         self.gradients: dict[str, Tensor] = {}
         self.hooked: set[str] = set()
-        self.arrived: Event | None = arrived
+        self.arrived: Event | Future[Event] | None = arrived
         self.added: list[DeviceCopy] = []
 
+    def take_arrival(self) -> Event | None:
+        """Return the event after the copies, to be waited for once; OSError: a disk fails."""
+        arrived, self.arrived = self.arrived, None
+        return arrived.result() if isinstance(arrived, Future) else arrived
+
     def wait(self, device: Device) -> None:
-        """Let the compute stream wait for the weights, once."""
-        if self.arrived is not None:
-            device.wait(Stream.COMPUTE, self.arrived)
-            self.arrived = None
+        """Let the compute stream wait for the weights, once; OSError: a disk fails."""
+        if (arrived := self.take_arrival()) is not None:
+            device.wait(Stream.COMPUTE, arrived)
 
 
 class Residency:
@@ -68,7 +75,8 @@ class Residency:
         self._store = store
         self._ledger = ledger
         self._accumulation_dtype = accumulation_dtype
-        self._reading: dict[int, Event] = {}  # by device: after its last queued copy out of host memory
+        # By device: after its last queued copy out of host memory, or file.
+        self._reading: dict[int, Event | Future[Event]] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,6 +85,17 @@ class Residency:
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._store.parameters
+
+    @property
+    def disk_bytes_per_ms(self) -> float:
+        """The rate of the slowest disk that weights, masters or state lie on; infinite: none do."""
+        disks = (self._store.disk, self._store.disk_weights)
+        return min((disk.file.bytes_per_ms for disk in disks if disk is not None), default=math.inf)
+
+    @property
+    def disk_weight_bytes(self) -> int:
+        """Bytes of each weight on a disk; 0: they are in memory."""
+        return 0 if self._store.disk_weights is None else self.dtype.itemsize
 
     @property
     def accumulates_in_place(self) -> bool:
@@ -88,7 +107,8 @@ class Residency:
 
         Of several `devices`, the one of number `rank` copies its share of the buffer (`share_of`).
         """
-        pieces = self._store.parts_of(names)
+        pieces, disk = self._store.parts_of(names), self._store.disk_weights
+        from_disk: list[tuple[Tensor, Tensor]] = []
         total = sum(piece.memory.numel() for piece in pieces)
         with self._buffer(total) as buffer:
             views: dict[str, Tensor] = {}
@@ -98,11 +118,15 @@ class Residency:
                 for part in _own_parts(total, rank, devices):
                     own = slice(max(0, part.start - offset), max(0, part.stop - offset))
                     memory = piece.memory[own]
-                    target[own].copy_(memory, non_blocking=True)
+                    if disk is None:
+                        target[own].copy_(memory, non_blocking=True)
+                    else:
+                        from_disk.append((memory, target[own]))
                     self._ledger.book_in(kind, memory.numel() * memory.element_size())
                 views |= {name: place.view(target) for name, place in piece.places.items()}
                 offset += piece.memory.numel()
-        arrived = self._reading[self._device.number] = self._device.record(Stream.SWAP_IN)
+        here = self._device.record(Stream.SWAP_IN)
+        arrived = self._reading[self._device.number] = here if disk is None else disk.swap_in(from_disk, here)
         with ungated():
             trained = {name: self._store.parameters[name].requires_grad for name in views}
         leaves = Leaves({name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()})
@@ -126,8 +150,8 @@ class Residency:
         missing = tuple(name for name in names if name not in copy.leaves)
         if missing:
             more = self.swap_in(missing)
-            more.wait(self._device)
             copy.added.append(more)
+            more.wait(self._device)
             copy.leaves.update(more.leaves)
             copy.leaves.cache.clear()
             self.apply_user_settings(copy)
@@ -135,7 +159,8 @@ class Residency:
     def finish_reads(self) -> None:
         """Wait until no swap-in reads host memory any more: then it may be written."""
         while self._reading:
-            self._reading.popitem()[1].synchronize()
+            arrived = self._reading.popitem()[1]  # errors are those of the task that needs the weights
+            (arrived.exception if isinstance(arrived, Future) else arrived.synchronize)()
 
     def modified_names(self, copy: DeviceCopy) -> list[str]:
         """Return the parameters of `copy` that have been written to: they differ from the host's."""
@@ -212,7 +237,8 @@ class Residency:
 
     def evict(self, copy: DeviceCopy) -> None:
         """Free the weights once the compute stream is done with them."""
-        copy.wait(self._device)  # other devices may still fill it
+        with suppress(OSError):  # of a disk: what was not read is not used
+            copy.wait(self._device)  # other devices may still fill it
         done = self._device.record(Stream.COMPUTE)
         # The buffer belongs to the swap-in stream, which may reuse it only after the last kernel that reads it.
         self._device.wait(Stream.SWAP_IN, done)

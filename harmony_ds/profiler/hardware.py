@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -108,6 +109,7 @@ class UpdateCost:
         copy_bytes: of one element of the compute-dtype copy that is written beside the master; 0 without one.
         master_bytes, state_bytes: of one element of the master, and of one of those numbers.
         disk_bytes: of those that lie on a disk.
+        disk_weight_bytes: of a weight that does.
     """
 
     states: int
@@ -116,6 +118,7 @@ class UpdateCost:
     master_bytes: int = 4
     state_bytes: int = 4
     disk_bytes: int = 0
+    disk_weight_bytes: int = 0
 
     @property
     def bytes_per_element(self) -> float:
@@ -160,16 +163,13 @@ class Hardware:
         host = self.host.nominal_gb_per_s * typical.host_bandwidth_share * _PER_MS
         device = self.gpu.memory_gb_per_s * typical.bandwidth_share * _PER_MS
         one_way = self.link.one_way_gb_per_s * _PER_MS
-        updated = host / update.bytes_per_element
-        if update.disk_bytes and self.disk_gb_per_s is not None:
-            updated = min(updated, self.disk_gb_per_s * _PER_MS / (2.0 * update.disk_bytes))  # read, and written
-        return Machine(
+        machine = Machine(
             name=self.name,
             copies_overlap=True,
             swap_in_bytes_per_ms=one_way,
             swap_out_bytes_per_ms=one_way,
             link_bytes_per_ms=self.link.both_ways_gb_per_s * _PER_MS,
-            update_elements_per_ms=updated,
+            update_elements_per_ms=host / update.bytes_per_element,
             norm_elements_per_ms=host / update.gradient_bytes,
             host_bytes_per_ms=host,
             device_update_elements_per_ms=device / update.bytes_per_element,
@@ -179,6 +179,8 @@ class Hardware:
             device_bytes=self.device_budget_bytes,
             peer_bytes_per_ms=self.gpu.peer_gb_per_s * typical.bandwidth_share * _PER_MS,
         )
+        disk = math.inf if self.disk_gb_per_s is None else self.disk_gb_per_s * _PER_MS
+        return machine.with_disk(disk, 2.0 * update.disk_bytes, update.disk_weight_bytes)
 
     def kernels(self) -> KernelRates:
         """Return the rates that a layer's operations are timed with."""

@@ -47,6 +47,8 @@ class Machine:
         peer_bytes_per_ms: what one of several devices sends to the others while it receives as much; 0: there is one.
         peer_ms: fixed cost of reducing one pack's gradients, or gathering its weights, among them.
         peers_share_link: whether what they send each other takes the link to the host.
+        disk_bytes_per_ms: what a disk reads or writes that weights come from; 0: they are in host memory.
+        update_disk: share of a disk's time that updates take at full speed.
     """
 
     name: str
@@ -67,9 +69,12 @@ class Machine:
     peer_bytes_per_ms: float = 0.0
     peer_ms: float = 0.0
     peers_share_link: bool = False
+    disk_bytes_per_ms: float = 0.0
+    update_disk: float = 0.0
 
-    def swap_in_ms(self, nbytes: float) -> float:
-        return self.swap_ms + nbytes / self.swap_in_bytes_per_ms
+    def swap_in_ms(self, nbytes: float, bytes_per_ms: float | None = None) -> float:
+        """Return the time of a copy at the link's rate, or a slower one that is given."""
+        return self.swap_ms + nbytes / (bytes_per_ms or self.swap_in_bytes_per_ms)
 
     def swap_out_ms(self, nbytes: float) -> float:
         return self.swap_ms + nbytes / self.swap_out_bytes_per_ms
@@ -104,6 +109,20 @@ class Machine:
             norm_elements_per_ms=self.norm_elements_per_ms / devices,
             peer_bytes_per_ms=self.peer_bytes_per_ms or self.link_bytes_per_ms / 2,
             peers_share_link=not self.peer_bytes_per_ms,
+        )
+
+    def with_disk(self, bytes_per_ms: float, update_bytes: float, weight_bytes: int) -> Machine:
+        """Return the machine with a disk (infinitely fast: without), to and from which updates move so many bytes an
+        element, and a weight's, if weights come from it. An update that waits for it needs no core meanwhile.
+        """
+        moved, alone = update_bytes + weight_bytes, self.update_elements_per_ms
+        updated = min(alone, bytes_per_ms / moved) if moved else alone
+        return replace(
+            self,
+            update_elements_per_ms=updated,
+            beside_update=1.0 - (1.0 - self.beside_update) * updated / alone,
+            disk_bytes_per_ms=bytes_per_ms if weight_bytes else 0.0,
+            update_disk=updated * moved / bytes_per_ms,
         )
 
     def with_peers(self, bytes_per_ms: float, fixed_ms: float) -> Machine:

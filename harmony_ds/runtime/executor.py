@@ -256,8 +256,8 @@ class Executor:
 
     def _gather(self, task: Task) -> None:
         device, copy = self._parts.device, self._copies[task.pack]
-        assert copy.arrived is not None
-        device.wait(Stream.PEER, copy.arrived)
+        if (arrived := copy.take_arrival()) is not None:
+            device.wait(Stream.PEER, arrived)
         self._parts.world.gather(f"pack {task.pack}", device, copy.buffer)
         copy.arrived = device.record(Stream.PEER)
         self._came(self._plan.packs[task.pack])

@@ -19,10 +19,8 @@ from dataclasses import dataclass, field
 
 from harmony_ds.device.base import Device, Stream, StreamContext, Timestamp
 from harmony_ds.scheduler.plan import Plan, Task
-from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, Span, of_device
+from harmony_ds.scheduler.spans import HOST, UPDATE, Span, of_device
 from harmony_ds.scheduler.trace import ExecutedStep
-
-_TRACKS = {Stream.COMPUTE: COMPUTE, Stream.SWAP_IN: SWAP_IN, Stream.SWAP_OUT: SWAP_OUT, Stream.PEER: PEER}
 
 
 @dataclass(slots=True)
@@ -116,10 +114,12 @@ class StepTimeline:
         if self._open is not None:
             self._open.moments[Stream.COMPUTE].append(self._device.timestamp(Stream.COMPUTE))
 
+    def _watched(self, stream: Stream, issuing: StreamContext) -> StreamContext:
+        """Around copies of the open task that are issued on `stream`, by any thread."""
+        return self._taking(stream, issuing, None if self._open is None else self._open.moments[stream])
+
     @contextmanager
-    def _watched(self, stream: Stream, issuing: StreamContext) -> Iterator[None]:
-        """Around copies that are issued on `stream`."""
-        moments = None if self._open is None else self._open.moments[stream]
+    def _taking(self, stream: Stream, issuing: StreamContext, moments: list[Timestamp] | None) -> Iterator[None]:
         with issuing:
             if moments is not None:
                 moments.append(self._device.timestamp(stream))
@@ -156,7 +156,7 @@ class StepTimeline:
         parts = [(entry.task, stream, times) for entry in step.entries for stream, times in entry.moments.items()]
         ends = self._device.read_timestamps([moment for _, _, times in parts for moment in (times[0], times[-1])])
         for (task, stream, _), begin, end in zip(parts, ends[::2], ends[1::2], strict=True):
-            track = of_device(_TRACKS[stream], step.plan.packs[task.pack].device)
+            track = of_device(stream.value, step.plan.packs[task.pack].device)
             yield Span(track, begin - step.begin_ms, end - step.begin_ms, (task,))
 
 

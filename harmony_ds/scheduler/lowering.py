@@ -2,6 +2,7 @@
 
     host      issues tasks in order; a swap-in makes it wait until the host has updated those weights
     swap_in   I, T           waits, after an E, for the compute that the evicted weights served
+    disk      I, where weights come from a disk
     compute   F, L, B, K, P, D   waits for the weights of its pack and stash, and after a G for the gradients on their way
     peer      R, A, M, W     waits for the compute so far, or for the device's share of the weights
     swap_out  S, O           waits for the compute so far, or for the gradients to be reduced
@@ -14,6 +15,7 @@ updates. Where copies do not overlap with compute (the CPU device), all but upda
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, zip_longest
@@ -22,7 +24,7 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.events import Job
 from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Pack, Plan, Task, TaskKind
-from harmony_ds.scheduler.spans import COMPUTE, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, of_device
+from harmony_ds.scheduler.spans import COMPUTE, DISK, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, of_device
 from harmony_ds.scheduler.swaps import moved_bytes, stash_bytes
 
 _STASHING = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
@@ -111,7 +113,8 @@ class Lowering:
         if task.kind is TaskKind.GATHER:
             return self._exchange(task, pack.gathered_bytes, (self._arrived[task.pack],))
         updates = tuple({self._updated[name] for name in pack.parameters if name in self._updated})
-        return self._copy_in((task,), pack.swap_in_bytes(self._plan.policy.shared), updates)
+        nbytes = pack.swap_in_bytes(self._plan.policy.shared)
+        return self._copy_in((task,), nbytes, updates, self._machine.disk_bytes_per_ms or math.inf)
 
     def _move_stash(self, tasks: _Tasks, pack: Pack) -> None:
         if pack.device in self._leaving:
@@ -138,7 +141,8 @@ class Lowering:
         if task.kind is TaskKind.UPDATE:
             there = (self._there[task.pack],) if task.pack in self._there else ()
             duration = self._machine.host_update_ms(pack.update_elements) + self._before_update_ms(pack)
-            done = self._add(UPDATE, (task,), duration, (*there, *normed), self._host_demand())
+            demands = (*self._host_demand(), *_disk_demand(self._machine.update_disk))
+            done = self._add(UPDATE, (task,), duration, (*there, *normed), demands)
             self._updates.append(done)
         else:
             duration = pack.update_elements / self._machine.device_update_elements_per_ms
@@ -223,15 +227,19 @@ class Lowering:
         extra = 0.0 if self._machine.copies_overlap else issuing_ms
         return self._add(COMPUTE, tasks, duration_ms + extra, after, demands)
 
-    def _copy_in(self, tasks: _Tasks, nbytes: int, updates: tuple[int, ...]) -> int:
+    def _copy_in(
+        self, tasks: _Tasks, nbytes: int, updates: tuple[int, ...], disk_bytes_per_ms: float = math.inf
+    ) -> int:
         machine = self._machine
         after = (
             *self._host(tasks, len(tasks) * machine.task_ms, updates),
             *updates,
             *self._swap_in_after.get(self._device, ()),
         )
-        demands = self._link_demand(machine.swap_in_bytes_per_ms)
-        return self._add(SWAP_IN, tasks, len(tasks) * machine.swap_in_ms(nbytes), after, demands)
+        rate = min(machine.swap_in_bytes_per_ms, disk_bytes_per_ms)
+        demands = (*self._link_demand(rate), *_disk_demand(rate / disk_bytes_per_ms))
+        stream = SWAP_IN if math.isinf(disk_bytes_per_ms) else DISK
+        return self._add(stream, tasks, len(tasks) * machine.swap_in_ms(nbytes, rate), after, demands)
 
     def _copy_out(self, tasks: _Tasks, nbytes: int, freed: tuple[int, ...] = (), last: int | None = None) -> int:
         """Add the host's work for each task, after job `last`; None: after the compute so far."""
@@ -282,6 +290,10 @@ class Lowering:
         self.jobs.append(Job((lane,), duration_ms, after, demands))
         self.work.append((own, tasks))
         return self._last[own]
+
+
+def _disk_demand(share: float) -> tuple[tuple[str, float], ...]:
+    return (("disk", share),) if share else ()
 
 
 def run_ms(kind: TaskKind, pack: Pack, costs: CostTable) -> float:

@@ -109,4 +109,5 @@ def _capacities(machine: Machine, devices: int) -> dict[str, float]:
         **{of_device("link", device): machine.link_bytes_per_ms for device in range(devices)},
         "host memory": machine.host_bytes_per_ms,
         "cores": 2 * machine.beside_update,
+        "disk": 1.0,
     }

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from harmony_ds.scheduler.plan import Task, TaskKind
 
 HOST, SWAP_IN, COMPUTE, SWAP_OUT, UPDATE = STREAMS = ("host", "swap_in", "compute", "swap_out", "update")
-PEER = "peer"
-"""Beside these, where there are several devices: what they send each other."""
+PEER, DISK = "peer", "disk"
+"""Beside these, where there are several devices: what they send each other; and where weights come from a disk."""
 
 
 def of_device(stream: str, device: int) -> str:

@@ -119,7 +119,8 @@ class _Process:
         yield self._meta("process_name", 0, {"name": f"{self.name} step"})
         yield self._meta("process_sort_index", 0, {"sort_index": self.pid})
         policy = self.plan.policy
-        tracks = streams_of(policy.pipeline, peers=not policy.alone)
+        usual = streams_of(policy.pipeline, peers=not policy.alone)
+        tracks = tuple(dict.fromkeys((*usual, *sorted(span.stream for span in spans))))
         for number, stream in enumerate(tracks, start=1):
             yield self._meta("thread_name", number, {"name": stream})
             yield self._meta("thread_sort_index", number, {"sort_index": number})

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import harmony_ds
 from harmony_ds.cli.app import COMMANDS
+from harmony_ds.cli.options import DEFAULT
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.profiler.profile import Profile
 from tests.cli.shell import run
@@ -223,6 +224,12 @@ def test_masters_and_state_on_a_disk_are_no_host_memory_and_its_rate_is_the_upda
     assert slow["bottleneck"] == "update" and slow["step_ms"] > 24 * memory["trainable_parameters"] / 1e3
     assert fast["step_ms"] < slow["step_ms"] / 2
     file = tmp_path / "ds_config.json"
+    offload = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    swapping = {"harmony": {"residency": "off", "pack_layers": 1}}
+    file.write_text(json.dumps({**DEFAULT, "zero_optimization": offload, **swapping}))
+    weights = run_json("estimate", tiny, "--no-advice", "--ds-config", str(file), "--nvme-gb-per-s", "0.001")
+    assert weights["disk_bytes"] == memory["host_bytes"]["weights"] and weights["bottleneck"] == "disk"
+    assert weights["host_bytes"]["masters"] == memory["host_bytes"]["masters"]  # the ds_config's word stays
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     file.write_text(json.dumps({"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": offload}))
     found = run("estimate", tiny, "--ds-config", str(file))

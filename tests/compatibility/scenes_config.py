@@ -12,6 +12,7 @@ from tests.compatibility.engines import ADAMW, Api, config, net
 from tests.compatibility.record import Script
 
 MICRO = {"train_micro_batch_size_per_gpu": 2}
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
 READ: dict[str, dict[str, Any]] = {
     "batch size alone": {"train_batch_size": 8},
     "batch and micro-batch size": {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2},
@@ -25,6 +26,7 @@ READ: dict[str, dict[str, Any]] = {
     "bfloat16": {**MICRO, "bfloat16": {"enabled": True}},
     "flags in words": {**MICRO, "fp16": {"enabled": "true"}},
     "zero_optimization": {**MICRO, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+    "nvme offload": {**MICRO, "zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}},
     "zero_optimization.cpu_offload": {**MICRO, "zero_optimization": {"stage": 2, "cpu_offload": True}},
     "optimizer": {**MICRO, "optimizer": ADAMW},
     "scheduler": {**MICRO, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
@@ -78,7 +80,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**MICRO, "zero_optimization": {"stage": 2, "ignore_unused_parameters": False}},
         "ignore_unused_parameters",
     ),
-    "nvme offload": ({**MICRO, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme"),
 }
 
 

@@ -121,7 +121,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     (zero(offload_optimizer={"device": "gpu"}), "Input should be 'none', 'cpu' or 'nvme', not 'gpu'"),
     (
         zero(offload_param={"device": "nvme"}),
-        '"zero_optimization.offload_param.device" is "nvme": .* use "cpu"',
+        'offload_param.device is "nvme": name a folder on the disk in zero_optimization.offload_param.nvme_path',
     ),
     (zero(offload_optimizer={"device": "cpu", "ratio": 1.5}), "Input should be less than or equal to 1, not 1.5"),
     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "Partial offloading only supported for ZeRO Stage 3"),

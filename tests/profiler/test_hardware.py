@@ -67,7 +67,15 @@ def test_masters_and_state_on_a_disk_are_updated_at_its_pace_if_that_is_slower()
 
     slow, fast = (replace(hardware, disk_gb_per_s=rate).machine(on_disk) for rate in (3.0, 300.0))
     assert slow.update_elements_per_ms == pytest.approx(3e6 / 24)  # 12 bytes read and written
-    assert fast == hardware.machine(ADAM) == replace(hardware, disk_gb_per_s=3.0).machine(ADAM)
+    memory = hardware.machine(ADAM)
+    assert memory == replace(hardware, disk_gb_per_s=3.0).machine(ADAM)
+    assert replace(fast, update_disk=0.0) == memory
+    assert fast.update_disk == pytest.approx(memory.update_elements_per_ms * 24 / 300e6)
+    assert slow.update_disk == pytest.approx(1.0) and slow.disk_bytes_per_ms == 0.0
+
+    weights = replace(hardware, disk_gb_per_s=3.0).machine(replace(on_disk, disk_weight_bytes=2))
+    assert weights.disk_bytes_per_ms == 3e6
+    assert weights.update_elements_per_ms == pytest.approx(3e6 / 26)  # a weight is only written
 
 
 def test_devices_with_nvlink_send_through_it_and_others_through_their_slot() -> None:
