@@ -62,6 +62,7 @@ class DiskFile:
                 f"the tensors of {key} take {self.nbytes:,} bytes, and the disk of {folder} (its nvme_path) has "
                 f"{free.f_bavail * free.f_frsize:,} free ({error.strerror}): free some, or name another."
             ) from error
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
         self._map = mmap.mmap(self._descriptor, self.nbytes)
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self.bytes_per_ms = self._measure()

@@ -47,11 +47,7 @@ class DiskWeights:
         return sum(chunk.numel() for chunk, _ in self._chunks)
 
     def swap_in(self, copies: Copies, free: Event) -> Future[Event]:
-        """Copy tensors of the file to tensors of the device, which may be written into after the event `free`.
-
-        Returns:
-            A promise of the event after the copies; its `result` raises OSError if the disk fails.
-        """
+        """Copy tensors of the file to the device's, free after an event, and promise one; OSError: the disk fails."""
         device = self.device.current_member()
         return submit(self._reader, partial(self._copy, copies, device, free, device.on(Stream.DISK)))
 
@@ -78,6 +74,12 @@ class DiskWeights:
         self.file.read(source, chunk)
         target.copy_(chunk, non_blocking=True)
         self._chunks[-1] = memory, device.record(Stream.DISK)
+
+    def read(self, source: Tensor) -> Tensor:
+        """Return a copy of a tensor of the file in host memory; OSError: the disk fails."""
+        values = torch.empty_like(source)
+        self.file.read(source, values)
+        return values
 
     def close(self) -> None:
         """End the thread, and close the file; the weights stay readable."""

@@ -43,8 +43,7 @@ class DeviceCopy:
         leaves: by canonical name; autograd accumulates the running micro-batch's gradients in `.grad`.
         gradients: sums over micro-batches in the accumulation dtype, where that is not the leaves'.
         hooked: leaves that have the user's hooks.
-        arrived: event after the copies into the buffer, promised where a thread reads them from a disk; None: the compute
-            stream waits for it already.
+        arrived: event after the copies (promised, if from a disk); None: the compute stream waits for it already.
         added: parameters swapped in later, in buffers of their own.
     """
 
@@ -75,8 +74,7 @@ class Residency:
         self._store = store
         self._ledger = ledger
         self._accumulation_dtype = accumulation_dtype
-        # By device: after its last queued copy out of host memory, or file.
-        self._reading: dict[int, Event | Future[Event]] = {}
+        self._reading: dict[int, Event | Future[Event]] = {}  # by device: after its last queued copy from the host
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,12 +162,12 @@ class Residency:
 
     def modified_names(self, copy: DeviceCopy) -> list[str]:
         """Return the parameters of `copy` that have been written to: they differ from the host's."""
-        return [
-            name
-            for piece in self._store.parts_of(copy.leaves)
-            for name, place in piece.places.items()
-            if not _same_bits(copy.leaves[name].detach(), place.view(piece.memory))
-        ]
+        disk, found = self._store.disk_weights, []
+        for piece in self._store.parts_of(copy.leaves):
+            values = piece.memory if disk is None else disk.read(piece.memory)
+            places = piece.places.items()
+            found += [name for name, place in places if not _same_bits(copy.leaves[name].detach(), place.view(values))]
+        return found
 
     def accumulate(self, copy: DeviceCopy) -> None:
         """Add the gradients on the leaves to the sums, if those have another dtype than the leaves."""

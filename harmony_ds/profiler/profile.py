@@ -72,9 +72,8 @@ class Machine:
     disk_bytes_per_ms: float = 0.0
     update_disk: float = 0.0
 
-    def swap_in_ms(self, nbytes: float, bytes_per_ms: float | None = None) -> float:
-        """Return the time of a copy at the link's rate, or a slower one that is given."""
-        return self.swap_ms + nbytes / (bytes_per_ms or self.swap_in_bytes_per_ms)
+    def swap_in_ms(self, nbytes: float) -> float:
+        return self.swap_ms + nbytes / self.swap_in_bytes_per_ms
 
     def swap_out_ms(self, nbytes: float) -> float:
         return self.swap_ms + nbytes / self.swap_out_bytes_per_ms

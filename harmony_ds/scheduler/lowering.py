@@ -239,7 +239,7 @@ class Lowering:
         rate = min(machine.swap_in_bytes_per_ms, disk_bytes_per_ms)
         demands = (*self._link_demand(rate), *_disk_demand(rate / disk_bytes_per_ms))
         stream = SWAP_IN if math.isinf(disk_bytes_per_ms) else DISK
-        return self._add(stream, tasks, len(tasks) * machine.swap_in_ms(nbytes, rate), after, demands)
+        return self._add(stream, tasks, len(tasks) * (machine.swap_ms + nbytes / rate), after, demands)
 
     def _copy_out(self, tasks: _Tasks, nbytes: int, freed: tuple[int, ...] = (), last: int | None = None) -> int:
         """Add the host's work for each task, after job `last`; None: after the compute so far."""
