@@ -236,7 +236,10 @@ _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     # torch.get_float32_matmul_precision() fails where the precision was set otherwise (transformers' tf32=True).
     *(
-        (partial(_C._get_fp32_precision_getter, place, "matmul"), partial(_C._set_fp32_precision_setter, place, "matmul"))
+        (
+            partial(_C._get_fp32_precision_getter, place, "matmul"),
+            partial(_C._set_fp32_precision_setter, place, "matmul"),
+        )
         for place in ("cuda", "mkldnn")
     ),
     (torch.get_deterministic_debug_mode, _set_deterministic),

@@ -8,7 +8,6 @@ together from stretches: each call up to its return, the code after it up to the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +48,7 @@ class Measurement(Passes):
         self._kept: list[SavedTensor] = []
         self._recorded: list[RecordedCall] = []  # until the forward pass is over, as in a step
         self._stashed: list[_Stashed] = []
-        self._resident_leaves: Mapping[str, Tensor] = {}
+        self._resident: DeviceCopy
         self._versions: dict[str, int] = {}
         self._reached: dict[InterLayerGradient, None] = {}  # in the order that gradients came to them
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
@@ -65,11 +64,11 @@ class Measurement(Passes):
         Raises:
             UnseenError: the model does something that was not known of it, and is now: to be measured again.
             ModelError: a layer gives something else when it is run again on what it was given.
-            ModelError: a layer writes into its own parameters.
+            ModelError: forward writes into parameters.
         """
         with self.opened() as copy, self._parts.layer_calls.collecting_unseen() as self._surprises:
             _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
-            self._resident_leaves = copy.leaves
+            self._resident = copy
             self._flow = FlowWatch(copy.leaves.values()) if self._parts.device.count > 1 else None
             with self._parts.device.probe() as probe:
                 self._stretch = _Stretch(probe)
@@ -81,10 +80,12 @@ class Measurement(Passes):
         seen = self._seen
         seen.scalar, seen.grain = self._allocation(torch.float32), self._allocation(torch.uint8)
         self._stretch.begin()
+        version = self._resident.buffer._version
         with self._flow or nullcontext():
             outputs = self._forward(sample)
             loss = self._objective(sample, outputs)
         self._check_seen()
+        self._check_unwritten(self._resident, self._resident.buffer._version != version)
         seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
             with explaining_errors():
@@ -195,13 +196,7 @@ class Measurement(Passes):
         again = calls.recompute(recorded, copy.leaves, self._parts.random.replay)
         recorded.graph = []
         self._parts.random.switch(self)
-        written = self._parts.residency.modified_names(copy)
-        if written:
-            raise ModelError(
-                f"layer {layer.name} writes into the parameter {written[0]} in forward, where it is a copy on the device: "
-                "what is written would be lost. Change parameters between steps (engine.module.parameters()), or compute "
-                "with a changed copy (self.weight.clamp(...))."
-            )
+        self._check_unwritten(copy)
         if all(map(comparison(self._parts.device.torch_device), outputs, again)):
             return
         if layer.replay_buffers():
@@ -213,6 +208,17 @@ class Measurement(Passes):
             "generator of its own), so its forward pass cannot be recomputed. Keep such state in a buffer of the layer's, "
             "and draw from torch's, Python's or NumPy's global generators."
         )
+
+    def _check_unwritten(self, copy: DeviceCopy, is_written: bool = False) -> None:
+        """Raise ModelError if values of `copy` have changed; `is_written`: or were written to, equal ones perhaps."""
+        names = self._parts.residency.modified_names(copy) if self._parts.device.has_values else []
+        if names or is_written:
+            which = " or ".join(names[:1] or list(copy.leaves)[:9])
+            raise ModelError(
+                f"forward writes into the parameter {which}, which is a copy on the device there: what is written would be "
+                "lost. Change parameters between steps (engine.module.parameters()), or compute with a changed copy "
+                "(self.weight.clamp(...))."
+            )
 
     def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
         # In a step these would be there until the call is propagated through.
@@ -334,7 +340,7 @@ class Measurement(Passes):
     def _given_to_unlayered(self) -> dict[str, int]:
         """Return bytes of the unlayered parameters whose gradients have changed since the last time."""
         given: dict[str, int] = {}
-        for name, leaf in self._resident_leaves.items():
+        for name, leaf in self._resident.leaves.items():
             if leaf.grad is not None and leaf.grad._version != self._versions.get(name, 0):
                 self._versions[name] = leaf.grad._version
                 given[name] = leaf.grad.nbytes

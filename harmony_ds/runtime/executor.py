@@ -99,7 +99,12 @@ class Executor:
         """
         # Autograd's threads, one for each device, would add up gradients of one tensor in their order of arrival.
         in_one_thread = self._parts.device.count > 1 and torch.autograd.set_multithreading_enabled(False)
-        with self._parts.device.as_current(), self._collection(), checkpoints_bypassed(), in_one_thread or nullcontext():
+        with (
+            self._parts.device.as_current(),
+            self._collection(),
+            checkpoints_bypassed(),
+            in_one_thread or nullcontext(),
+        ):
             self._run(plan, micro_batches, hyper, clipping)
 
     def _run(self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:

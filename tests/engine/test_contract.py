@@ -150,6 +150,37 @@ def test_transformers_tf32_does_not_stop_a_model() -> None:
         torch.backends.fp32_precision = before
 
 
+class Momentum(Model):
+    """Keeps a copy of its first layer, which forward moves towards that."""
+
+    def __init__(self, write: Callable[[nn.Parameter, Tensor], object]) -> None:
+        super().__init__()
+        self.write = write
+        self.slow = nn.Parameter(self.layers[0].linear.weight.detach().clone(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write(self.slow, self.layers[0].linear.weight)
+        return super().forward(x @ self.slow)
+
+
+def assign(slow: nn.Parameter, fast: Tensor) -> None:
+    slow.data = 0.9 * slow.data + 0.1 * fast + 0.01
+
+
+@pytest.mark.parametrize(
+    "write", [assign, lambda slow, _: slow.data.mul_(0.9), lambda slow, fast: slow.lerp_(fast, 0.1)]
+)
+def test_a_parameter_that_forward_writes_between_layers_is_refused(
+    write: Callable[[nn.Parameter, Tensor], object],
+) -> None:
+    with (
+        engine_for(build_seeded(lambda: Momentum(write)), sgd, config_of(1)) as engine,
+        pytest.raises(ModelError, match=r"forward writes into the parameter (\S+ or )?slow,"),
+    ):
+        engine.train_batch(iter([inputs(0)]))
+
+
 class Repeated(nn.Module):
     """Calls one layer with statistics three times."""
 
