@@ -29,7 +29,7 @@ def state(number: int) -> Snapshot:
     optimizer = OptimizerState(
         "SGD", (ParameterGroup(tuple(values), {"lr": 0.1}),), {n: {"m": v} for n, v in values.items()}
     )
-    return Snapshot("sweep", Progress(number, number, 0), values, {}, optimizer=optimizer)
+    return Snapshot(Progress(number, number, 0), values, {}, optimizer=optimizer)
 
 
 def number_in(folder: Path) -> int:

@@ -13,13 +13,23 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from harmony_ds.bench.engines import Engine, adapter
+from harmony_ds.bench.engines import adapter
+from harmony_ds.bench.engines.adapter import Engine
 from harmony_ds.bench.workload import Batch, Workload
-from harmony_ds.errors import UnsupportedError
+
+
+class ChildFailedError(Exception):
+    """The engine's process raised or ended; the message is its last line."""
+
+    def __init__(self, message: str, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
 
 
 class Server:
@@ -32,12 +42,9 @@ class Server:
         self._on_cuda = task.device == "cuda"
         if self._on_cuda:
             torch.cuda.set_device(self._rank)
-        if self._on_cuda and task.memory_gib is not None:
             total = torch.cuda.get_device_properties(self._rank).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, task.memory_gib * 2**30 / total))
-        reason = adapter(name).refusal(task)
-        if reason is not None:
-            raise UnsupportedError(reason)
+            allowed = total if task.memory_gib is None else task.memory_gib * 2**30
+            torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total))
         self.engine: Engine = adapter(name).build(task)
         self._step = 0
 
@@ -55,12 +62,13 @@ class Server:
 
         A step of its own is counted: bytes that are copied, as CUDA's profiler sees them, and sent to other processes.
         """
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if self.task.devices == 1 else _own_bytes()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if self.task.devices > 1:
+            peak = psutil.Process().memory_full_info().pss
         report: dict[str, Any] = {"host_peak_bytes": peak}
         batches = self.task.batches(self._step, self._rank)
         if self._on_cuda:
             report["device_peak_bytes"] = torch.cuda.max_memory_allocated()
-            report["device_reserved_bytes"] = torch.cuda.max_memory_reserved()
         report |= self.engine.report()
         if self._on_cuda:
             report["copied_bytes"] = self._copied_bytes(batches)
@@ -96,14 +104,9 @@ class SentBytes(TorchDispatchMode):
         name = str(func._schema.name)
         if name.startswith("c10d::"):  # the whole is what is gathered, or what is reduced: the larger argument
             passes = 2 if name.startswith("c10d::allreduce") else 1
-            self.nbytes += int(self._share * passes * max(map(_nbytes, args), default=0))
+            sizes = [sum(one.nbytes for one in tree_leaves(arg) if isinstance(one, Tensor)) for arg in args]
+            self.nbytes += int(self._share * passes * max(sizes, default=0))
         return func(*args, **dict(kwargs or {}))
-
-
-def _nbytes(tensors: Any) -> int:
-    if isinstance(tensors, Tensor):
-        return tensors.nbytes
-    return sum(map(_nbytes, tensors)) if isinstance(tensors, (list, tuple)) else 0
 
 
 def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -119,14 +122,8 @@ def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _own_bytes() -> int:
-    """Return the proportional set size of this process."""
-    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
-
-
 def serve(pipe: Connection, log: str, name: str, task: Workload) -> None:
-    """Answer (method, arguments) with ("answer", ...) until the pipe is closed; an error, ("error", ...), is the end.
+    """Answer (method, arguments) until the pipe is closed; a ChildFailedError is the last answer.
 
     Args:
         log: the file for all that is printed.
@@ -138,25 +135,19 @@ def serve(pipe: Connection, log: str, name: str, task: Workload) -> None:
         server = Server(name, task)
         while True:
             method, arguments = pipe.recv()
-            pipe.send(("answer", getattr(server, method)(*arguments)))
+            pipe.send(getattr(server, method)(*arguments))
     except EOFError:
         pass
     except Exception as error:  # noqa: BLE001 - any failure becomes a row of the report
         first_line = str(error).strip().partition("\n")[0]
-        pipe.send(("error", (f"{type(error).__name__}: {first_line}", _is_out_of_memory(error))))
+        out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "out of memory" in str(error)
+        pipe.send(ChildFailedError(f"{type(error).__name__}: {first_line}", out_of_memory))
     sys.stderr.flush()
     os._exit(0)  # background threads and process groups have nothing left to do
 
 
 def copied_bytes(events: list[dict[str, Any]]) -> dict[str, int]:
     """Sum up the copies in a Chrome trace of torch's profiler."""
-    sums = {"host_to_device": 0, "device_to_host": 0}
-    for event in events:
-        for direction, mark in (("host_to_device", "HtoD"), ("device_to_host", "DtoH")):
-            if event.get("cat") == "gpu_memcpy" and mark in event["name"]:
-                sums[direction] += int(event.get("args", {}).get("bytes", 0))
-    return sums
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "out of memory" in str(error)
+    copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
+    marks = {"host_to_device": "HtoD", "device_to_host": "DtoH"}
+    return {way: sum(one["args"]["bytes"] for one in copies if mark in one["name"]) for way, mark in marks.items()}

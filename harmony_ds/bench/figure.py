@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from harmony_ds.bench.report import cut_of
 from harmony_ds.bench.results import Results
-from harmony_ds.bench.summary import Summary, summarize
+from harmony_ds.bench.summary import summarize
 
 
 def draw(results: Results, path: Path) -> bool:
@@ -18,26 +18,22 @@ def draw(results: Results, path: Path) -> bool:
         return False
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 2 + 0.9 * len(timed)), layout="constrained")
-    times, places, swaps = figure.subplots(3, 1)
-    _bars(times, timed, {"median of rounds": [one.items_per_s for one in timed]}, f"{results.unit} per second")
-    peaks = {kind: [(one.memory[kind] or 0) / 2**30 for one in timed] for kind in ("device", "host")}
-    _bars(places, timed, peaks, "peak of memory, GiB")
-    moved = {way: [(one.moved[way] or 0) / 2**20 for one in timed] for way in ("to device", "to host")}
-    _bars(swaps, timed, moved, "MiB between host and device in one step")
+    panels = {f"{results.unit} per second": [one.items_per_s for one in timed]}
+    for kind in ("device", "host"):
+        panels[f"{kind} peak, GiB"] = [_scaled(one.memory[kind], 2**30) for one in timed]
+    for way in ("to device", "to host"):
+        panels[f"MiB {way} a step"] = [_scaled(one.moved[way], 2**20) for one in timed]
+    names = [f"{one.label}, {cut_of(one)}" if one.row.sweep else one.label for one in timed]
+    figure = Figure(figsize=(14, 1.2 + 0.35 * len(timed)), layout="constrained")
+    for axes, (title, values) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+        axes.bar_label(axes.barh(names, values), fmt="{:,.3g}", padding=2)
+        axes.set_title(title)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.3)  # for the numbers
+    axes.invert_yaxis()
     figure.savefig(path, dpi=110)
     return True
 
 
-def _bars(axes: Any, timed: list[Summary], kinds: dict[str, list[float]], label: str) -> None:
-    """Draw a bar of each kind for every engine."""
-    height = 0.8 / len(kinds)
-    for number, (kind, values) in enumerate(kinds.items()):
-        places = [index + number * height for index in range(len(timed))]
-        axes.barh(places, values, 0.9 * height, label=kind)
-    names = [f"{one.label}, {cut_of(one)}" if one.row.sweep else one.label for one in timed]
-    axes.set_yticks([index + (len(kinds) - 1) * height / 2 for index in range(len(timed))], names)
-    axes.invert_yaxis()
-    axes.set_xlabel(label)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+def _scaled(nbytes: int | None, unit: int) -> float:
+    return math.nan if nbytes is None else nbytes / unit  # no bar, and no number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
@@ -11,21 +10,15 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from typing import Any
 
-from harmony_ds.bench.child import merged, serve
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from harmony_ds.bench.child import ChildFailedError, merged, serve
 from harmony_ds.bench.workload import Workload
 from harmony_ds.calls.patching import patched
 
 
-class ChildFailedError(Exception):
-    """The engine's process raised or ended; the message is its last line."""
-
-    def __init__(self, message: str, out_of_memory: bool = False) -> None:
-        super().__init__(message)
-        self.out_of_memory = out_of_memory
-
-
-class Child:
-    """One engine in a process of its own, or in one for each device. A context manager."""
+class Child(AbstractContextManager["Child"]):
+    """One engine in a process of its own, or in one for each device."""
 
     def __init__(self, engine: str, task: Workload) -> None:
         self._processes = [_Process(engine, task, rank) for rank in _ranks(task.devices)]
@@ -47,15 +40,9 @@ class Child:
                     answers[process] = process.answer()
         return merged([answers[process] for process in self._processes])
 
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        failed = kind is not None and len(self._processes) > 1  # the others may wait for the one that failed
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.pipe.close()
-        for process in self._processes:
-            process.end(0.0 if failed else 30.0)
+            process.end()
 
 
 class _Process:
@@ -70,13 +57,12 @@ class _Process:
 
     def answer(self) -> dict[str, Any]:
         try:
-            kind, answer = self.pipe.recv()
+            answer: dict[str, Any] | ChildFailedError = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise self._exit_error() from None
-        if kind == "error":
-            raise ChildFailedError(*answer)
-        found: dict[str, Any] = answer
-        return found
+            answer = self._exit_error()
+        if isinstance(answer, ChildFailedError):
+            raise answer
+        return answer
 
     def _exit_error(self) -> ChildFailedError:
         self._process.join()
@@ -86,12 +72,11 @@ class _Process:
         # The kernel kills the largest process when memory is short.
         return ChildFailedError(f"the process ended with status {code}: {said}", out_of_memory=code == -9)
 
-    def end(self, seconds: float) -> None:
-        """Kill the process unless it ends within so many seconds."""
-        self._process.join(timeout=seconds)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+    def end(self) -> None:
+        """Kill the process: it waits for a request, or for one that failed."""
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
         self._log.close()
 
 
@@ -99,10 +84,7 @@ def _ranks(devices: int) -> list[dict[str, str]]:
     """Return the environment that a launcher gives each of several processes of one training."""
     if devices == 1:
         return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(devices), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": str(devices), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(devices)]
 
 
@@ -116,6 +98,5 @@ def _environment(task: Workload, rank: Mapping[str, str]) -> AbstractContextMana
         "GOMP_SPINCOUNT": "0",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")])),  # noqa: PTH109
     }
     return patched((os.environ, name, value) for name, value in changed.items())

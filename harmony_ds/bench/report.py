@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from harmony_ds.bench.results import Results
 from harmony_ds.bench.summary import Summary, summarize, tolerance
 from harmony_ds.estimate.text import columns, wrapped
 from harmony_ds.scheduler.grid import amount
 
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TIMES = ("engine", "micro-batches", "step ms", "low..high", "{unit}/s", "harmony/it")
 _PLACES = ("engine", "device peak", "host peak", "to device", "to host", "sent", "loss diff.")
 
@@ -34,9 +37,8 @@ def report(results: Results, figure: Path | None = None) -> str:
 def _setting(results: Results) -> str:
     """Describe what was compared: model, step, dtypes, machine, memory cap."""
     task, machine, rows = next(iter(results.rows.values())).task, results.environment, results.rows.values()
-    config, devices, memory_gib = task.ds_config, task.devices, task.memory_gib
-    dtype = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")), "fp32")
-    summed = config.get("data_types", {}).get("grad_accum_dtype") or "fp32"
+    devices, memory_gib = task.devices, task.memory_gib
+    dtype, summed = (_DTYPES[one] for one in (task.settings.compute_dtype, task.settings.accumulation_dtype))
     steps = {row.task.accumulation: None for row in rows if row.engine == "harmony"} or {task.accumulation: None}
     counts = ", ".join(str(count) for count in steps)
     items = ", ".join(f"{count:,}" for count in sorted({one.items for one in summarize(results)}))
@@ -64,7 +66,7 @@ def _verdicts(timed: list[Summary], unit: str) -> list[str]:
             f"{one.ratio.median:.2f} of {name}'s time ({one.ratio.low:.2f} to {one.ratio.high:.2f}"
             f"{': no clear winner' if one.ratio.low < 1 < one.ratio.high else ''})"
             for name, one in zip(names, of_size, strict=True)
-            if one.ratio is not None and not one.is_ours
+            if one.ratio is not None and one.row.engine != "harmony"
         ]
         verdicts.append(text + (f" harmony takes {', '.join(ratios)}." if ratios else ""))
     return verdicts

@@ -15,6 +15,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from harmony_ds.bench.workload import Workload
+from harmony_ds.checkpoint.folders import replace_text
 from harmony_ds.errors import ConfigError
 
 _PACKAGES = ("harmony_ds", "torch", "deepspeed", "transformers")
@@ -22,18 +23,11 @@ _PACKAGES = ("harmony_ds", "torch", "deepspeed", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Timing of a comparison.
-
-    Attributes:
-        together: whether all processes live at once.
-        limit_s: no turn is begun later than so many seconds after the first.
-    """
+    """Timing of a comparison: rounds of so many steps, after the warm-up of a process."""
 
     rounds: int = 5
     warmup_steps: int = 2
     steps: int = 2
-    together: bool = True
-    limit_s: float | None = None
 
 
 @dataclass
@@ -106,10 +100,7 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(path.name + ".part")
-        beside.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, path)
+        replace_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: Path) -> Results:
@@ -150,9 +141,8 @@ def environment(device: str) -> dict[str, Any]:
 def command_line() -> str:
     """Return the command line of `harmony-ds`, or of the script that calls it."""
     script = Path(sys.argv[0])
-    if script.suffix == ".py" and script.stem != "__main__":
-        return " ".join(["python", script.name, *sys.argv[1:]])
-    return " ".join(["harmony-ds", *sys.argv[1:]])
+    program = f"python {script.name}" if script.suffix == ".py" and script.stem != "__main__" else "harmony-ds"
+    return " ".join([program, *sys.argv[1:]])
 
 
 def cpu_model() -> str:

@@ -12,15 +12,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from harmony_ds.bench.processes import Child, ChildFailedError
+from harmony_ds.bench.child import ChildFailedError
+from harmony_ds.bench.processes import Child
 from harmony_ds.bench.results import Results, Row
 
 Tell = Callable[[str], None]
 _CLEARLY_SLOWER = 1.1
 
 
-def run(results: Results, path: Path, tell: Tell) -> None:
-    """Measure everything that `results` do not hold yet, saving them after every turn."""
+def run(results: Results, path: Path, tell: Tell, limit_s: float | None = None) -> None:
+    """Measure what `results` do not hold yet, saving them after every turn; begin none after `limit_s` seconds."""
     timing, labels = results.timing, [*results.rows]
     turns = [
         (number, label)
@@ -33,13 +34,13 @@ def run(results: Results, path: Path, tell: Tell) -> None:
     with _Race(results, tell) as race:
         for taken, (number, label) in enumerate(turns):
             left, now = len(turns) - taken, time.monotonic()
-            if timing.limit_s is not None and now - began > timing.limit_s:
-                tell(f"stopped after {timing.limit_s:.0f} s, {left} turns left: --resume goes on")
+            if limit_s is not None and now - began > limit_s:
+                tell(f"stopped after {limit_s:.0f} s, {left} turns left: --resume goes on")
                 break
             minutes = f", about {(now - began) / taken * left / 60:.1f} min" if taken else ""
             tell(f"{label}: round {number + 1} of {timing.rounds}, {left} turns left{minutes}")
             race.take(number, label)
-            if not timing.together:
+            if results.rows[label].task.device == "cuda":
                 race.end()
             results.save(path)
         else:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.config import Config, load_config
-from harmony_ds.errors import BatchError, ConfigError
+from harmony_ds.errors import BatchError
 from harmony_ds.estimate.subject import Subject, load_subject
 
 Batch = dict[str, Any]
@@ -89,7 +89,7 @@ class Workload:
     @property
     def sample_items(self) -> int:
         """Number of tokens of one sample; 1 where `subject.unit` is samples."""
-        return self.subject.items // self._rows(self.subject.inputs)
+        return self.subject.items // self._input_rows
 
     def batches(self, step: int, rank: int = 0) -> list[Batch]:
         """Return the micro-batches of optimizer step `step`: the sample inputs' tensors drawn anew, in their range.
@@ -97,12 +97,8 @@ class Workload:
         Devices take them in turn; these are those of device `rank`.
         """
         generator = torch.Generator().manual_seed(self.seed + 1 + step)
-        inputs, rows = self.subject.inputs, self._rows(self.subject.inputs)
-        of_samples = {
-            name: value
-            for name, value in inputs.items()
-            if isinstance(value, Tensor) and value.ndim and len(value) == rows
-        }
+        inputs, rows = self.subject.inputs, self._input_rows
+        of_samples = {name: value for name, value in _row_tensors(inputs).items() if len(value) == rows}
         drawn: dict[int, Tensor] = {}
         for value in of_samples.values():
             if id(value) not in drawn:
@@ -117,12 +113,13 @@ class Workload:
         # Without the model: processes would share its memory, and train one another's.
         return Workload, tuple(getattr(self, one.name) for one in fields(self))
 
-    @staticmethod
-    def _rows(inputs: Mapping[str, Any]) -> int:
-        for value in inputs.values():
-            if isinstance(value, Tensor) and value.ndim:
-                return len(value)
-        raise ConfigError("the model's sample inputs hold no tensor: no data can be made like them.")
+    @property
+    def _input_rows(self) -> int:
+        return next((len(value) for value in _row_tensors(self.subject.inputs).values()), 1)
+
+
+def _row_tensors(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
 
 
 def switch_dropout_off(model: nn.Module) -> None:

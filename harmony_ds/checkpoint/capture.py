@@ -19,6 +19,8 @@ from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore, ungated
 
+_EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
 
 @dataclass(frozen=True, slots=True)
 class Trained:
@@ -47,23 +49,25 @@ def capture(
     trained.device_store.sync_to_host(to_be_read=True)
     store, scheduler, loader = trained.store, trained.scheduler, trained.loader
     frozen = tuple(name for name in store.parameters if name not in store.masters)
-    excluded = frozen if exclude_frozen else ()
+    left_out = frozen if exclude_frozen else ()
     buffers = persistent_buffers(trained.module).items()
     stepped = set(trained.optimizer.trained) if trained.optimizer is not None and store.has_fp32_masters else set()
-    shapes = {name: tuple(master.shape) for name, master in store.masters.items() if name in stepped}
-    masters = {name: Source(one, store.master_dtype, partial(store.read_master, name)) for name, one in shapes.items()}
+    masters = {
+        name: Source(tuple(master.shape), store.master_dtype, partial(store.read_master, name))
+        for name, master in store.masters.items()
+        if name in stepped
+    }
     with ungated():
-        parameters = {name: Source.of(p.data) for name, p in store.parameters.items() if name not in excluded}
+        extra = {key: one for key, one in trained.module.state_dict(keep_vars=True).items() if key.endswith(_EXTRA)}
+        parameters = {name: Source.of(p.data) for name, p in store.parameters.items() if name not in left_out}
     return Snapshot(
-        origin="harmony_ds",
         progress=progress,
         parameters=parameters,
         masters=masters,
         buffers={name: Source.of(trained.buffers.get(name, buffer)) for name, buffer in buffers},
         tied=tied_names(trained.module),
         frozen=frozen,
-        excluded=excluded,
-        extra={key: part.get_extra_state() for key, part in stateful_modules(trained.module).items()},
+        extra=extra,
         optimizer=None if trained.optimizer is None else _optimizer(trained.optimizer),
         scheduler=(type(scheduler).__name__, scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None,
         random=capture_random(trained.device),
@@ -88,15 +92,6 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(one)] for name, one in named if first.setdefault(id(one), name) != name}
-
-
-def stateful_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that define `get_extra_state`, by its key in the state dict."""
-    return {
-        f"{name}.{nn.modules.module._EXTRA_STATE_KEY_SUFFIX}".lstrip("."): part
-        for name, part in module.named_modules()
-        if type(part).get_extra_state is not nn.Module.get_extra_state
-    }
 
 
 def _optimizer(optimizer: HostOptimizer) -> OptimizerState:

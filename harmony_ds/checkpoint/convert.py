@@ -11,12 +11,11 @@ from pathlib import Path
 from harmony_ds.checkpoint import layout
 from harmony_ds.checkpoint.deepspeed.universal import is_universal, read_universal, write_universal
 from harmony_ds.checkpoint.deepspeed.zero_read import is_zero, read_zero
-from harmony_ds.checkpoint.folders import LATEST, MANIFEST, complaining, replace_text, replacing
+from harmony_ds.checkpoint.folders import LATEST, MANIFEST, replace_text, replacing
 from harmony_ds.checkpoint.snapshot import Snapshot, Source, listed
 from harmony_ds.checkpoint.tensor_files import write_pickle, write_tensors
 from harmony_ds.errors import CheckpointError
 
-SHARD_BYTES = 5_000_000_000
 _logger = logging.getLogger(__name__)
 _LAYOUTS = ((layout.is_ours, layout.read), (is_universal, read_universal), (is_zero, read_zero))
 
@@ -52,12 +51,6 @@ def find(load_dir: Path, tag: str | None) -> Path | None:
     return folder
 
 
-def verify(folder: Path) -> None:
-    """Read every byte of a checkpoint whose layout has checksums."""
-    if layout.is_ours(folder):
-        layout.verify(folder)
-
-
 def read_any(folder: Path) -> Snapshot:
     """Open the checkpoint in a tag's folder, of any layout that is known; the caller has verified it."""
     for fits, read in _LAYOUTS:
@@ -77,7 +70,7 @@ def open_checkpoint(source: Path, tag: str | None = None) -> tuple[Path, Snapsho
     folder = source if tag is None and any(fits(source) for fits, _ in _LAYOUTS) else find(source, tag)
     if folder is None:
         raise CheckpointError(f"{source} is no checkpoint, and has no file `latest` that names one: give a tag.")
-    verify(folder)
+    layout.verify(folder)
     return folder, read_any(folder)
 
 
@@ -98,48 +91,43 @@ def convert(source: Path, target: Path, to: Layout, tag: str | None = None) -> P
 
 
 def export_weights(
-    tensors: Mapping[str, Source],
-    folder: Path,
-    shard_bytes: int = SHARD_BYTES,
-    whole: str = "model.safetensors",
-    tied: Mapping[str, str] | None = None,
+    tensors: Mapping[str, Source], folder: Path, shard_size: int | str = "5GB", whole: str = "model.safetensors"
 ) -> list[Path]:
     """Write the file `whole` into `folder`, or shards and their index; remove what an earlier export left there.
 
-    `tied` maps other names of tensors to those in `tensors`; torch.save's files have them too.
+    Args:
+        tensors: torch.save writes a source that has several names (tied weights) once; safetensors takes one name of it.
+        shard_size: bytes, or text as Hugging Face reads it ("500MB").
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     stem, suffix = Path(whole).stem, Path(whole).suffix
-    shards: list[dict[str, Source]] = [{}]
-    for name, source in tensors.items():
-        if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + source.nbytes > shard_bytes:
-            shards.append({})
-        shards[-1][name] = source
-    names = [whole]
-    if len(shards) > 1:
-        names = [f"{stem}-{place:05d}-of-{len(shards):05d}{suffix}" for place in range(1, len(shards) + 1)]
-    written = [write_weights(shard, folder / name, tied) for name, shard in zip(names, shards, strict=True)]
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda source: source.nbytes,
+        get_storage_id=id,
+        filename_pattern=f"{stem}{{suffix}}{suffix}",
+        max_shard_size=shard_size,
+    )
+    shards = split.filename_to_tensors.items()
+    written = [write_weights({key: tensors[key] for key in keys}, folder / name) for name, keys in shards]
     index = folder / f"{whole}.index.json"
-    with complaining(index):
-        if len(shards) > 1:
-            total = sum(source.nbytes for source in tensors.values())
-            places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-            if suffix != ".safetensors":
-                places |= {name: places[first] for name, first in (tied or {}).items() if first in places}
-            replace_text(index, json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
-            written.append(index)
-        for pattern in (whole, index.name, f"{stem}-?????-of-?????{suffix}"):  # an older whole file would be preferred
-            for path in set(folder.glob(pattern)).difference(written):
-                path.unlink()
+    if split.is_sharded:
+        content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        replace_text(index, json.dumps(content, indent=2))
+        written.append(index)
+    for pattern in (whole, index.name, f"{stem}-?????-of-?????{suffix}"):  # an older whole file would be preferred
+        for path in set(folder.glob(pattern)).difference(written):
+            path.unlink()
     return written
 
 
-def write_weights(tensors: Mapping[str, Source], path: Path, tied: Mapping[str, str] | None = None) -> Path:
-    """Write one file: safetensors by its suffix, else a state dict by `torch.save`, with `tied` names too."""
-    with complaining(path), replacing(path) as fresh:
+def write_weights(tensors: Mapping[str, Source], path: Path) -> Path:
+    """Write one file: safetensors by its suffix, else a state dict by `torch.save`, a source of several names once."""
+    with replacing(path) as fresh:
         if path.suffix == ".safetensors":
             write_tensors(fresh, tensors)
         else:
-            values = {name: source.compact() for name, source in tensors.items()}
-            values |= {name: values[first] for name, first in (tied or {}).items() if first in values}
-            write_pickle(fresh, values)
+            values = {source: source.compact() for source in set(tensors.values())}
+            write_pickle(fresh, {name: values[source] for name, source in tensors.items()})
     return path

@@ -10,6 +10,7 @@
 A new tag is one rename of the finished folder. Where the tag exists already, the new data folder is put beside the old
 one and the manifest replaced in one rename: at every moment the tag is the old checkpoint or the new one. What a rename
 names is on disk (fsync of files and folders) before the next one happens. One training at a time saves into a save_dir.
+Where the disk refuses, a CheckpointError names the file or folder.
 """
 
 from __future__ import annotations
@@ -38,45 +39,47 @@ if __name__ == "__main__":
 
 @contextmanager
 def saving(target: Path) -> Iterator[Path]:
-    """Yield a folder, and publish it as `target` unless the block raises; remove the rests of killed saves.
+    """Yield a folder, and publish it as `target` unless the block raises; remove the rests of killed saves beside it.
 
     If `target` exists, the folder must hold a manifest and a data folder.
     """
     parent = target.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    for rest in parent.glob(_SAVING + "*"):
-        shutil.rmtree(rest, ignore_errors=True)
-    for manifest in parent.glob(f"*/{MANIFEST}"):
-        _remove_old_data(manifest.parent)
     staging = parent / (_SAVING + target.name)
-    staging.mkdir()
-    try:
-        yield staging
-        _publish(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-@contextmanager
-def complaining(path: Path) -> Iterator[None]:
-    """Make the folder of `path`, and raise CheckpointError where the disk refuses what the block writes."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+    with _complaining(target):
+        for rest in parent.glob(_SAVING + "*"):
+            shutil.rmtree(rest, ignore_errors=True)
+        for manifest in parent.glob(f"*/{MANIFEST}"):
+            _remove_old_data(manifest.parent)
+        staging.mkdir()
+        try:
+            yield staging
+            _publish(staging, target)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write a file at, and rename that to `path`: always the old file or the whole new one."""
     fresh = path.with_name(f".{path.name}-new")
-    fresh.unlink(missing_ok=True)  # of a save that was killed
+    with _complaining(path):
+        fresh.unlink(missing_ok=True)  # of a save that was killed
+        try:
+            yield fresh
+            _move(fresh, path)
+        finally:
+            fresh.unlink(missing_ok=True)
+
+
+@contextmanager
+def _complaining(path: Path) -> Iterator[None]:
+    """Make the folder of `path`, and name `path` where the disk refuses."""
     try:
-        yield fresh
-        _move(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        told = f"{path} could not be saved: {error}. What was saved before is untouched."
+        raise CheckpointError(told) from error
 
 
 def put_scripts(save_dir: Path) -> None:

@@ -27,7 +27,7 @@ from harmony_ds.errors import CheckpointError
 _FORMAT = "harmony_ds checkpoint 3"
 _MODEL, _MASTERS, _OPTIMIZER = "model.safetensors", "masters.safetensors", "optimizer.safetensors"
 _STATE, _PLAN = "state.pt", "plan.json"
-_IN_STATE = "tied frozen excluded extra scheduler random data client_state".split()  # fields of a snapshot, as they are
+_IN_STATE = "tied frozen extra scheduler random data client_state".split()  # fields of a snapshot, as they are
 
 
 def write(snapshot: Snapshot, save_dir: Path, tag: str, save_latest: bool = True) -> Path:
@@ -40,18 +40,16 @@ def write(snapshot: Snapshot, save_dir: Path, tag: str, save_latest: bool = True
         found = f"{target} holds a checkpoint of DeepSpeed ({listed(theirs, 2)})"
         raise CheckpointError(f"{found}: save under another tag or into another folder.")
     state = _state_of(snapshot)  # refuses before anything is written
-    try:
-        with saving(target) as staging:
-            data = staging / f"{DATA}{uuid.uuid4().hex[:12]}"
-            data.mkdir()
-            manifest = _manifest(data.name, snapshot, _write_data(snapshot, data, state))
-            tensor_files.write_bytes(staging / MANIFEST, manifest)
-        put_scripts(save_dir)
-        if save_latest:
-            replace_text(save_dir / LATEST, tag)
-    except OSError as error:
-        failed = f"the checkpoint {target} could not be saved: {error}"
-        raise CheckpointError(f"{failed}. What was saved before is untouched.") from error
+    with saving(target) as staging:
+        data = staging / f"{DATA}{uuid.uuid4().hex[:12]}"
+        data.mkdir()
+        files = {name: asdict(record) for name, record in _write_data(snapshot, data, state).items()}
+        body = {"format": _FORMAT, "data": data.name, "files": files}
+        manifest = json.dumps({**body, "crc32": _crc(body)}, indent=1)
+        tensor_files.write_bytes(staging / MANIFEST, manifest.encode())
+    put_scripts(save_dir)
+    if save_latest:
+        replace_text(save_dir / LATEST, tag)
     return target
 
 
@@ -67,17 +65,6 @@ def _write_data(snapshot: Snapshot, data: Path, state: dict[str, Any]) -> dict[s
     if snapshot.plan is not None:
         records[_PLAN] = tensor_files.write_bytes(data / _PLAN, snapshot.plan.encode())
     return records
-
-
-def _manifest(data: str, snapshot: Snapshot, records: Mapping[str, FileRecord]) -> bytes:
-    body = {
-        "format": _FORMAT,
-        "origin": snapshot.origin,
-        "global_steps": snapshot.progress.global_steps,
-        "data": data,
-        "files": {name: asdict(record) for name, record in records.items()},
-    }
-    return json.dumps({**body, "crc32": _crc(body)}, indent=1).encode()
 
 
 def _crc(body: Mapping[str, Any]) -> int:
@@ -105,7 +92,9 @@ def is_ours(folder: Path) -> bool:
 
 
 def verify(folder: Path) -> None:
-    """Read every byte of a checkpoint, and compare its files with the manifest."""
+    """Read every byte of a checkpoint, and compare its files with the manifest; other layouts have no checksums."""
+    if not is_ours(folder):
+        return
     manifest = _read_manifest(folder)
     files = ((folder / manifest["data"] / name, FileRecord(**record)) for name, record in manifest["files"].items())
     if complaints := [damage for path, record in files if (damage := find_damage(path, record))]:
@@ -126,7 +115,6 @@ def read(folder: Path) -> Snapshot:
         groups = tuple(ParameterGroup(**group) for group in values["optimizer"]["groups"])
         optimizer = OptimizerState(values["optimizer"]["kind"], groups, states)
     return Snapshot(
-        origin=manifest["origin"],
         progress=Progress(**values["progress"]),
         parameters=model,
         buffers=buffers,

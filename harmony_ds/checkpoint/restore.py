@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.checkpoint.capture import Trained, persistent_buffers, restore_random, stateful_modules, tied_names
+from harmony_ds.checkpoint.capture import Trained, persistent_buffers, restore_random, tied_names
 from harmony_ds.checkpoint.snapshot import OptimizerState, Snapshot, Source, listed
 from harmony_ds.config.optimizers import same_formula
 from harmony_ds.errors import CheckpointError
@@ -35,9 +35,10 @@ class LoadOptions:
 def restore(trained: Trained, snapshot: Snapshot, options: LoadOptions, where: str) -> None:
     """Replace what `trained`, an engine at rest and all on the host, holds by `snapshot`, unless that does not fit it."""
     snapshot = _renamed(snapshot, trained)
-    whole, scheduler = not options.module_only, trained.scheduler
+    whole = not options.module_only
     optimizer = trained.optimizer if whole and options.optimizer else None
-    if not (whole and options.scheduler and hasattr(scheduler, "load_state_dict")):
+    scheduler = trained.scheduler if whole and options.scheduler else None
+    if not hasattr(scheduler, "load_state_dict"):
         scheduler = None
     complaints = [] if options.custom is not None else _refusals_of_model(trained, snapshot, options.strict)
     if optimizer is not None and not complaints:  # of another model, it would say all twice
@@ -78,10 +79,10 @@ def _refusals_of_model(trained: Trained, snapshot: Snapshot, strict: bool) -> li
     theirs = snapshot.tensors
     if strict:
         missing = [name for name in ours if name not in theirs]
-        if left_out := [name for name in missing if name in snapshot.excluded]:
+        if left_out := [name for name in missing if name in snapshot.frozen]:
             way_out = "load it with load_module_strict=False"
             complaints.append(f"it was saved without frozen parameters ({listed(left_out)}): {way_out}")
-        if lost := [name for name in missing if name not in snapshot.excluded]:
+        if lost := [name for name in missing if name not in snapshot.frozen]:
             complaints.append(f"missing in the checkpoint: {listed(lost)}")
         if unexpected := [name for name in theirs if name not in ours]:
             complaints.append(f"not in this model: {listed(unexpected)}")
@@ -149,9 +150,8 @@ def _put_weights(trained: Trained, snapshot: Snapshot, options: LoadOptions) -> 
     for name, buffer in persistent_buffers(trained.module).items():
         if name in snapshot.buffers:
             buffer.copy_(snapshot.buffers[name].read())
-    for key, part in stateful_modules(trained.module).items():
-        if key in snapshot.extra:
-            part.set_extra_state(snapshot.extra[key])
+    if snapshot.extra:
+        trained.module.load_state_dict(snapshot.extra, strict=False)
 
 
 def _put_parameter(store: HostStore, name: str, snapshot: Snapshot) -> None:

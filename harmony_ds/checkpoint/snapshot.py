@@ -93,12 +93,11 @@ class Snapshot:
     """Everything a run goes on from.
 
     Attributes:
-        origin: the program that wrote it, for messages.
         parameters: by name, in the dtype of compute; tied ones under their first name.
         masters: fp32 values of those `parameters` that are not fp32 themselves.
         buffers: the persistent ones.
         tied: other names of tied parameters -> their first name.
-        excluded: frozen (not trained) parameters that were left out.
+        frozen: parameters that are not trained; they may have been left out of `parameters`.
         extra: results of modules' `get_extra_state`, by their keys in the state dict.
         scheduler: the class's name (None: unknown) and the state_dict of the learning-rate scheduler.
         random: states of generators; None: not saved.
@@ -106,14 +105,12 @@ class Snapshot:
         plan: the plan that ran, as JSON text.
     """
 
-    origin: str
     progress: Progress
     parameters: dict[str, Source]
     buffers: dict[str, Source]
     masters: dict[str, Source] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimizerState | None = None
     scheduler: tuple[str | None, Any] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,6 @@ from torch import Tensor, nn
 
 from harmony_ds.checkpoint.convert import export_weights, open_checkpoint
 from harmony_ds.checkpoint.snapshot import Snapshot, Source
-from harmony_ds.errors import CheckpointError
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -53,8 +50,11 @@ def convert_zero_checkpoint_to_state_dict(  # noqa: PLR0913, PLR0917 - DeepSpeed
     """Write pytorch_model.bin into `output_dir`, or model.safetensors, or shards and their index."""
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     snapshot, sources = _opened(checkpoint_dir, tag, exclude_frozen_parameters, kind)
-    whole = "model.safetensors" if safe_serialization else "pytorch_model.bin"
-    export_weights(sources, Path(output_dir), _bytes_of(max_shard_size), whole, snapshot.tied)
+    shard_size = sys.maxsize if max_shard_size is None else max_shard_size
+    if safe_serialization:
+        export_weights(sources, Path(output_dir), shard_size)
+    else:
+        export_weights(snapshot.with_tied(sources), Path(output_dir), shard_size, "pytorch_model.bin")
 
 
 def _opened(
@@ -63,13 +63,6 @@ def _opened(
     _, snapshot = open_checkpoint(Path(folder), tag)
     sources = {n: snapshot.fp32(n) for n in snapshot.parameters if not (exclude_frozen and n in snapshot.frozen)}
     return snapshot, {name: source.to(dtype) for name, source in (snapshot.buffers | sources).items()}
-
-
-def _bytes_of(size: str | int | None) -> int:
-    match = re.fullmatch(r"(\d+)\s*([A-Z]*)", str(2**62 if size is None else size).upper())
-    if match is None or match[2] not in _UNITS:
-        raise CheckpointError(f"the shard size {size!r} is not understood: give digits and a unit, such as 5GB.")
-    return int(match[1]) * _UNITS[match[2]]
 
 
 def main() -> None:

@@ -72,10 +72,6 @@ class Answer:
     lack: Lack | None = None
     joining: Advice | None = None
 
-    @property
-    def fits(self) -> bool:
-        return self.lack is None
-
     def to_json(self) -> dict[str, Any]:
         survey = self.survey
         policy, parameters = survey.request.policy, survey.graph.parameters
@@ -89,7 +85,7 @@ class Answer:
             "accumulation": survey.config.gradient_accumulation_steps,
             "devices": policy.devices * policy.pipeline,
             "processes": policy.devices,
-            "fits": self.fits,
+            "fits": self.lack is None,
             "lack": None if self.lack is None else asdict(self.lack),
         }
         if self.forecast is not None:
@@ -189,7 +185,7 @@ def reply(answer: Answer, as_json: bool, note: str = "") -> int:
         print(json.dumps(answer.to_json(), indent=1))
     else:
         _show(answer, f" ({note})" if note else "")
-    return 0 if answer.fits else DOES_NOT_FIT
+    return 0 if answer.lack is None else DOES_NOT_FIT
 
 
 def _show(answer: Answer, note: str) -> None:
@@ -218,7 +214,8 @@ def _show(answer: Answer, note: str) -> None:
 
 
 def _show_forecast(now: Forecast, unit: str) -> None:
-    device, host = _budget(now.survey.request.budget_bytes), _budget(now.host_budget_bytes)
+    budgets = (now.survey.request.budget_bytes, now.host_budget_bytes)
+    device, host = ("unknown" if nbytes is None else amount(nbytes) for nbytes in budgets)
     fits = "does not fit" if now.host_missing_bytes else "fits"
     kinds = ", ".join(f"{kind} {amount(nbytes)}" for kind, nbytes in now.host_bytes.items() if nbytes)
     busy = ", ".join(
@@ -243,7 +240,3 @@ def _show_forecast(now: Forecast, unit: str) -> None:
     }
     for label, text in lines.items():
         print(wrapped(f"{label:<{_LABEL}}{text}", " " * _LABEL))
-
-
-def _budget(nbytes: int | None) -> str:
-    return "unknown" if nbytes is None else amount(nbytes)

@@ -31,13 +31,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     add, count, names = parser.add_argument, options.at_least(1), "A,B,..."
     text = "Engines, harmony among them, by name or module:name (default: all that can run here)."
     add("--engines", type=_names, metavar=names, help=text)
-    add(
-        "--uncapped",
-        type=_names,
-        default=(),
-        metavar=names,
-        help="Engines that run without the memory cap, beside the others.",
-    )
+    text = "Engines that run without the memory cap, beside the others."
+    add("--uncapped", type=_names, default=(), metavar=names, help=text)
     text = "Micro-batches in a step; with several, engines are compared at each."
     add("--accumulation", dest="counts", type=_numbers, metavar="N,M,...", help=text)
     add("--device", choices=("cpu", "cuda"), help="Default: CUDA if there is one.")
@@ -49,7 +44,6 @@ def register(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=count, default=5, metavar="N", help="Timed turns of every engine.")
     add("--steps", type=count, default=2, metavar="N", help="Optimizer steps in a turn.")
     add("--warmup-steps", type=count, default=2, metavar="N", help="Steps before the first turn.")
-    add("--apart", action="store_true", help="One process alive at a time (on CUDA always).")
     add("--limit-s", type=options.at_least(1, float), metavar="S", help="Begin no turn after so many seconds.")
     text = "The results, as JSON; the report (.md) and figure (.png) are written beside it."
     add("--output", type=Path, default=Path("harmony-bench.json"), metavar="FILE", help=text)
@@ -69,32 +63,24 @@ def command(args: argparse.Namespace) -> int:
     rows = dict(_rows(args))
     if not rows:
         raise ConfigError("none of these engines can run here: name others with --engines.")
-    together = next(iter(rows.values())).task.device == "cpu" and not args.apart
-    results = Results.of(rows, Rounds(args.rounds, args.warmup_steps, args.steps, together, args.limit_s))
+    results = Results.of(rows, Rounds(args.rounds, args.warmup_steps, args.steps))
     if args.resume and args.output.is_file():
         results = results.resumed(args.output)
     elif args.sweep and not args.ablate:
         for label, row in rows.items():
             if row.engine != "harmony":
                 choose_micro_batch(label, row, tell)
-    run(results, args.output, tell)
+    run(results, args.output, tell, args.limit_s)
     figure, page = args.output.with_suffix(".png"), args.output.with_suffix(".md")
     drawn = draw(results, figure)
     text = report(results, figure if drawn else None)
     page.write_text(text + "\n", encoding="utf-8")
     print(json.dumps(asdict(results), indent=1) if args.json else text)
     tell(f"written: {args.output}, {page}" + (f", {figure}" if drawn else "; a figure needs matplotlib"))
-    return _exit_code(results, args.ablate)
-
-
-def _exit_code(results: Results, ablate: bool) -> int:
-    if ablate and (labels := differing(results)):
-        tell(f"losses are not those of harmony as it is: {', '.join(labels)}")
-    elif not ablate and not all(one.losses_agree for one in summarize(results)):
-        tell("losses do not agree: these engines do not compute the same.")
-    else:
-        return 0
-    return LOSSES_DIFFER
+    others = differing(results) if args.ablate else [one.label for one in summarize(results) if not one.losses_agree]
+    if others:
+        tell(f"losses are not the reference's: {', '.join(others)}")
+    return LOSSES_DIFFER if others else 0
 
 
 def _rows(args: argparse.Namespace) -> Iterator[tuple[str, Row]]:
@@ -115,7 +101,7 @@ def _task(args: argparse.Namespace) -> Workload:
     config, threads = options.config_of(args), 1 if device == "cpu" else torch.get_num_threads() // args.processes
     return Workload(
         model=args.model,
-        ds_config={key: value for key, value in config.raw.items() if key != "train_batch_size"},
+        ds_config=dict(config.raw),
         rows=config.micro_batch,
         micro_batch=config.micro_batch,
         accumulation=config.gradient_accumulation_steps,

@@ -131,7 +131,10 @@ class Checkpoints:
 
         def write() -> None:
             snapshot = self._captured({}, exclude_frozen_parameters)
-            checkpoint.write_weights(snapshot.tensors, target, snapshot.tied)
+            weights = snapshot.tensors  # tied ones once, as safetensors has them
+            checkpoint.write_weights(
+                weights if target.suffix == ".safetensors" else snapshot.with_tied(weights), target
+            )
 
         with self._world.reporting_failures():
             self._world.first(f"save the weights as {save_filename}", write)

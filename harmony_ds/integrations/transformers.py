@@ -18,7 +18,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from accelerate.state import GradientState
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
-from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.trainer import _is_peft_model
 
 from harmony_ds.calls.patching import Item, patched
@@ -38,7 +38,7 @@ from harmony_ds.errors import UnsupportedError, UsageError
 
 _NOTES = ("_metrics", "_textual_logs")  # of TRL's trainers: appended to while a loss is computed
 
-_losses: ContextVar[list[Tensor] | None] = ContextVar("losses of a micro-batch's training_step", default=None)
+_losses: ContextVar[list[Tensor]] = ContextVar("losses of the micro-batch whose training_step runs")
 _is_last: ContextVar[bool | None] = ContextVar("whether a micro-batch is its group's last", default=None)
 
 
@@ -74,7 +74,8 @@ class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
 class HarmonyMixin(Trainer):  # type: ignore[misc]
     """Base that makes a Trainer train by harmony_ds; the first one of the class."""
 
-    _engine: HarmonyEngine | None = None
+    harmony_engine: HarmonyEngine | None = None
+    """The engine, for its reports; None before training or evaluation has begun."""
     optimizer: Any
     _max_steps = 1
 
@@ -103,9 +104,9 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     @property
-    def harmony_engine(self) -> HarmonyEngine | None:
-        """The engine, for its reports; None before training or evaluation has begun."""
-        return self._engine
+    def _engine(self) -> HarmonyEngine:
+        assert self.harmony_engine is not None
+        return self.harmony_engine
 
     # ---- setup
 
@@ -130,7 +131,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             other = evaluation_mode and model is not self.model  # a reference or reward model
             return prepare(model, other if device_placement is None else device_placement, evaluation_mode)
 
-        self.accelerator.backward = _note_loss
+        self.accelerator.backward = lambda loss, **_: _losses.get().append(loss)
         self.accelerator.prepare_model = prepare_model
         self.accelerator.unwrap_model = unwrap_model
         self.accelerator.gradient_state = _GradientState()
@@ -141,7 +142,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         self._max_steps = max_steps
         self._losses.clear()
-        if self._engine is not None and self._engine.optimizer is None:
+        if self.harmony_engine is not None and self.harmony_engine.optimizer is None:
             self._destroy_engine()
         return super()._prepare_for_training(max_steps, *args, **kwargs)
 
@@ -153,7 +154,6 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the Trainer's scheduler, unless the ds_config names one."""
-        assert self._engine is not None
         if self._engine.lr_scheduler is None:
             return super().create_scheduler(num_training_steps, optimizer)
         self.lr_scheduler = DeepSpeedSchedulerWrapper(self._engine.lr_scheduler, self.optimizer)
@@ -162,12 +162,10 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if not training:
             return cast(nn.Module, self.model)
-        if self._engine is None:
+        if self.harmony_engine is None:
             self._destroy_engines_of_others()
-            optimizer = self.optimizer
-            self._engine, made, _, _ = initialize(
-                model=self.model, optimizer=optimizer, config=self._filled_config(self._max_steps)
-            )
+            config = self._filled_config()
+            self.harmony_engine, made, _, _ = initialize(model=self.model, optimizer=self.optimizer, config=config)
             self.optimizer = _Optimizer(made, self._take_step)
             self.optimizer._is_accelerate_prepared = True
             self.accelerator._optimizers.append(self.optimizer)
@@ -179,10 +177,11 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         """Destroy the engines of trainers that are done with this model, or a part of it: SFT, then DPO."""
         mine = set(self.model.modules())
         for other in list(_with_engines):
-            if other._engine is not None and not other.is_in_train and not mine.isdisjoint(other._engine.modules()):
+            engine = other.harmony_engine
+            if engine is not None and not other.is_in_train and not mine.isdisjoint(engine.modules()):
                 other._destroy_engine()
 
-    def _filled_config(self, max_steps: int) -> dict[str, Any]:
+    def _filled_config(self) -> dict[str, Any]:
         """Return the ds_config with its "auto" values filled as Hugging Face fills them."""
         config = copy.deepcopy(dict(self._ds_config or {}))
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
@@ -190,19 +189,18 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         for name, wanted in (("bf16", self.args.bf16), ("fp16", self.args.fp16)):
             if wanted:
                 config.setdefault(name, {"enabled": "auto"})
-        filler = HfTrainerDeepSpeedConfig(config)
+        filler = hf_deepspeed.HfTrainerDeepSpeedConfig(config)
         try:
             filler.trainer_config_process(self.args)
-            filler.trainer_config_finalize(self.args, self.model, max_steps)
+            filler.trainer_config_finalize(self.args, self.model, self._max_steps)
         finally:
-            unset_hf_deepspeed_config()  # from_pretrained would build later models for ZeRO-3
+            hf_deepspeed.unset_hf_deepspeed_config()  # from_pretrained would build later models for ZeRO-3
         return dict(filler.config)
 
     def _destroy_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.destroy()
-            self.accelerator._models = [one for one in self.accelerator._models if one is not self._engine]
-        self._engine = None
+        self._engine.destroy()
+        self.accelerator._models = [one for one in self.accelerator._models if one is not self.harmony_engine]
+        self.harmony_engine = None
         self.model_wrapped = self.model
 
     # ---- a step
@@ -222,7 +220,6 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         Raises:
             UnsupportedError: the Trainer's training_step generates, or its _prepare_inputs counts micro-batches.
         """
-        assert self._engine is not None
         if not self._losses:
             batches, self._batches = self._batches or [inputs], []
             if _prepares_inputs(type(self)):
@@ -246,7 +243,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         return any(type(one).on_pre_optimizer_step is not nothing for one in self.callback_handler.callbacks)
 
     def _take_step(self) -> None:
-        if self._step_waits and self._engine is not None:
+        if self._step_waits:
             self._step_waits = False
             self._engine.end_group()
 
@@ -259,7 +256,6 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         Raises:
             UnsupportedError: `_prepare_inputs` counts it, so that training_step would find the last one's number.
         """
-        assert self._engine is not None
         first: int = getattr(self, "_step", 0)
         prepared = []
         self.model.train()
@@ -275,8 +271,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         self._step = first
         return prepared
 
-    @contextmanager
-    def _running_together(self) -> Iterator[None]:
+    def _running_together(self) -> AbstractContextManager[None]:
         """Refuse to generate, and prepare no inputs, while the micro-batches of a group run together."""
 
         def generate(*_: Any, **__: Any) -> Any:
@@ -288,8 +283,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         instead: list[Item] = [(self.model.__dict__, "generate", generate)]
         if _prepares_inputs(type(self)):
             instead.append((self.__dict__, "_prepare_inputs", lambda batch: batch))
-        with patched(instead):
-            yield
+        return patched(instead)
 
     @contextmanager
     def _without_traces(self) -> Iterator[None]:
@@ -318,7 +312,6 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
         """Return the norm before clipping, which the engine does."""
-        assert self._engine is not None
         if not self._step_waits:
             return self._engine.get_global_grad_norm()
         return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
@@ -330,59 +323,39 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Predict as the Trainer does, the weights streamed layer by layer."""
-        if self._engine is None:
-            config = {k: v for k, v in self._filled_config(1).items() if k not in ("optimizer", "scheduler")}
-            self._engine, _, _, _ = initialize(model=self.model, config=config)
+        if self.harmony_engine is None:
+            config = {k: v for k, v in self._filled_config().items() if k not in ("optimizer", "scheduler")}
+            self.harmony_engine, _, _, _ = initialize(model=self.model, config=config)
         with self._engine.streaming():
             return super().prediction_step(model, *args, **kwargs)
 
     # ---- checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save a checkpoint; of adapters alone where the Trainer does so with DeepSpeed: frozen weights never change."""
-        assert self._engine is not None
-        self._engine.save_checkpoint(output_dir, exclude_frozen_parameters=_is_peft_model(self.model))
-        if self.args.should_save and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+        with self._as_with_deepspeed():
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        self._load_checkpoint(checkpoint, "resume")
-        if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
-            state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-            self.lr_scheduler.load_state_dict(state)
+        if checkpoint is not None:
+            strict = not _is_peft_model(self.model)
+            hf_deepspeed.deepspeed_load_checkpoint(self._engine, checkpoint, load_module_strict=strict)
+        with self._as_with_deepspeed():
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if self._engine is None or self._engine.world_size == 1 or best is None:
+        """Load weights alone in one process; several have them once for all, and load a checkpoint together."""
+        with nullcontext() if self._engine.world_size == 1 else self._as_with_deepspeed():
             super()._load_best_model()
-            return
-        # Weights are there once for all processes, which load them together.
-        processes = f"load_best_model_at_end in {self._engine.world_size} processes (without save_only_model)"
-        self._load_checkpoint(best, processes, load_module_only=True)
 
-    def _load_checkpoint(self, folder: str, who: str, **options: Any) -> None:
-        assert self._engine is not None
-        path, _ = self._engine.load_checkpoint(folder, load_module_strict=not _is_peft_model(self.model), **options)
-        if path is None:
-            raise UsageError(f"{folder} holds no checkpoint of harmony_ds: {who} needs one, not weights alone.")
+    def _as_with_deepspeed(self) -> AbstractContextManager[None]:
+        """Let the Trainer save and load by the engine; of adapters alone where there are some: the rest never changes."""
+        return patched([(self.__dict__, "is_deepspeed_enabled", True)])
 
 
 class HarmonyTrainer(HarmonyMixin, Trainer):  # type: ignore[misc]
     """`transformers.Trainer` over harmony_ds."""
 
 
-def _note_loss(loss: Tensor, **_: Any) -> None:
-    losses = _losses.get()
-    if losses is None:
-        raise UsageError(
-            "accelerator.backward(loss) was called outside training_step: the engine runs backward itself."
-        )
-    losses.append(loss)
-
-
-def _prepares_inputs(trainer: type) -> bool:
+def _prepares_inputs(trainer: type[Trainer]) -> bool:
     """Return whether a class other than Hugging Face's own has a `_prepare_inputs`: TRL's GRPO and RLOO generate there."""
-    own = (base for base in trainer.__mro__ if not base.__module__.startswith("transformers."))
-    return any("_prepare_inputs" in vars(base) for base in own)
+    return not trainer._prepare_inputs.__module__.startswith("transformers.")

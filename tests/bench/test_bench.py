@@ -16,9 +16,8 @@ import torch
 
 from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import AS_IT_IS, ablated, differing
-from harmony_ds.bench.child import Server, copied_bytes, merged
+from harmony_ds.bench.child import ChildFailedError, Server, copied_bytes, merged
 from harmony_ds.bench.figure import draw
-from harmony_ds.bench.processes import ChildFailedError
 from harmony_ds.bench.report import report
 from harmony_ds.bench.results import Results, Rounds, Row
 from harmony_ds.bench.run import choose_micro_batch, run
@@ -232,7 +231,7 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     command = ["bench", model, "--ds-config", str(config), "--device", "cpu", "--device-memory-gib", "0.001",
                "--engines", "harmony,torch", "--no-sweep", "--rounds", "2", "--steps", "1", "--warmup-steps", "1",
                "--output", str(output)]  # fmt: skip
-    done = shell(*command, "--apart", "--limit-s", "1")
+    done = shell(*command, "--limit-s", "1")
     assert done.exit_code == 0, done.output
     begun = Results.load(output)
     assert not begun.finished
@@ -345,7 +344,7 @@ def test_other_engines_run_at_their_best_micro_batch_and_resume_with_it(
     monkeypatch.setattr("harmony_ds.cli.bench.choose_micro_batch", choose)
     config, output = tmp_path / "ds.json", tmp_path / "r.json"
     config.write_text(json.dumps(DS_CONFIG))
-    command = ["bench", model, "--ds-config", str(config), "--device", "cpu", "--engines", "harmony,torch", "--apart",
+    command = ["bench", model, "--ds-config", str(config), "--device", "cpu", "--engines", "harmony,torch",
                "--rounds", "1", "--steps", "1", "--warmup-steps", "1", "--output", str(output)]  # fmt: skip
     for more in (["--limit-s", "1"], ["--resume"]):
         done = shell(*command, *more)

@@ -20,7 +20,7 @@ import harmony_ds
 from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.checkpoint import Layout, convert, read_any
 from harmony_ds.checkpoint.deepspeed.universal import write_universal
-from harmony_ds.checkpoint.deepspeed.zero_read import ZERO2, ZERO3
+from harmony_ds.checkpoint.deepspeed.zero_read import split_vector
 from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source
 from harmony_ds.checkpoint.tensor_files import load_pickle
 from tests.checkpoint import deepspeed_side as side
@@ -132,7 +132,7 @@ def test_sub_groups_of_zero3_share_no_tensor_that_counts_steps(count: int, tmp_p
         ParameterGroup((name,), {"lr": 0.1, "weight_decay": float(place)}) for place, name in enumerate(names)
     )
     states = {name: {"exp_avg": values[name], "step": Source.of(torch.tensor(7.0))} for name in names}
-    snapshot = Snapshot("here", Progress(7, 7, 0), values, {}, optimizer=OptimizerState("AdamW", groups, states))
+    snapshot = Snapshot(Progress(7, 7, 0), values, {}, optimizer=OptimizerState("AdamW", groups, states))
     written = write_universal(snapshot, tmp_path, "a")
     found = load_pickle(written / "zero" / "optimizer_state.pt")["optimizer_state_dict"]
     assert isinstance(found["state"][0]["step"], torch.Tensor if count == 1 else int)
@@ -161,14 +161,14 @@ def test_vectors_that_processes_share_are_put_together() -> None:
     flat = torch.cat([v.reshape(-1) for v in values.values()])
     for count in (1, 2, 3, 5):
         share = -(-flat.numel() // count)
-        assert_values(ZERO2.split(shapes, None, flat.split(share), "x"), values)
+        assert_values(split_vector(shapes, flat.split(share), "x"), values)
         padded = {n: torch.cat([v.reshape(-1), torch.zeros(-v.numel() % count)]) for n, v in values.items()}
         ranks = [torch.cat([v.chunk(count)[rank] for v in padded.values()]) for rank in range(count)]
-        assert_values(ZERO3.split(shapes, None, ranks, "x"), values)
+        assert_values(split_vector(shapes, ranks, "x", cut_each=True), values)
     spaced = torch.cat([flat[:6], torch.zeros(2), flat[6:11], torch.zeros(3), flat[11:]])
-    assert_values(ZERO2.split(shapes, [2, 3, 0], [spaced], "x"), values)
+    assert_values(split_vector(shapes, [spaced], "x", paddings=[2, 3, 0]), values)
     with pytest.raises(CheckpointError, match="the x of b has 3 elements instead of 5"):
-        ZERO2.split(shapes, None, [flat[:9]], "x")
+        split_vector(shapes, [flat[:9]], "x")
 
 
 def assert_values(found: dict[str, Any], values: dict[str, torch.Tensor]) -> None:

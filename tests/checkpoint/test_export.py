@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harmony_ds.checkpoint import Layout, convert, export_weights, read_any
+from harmony_ds.checkpoint import Layout, convert, read_any
+from harmony_ds.checkpoint.convert import export_weights
 from harmony_ds.checkpoint.snapshot import Source
 from tests.checkpoint.runs import Setup, engine_of, tag_folder, train
 from tests.cli import shell
@@ -31,7 +32,7 @@ def test_stock_from_pretrained_reads_what_save_pretrained_and_the_converter_writ
         engine.module.save_pretrained(tmp_path / "saved", max_shard_size="40KB" if name == "llama" else "5GB")
         engine.save_checkpoint(tmp_path / "run")
         convert(tmp_path / "run", tmp_path / "hf", Layout.HF)
-        export_weights(read_any(tag_folder(tmp_path / "run")).tensors, tmp_path / "shards", shard_bytes=20_000)
+        export_weights(read_any(tag_folder(tmp_path / "run")).tensors, tmp_path / "shards", shard_size=20_000)
         for folder in ("saved", "hf", "shards"):
             engine.module.config.save_pretrained(tmp_path / folder)
             loaded = type(engine.module).from_pretrained(tmp_path / folder, dtype="auto")

@@ -188,6 +188,37 @@ def test_adams_take_each_others_state(kinds: tuple[str, str], tmp_path: Path) ->
             torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
+class Counting(torch.nn.Module):
+    """A layer with state of its own that is no tensor of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calibrated = torch.nn.Linear(2, 2), {"scale": 1.0}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(inputs)
+
+    def get_extra_state(self) -> dict[str, float]:
+        return self.calibrated
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.calibrated = state
+
+
+def test_the_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "harmony": {"device": "cpu"}, **named("SGD", lr=1e-2)}
+    saved, loaded = (torch.nn.Sequential(Counting(), torch.nn.BatchNorm1d(2)) for _ in range(2))
+    saved[0].calibrated = {"scale": 3.0}
+    engine, *_ = harmony_ds.initialize(model=saved, config=config)
+    engine.save_checkpoint(tmp_path, tag="a")
+    engine.destroy()
+    engine, *_ = harmony_ds.initialize(model=loaded, config=config)
+    engine.load_checkpoint(tmp_path, tag="a")
+    engine.destroy()
+    assert loaded[0].calibrated == {"scale": 3.0}
+    assert_equal(dict(loaded.state_dict()), dict(saved.state_dict()))
+
+
 def test_the_familiar_loop_goes_on_at_its_boundary(tmp_path: Path) -> None:
     setup = Setup(config=CLIP)
 

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import Trainer
 
 import harmony_ds
-from harmony_ds.errors import HarmonyError
 from harmony_ds.integrations.transformers import HarmonyTrainer
 from tests.integrations.as_deepspeed import deepspeed_as_it_was
 from tests.integrations.test_trainer import CONFIG, arguments, llama, logged, text
@@ -82,5 +81,5 @@ def test_weights_alone_are_no_checkpoint(tmp_path: Path) -> None:
     saved.train()
     saved.save_model(str(tmp_path / "weights"))
     (tmp_path / "weights" / "trainer_state.json").write_text((tmp_path / "checkpoint-2/trainer_state.json").read_text())
-    with pytest.raises(HarmonyError, match="holds no checkpoint of harmony_ds"):
+    with pytest.raises(ValueError, match="find a valid checkpoint"):
         trainer(tmp_path, CONFIG).train(resume_from_checkpoint=str(tmp_path / "weights"))

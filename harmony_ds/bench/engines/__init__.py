@@ -5,11 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 
 from harmony_ds.bench.engines import deepspeed, harmony, torch
-from harmony_ds.bench.engines.adapter import Adapter, Engine
+from harmony_ds.bench.engines.adapter import Adapter
 from harmony_ds.config.hints import did_you_mean
 from harmony_ds.errors import ConfigError
-
-__all__ = ["ENGINES", "Adapter", "Engine", "adapter"]
 
 ENGINES: dict[str, Adapter] = {**harmony.ENGINES, **deepspeed.ENGINES, **torch.ENGINES}
 

@@ -20,15 +20,12 @@ class Engine(Protocol):
 
     def step(self, batches: list[Batch]) -> Tensor:
         """Take one optimizer step and return the mean loss over its micro-batches, 0-dim."""
-        ...
 
     def drain(self) -> None:
         """Wait until no update or copy is under way."""
-        ...
 
     def report(self) -> dict[str, Any]:
         """Return `settings`, and as far as the engine knows them `traffic` and `device_peak_bytes`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

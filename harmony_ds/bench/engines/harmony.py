@@ -28,13 +28,10 @@ class Harmony:
 
     def report(self) -> dict[str, Any]:
         """Return the settings, the plan, and the bytes it moved as the engine's ledger counted them."""
-        settings = {"ds_config": self._config}
-        if self._engine.plan is None:
-            return {"settings": settings}
         memory, swaps, planned = self._engine.memory_report(), self._engine.swap_report(), self._engine.plan_report()
         sent = {"sent_bytes": planned.sent_bytes} if self._engine.world_size > 1 else {}
         return {
-            "settings": settings,
+            "settings": {"ds_config": self._config},
             "plan": planned.choices[0].reason,
             "predicted_step_ms": planned.predicted_step_ms,
             "planned_peak_bytes": memory.planned_peak_bytes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.checkpoint.deepspeed.zero_read import OWNED, Shapes, numbered, optimizer_of, snapshot_of
-from harmony_ds.checkpoint.folders import complaining, replace_text, saving
+from harmony_ds.checkpoint.folders import replace_text, saving
 from harmony_ds.checkpoint.snapshot import OptimizerState, Snapshot, Source, listed
 from harmony_ds.checkpoint.tensor_files import load_pickle, write_pickle
 from harmony_ds.errors import CheckpointError
@@ -71,17 +70,16 @@ def write_universal(snapshot: Snapshot, save_dir: Path, tag: str) -> Path:
     """Write `snapshot` as `save_dir`/`tag`, which must not exist, and point `latest_universal` to it."""
     optimizer = _checked(snapshot)
     target = save_dir / tag
-    with complaining(target):
-        with saving(target) as folder:
-            _write_files(snapshot, optimizer, folder)
-        replace_text(save_dir / "latest_universal", tag)
+    with saving(target) as folder:
+        _write_files(snapshot, optimizer, folder)
+    replace_text(save_dir / "latest_universal", tag)
     return target
 
 
 def _checked(snapshot: Snapshot) -> OptimizerState:
     optimizer = snapshot.optimizer
     if optimizer is None:
-        raise CheckpointError(f"a checkpoint of {snapshot.origin} without optimizer cannot become one of DeepSpeed.")
+        raise CheckpointError("a checkpoint without optimizer cannot become one of DeepSpeed.")
     if clashes := sorted(OWNED & snapshot.client_state.keys()):
         raise CheckpointError(f"the client state has {listed(clashes)}, which are DeepSpeed's own keys.")
     for name, state in optimizer.states.items():
@@ -110,7 +108,7 @@ def _write_files(snapshot: Snapshot, optimizer: OptimizerState, folder: Path) ->
     write_pickle(folder / "zero" / "optimizer_state.pt", _optimizer_values(snapshot, optimizer))
     values = _model_values(snapshot, optimizer)
     write_pickle(folder / "mp_rank_00_model_states.pt", values)
-    write_pickle(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", {**values, "module": OrderedDict()})
+    write_pickle(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", {**values, "module": {}})
 
 
 def _steps_of(optimizer: OptimizerState, names: Iterable[str]) -> dict[str, Any]:
@@ -157,19 +155,19 @@ def _model_values(snapshot: Snapshot, optimizer: OptimizerState) -> dict[str, An
     """Return the content of a model_states file."""
     from deepspeed import __version__
 
-    def shapes(names: Iterable[str]) -> OrderedDict[str, torch.Size]:
-        return OrderedDict((name, torch.Size(snapshot.parameters[name].shape)) for name in names)
+    def shapes(names: Iterable[str]) -> dict[str, torch.Size]:
+        return {name: torch.Size(snapshot.parameters[name].shape) for name in names}
 
     weights = {name: source.compact() for name, source in snapshot.tensors.items()}
     frozen = [name for name in snapshot.frozen if name in weights]
     progress, scheduler = snapshot.progress, snapshot.scheduler
     return {
-        "module": OrderedDict(snapshot.with_tied(weights)),
+        "module": snapshot.with_tied(weights),
         "buffer_names": list(snapshot.buffers),
         "param_shapes": [shapes(group.parameters) for group in optimizer.groups],
         "frozen_param_shapes": shapes(frozen),
         "shared_params": dict(snapshot.tied),
-        "frozen_param_fragments": OrderedDict((name, weights[name]) for name in frozen),
+        "frozen_param_fragments": {name: weights[name] for name in frozen},
         "lr_scheduler": scheduler and scheduler[1],
         **dict.fromkeys(("optimizer", "data_sampler", "random_ltd")),
         "skipped_steps": progress.skipped_steps,

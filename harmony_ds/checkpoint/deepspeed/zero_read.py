@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -28,55 +27,9 @@ OWNED = frozenset(
     "ds_autoep_layers".split()
 )
 """Keys of a model_states file that are DeepSpeed's; the others are the client state."""
-
-
-@dataclass(frozen=True, slots=True)
-class ZeroForm:
-    """How a stage keeps an optimizer in its *_optim_states.pt.
-
-    Attributes:
-        base: the key of torch's state dict, to which a vector is one parameter.
-        flat: the key of the vectors' fp32 values.
-        cut_each: each parameter is cut into equal parts, the last one padded, and a process has its parts one after
-            another; otherwise parameters (each maybe padded) lie one after another, and the whole is padded and cut.
-    """
-
-    base: str
-    flat: str
-    cut_each: bool = False
-
-    def split(
-        self, shapes: Shapes, paddings: Sequence[int] | None, vectors: Iterable[Tensor], what: str
-    ) -> dict[str, Source]:
-        """Return the parameters in a vector, given the part of each process."""
-        parts = tuple(vectors)
-        begins = [0, *accumulate(part.numel() for part in parts)]
-        found: dict[str, Source] = {}
-        offset = 0
-        for place, (name, shape) in enumerate(shapes.items()):
-            numel = math.prod(shape)
-            if self.cut_each:
-                share = -(-numel // len(parts))
-                bounds = [(offset, offset + min(share, numel - rank * share)) for rank in range(len(parts))]
-                offset += share
-            else:
-                bounds = [(offset - begin, offset - begin + numel) for begin in begins[:-1]]
-                offset += numel + (paddings[place] if paddings else 0)
-            pieces = [part[max(0, start) : max(0, stop)] for part, (start, stop) in zip(parts, bounds, strict=True)]
-            have = sum(piece.numel() for piece in pieces)
-            if have != numel:
-                raise CheckpointError(f"the {what} of {name} has {have} elements instead of {numel}.")
-            found[name] = Source(tuple(shape), parts[0].dtype, partial(_joined, pieces, tuple(shape)))
-        return found
-
-
-ZERO2 = ZeroForm("base_optimizer_state", "single_partition_of_fp32_groups")
-"""And ZeRO-1."""
-ZERO3 = ZeroForm("optimizer_state_dict", "fp32_flat_groups", cut_each=True)
-
-
-def _joined(pieces: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    return torch.cat(pieces).detach().view(shape)
+_ZERO2 = ("single_partition_of_fp32_groups", "base_optimizer_state")
+_ZERO3 = ("fp32_flat_groups", "optimizer_state_dict")
+"""Keys of a *_optim_states.pt: the vectors' fp32 values, and torch's state dict, to which a vector is one parameter."""
 
 
 def is_zero(folder: Path) -> bool:
@@ -124,7 +77,6 @@ def snapshot_of(
             parameters[name] = source
     scheduler = model.get("lr_scheduler")
     return Snapshot(
-        origin=f"DeepSpeed {model.get('ds_version', '')}".strip(),
         progress=Progress(
             **{key: int(model.get(key) or 0) for key in ("global_steps", "global_samples", "skipped_steps")},
             loss_scaler=vars(loss_scaler) if getattr(loss_scaler, "dynamic", False) else None,
@@ -146,8 +98,43 @@ def _frozen(models: list[dict[str, Any]]) -> dict[str, Source]:
     found: dict[str, Source] = {}
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         if name in fragments[0]:
-            found |= ZERO3.split({name: shape}, None, (fragment[name].reshape(-1) for fragment in fragments), "value")
+            found |= split_vector({name: shape}, (part[name].reshape(-1) for part in fragments), "value", cut_each=True)
     return found
+
+
+def split_vector(
+    shapes: Shapes, vectors: Iterable[Tensor], what: str, cut_each: bool = False, paddings: Sequence[int] | None = None
+) -> dict[str, Source]:
+    """Return the parameters in a vector, given the part of each process.
+
+    Args:
+        cut_each: each parameter is cut into equal parts, the last one padded, and a process has its parts one after
+            another (ZeRO-3); otherwise parameters lie one after another, and the whole is padded and cut (ZeRO-1, 2).
+        paddings: elements after each parameter, where the whole is cut.
+    """
+    parts = tuple(vectors)
+    begins = [0, *accumulate(part.numel() for part in parts)]
+    found: dict[str, Source] = {}
+    offset = 0
+    for place, (name, shape) in enumerate(shapes.items()):
+        numel = math.prod(shape)
+        if cut_each:
+            share = -(-numel // len(parts))
+            bounds = [(offset, offset + min(share, numel - rank * share)) for rank in range(len(parts))]
+            offset += share
+        else:
+            bounds = [(offset - begin, offset - begin + numel) for begin in begins[:-1]]
+            offset += numel + (paddings[place] if paddings else 0)
+        pieces = [part[max(0, start) : max(0, stop)] for part, (start, stop) in zip(parts, bounds, strict=True)]
+        have = sum(piece.numel() for piece in pieces)
+        if have != numel:
+            raise CheckpointError(f"the {what} of {name} has {have} elements instead of {numel}.")
+        found[name] = Source(tuple(shape), parts[0].dtype, partial(_joined, pieces, tuple(shape)))
+    return found
+
+
+def _joined(pieces: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    return torch.cat(pieces).detach().view(shape)
 
 
 def _trained(
@@ -155,8 +142,9 @@ def _trained(
 ) -> tuple[dict[str, Source], OptimizerState, Record | None]:
     shapes: list[Shapes] = model.get("param_shapes") or []
     first = states[0]
-    form = next((one for one in (ZERO3, ZERO2) if one.flat in first and isinstance(first.get(one.base), dict)), None)
-    if form is None:
+    is_zero3 = _ZERO3[0] in first
+    flat, base = _ZERO3 if is_zero3 else _ZERO2
+    if flat not in first or not isinstance(first.get(base), dict):
         raise CheckpointError(
             f"{folder}: its *_optim_states.pt hold {listed(sorted(first))}, which is neither ZeRO-1 or 2 nor ZeRO-3. "
             "Elastic checkpoints and those of DeepSpeed's BF16_Optimizer can be made universal by ds_to_universal.py."
@@ -165,15 +153,16 @@ def _trained(
     masters: dict[str, Source] = {}
     by_name: dict[str, dict[str, Any]] = {}
     for index, names in enumerate(shapes):
-        masters |= form.split(names, paddings[index], (state[form.flat][index] for state in states), "fp32 value")
-        groups = [state[form.base]["state"].get(index, {}) for state in states]
+        values_of = partial(split_vector, names, cut_each=is_zero3, paddings=paddings[index])
+        masters |= values_of((state[flat][index] for state in states), "fp32 value")
+        groups = [state[base]["state"].get(index, {}) for state in states]
         for key, value in groups[0].items():
             values: Mapping[str, Any] = dict.fromkeys(names, value)
             if isinstance(value, Tensor) and value.dim() > 0:
-                values = form.split(names, paddings[index], (group[key] for group in groups), key)
+                values = values_of((group[key] for group in groups), key)
             for name, source in values.items():
                 by_name.setdefault(name, {})[key] = source
-    return masters, optimizer_of(first[form.base]["param_groups"], shapes, by_name), first.get("loss_scaler")
+    return masters, optimizer_of(first[base]["param_groups"], shapes, by_name), first.get("loss_scaler")
 
 
 def optimizer_of(
