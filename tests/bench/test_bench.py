@@ -397,21 +397,9 @@ def test_engines_of_one_device_are_left_out_of_a_comparison_of_several(task: Wor
 def test_two_processes_are_compared_as_one_engine(model: str, tmp_path: Path, place: str) -> None:
     file, output = tmp_path / "ds.json", tmp_path / "bench.json"
     file.write_text(json.dumps({**DS_CONFIG, "harmony": {"reduce": place}}), encoding="utf-8")
-    arguments = (
-        "bench",
-        model,
-        "--ds-config",
-        str(file),
-        "--device",
-        "cpu",
-        "--processes",
-        "2",
-        "--output",
-        str(output),
-    )
-    found = shell(
-        *arguments, "--engines", "harmony,deepspeed-zero3-offload", "--no-sweep", "--rounds", "1", "--steps", "1"
-    )
+    arguments = ("bench", model, "--ds-config", str(file), "--device", "cpu", "--processes", "2", "--no-sweep")
+    two = ("--engines", "harmony,deepspeed-zero3-offload", "--rounds", "1", "--steps", "1", "--output", str(output))
+    found = shell(*arguments, *two)
 
     assert found.exit_code == 0, found.stdout + found.stderr
     assert "4 micro-batches of 2 rows on each of 2 devices" in " ".join(found.stdout.split())
