@@ -101,7 +101,7 @@ def _forecast_json(now: Forecast) -> dict[str, Any]:
         "step_ms": now.prediction.step_ms,
         f"{unit}_per_step": now.items_per_step,
         f"{unit}_per_s": now.items_per_s,
-        "bottleneck": now.bottleneck,
+        "bottleneck": now.prediction.bottleneck,
         "busy_share": dict(now.busy_share),
         "device_peak_bytes": now.plan.peak_bytes,
         "device_budget_bytes": now.survey.request.budget_bytes,
@@ -234,7 +234,7 @@ def _show_forecast(now: Forecast, unit: str) -> None:
         **({} if sizes == WHOLE else {"pieces": str(sizes)}),
         "one step": f"{now.prediction.step_ms / 1e3:,.2f} s: {now.items_per_s:,.0f} {unit}/s, the device computes "
         f"{1 - now.prediction.idle_share:.0%} of the time",
-        "bottleneck": f"{now.bottleneck.replace('_', ' ')} (busy: {busy})",
+        "bottleneck": f"{now.prediction.bottleneck.replace('_', ' ')} (busy: {busy})",
         "swaps": f"{amount(moved)} of weights and gradients = {moved / max(1, lower_bound_bytes(now.plan)):.2f} x the "
         f"lower bound, {amount(stash)} of stash{between}{versus}",
     }

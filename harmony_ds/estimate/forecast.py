@@ -92,11 +92,6 @@ class Forecast:
         """By stream: the part of the step in which it works."""
         return {name: ms / self.prediction.step_ms for name, ms in self.prediction.busy_ms.items()}
 
-    @property
-    def bottleneck(self) -> str:
-        """The stream that works most."""
-        return max(self.busy_share, key=lambda name: self.busy_share[name])
-
 
 def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
     """Return the forecast of the fastest plan that the host has room for, or the fastest of all if it has none for any.

@@ -87,6 +87,21 @@ def run_jobs(
     return Timeline(tuple(begin), tuple(end))
 
 
+def run_alone(jobs: Sequence[Job]) -> Timeline:
+    """Let `jobs` run as if none slowed another down: each ends no later than in `run_jobs`."""
+    begin: list[float] = []
+    end: list[float] = []
+    free: dict[str, float] = {}  # stream -> when it has finished what was queued
+    for job in jobs:
+        now = max(
+            [*[end[place] for place in job.after], *[free.get(stream, 0.0) for stream in job.streams]], default=0.0
+        )
+        begin.append(now)
+        end.append(now + job.duration_ms)
+        free.update(dict.fromkeys(job.streams, end[-1]))
+    return Timeline(tuple(begin), tuple(end))
+
+
 def _dependencies(jobs: Sequence[Job]) -> tuple[list[int], list[list[int]]]:
     """For how many jobs each one waits, and which ones wait for it."""
     assert all(before < place for place, job in enumerate(jobs) for before in job.after), "a job waits for a later one"

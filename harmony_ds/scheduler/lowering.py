@@ -173,7 +173,8 @@ class Lowering:
         # One thread issues the work of several devices; that of one was measured with what issuing it takes.
         issue_ms = duration * self._costs.issue_share * (self._plan.policy.pipeline > 1)
         ran = self._compute(tasks, len(tasks) * duration, after, issue_ms)
-        self._ran.update((one.micro_batch, ran) for one in tasks)
+        if self._plan.policy.pipeline > 1:
+            self._ran.update((one.micro_batch, ran) for one in tasks)
 
     def _gradients_out(self, task: Task, pack: Pack) -> None:
         on_host = self._plan.policy.reduce_on_host

@@ -110,11 +110,10 @@ class _Total:
 
     def put(self, key: object, nbytes: int, times: int = 1) -> bool:
         """`key` now holds `nbytes`, which count so many times. Returns whether it held something before."""
-        known = key in self._held
-        self.take(key)
-        self.total += times * nbytes
+        before, counted = self._held.get(key, (0, 0))
+        self.total += times * nbytes - counted * before
         self._held[key] = nbytes, times
-        return known
+        return counted > 0
 
     def take(self, key: object) -> int:
         """Remove and return what `key` held."""

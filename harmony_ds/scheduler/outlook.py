@@ -67,19 +67,18 @@ class Outlook:
         packing = plan.packing
         forward = {index: stage for stage, index in enumerate(packing.forward)}
         backward = {index: stage for stage, index in enumerate(reversed(packing.backward), len(forward))}
-        base = resident_bytes(packing, plan.policy, self._request)
-        now: dict[int, int] = {}  # by device: its stage
-        peaks = [base] * (len(forward) + len(backward))
+        stages = dict.fromkeys(FORWARD_KINDS, forward) | dict.fromkeys((TaskKind.FUSED, *BACKWARD_KINDS), backward)
+        now = {**forward}  # by device: its stage
+        peaks = [0] * (len(forward) + len(backward))
         profile = self._walks.walk(packing.packs, plan.tasks, short.counts)
         walked = zip(plan.tasks, profile.devices, profile.weight_bytes, profile.activation_bytes, strict=True)
         for task, device, weights, rest in walked:
-            if task.kind in FORWARD_KINDS:
-                now[device] = forward[task.pack]
-            elif task.kind is TaskKind.FUSED or task.kind in BACKWARD_KINDS:
-                now[device] = backward[task.pack]
-            stage = now.get(device, forward.get(device, 0))
-            peaks[stage] = max(peaks[stage], base + weights + rest)
-        return peaks
+            if (numbers := stages.get(task.kind)) is not None:
+                now[device] = numbers[task.pack]
+            stage = now.get(device, 0)
+            peaks[stage] = max(peaks[stage], weights + rest)
+        base = resident_bytes(packing, plan.policy, self._request)
+        return [base + peak for peak in peaks]
 
     def least_ms(self, packing: Packing, policy: Policy) -> float:
         """Return what the device that computes most takes for that, with nothing to wait for."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
@@ -43,15 +43,16 @@ class TaskKind(Enum):
     MOVE = "M"
     MOVE_BACK = "W"
 
+    __hash__ = object.__hash__  # there is one of each, and an Enum's own is written in Python
+
 
 FORWARD_KINDS = (TaskKind.FORWARD, TaskKind.FORWARD_FOR_GRAPH)
 BACKWARD_KINDS = (TaskKind.BACKWARD, TaskKind.BACKWARD_FROM_GRAPH)
 """Of the two passes, which the fused pack runs at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One step of a plan. `micro_batch` is -1 where the task concerns no single one."""
+class Task(NamedTuple):
+    """One step of a plan (a named tuple: a search makes very many). `micro_batch` is -1 where it concerns no single one."""
 
     kind: TaskKind
     pack: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -58,6 +59,40 @@ def run_json(*arguments: str) -> dict[str, Any]:
 
 
 # ---- all of them
+
+
+def test_no_garbage_is_looked_for_while_a_command_is_imported_and_when_its_process_ends() -> None:
+    seen = """if 1:
+        import atexit, gc, sys
+        from harmony_ds.cli import main
+
+        def note(phase, _):
+            if "torch" in sys.modules and not hasattr(sys.modules.get("harmony_ds.cli.app"), "run"):
+                print("collected")
+
+        gc.set_threshold(10)
+        gc.callbacks.append(note)
+        atexit.register(lambda: print(gc.get_freeze_count() > 0, gc.isenabled()))
+        sys.argv = ["harmony-ds", "machines"]
+        main()"""
+    ended = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
+
+    assert "rtx4090" in ended.stdout
+    assert "collected" not in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "True True"
+
+
+def test_estimate_keeps_its_garbage_and_leaves_collection_as_it_was(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def load(*arguments: Any) -> Any:
+        seen.append(gc.isenabled())
+        return load_subject(*arguments)
+
+    monkeypatch.setattr("harmony_ds.cli.estimate.load_subject", load)
+    assert not run("estimate", tiny, "--machine", "h100", "--no-advice").exit_code
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=str)

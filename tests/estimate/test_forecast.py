@@ -145,7 +145,7 @@ def test_the_bottleneck_is_named_and_relieving_it_helps(machine: dict[str, Any],
     found = forecast(asked)
     rates = [(what, rate) for what, rate in changes(found).items() if "fast" in what]
 
-    assert found.bottleneck == bottleneck
+    assert found.prediction.bottleneck == bottleneck
     assert rates[0][0] == helps
     assert rates[0][1] > 1.3 * found.items_per_s
 

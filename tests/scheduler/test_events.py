@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harmony_ds.scheduler.events import Job, Timeline, run_jobs
+from harmony_ds.scheduler.events import Job, Timeline, run_alone, run_jobs
 
 STREAMS = ("a", "b", "c")
 
@@ -84,3 +84,15 @@ def test_a_link_carries_no_more_than_it_can(jobs: list[Job], capacity: float) ->
     check(jobs, timeline)
     drawn = sum(job.duration_ms * demand for job in jobs for _, demand in job.demands)
     assert timeline.makespan_ms >= drawn / capacity - 1e-6
+
+
+@given(job_lists(), st.floats(0.5, 8))
+def test_alone_jobs_end_as_they_do_where_nothing_is_short_and_no_later_than_where_it_is(
+    jobs: list[Job], capacity: float
+) -> None:
+    alone = run_alone(jobs)
+
+    assert alone.begin_ms == pytest.approx(run_jobs(jobs).begin_ms)
+    assert alone.end_ms == pytest.approx(run_jobs(jobs).end_ms)
+    slowed = run_jobs(jobs, {"link": capacity}).end_ms
+    assert all(one <= other + 1e-6 for one, other in zip(alone.end_ms, slowed, strict=True))

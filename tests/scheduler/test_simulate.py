@@ -16,7 +16,7 @@ from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan, Policy
-from harmony_ds.scheduler.simulate import simulate
+from harmony_ds.scheduler.simulate import simulate, step_ms
 from harmony_ds.scheduler.spans import COMPUTE, STREAMS, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import swaps_of
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of
@@ -45,6 +45,18 @@ def cases(draw: st.DrawFn) -> tuple[Plan, CostTable, Machine]:
     plan, costs = planned(layers, draw(st.integers(1, 3)), policy, draw(st.integers(1, 4)))
     machine = replace(draw(st.sampled_from([GPU, CPU])), beside_update=draw(st.sampled_from([0.5, 0.8, 1.0])))
     return plan, costs, machine
+
+
+@given(cases(), st.floats(0.5, 0.999))
+@settings(deadline=None)
+def test_a_time_is_given_up_only_if_it_is_longer_than_wanted(
+    case: tuple[Plan, CostTable, Machine], share: float
+) -> None:
+    took = step_ms(*case)
+
+    assert step_ms(*case, wanted_ms=took) == took
+    assert step_ms(*case, wanted_ms=share * took) in (took, float("inf"))
+    assert step_ms(*case, wanted_ms=1e-3 * took) == float("inf")
 
 
 @given(cases())
