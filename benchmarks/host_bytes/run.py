@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.host_bytes.run [MODEL]     # llama-718m; writes results/host_bytes.json
 
-Each row is a process of its own: memory before the model is taken off what it holds after two steps ("held"), and off the
-most that it held since the model was there ("peak"). The CPU is the device: harmony's 0.4 GiB of it are included.
+Each row is a process of its own, and its memory before the model is taken off: what it holds after two steps ("held", of
+which "device" lies on the device: the CPU), what `memory_report()` says of the host then, and the most there was ("peak").
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ _CLIPPED: dict[str, dict[str, Any]] = {
     "16-bit state": {"bf16": _STATE_16, "zero_optimization": {"stage": 2}},
 }
 SETTINGS = _CLIPPED | {f"{name}, no clipping": {**one, "gradient_clipping": 0.0} for name, one in _CLIPPED.items()}
+for _name in ("split masters, no clipping", "16-bit state, no clipping"):
+    _small = {**SETTINGS[_name].get("harmony", {}), "pack_layers": 1, "gradient_slabs": 1}
+    SETTINGS[f"{_name}, small slabs"] = {**SETTINGS[_name], "harmony": _small}
 SETTINGS |= {"deepspeed-zero2-offload": {}, "deepspeed-zero3-offload": {}}
 
 
@@ -41,7 +44,11 @@ def trained(name: str, model: str) -> dict[str, Any]:
         engine.step(task.batches(step))
         engine.drain()
     ctypes.CDLL(None).malloc_trim(0)
-    return {"parameters": count, "held": status_bytes("VmRSS"), "peak": status_bytes("VmHWM")}
+    found = {"parameters": count, "held": status_bytes("VmRSS"), "peak": status_bytes("VmHWM")}
+    if (own := getattr(engine, "_engine", None)) is not None:
+        found["device"] = own._assembly.parts.device.allocated_bytes()
+        found["reported"] = sum(own.memory_report().host_bytes.values())
+    return found
 
 
 def main() -> None:
@@ -55,8 +62,8 @@ def main() -> None:
     rows = []
     for name in SETTINGS:
         rows += answers_of("benchmarks.host_bytes.run", model, name)
-        held, peak = (rows[-1][kind] / rows[-1]["parameters"] for kind in ("held", "peak"))
-        print(f"{name:<28} held {held:6.2f}, peak {peak:6.2f} bytes a parameter", flush=True)
+        each = [f"{kind} {n / rows[-1]['parameters']:.2f}" for kind, n in rows[-1].items() if kind != "setting"]
+        print(f"{name:<44}" + ", ".join(each[1:]), flush=True)
     write_results("host_bytes", {"rows": rows})
 
 

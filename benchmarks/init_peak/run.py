@@ -72,10 +72,8 @@ def measure(source: str, dtype: str, sizes: tuple[int, int, int], folder: Path) 
     engine = engine_over(model, dtype)
     seconds = time.perf_counter() - begin
     files = (folder / dtype).iterdir() if source == "from_pretrained" else ()
-    peak, after = (
-        status_bytes("VmHWM") - base - sum(file.stat().st_size for file in files),
-        status_bytes("VmRSS") - base,
-    )
+    peak = status_bytes("VmHWM") - base - sum(file.stat().st_size for file in files)
+    after = status_bytes("VmRSS") - base
     parts = [model, model.model.embed_tokens, *model.model.layers, model.lm_head]
     count, *layers = [sum(p.numel() for p in part.parameters()) for part in parts]
     state, layer = count * _STATE_BYTES[dtype], max(layers) * _STATE_BYTES[dtype]

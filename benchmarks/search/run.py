@@ -12,18 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, median, quantiles
 from time import perf_counter, process_time
 from typing import Any
 
+from benchmarks.common import write_results
 from benchmarks.search.exhaustive import Exhaustive
 from benchmarks.search.models import HALF, Model, random_model
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.search import search
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "search.json"
 _MODELS, _LAYERS = 300, (3, 4, 5, 5, 6, 6)
 
 
@@ -101,10 +99,7 @@ def _plan_deep(model: Model) -> None:
     begin = process_time()
     choice = search(model.graph, model.costs, model.machine, HALF, model.request)[0]
     took_s, step_ms = process_time() - begin, choice.prediction.step_ms
-    print(
-        f"model {model.seed}: {len(model.graph.calls)} layers, {model.request.micro_batches} micro-batches: {took_s:.1f} s "
-        f"of one core, {len(choice.plan.packs)} packs, {step_ms:.0f} ms a step"
-    )
+    print(f"model {model.seed}: {took_s:.1f} s of one core, {len(choice.plan.packs)} packs, {step_ms:.0f} ms a step")
 
 
 def main() -> None:
@@ -124,7 +119,7 @@ def main() -> None:
     total = summary(found)
     print(json.dumps(total, indent=1))
     if given.models == _MODELS:
-        RESULTS.write_text(json.dumps({"summary": total, "models": [asdict(one) for one in found]}, indent=1) + "\n")
+        write_results("search", {"summary": total, "models": [asdict(one) for one in found]})
 
 
 if __name__ == "__main__":

@@ -38,10 +38,8 @@ def counting_stage_2(optimizer: Any, counted: Counter[str]) -> AbstractContextMa
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def counted_copy(self: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        masters, weights = (
-            optimizer.single_partition_of_fp32_groups,
-            optimizer.param_buffer_of_bit16_for_cpu_offload_groups,
-        )
+        masters = optimizer.single_partition_of_fp32_groups
+        weights = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
         sums = [*optimizer.accumulated_grads_in_cpu.values(), *(m.grad for m in masters if m.grad is not None)]
         host, there = storages([*masters, *weights, *sums]), source.untyped_storage().data_ptr()
         to_host, from_host = self.untyped_storage().data_ptr() in host, there in host
