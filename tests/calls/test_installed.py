@@ -130,17 +130,11 @@ def test_phantoms_have_shape_dtype_and_device() -> None:
 )
 def test_using_a_phantom_is_an_error_that_names_it(use: Any) -> None:
     one = InstalledModel()
-    with (
-        one.installation.installed({}),
-        pytest.raises(ModelError, match=r"parameter first.weight was used"),
-    ):
+    with one.installation.installed({}), pytest.raises(ModelError, match=r"parameter first.weight was used"):
         use(one.model)
 
     assert one.installation.touched == {"first.weight"}
-    with (
-        pytest.raises(ModelError, match=r"Name a module .* in harmony.layers"),
-        one.installation.installed({}),
-    ):
+    with pytest.raises(ModelError, match=r"Name a module .* in harmony.layers"), one.installation.installed({}):
         use(one.model)
 
 

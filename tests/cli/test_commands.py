@@ -65,34 +65,24 @@ def test_no_garbage_is_looked_for_while_a_command_is_imported_and_when_its_proce
     seen = """if 1:
         import atexit, gc, sys
         from harmony_ds.cli import main
-
-        def note(phase, _):
-            if "torch" in sys.modules and not hasattr(sys.modules.get("harmony_ds.cli.app"), "run"):
-                print("collected")
-
+        imported = lambda: "torch" not in sys.modules or hasattr(sys.modules.get("harmony_ds.cli.app"), "run")
         gc.set_threshold(10)
-        gc.callbacks.append(note)
+        gc.callbacks.append(lambda *_: imported() or print("collected"))
         atexit.register(lambda: print(gc.get_freeze_count() > 0, gc.isenabled()))
         sys.argv = ["harmony-ds", "machines"]
         main()"""
     ended = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
-
-    assert "rtx4090" in ended.stdout
-    assert "collected" not in ended.stdout
+    assert "rtx4090" in ended.stdout and "collected" not in ended.stdout
     assert ended.stdout.splitlines()[-1] == "True True"
 
 
-def test_estimate_keeps_its_garbage_and_leaves_collection_as_it_was(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def load(*arguments: Any) -> Any:
-        seen.append(gc.isenabled())
-        return load_subject(*arguments)
-
-    monkeypatch.setattr("harmony_ds.cli.estimate.load_subject", load)
+def test_estimate_keeps_its_garbage_meanwhile(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled = []
+    monkeypatch.setattr(
+        "harmony_ds.cli.estimate.load_subject", lambda *given: enabled.append(gc.isenabled()) or load_subject(*given)
+    )
     assert not run("estimate", tiny, "--machine", "h100", "--no-advice").exit_code
-    assert seen == [False]
-    assert gc.isenabled()
+    assert enabled == [False] and gc.isenabled()
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=str)
@@ -471,10 +461,7 @@ def test_trace_of_a_model_that_does_not_fit_exits_with_3(tiny: str, on_cpu: str,
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (("--run", "--profile", "profile.json"), "leave --profile away"),
-        (("--profile", "profile.json"), "No such file"),
-    ],
+    [(("--run", "--profile", "profile.json"), "leave --profile away"), (("--profile", "profile.json"), "No such file")],
 )
 def test_trace_of_wrong_input(tiny: str, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     found = run("trace", tiny, "--output", str(tmp_path / "trace.json"), *arguments)

@@ -134,10 +134,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     # values of other keys
     ({"gradient_allreduce_op": "max"}, "\"gradient_allreduce_op\": Input should be 'mean' or 'sum'"),
     ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "not supported with ZeRO stage 3"),
-    (
-        {"communication_data_type": "fp64"},
-        r"Supported data types: \['fp16', 'bf16', 'fp32'\]. Got: fp64",
-    ),
+    ({"communication_data_type": "fp64"}, r"Supported data types: \['fp16', 'bf16', 'fp32'\]. Got: fp64"),
     ({"checkpoint": {"tag_validation": "sometimes"}}, "Input should be 'WARN', 'IGNORE' or 'FAIL', not 'sometimes'"),
     ({"steps_per_print": "often"}, "\"steps_per_print\": Input should be a valid integer, not 'often'"),
     (

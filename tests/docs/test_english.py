@@ -20,7 +20,7 @@ CHECKED = [
             "examples",
             "ds_configs",
         )
-    ),
+    )
 ]
 
 

@@ -7,14 +7,7 @@ import torch
 from torch import nn
 
 import harmony_ds
-from harmony_ds import (
-    BatchError,
-    ConfigError,
-    DoesNotFitError,
-    ModelError,
-    OptimizerError,
-    UnsupportedError,
-)
+from harmony_ds import BatchError, ConfigError, DoesNotFitError, ModelError, OptimizerError, UnsupportedError
 from harmony_ds.device import CpuDevice
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
 from tests.oracle import assert_same

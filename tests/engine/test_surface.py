@@ -138,10 +138,7 @@ def unscaled_logits(engine: Any, batch: dict[str, Any]) -> None:
 @pytest.mark.parametrize("backward", [unscaled_loss, unscaled_known_loss, unscaled_logits])
 def test_an_unscaled_backward_in_fp16_is_an_error_and_not_a_wrong_gradient(backward: Any) -> None:
     said = r"1\. engine.backward\(loss\) 2\. engine.scale\(loss\)"
-    with (
-        engine_for(LLAMA.build(0.0), sgd, config_of(2, **FP16)) as engine,
-        pytest.raises(UsageError, match=said),
-    ):
+    with engine_for(LLAMA.build(0.0), sgd, config_of(2, **FP16)) as engine, pytest.raises(UsageError, match=said):
         backward(engine, GROUPS[0][0])
 
 

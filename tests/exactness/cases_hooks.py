@@ -10,15 +10,7 @@ import torch
 from torch import nn
 
 from tests.exactness.case import ALL, ONE, PAIRS, REGROUPED, Found, case
-from tests.exactness.models import (
-    Net,
-    adamw,
-    batches,
-    own_loss,
-    sgd,
-    trained,
-    weights,
-)
+from tests.exactness.models import Net, adamw, batches, own_loss, sgd, trained, weights
 from tests.exactness.sides import Side
 
 # ---- optimizers

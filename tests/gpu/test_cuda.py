@@ -24,10 +24,7 @@ from tests.late_device.test_steady import Model
 from tests.oracle import assert_same, largest_difference, with_floating_dtype
 from tests.runtime.test_lane import model_and_lane
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SEED, GROUP, STEPS = 5, 4, 3
 LOW_PRECISION = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "opt")
 ADAM = {

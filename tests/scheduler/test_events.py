@@ -87,12 +87,8 @@ def test_a_link_carries_no_more_than_it_can(jobs: list[Job], capacity: float) ->
 
 
 @given(job_lists(), st.floats(0.5, 8))
-def test_alone_jobs_end_as_they_do_where_nothing_is_short_and_no_later_than_where_it_is(
-    jobs: list[Job], capacity: float
-) -> None:
-    alone = run_alone(jobs)
+def test_alone_is_as_with_room_for_all_and_never_later(jobs: list[Job], capacity: float) -> None:
+    alone, all_at_once, slowed = run_alone(jobs), run_jobs(jobs), run_jobs(jobs, {"link": capacity})
 
-    assert alone.begin_ms == pytest.approx(run_jobs(jobs).begin_ms)
-    assert alone.end_ms == pytest.approx(run_jobs(jobs).end_ms)
-    slowed = run_jobs(jobs, {"link": capacity}).end_ms
-    assert all(one <= other + 1e-6 for one, other in zip(alone.end_ms, slowed, strict=True))
+    assert (*alone.begin_ms, *alone.end_ms) == pytest.approx((*all_at_once.begin_ms, *all_at_once.end_ms))
+    assert all(one <= other + 1e-6 for one, other in zip(alone.end_ms, slowed.end_ms, strict=True))

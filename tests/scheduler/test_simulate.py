@@ -49,11 +49,8 @@ def cases(draw: st.DrawFn) -> tuple[Plan, CostTable, Machine]:
 
 @given(cases(), st.floats(0.5, 0.999))
 @settings(deadline=None)
-def test_a_time_is_given_up_only_if_it_is_longer_than_wanted(
-    case: tuple[Plan, CostTable, Machine], share: float
-) -> None:
+def test_only_times_longer_than_wanted_are_given_up(case: tuple[Plan, CostTable, Machine], share: float) -> None:
     took = step_ms(*case)
-
     assert step_ms(*case, wanted_ms=took) == took
     assert step_ms(*case, wanted_ms=share * took) in (took, float("inf"))
     assert step_ms(*case, wanted_ms=1e-3 * took) == float("inf")

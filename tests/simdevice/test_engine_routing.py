@@ -90,9 +90,7 @@ def test_a_plan_made_with_even_routing_bounds_a_step_in_which_all_rows_go_one_wa
     engine.destroy()
 
 
-def test_a_step_above_its_plan_is_logged_and_the_next_plan_covers_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_step_above_its_plan_is_logged_and_the_next_plan_covers_it(caplog: pytest.LogCaptureFixture) -> None:
     engine, _ = engine_of_rows(Square(), pack_layers=1)
     usual, unusual = {"inputs": -torch.ones(ROWS, WIDTH)}, {"inputs": torch.ones(ROWS, WIDTH)}
     engine.train_batch(iter([usual, usual]))
