@@ -178,17 +178,6 @@ def gradients_left_before_initialize(side: Side) -> Found:
     return trained(side, model, sgd)
 
 
-@case(*PAIRS)
-def engine_called_after_destroy(side: Side) -> Found:
-    """The model's outputs are asked for through the engine after engine.destroy()."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    train(engine, batches(side.accumulation))
-    engine.destroy()
-    with torch.no_grad():
-        return {**weights(model), "out": engine(batches(1)[0][0])}
-
-
 # ---- saved
 
 
@@ -237,21 +226,6 @@ def weights_through_the_engine(side: Side) -> Found:
         found |= {f"{n.removeprefix('module.')} {step}": p.detach().clone() for n, p in engine.named_parameters()}
         found |= {f"state {n.removeprefix('module.')} {step}": t.clone() for n, t in engine.state_dict().items()}
         found[f"sum {step}"] = torch.stack([p.detach().sum() for p in engine.parameters()]).sum()
-    return found
-
-
-@case(*PAIRS)
-def momenta_read(side: Side) -> Found:
-    """optimizer.state of every parameter is read after each step."""
-    model = Net()
-    optimizer = adamw(model)
-    engine = side.initialize(model, optimizer)
-    found: dict[str, Any] = {}
-    for step in range(2):
-        train(engine, batches(side.accumulation, seed=step))
-        for name, p in model.named_parameters():
-            state = optimizer.state[p]
-            found |= {f"{name} {k} {step}": state[k].clone() for k in ("exp_avg", "exp_avg_sq", "step")}
     return found
 
 

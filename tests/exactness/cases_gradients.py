@@ -313,17 +313,6 @@ def optimizer_step_beside_engine_step(side: Side) -> Found:
     return weights(model)
 
 
-@case(*ALL)
-def loss_backward_and_engine_step(side: Side) -> Found:
-    """loss.backward() instead of engine.backward(loss), then engine.step(): gradients are divided all the same."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation):
-        engine(x, labels=y).backward()
-        engine.step()
-    return weights(model)
-
-
 @case(*ALL, tolerance=REGROUPED)
 def loss_backward_from_several_calls(side: Side) -> Found:
     """One loss.backward() for the losses of a whole group, one of them looked at, beside engine.backward of another."""
@@ -514,14 +503,13 @@ def trained_module_before(side: Side) -> Found:
 @case()
 def loss_without_a_graph(side: Side) -> Found:
     """A forward whose loss is only logged, never propagated, between micro-batches that are trained on."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
     seen = []
-    for x, y in batches(2 * side.accumulation):
-        seen.append(engine(-x, labels=y).detach())
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return {**weights(model), "seen": torch.stack(seen)}
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        seen.append(engine(-x, labels).detach())
+        return engine(x, labels)
+
+    return {**trained(side, Net(), adamw, loss), "seen": torch.stack(seen)}
 
 
 @case(*ONE)

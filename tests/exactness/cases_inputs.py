@@ -16,59 +16,24 @@ from tests.exactness.sides import Side
 @case(*ALL)
 def reused_input_buffer(side: Side) -> Found:
     """The loop copies every micro-batch into one pair of tensors; the loss is the model's."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
     bx, by = torch.empty(2, WIDTH), torch.empty(2, dtype=torch.long)
-    losses = []
-    for x, y in batches(3 * side.accumulation):
-        bx.copy_(x)
-        by.copy_(y)
-        loss = engine(bx, labels=by)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss)
-    return {**weights(model), "losses": torch.stack([loss.detach() for loss in losses])}
+    return trained(side, Net(), adamw, lambda engine, x, y: engine(bx.copy_(x), labels=by.copy_(y)), steps=3)
 
 
 @case()
 def reused_numpy_buffer(side: Side) -> Found:
     """Inputs are made by torch.from_numpy over an array that is overwritten for each micro-batch."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
     array = torch.empty(2, WIDTH).numpy()
-    for x, y in batches(3 * side.accumulation):
-        array[:] = x.numpy()
-        engine.backward(engine(torch.from_numpy(array), labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case()
-def train_and_eval_within_a_group(side: Side) -> Found:
-    """Every second micro-batch of a group runs in eval mode, without dropout."""
 
     def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
-        engine.train(engine.micro_steps % 2 == 0)
-        return engine(x, labels)
+        array[:] = x.numpy()
+        return engine(torch.from_numpy(array), labels)
 
-    return trained(side, Net(lambda: Block(dropout=0.3)), adamw, loss, steps=3)
+    return trained(side, Net(), adamw, loss, steps=3)
 
 
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
-
-
-@case()
-def batch_norm_and_a_look(side: Side) -> Found:
-    """BatchNorm in the blocks, and the third loss of a group is printed before its backward."""
-
-    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
-        loss = engine(x, labels)
-        if engine.micro_steps % 4 == 2:
-            print(loss)
-        return loss
-
-    return trained(side, Net(normed), adamw, loss, steps=3, rows=4)
 
 
 class OfBatch(Net):
@@ -79,15 +44,14 @@ class OfBatch(Net):
 @case()
 def batch_dict_changed_after_the_call(side: Side) -> Found:
     """One dict is handed over for every micro-batch, its entries exchanged in between."""
-    model = OfBatch()
-    engine = side.initialize(model, adamw(model))
     batch: dict[str, Any] = {}
-    for i, (x, y) in enumerate(batches(2 * side.accumulation)):
-        batch.update(x=x, labels=y, scale=i)
-        engine.backward(engine(batch))
-        engine.step()
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
         batch.clear()
-    return weights(model)
+        batch.update(x=x, labels=labels, scale=engine.micro_steps)
+        return engine(batch)
+
+    return trained(side, OfBatch(), adamw, loss)
 
 
 @case()
@@ -189,11 +153,8 @@ def different_lengths(side: Side) -> Found:
 def random_numbers_of_the_loop(side: Side) -> Found:
     """The loop draws noise with torch.randn_like between micro-batches of a model with dropout."""
     model = Net(lambda: Block(dropout=0.3))
-    engine = side.initialize(model, adamw(model))
-    for x, y in batches(2 * side.accumulation):
-        engine.backward(engine(x + 0.1 * torch.randn_like(x), labels=y))
-        engine.step()
-    return {**weights(model), "next": torch.rand(3)}
+    found = trained(side, model, adamw, lambda engine, x, y: engine(x + 0.1 * torch.randn_like(x), labels=y))
+    return {**found, "next": torch.rand(3)}
 
 
 @case(tolerance=Tolerance(1e-6, "an expanded tensor is copied dense, and kernels add in the order of strides"))

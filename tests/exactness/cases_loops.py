@@ -88,44 +88,6 @@ def train_batch_and_loop_in_turn(side: Side) -> Found:
 
 
 @case()
-def boundaries_by_hand(side: Side) -> Found:
-    """Groups of one, three and four micro-batches, by set_gradient_accumulation_boundary."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for i, (x, y) in enumerate(batches(8)):
-        engine.set_gradient_accumulation_boundary(i in (0, 3, 7))
-        engine.backward(engine(x, labels=y))
-        engine.step()
-    return weights(model)
-
-
-@case(*ALL)
-def losses_looked_at_early(side: Side) -> Found:
-    """`loss.item()` right after the call, for every micro-batch."""
-
-    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
-        loss = engine(x, labels)
-        loss.item()
-        return loss
-
-    return trained(side, Net(lambda: Block(dropout=0.2)), adamw, loss, steps=3)
-
-
-@case()
-def losses_summed_in_place(side: Side) -> Found:
-    """`total += loss.detach()` over all micro-batches, printed at the end."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    total = torch.zeros(())
-    for x, y in batches(3 * side.accumulation):
-        loss = engine(x, labels=y)
-        total += loss.detach()
-        engine.backward(loss)
-        engine.step()
-    return {**weights(model), "total": total}
-
-
-@case()
 def loss_weighted(side: Side) -> Found:
     """Losses are weighted by a tensor, a number and the count of labels."""
 
@@ -193,17 +155,6 @@ def contrastive(side: Side) -> Found:
         return F.cross_entropy(similarity * 5, torch.arange(4))
 
     return trained(side, Net(lambda: Block(dropout=0.2)), sgd, loss, rows=4)
-
-
-@case(*PAIRS, tolerance=REGROUPED)
-def siamese_inside(side: Side) -> Found:
-    """The model's own forward runs its blocks twice, on two inputs."""
-
-    class Siamese(Net):
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-            return (self.head(self.body(x)) - self.head(self.body(-x))).pow(2).mean()
-
-    return trained(side, Siamese(), sgd, lambda engine, x, _: engine(x))
 
 
 @case(*PAIRS, tolerance=REGROUPED)

@@ -20,6 +20,7 @@ from tests.exactness.models import (
     batches,
     changed_between_steps,
     evaluated,
+    of_logits,
     seen_after_steps,
     sgd,
     slow,
@@ -165,36 +166,9 @@ def backbone_frozen_for_a_step(side: Side) -> Found:
 
 
 @case()
-def requires_grad_after_the_start(side: Side) -> Found:
-    """The head alone is trained first; after a step the blocks are unfrozen."""
-    model = Net()
-    model.blocks.requires_grad_(False)
-    return changed_between_steps(side, model, lambda: model.blocks.requires_grad_(True), sgd(model), steps=2)
-
-
-@case()
-def param_group_added(side: Side) -> Found:
-    """optimizer.add_param_group takes the head in after a step; it required gradients all the while."""
-    model = Net()
-    optimizer = torch.optim.SGD([*model.front.parameters(), *model.blocks.parameters()], lr=0.1)
-    group = {"params": list(model.head.parameters()), "lr": 0.01}
-    return changed_between_steps(side, model, lambda: optimizer.add_param_group(group), optimizer, steps=2)
-
-
-@case()
 def optimizer_of_some_parameters(side: Side) -> Found:
     """The optimizer was given the head's parameters alone, and nothing is frozen."""
     return trained(side, Net(), lambda model: adamw(model.head), steps=3)
-
-
-@case()
-def layerwise_learning_rates(side: Side) -> Found:
-    """A parameter group for each block, learning rates that decay towards the front, no decay of norms."""
-    model = Net()
-    groups = [{"params": list(b.parameters()), "lr": 1e-2 * 0.5**i} for i, b in enumerate(model.blocks)]
-    groups.append({"params": list(model.front.parameters()), "weight_decay": 0.0})
-    groups.append({"params": list(model.head.parameters()), "betas": (0.8, 0.9)})
-    return trained(side, model, lambda _: torch.optim.AdamW(groups, lr=1e-2), steps=3)
 
 
 class Unused(Net):
@@ -462,13 +436,12 @@ def bf16_clamped_by_hand(side: Side) -> Found:
 @case()
 def learning_rate_within_a_group(side: Side) -> Found:
     """`group["lr"] = ...` before every micro-batch; the last one counts."""
-    model = Net()
-    optimizer = adamw(model)
-    engine = side.initialize(model, optimizer)
-    for i, micro_batch in enumerate(batches(2 * side.accumulation)):
-        optimizer.param_groups[0]["lr"] = 1e-3 * (i + 1)
-        train(engine, [micro_batch])
-    return weights(model)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        engine.optimizer.param_groups[0]["lr"] = 1e-3 * (engine.micro_steps + 1)
+        return of_logits(engine, x, labels)
+
+    return trained(side, Net(), adamw, loss)
 
 
 @case()
@@ -481,17 +454,6 @@ def scheduler_by_hand(side: Side) -> Found:
     for step in range(3):
         train(engine, batches(side.accumulation, seed=step))
         scheduler.step()
-    return {**weights(model), "lr": scheduler.get_last_lr()[0]}
-
-
-@case()
-def scheduler_of_the_engine(side: Side) -> Found:
-    """The scheduler is handed to initialize."""
-    model = Net()
-    optimizer = adamw(model)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
-    engine = side.initialize(model, optimizer, lr_scheduler=scheduler)
-    train(engine, batches(3 * side.accumulation))
     return {**weights(model), "lr": scheduler.get_last_lr()[0]}
 
 

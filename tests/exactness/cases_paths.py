@@ -133,35 +133,6 @@ def aux_loss_on_an_attribute(side: Side) -> Found:
     return trained(side, Mixture(OnAttribute), sgd, own_loss, steps=3)
 
 
-class WritingDict(Block):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        batch["x"] = super().forward(batch["x"])
-        batch[self.name] = batch["x"].mean(-1)
-        return batch
-
-
-class OverDict(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(WritingDict(f"level{i}") for i in range(3))
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        batch = {"x": self.front(x)}
-        for block in self.blocks:
-            batch = block(batch)
-        return self.head(batch["x"]) * (1 + sum(batch[f"level{i}"] for i in range(3)))[:, None]
-
-
-@case(*PAIRS, tolerance=REGROUPED)
-def dict_written_into_and_returned(side: Side) -> Found:
-    """Blocks write new entries into a dict and return it (as graph libraries do)."""
-    return by_both_loops(side, OverDict())
-
-
 @case(*PAIRS)
 def input_written_in_place(side: Side) -> Found:
     """Blocks change their input in place (`x += ...`) and return it."""
@@ -190,35 +161,6 @@ def input_written_in_place_and_not_returned(side: Side) -> Found:
             return x
 
     return by_both_loops(side, Over(InPlace))
-
-
-@case(*PAIRS)
-def attribute_read_after_the_step(side: Side) -> Found:
-    """Forward sets `self.rope_deltas = tensor` and a number; the loop reads them after step(), and after train_batch."""
-
-    class Keeping(Net):
-        rope_deltas: Tensor
-        last = 0.0
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            self.rope_deltas = x.detach().amax(-1)
-            loss = super().forward(x, labels)
-            self.last = loss.item()
-            return loss
-
-    model = Keeping()
-    engine = side.initialize(model, sgd(model))
-    seen = []
-    for step in range(4):
-        group = batches(side.accumulation, seed=step)
-        if step % 2:
-            engine.train_batch(iter(group))
-        else:
-            for x, y in group:
-                engine.backward(engine(x, y))
-                engine.step()
-        seen.append(torch.cat([model.rope_deltas, torch.tensor([model.last])]))
-    return {**weights(model), "seen": torch.stack(seen)}
 
 
 @case(*PAIRS, tolerance=REGROUPED)
@@ -287,17 +229,6 @@ def hook_added_between_steps(side: Side) -> Found:
 
 
 @case(*PAIRS, tolerance=REGROUPED)
-def weight_used_functionally(side: Side) -> Found:
-    """Logits by `F.linear(x, self.front.weight)`: another layer's weight, outside its call."""
-
-    class Tied(Net):
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-            return F.linear(self.body(x), self.front.weight)[:, :CLASSES]
-
-    return by_both_loops(side, Tied())
-
-
-@case(*PAIRS, tolerance=REGROUPED)
 def block_used_a_varying_number_of_times(side: Side) -> Found:
     """How often a block is called depends on the data (pondering)."""
 
@@ -310,21 +241,6 @@ def block_used_a_varying_number_of_times(side: Side) -> Found:
             return x
 
     return by_both_loops(side, Pondering())
-
-
-@case(*PAIRS)
-def early_exit(side: Side) -> Found:
-    """Forward leaves after a block if the data say so."""
-
-    class Exiting(Net):
-        def body(self, x: Tensor) -> Tensor:
-            leave = 1 + int(x[0, 0] > 0)
-            x = self.front(x)
-            for block in self.blocks[:leave]:
-                x = block(x)
-            return x
-
-    return by_both_loops(side, Exiting())
 
 
 class Headless(Net):
@@ -371,26 +287,6 @@ def detached_in_the_middle(side: Side) -> Found:
             return self.head(self.blocks[2](self.blocks[1](x.detach()))) + early
 
     return by_both_loops(side, Detaching())
-
-
-@case(*PAIRS)
-def straight_through(side: Side) -> Found:
-    """A custom autograd.Function with a straight-through gradient inside a block."""
-
-    class Round(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.round()
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            return g * 0.5
-
-    class Rounding(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(Round.apply(x))
-
-    return by_both_loops(side, Net(Rounding))
 
 
 @case(*PAIRS)

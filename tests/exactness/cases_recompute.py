@@ -67,33 +67,19 @@ class Codebook(Block):
         quantized = self.codes[nearest]
         if self.training:
             with torch.no_grad():
-                self.buffer()[nearest] = 0.9 * quantized + 0.1 * x
+                self.codes.data[nearest] = 0.9 * quantized + 0.1 * x
         return x + (quantized - x).detach()
-
-    def buffer(self) -> Tensor:
-        return self.codes
-
-
-class CodebookByData(Codebook):
-    def buffer(self) -> Tensor:
-        return self.codes.data
 
 
 @case(*PAIRS)
 def codebook(side: Side) -> Found:
-    """Vector quantization whose codes are updated in forward by an exponential average."""
+    """Vector quantization whose codes are updated in forward by an exponential average, through `.data`."""
     return by_both_loops(side, Net(Codebook), adamw)
-
-
-@case(*PAIRS)
-def codebook_by_data(side: Side) -> Found:
-    """The same, written to by `.data`."""
-    return by_both_loops(side, Net(CodebookByData), adamw)
 
 
 class Normalized(Block):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(dropout=0.3)
         self.statistics = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,13 +98,13 @@ def in_both_modes(side: Side, look: bool) -> Found:
 
 
 @case()
-def batch_norm_in_both_modes_within_a_group(side: Side) -> Found:
-    """Every second micro-batch runs in eval mode, by the statistics that those before it have gathered."""
+def both_modes_within_a_group(side: Side) -> Found:
+    """Every second micro-batch runs in eval mode: no dropout, and the batch statistics that those before it gathered."""
     return in_both_modes(side, look=False)
 
 
 @case(*ALL)
-def batch_norm_in_both_modes_and_losses_looked_at(side: Side) -> Found:
+def both_modes_within_a_group_and_losses_looked_at(side: Side) -> Found:
     """The same, and each loss is looked at."""
     return in_both_modes(side, look=True)
 
