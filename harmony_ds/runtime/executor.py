@@ -111,7 +111,7 @@ class Executor:
         parts = self._parts
         self._take(plan)
         self._done = 0
-        self.begin()
+        self.accumulate_unlayered()
         self.updates.start(hyper, clipping)
         self._hold_packs()
         self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
@@ -142,10 +142,7 @@ class Executor:
             parts.device.enter(self._plan.packs[task.pack].device)
             parts.device.charge(nbytes, "the activations and gradients of a task")
             try:
-                if parts.timeline.is_recording:
-                    with parts.timeline.task(task):
-                        self._handle(task)
-                else:
+                with parts.timeline.task(task) if parts.timeline.is_recording else nullcontext():
                     self._handle(task)
             finally:
                 parts.device.discharge(nbytes)
@@ -187,21 +184,17 @@ class Executor:
 
     def _handle(self, task: Task) -> None:
         """Run a task, in the modes that its micro-batch was called in."""
-        handler, contract = self._handlers[task.kind], self._parts.contract
+        handler = self._handlers[task.kind]
         if task.micro_batch < 0:
             if task.kind in _USING_GRADIENTS:
                 self._parts.joins.check()
             handler(task)
             return
         micro_batch = self._micro_batches[task.micro_batch]
-        state, autocast = micro_batch.state, micro_batch.backward_autocast
         micro_batch.at_work = True
         try:
-            if contract.is_current(state) and (autocast is None or not autocast.matters):  # the common case
+            with self._parts.contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
                 handler(task)
-            else:
-                with contract.entered(state), Autocast.entered(autocast):
-                    handler(task)
         finally:
             micro_batch.at_work = False
 
@@ -358,7 +351,12 @@ class Executor:
         self._accumulate(task.pack)
 
     def _accumulate(self, pack: int) -> None:
-        for copy in (self._copies[pack], *self._unlayered):
+        self._parts.residency.accumulate(self._copies[pack])
+        self.accumulate_unlayered()
+
+    def accumulate_unlayered(self) -> None:
+        """Add to their sums the gradients that a backward pass, also of the program's own, left on unlayered parameters."""
+        for copy in self._unlayered:
             self._parts.residency.accumulate(copy)
 
     def _enter(self, micro_batch: MicroBatch) -> Lane:

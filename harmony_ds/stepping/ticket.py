@@ -128,7 +128,6 @@ class QueuedMicroBatch:
 
     def _note_caller(self) -> None:
         """Note the autocast under which its loss is propagated back from."""
-        assert self.micro_batch.home is not None
         self.micro_batch.backward_autocast = Autocast.current(self.micro_batch.home.type)
 
     def check_not_propagated(self) -> None:
