@@ -62,7 +62,7 @@ def constant_rates(
 
 def constant_times(timing: Timing, costs: CostTable, sample: Sample) -> CostTable:
     """Return the same time for every layer call, in place of `Timing.time`; without a clock, its own result."""
-    if not timing._device.has_values:  # an estimate: its times are computed
+    if not timing.device.has_values:  # an estimate: its times are computed
         return _time(timing, costs, sample)
     return replace(costs, costs=tuple(map(_timed, costs.costs)), head_ms=0.05, tail_ms=0.1)
 

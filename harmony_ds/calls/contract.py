@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
@@ -28,10 +28,10 @@ _logger = logging.getLogger(__name__)
 
 _NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "__getstate__", "_flat_weights", "_flat_weight_refs"}
 """Attributes that are not compared: parameters, hooks, modes, and those that engines and wrappers put on modules."""
+_SET_ONCE = "_output_capturing_hooks_installed"  # by transformers, when hidden states are first asked for
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, OrderedDict)
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
-_COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
 
 Key = tuple[int, str]
 """The number of a module, and the name of an attribute."""
@@ -64,6 +64,12 @@ class CallState:
 
     modes: CallModes
     attributes: Attributes
+    trained_now: Callable[[], tuple[bool, ...]]
+
+    def at_backward(self) -> CallState:
+        """Return the state for a backward pass that is asked for now: parameters frozen since get no gradient."""
+        trained = tuple(map(min, self.modes.trained, self.trained_now()))
+        return self if trained == self.modes.trained else replace(self, modes=replace(self.modes, trained=trained))
 
 
 class Contract:
@@ -78,22 +84,22 @@ class Contract:
         self._is_said = False
         self.is_running = False  # by the engine
         self._record()
-        self._newest = CallState(self._modes(), self._attributes)
+        self.modes = self._modes()  # in force
 
     def take(self) -> CallState:
         """Return the state now; its `modes` and `attributes` are the same objects as long as nothing changes."""
         if not self.is_running:
             if not self._is_unchanged():
                 self._record()
-            modes, newest = self._modes(), self._newest.modes
-            self._newest = CallState(newest if modes == newest else modes, self._attributes)
-        return self._newest
+            modes = self._modes()
+            self.modes = self.modes if modes == self.modes else modes
+        return CallState(self.modes, self._attributes, self._trained)
 
-    def check(self, states: Sequence[CallState]) -> None:
+    def check(self, states: Sequence[CallState | None]) -> None:
         """Raise ModelError if the program has changed attributes since calls in `states` that run now."""
         now = self.take().attributes
-        for seen in [state.attributes for state in states]:
-            changed = set() if seen is now else _changed(seen, now) - self._written
+        for seen in [state.attributes for state in states if state is not None and state.attributes is not now]:
+            changed = {key for key in _changed(seen, now) - self._written if key[1] != _SET_ONCE}
             if changed:
                 raise ModelError(
                     f"{self._name(min(changed))} was changed between the calls of a step, whose micro-batches run later "
@@ -114,36 +120,33 @@ class Contract:
                 self._record()
                 self._note_written(_changed(before, self._attributes))
 
-    def is_current(self, state: CallState) -> bool:
+    def is_current(self, state: CallState | None) -> bool:
         """Return whether the modes of `state` are set already."""
-        return state.modes is self._newest.modes
+        return state is None or state.modes is self.modes
 
     @contextmanager
-    def entered(self, state: CallState) -> Iterator[None]:
+    def entered(self, state: CallState | None) -> Iterator[None]:
         """Set the modes of `state` while the context is open."""
-        if self.is_current(state):
+        if state is None or self.is_current(state):
             yield
             return
-        before = self._newest.modes
+        before, self.modes = self.modes, state.modes
         self._set_modes(state.modes)
         try:
             yield
         finally:
+            self.modes = before
             self._set_modes(before)
 
     @contextmanager
     def reverting(self) -> Iterator[None]:
-        """Undo changes of attributes, their containers (hooks too) and tensors, and of modes when the context closes.
+        """Undo assignments to attributes, changes of their containers (hooks too) and of modes when the context closes.
 
         Modes change since a Trainer's training_step, which is run to be measured, calls `model.train()`.
         """
         modes, before = self._modes(), self._snapshot()
-        values = [value for held in self._held for key, value in held.items() if key not in _STRUCTURE]
-        contents = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
-        for _, content in contents:
-            values += content.values() if isinstance(content, dict) else content
-        small = [one for one in values if type(one) is Tensor and one.numel() * one.element_size() <= _COPIED_BYTES]
-        tensors = [(one, one._version, one.detach().clone()) for one in small if not one.is_inference()]
+        items = [(key, value) for held in self._held for key, value in held.items() if key not in _STRUCTURE]
+        contents = [(value, value.copy()) for _, value in items if type(value) in _CONTAINERS]
         try:
             yield
         finally:
@@ -158,9 +161,6 @@ class Contract:
             for container, content in contents:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
-            for tensor, version, copy in tensors:
-                if tensor._version != version:
-                    tensor.detach().copy_(copy)
             self._set_modes(modes)
 
     def written(self) -> str:
@@ -168,14 +168,20 @@ class Contract:
         return ", ".join(map(self._name, sorted(self._written))) or "none that was seen"
 
     def _modes(self) -> CallModes:
+        return CallModes(tuple([module.training for module in self._modules]), self._trained(), read_switches())
+
+    def _trained(self) -> tuple[bool, ...]:
         with ungated():
-            trained = tuple(map(attrgetter("requires_grad"), self._parameters))
-        return CallModes(tuple([module.training for module in self._modules]), trained, read_switches())
+            return tuple(map(attrgetter("requires_grad"), self._parameters))
 
     def _set_modes(self, modes: CallModes) -> None:
         for module, training in zip(self._modules, modes.training, strict=True):
             if module.training is not training:
                 module.training = training
+        with ungated():
+            for parameter, trained in zip(self._parameters, modes.trained, strict=True):
+                if parameter.requires_grad is not trained:
+                    parameter.requires_grad_(trained)
         set_switches(modes.switches)
 
     def _record(self) -> None:
@@ -234,6 +240,7 @@ def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
 
 _C: Any = torch._C  # whose functions are read at every layer call
 _cuda = torch.backends.cuda
+_read_fp32, _write_fp32 = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
 
 
 def _set_deterministic(mode: int) -> None:
@@ -243,13 +250,7 @@ def _set_deterministic(mode: int) -> None:
 _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     # torch.get_float32_matmul_precision() fails where the precision was set otherwise (transformers' tf32=True).
-    *(
-        (
-            partial(_C._get_fp32_precision_getter, place, "matmul"),
-            partial(_C._set_fp32_precision_setter, place, "matmul"),
-        )
-        for place in ("cuda", "mkldnn")
-    ),
+    *((partial(_read_fp32, place, "matmul"), partial(_write_fp32, place, "matmul")) for place in ("cuda", "mkldnn")),
     (torch.get_deterministic_debug_mode, _set_deterministic),
     (_C._get_math_sdp_enabled, _cuda.enable_math_sdp),
     (_C._get_flash_sdp_enabled, _cuda.enable_flash_sdp),

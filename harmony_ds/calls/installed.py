@@ -15,6 +15,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from harmony_ds.calls.buffers import DeviceBuffers
+from harmony_ds.calls.contract import UnseenError
+from harmony_ds.calls.intercept import is_between_layers
 from harmony_ds.calls.patching import Item, patched
 from harmony_ds.device.base import Device
 from harmony_ds.errors import ModelError
@@ -29,13 +32,14 @@ from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.residency import Leaves
 
 _AT_HOME: Mapping[nn.Module, int] = {}
-Touched = Callable[[str], Tensor | None]
+Touched = Callable[[str], Tensor]
 
 
 class PhantomParameter(torch.Tensor):
     """A parameter without memory: it has the shape, dtype and device that the parameter has on the device."""
 
     harmony_name: str
+    harmony_host: Tensor
     harmony_touched: Touched
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -44,15 +48,20 @@ class PhantomParameter(torch.Tensor):
     def of(name: str, like: Tensor, device: torch.device, touched: Touched) -> PhantomParameter:
         """Return a phantom of `like` on `device`.
 
-        When an operation wants its values, `touched` is called with its name: the operation runs on the tensor that is
-        returned, and raises ModelError if that is None.
+        When an operation wants its values, `touched` is called with its name: it runs on the tensor that is returned.
         """
         phantom: PhantomParameter = torch.Tensor._make_wrapper_subclass(
             PhantomParameter, like.shape, dtype=like.dtype, device=device, requires_grad=like.requires_grad
         )
-        phantom.harmony_name = name
-        phantom.harmony_touched = touched
+        phantom.harmony_name, phantom.harmony_host, phantom.harmony_touched = name, like, touched
         return phantom
+
+    requires_grad = property(
+        attrgetter("harmony_host.requires_grad"), lambda self, on: self.harmony_host.requires_grad_(on)
+    )
+
+    def __getattr__(self, name: str) -> Any:  # those that the program has put on the parameter
+        return getattr(vars(self)["harmony_host"], name)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PhantomParameter({self.harmony_name}, {tuple(self.shape)}, {self.dtype}, {self.device})"
@@ -61,17 +70,9 @@ class PhantomParameter(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        def value(phantom: PhantomParameter) -> Tensor:
-            tensor = phantom.harmony_touched(phantom.harmony_name)
-            if tensor is None:
-                raise ModelError(
-                    f"the parameter {phantom.harmony_name} was used ({func}) outside the call of the layer that owns it, "
-                    "where it is not on the device. Name a module that contains both in harmony.layers. A loss that calls "
-                    "the model in its backward pass (GradCache, the Cached... ones of sentence-transformers) cannot be run."
-                )
-            return tensor
-
-        args, kwargs = tree_map_only(PhantomParameter, value, (args, kwargs or {}))
+        args, kwargs = tree_map_only(
+            PhantomParameter, lambda p: p.harmony_touched(p.harmony_name), (args, kwargs or {})
+        )
         return func(*args, **kwargs)
 
 
@@ -113,12 +114,15 @@ class Installation:
         self._device = device
         self.modules = tuple(model.modules())
         self._names: dict[nn.Module, dict[str, str]] = {}  # canonical names, of modules with parameters
+        self._phantoms: dict[nn.Module, FixedParameters] = {}
         for module in self.modules:
-            names = {key: canonical[id(p)] for key, p in module._parameters.items() if p is not None}
-            if names:
-                self._names[module] = names
+            own = {key: host for key, host in module._parameters.items() if host is not None}
+            if own:
+                self._names[module] = names = {key: canonical[id(host)] for key, host in own.items()}
+                place, touch = device.torch_device, self._touch
+                phantoms = {key: PhantomParameter.of(names[key], host, place, touch) for key, host in own.items()}
+                self._phantoms[module] = FixedParameters({**module._parameters, **phantoms})
                 module.__dict__["_parameters"] = FixedParameters(module._parameters)
-        self._phantoms: dict[nn.Module, FixedParameters] = {}  # made at their first use
         self.buffers = DeviceBuffers(self.modules, device, ledger)
         self._open = False
         self.touched: set[str] = set()
@@ -146,22 +150,21 @@ class Installation:
 
     def _without_host(self, unlayered: Mapping[str, Tensor]) -> Iterator[Item]:
         for module, names in self._names.items():
-            if module not in self._phantoms:
-                self._phantoms[module] = self._phantoms_of(module)
             there = {key: unlayered[name] for key, name in names.items() if name in unlayered}
             phantoms = self._phantoms[module]
             yield module.__dict__, "_parameters", FixedParameters({**phantoms, **there}) if there else phantoms
 
-    def _phantoms_of(self, module: nn.Module) -> FixedParameters:
-        names, device = self._names[module], self._device.torch_device
-        return FixedParameters(
-            (key, None if host is None else PhantomParameter.of(names[key], host, device, self._touch))
-            for key, host in module._parameters.items()
-        )
-
-    def _touch(self, name: str) -> Tensor | None:
+    def _touch(self, name: str) -> Tensor:
         self.touched.add(name)
-        return None if self.fetch is None else self.fetch(name)
+        if self.fetch is not None:
+            return self.fetch(name)
+        if is_between_layers():
+            raise UnseenError(f"{name} is used outside its layer's calls.")
+        raise ModelError(
+            f"the parameter {name} was used outside the call of the layer that owns it, where it is not on the device. "
+            "Name a module that contains both in harmony.layers. A loss that calls the model in its backward pass "
+            "(GradCache, the Cached... ones of sentence-transformers) cannot be run."
+        )
 
     def remove(self) -> None:
         """Give every module a plain dictionary of its host parameters, and free the device buffers."""

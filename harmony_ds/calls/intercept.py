@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from torch._compile import _disable_dynamo
 from harmony_ds.calls.compiling import Compiler, CompileRequests
 from harmony_ds.calls.plain_copies import EngineAttribute, exclude_from_copies, include_in_copies
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.device.base import Device
 from harmony_ds.errors import UnsupportedError
 
 
@@ -97,14 +98,13 @@ class Request:
 
     def without_arguments(self) -> Request:
         """Return a copy without arguments, to be kept."""
-        kept = (self.context, self.grad, self.autocast, self.around, self.raised)
-        return Request(self.layer, self.forward, (), {}, *kept)
+        return replace(self, args=(), kwargs={})
 
 
 class Handler(Protocol):
-    """Decides when and how layer calls run."""
+    """Decides when and how layer calls run: those of the engine with this device."""
 
-    device_type: str
+    device: Device
 
     def call(self, request: Request) -> Any:
         """Return the outputs of the layer call."""
@@ -142,11 +142,11 @@ class handled_by:  # noqa: N801 - used as a function; a class, because it is ent
 class InterceptedForward(EngineAttribute):
     """Replacement of a layer's `forward`, among its instance attributes. A copied layer gets its own forward."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, device: Device) -> None:
         # The instance may have a forward of its own already (accelerate sets one).
         self.before = layer.module.__dict__.get("forward")
         functools.update_wrapper(self, layer.module.forward)
-        self._layer = layer
+        self._layer, self._device = layer, device
         self._forward = self._handled = layer.module.forward
         self._compiler: Compiler | None = None
 
@@ -159,14 +159,14 @@ class InterceptedForward(EngineAttribute):
     @_disable_dynamo  # compiled code around a layer ends here, and begins again with the layer's own forward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler, layer = _active.handler, self._layer
-        if handler is None:
+        if handler is None or handler.device is not self._device:  # no engine runs, or another one's
             return self._forward(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise UnsupportedError(
                 f"layer {layer.name} is called inside a transform of torch.func (vmap, grad, jvp), and runs later. "
                 "Transform within one layer's forward, or name a module that contains it in harmony.layers."
             )
-        autocast = Autocast.current(handler.device_type)
+        autocast = Autocast.current(self._device.torch_device.type)
         context, grad = contextvars.copy_context(), torch.is_grad_enabled()
         return handler.call(Request(layer.index, self._handled, args, kwargs, context, grad, autocast))
 
@@ -177,7 +177,8 @@ class InterceptedForward(EngineAttribute):
 class Interception:
     """Intercepts the layers of one model until `remove`."""
 
-    def __init__(self, layers: tuple[Layer, ...], model: nn.Module) -> None:
+    def __init__(self, layers: tuple[Layer, ...], model: nn.Module, device: Device) -> None:
+        self._device = device
         self._forwards: dict[Layer, InterceptedForward] = {}
         self._asked = CompileRequests(model, (layer.name for layer in layers))
         self._compiler: Compiler | None = None
@@ -186,7 +187,7 @@ class Interception:
             exclude_from_copies(layer.module)
 
     def _intercept(self, layer: Layer) -> None:
-        layer.module.__dict__["forward"] = self._forwards[layer] = InterceptedForward(layer)
+        layer.module.__dict__["forward"] = self._forwards[layer] = InterceptedForward(layer, self._device)
 
     def adopt_replaced(self) -> bool:
         """Intercept layers again whose `forward` the program has replaced; return whether there are any."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from harmony_ds.errors import ModelError
-from harmony_ds.offload.residency import Leaves
+from harmony_ds.offload.residency import Leaves, leaf_over
 
 
 class GradientTarget(Protocol):
@@ -108,10 +109,7 @@ class DeadEnd:
 
     def guarded(self, copies: Iterable[tuple[str, nn.Parameter]]) -> Leaves:
         """Return aliases of `copies` for forward passes whose graphs are discarded; they refuse gradients."""
-        return Leaves({name: self._guard(copy) for name, copy in copies})
-
-    def _guard(self, copy: nn.Parameter) -> nn.Parameter:
-        alias = nn.Parameter(copy.detach(), requires_grad=copy.requires_grad)
-        if copy.requires_grad:
+        aliases = Leaves({name: leaf_over(copy.detach(), copy) for name, copy in copies})
+        for alias in filter(attrgetter("requires_grad"), aliases.values()):
             alias.register_hook(self.add)
-        return alias
+        return aliases

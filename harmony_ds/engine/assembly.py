@@ -147,7 +147,7 @@ def assemble(
     # From here on a thread runs: all that may be refused has been checked.
     parts, ledger = _parts(model, config, decomposition, (device, store, world), host_optimizer, device_optimizer)
     layers = decomposition.layers
-    runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(layers, model)
+    runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(layers, model, device)
     device.limit_process()
     return Assembly(device, store, ledger, parts, world, runner, interception, layers, optimizer, host_optimizer)
 

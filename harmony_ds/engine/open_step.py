@@ -23,7 +23,7 @@ from harmony_ds.engine.training import Training
 from harmony_ds.engine.used_gradients import check_dropped
 from harmony_ds.errors import ModelError, UnsupportedError, UsageError
 from harmony_ds.offload.updater import Clipping
-from harmony_ds.parameters import ParameterLinks
+from harmony_ds.parameters import ParameterLinks, gate
 from harmony_ds.runtime.updates import Outcome
 from harmony_ds.stepping.group import GroupParts, StepGroup
 from harmony_ds.stepping.model_calls import ModelCalls
@@ -195,7 +195,7 @@ class OpenStep:
         check_dropped(self.gradients.used)
         self._running = True
         try:
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), gate(passed=False):  # forward may use others
                 self.gradients.hide()
                 yield
         finally:

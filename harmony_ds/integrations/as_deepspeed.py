@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from torch import nn
+
 from harmony_ds import utils, zero
 from harmony_ds.checkpoint import zero_to_fp32
 from harmony_ds.engine import HarmonyEngine, initialize
@@ -19,8 +21,9 @@ def install_as_deepspeed() -> None:
 
     So are `deepspeed.DeepSpeedEngine` (accelerate unwraps models by it), `deepspeed.init_distributed`,
     `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`, `safe_get_local_*` and `safe_set_local_*` of
-    `deepspeed.utils`, and the functions of `deepspeed.utils.zero_to_fp32`; `torch.distributed` is initialized, as the
-    launcher says. Call it before the training code imports any of these names; DeepSpeed's other names stay as they are.
+    `deepspeed.utils`, and the functions of `deepspeed.utils.zero_to_fp32`; every parameter's `ds_status` says that it is
+    gathered, and `torch.distributed` is initialized, as the launcher says. Call it before the training code imports any of
+    these names; DeepSpeed's other names stay as they are.
 
     Raises:
         UnsupportedError: a launcher announces several processes, and they cannot be found.
@@ -33,3 +36,5 @@ def install_as_deepspeed() -> None:
     )
     vars(deepspeed.utils).update({name: getattr(utils, name) for name in LOCAL_HELPERS})
     vars(deepspeed.zero).update(Init=zero.Init, GatheredParameters=zero.GatheredParameters)
+    status = import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
+    nn.Parameter.ds_status = status.AVAILABLE  # type: ignore[attr-defined]

@@ -275,14 +275,12 @@ class Measurement(Passes):
                 break
         recorded.tensors = tensors
         self._backward(call, recorded, copy)
-        for leaf in copy.leaves.values():
-            leaf.grad = None
+        copy.leaves.drop_gradients()
 
     def _backward(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy) -> None:
         def gather() -> None:  # what is of another dtype than its sum leaves the parameters
             if not self._parts.residency.accumulates_in_place:
-                for leaf in copy.leaves.values():
-                    leaf.grad = None
+                copy.leaves.drop_gradients()
 
         with self._made_up_gradients(recorded) as reached:
             self._stretch.begin()

@@ -105,4 +105,4 @@ class Passes(Streamer):
             reached += [target for target in call.targets if target is not None and target.take() is not None]
 
     def _make_up(self, target: TensorGradient) -> None:
-        target.gradient = torch.ones(target.shape, dtype=target.dtype, device=self._device.torch_device)
+        target.gradient = torch.ones(target.shape, dtype=target.dtype, device=self.device.torch_device)

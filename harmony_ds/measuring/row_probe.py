@@ -66,7 +66,7 @@ class RowProbe(Passes):
         seen = layer, places, [t.shape for t in trial.inputs], [t.shape for t in trial.outputs]
         if self._comparing:
             self._compare(request, trial, seen, copy.leaves)
-            _clear(copy.leaves)
+            copy.leaves.drop_gradients()
         else:
             self._few.append(seen)
         del trial
@@ -112,7 +112,7 @@ class RowProbe(Passes):
         given = zip(propagate(trial, 1.0, of_others=0.0), dims.inputs, strict=True)
         if any(others.narrow(t, dim).any() for t, dim in given if t is not None and dim is not None):
             return False
-        _clear(copies)
+        copies.drop_gradients()
         # What draws random numbers is compared as it is without them: slices draw others than the whole does.
         drawing = request.layer in self._drawing
         with _evaluating(self._layers[request.layer].module) if drawing else nullcontext():
@@ -125,11 +125,6 @@ class RowProbe(Passes):
         sums = [a + b for a, b in zip(parts, wholes, strict=True) if a is not None and b is not None]
         rounding = max(TOLERANCES.get(t.dtype, 0.0) for t in (*whole.inputs, *whole.outputs, *trained))
         return largest(sums) <= rounding * most
-
-
-def _clear(copies: Leaves) -> None:
-    for leaf in copies.values():
-        leaf.grad = None
 
 
 def _evaluating(module: nn.Module) -> AbstractContextManager[object]:

@@ -57,7 +57,7 @@ class Timing(Passes):
         """Return `costs` with the times of its forward pass and of propagating its objective."""
         self._lap()
         with self.opened():
-            for _ in range(_PASSES if self._device.has_values else 1):
+            for _ in range(_PASSES if self.device.has_values else 1):
                 self._structures.clear()
                 self._lap()
                 loss = sample.objective(self._forward(sample))
@@ -86,7 +86,7 @@ class Timing(Passes):
         self._structures.append(structure)
         enough = self._structures.count(structure) > _BACKWARD_SAMPLES
         self._lap()
-        begin = self._device.issued_ms()
+        begin = self.device.issued_ms()
         outputs, call = self._record(request, copy)
         self._issued(structure, "issue", begin)
         self._take(structure, "forward")
@@ -97,7 +97,7 @@ class Timing(Passes):
             return outputs
         with self._made_up_gradients(call):
             self._lap()
-            begin = self._device.issued_ms()
+            begin = self.device.issued_ms()
             if call.slicing is None and keeps_graphs:
                 calls.recompute(call, copy.leaves, replay)
                 self._take(structure, "again")
@@ -105,8 +105,7 @@ class Timing(Passes):
             residency.accumulate(copy)
             self._issued(structure, "issue back", begin)
             self._take(structure, "backward")  # with the recomputation, where no graph is kept
-        for leaf in copy.leaves.values():
-            leaf.grad = None
+        copy.leaves.drop_gradients()
         return outputs
 
     def evicted(self) -> None:
@@ -114,13 +113,13 @@ class Timing(Passes):
         self._lap()
 
     def _lap(self) -> float:
-        before, self._since = self._since, self._device.now_ms()
+        before, self._since = self._since, self.device.now_ms()
         return self._since - before
 
     def _issued(self, structure: Structure, what: str, begin: float) -> None:
         """Note what the host took until now, if the device may still compute."""
-        if self._device.copies_overlap:
-            self._samples[structure, what].append(self._device.issued_ms() - begin)
+        if self.device.copies_overlap:
+            self._samples[structure, what].append(self.device.issued_ms() - begin)
 
     def _take(self, structure: Structure, what: str) -> None:
         self._samples[structure, what].append(self._lap())

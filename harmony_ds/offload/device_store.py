@@ -27,7 +27,7 @@ from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.offload.layout import layout_of
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.offload.residency import DeviceCopy, Residency
+from harmony_ds.offload.residency import DeviceCopy, Residency, leaf_over
 
 Names = tuple[str, ...]
 
@@ -87,8 +87,7 @@ class DeviceStore(GradientSums):
         self._weights.update({name: copy.leaves[name].detach() for name in fresh})
         for name in names:
             if name not in copy.leaves:
-                trained = self._store.parameters[name].requires_grad
-                copy.leaves[name] = nn.Parameter(self._weights[name], requires_grad=trained)
+                copy.leaves[name] = leaf_over(self._weights[name], self._store.parameters[name])
         if self._optimizer is not None:
             self._load_training_state([name for name in fresh if self._optimizer.trains(name)], self._optimizer)
 

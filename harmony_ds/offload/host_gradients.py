@@ -151,9 +151,11 @@ class HostGradients(GradientSums):
     def post(
         self, gradients: dict[str, Tensor], like: Mapping[str, Tensor], check: Callable[[], None]
     ) -> PostedGradients:
-        """Copy a pack's gradients to shared memory. `like`: all it could have; `check`: see `GradientSlots.begin`."""
+        """Copy a pack's gradients to shared memory. `like`: its parameters; `check`: see `GradientSlots.begin`."""
         assert isinstance(self.world, World)
-        device, places = self._device, layout_of(like, self._dtype.itemsize)[0]
+        # Frozen ones too: other calls of the step may not have been made with them frozen.
+        could = {name: leaf for name, leaf in like.items() if leaf.requires_grad or self._trains(name)}
+        device, places = self._device, layout_of(could, self._dtype.itemsize)[0]
         slot = self.world.begin_on_host(check).view(self._dtype)
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         with torch.no_grad(), device.on(Stream.SWAP_OUT):

@@ -35,6 +35,17 @@ class Leaves(dict[str, nn.Parameter]):
         super().__init__(leaves)
         self.cache: dict[object, Any] = {}  # objects that layer calls have derived from the leaves, by maker
 
+    def drop_gradients(self) -> None:
+        for leaf in self.values():
+            leaf.grad = None
+
+
+def leaf_over(memory: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    """Return a leaf over `memory` with the attributes that the program has put on `parameter`, and its `requires_grad`."""
+    leaf = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+    vars(leaf).update(_attributes(parameter))
+    return leaf
+
 
 class DeviceCopy:
     """The parameters of one pack on the device.
@@ -43,6 +54,7 @@ class DeviceCopy:
         leaves: by canonical name; autograd accumulates the running micro-batch's gradients in `.grad`.
         gradients: sums over micro-batches in the accumulation dtype, where that is not the leaves'.
         hooked: leaves that have the user's hooks.
+        modes: of the call that hooks and `requires_grad` of the leaves are for; None: not known.
         arrived: event after the copies (promised, if from a disk); None: the compute stream waits for it already.
         added: parameters swapped in later, in buffers of their own.
     """
@@ -52,6 +64,7 @@ class DeviceCopy:
         self.leaves = leaves
         self.gradients: dict[str, Tensor] = {}
         self.hooked: set[str] = set()
+        self.modes: object = None
         self.arrived: Event | Future[Event] | None = arrived
         self.added: list[DeviceCopy] = []
 
@@ -126,8 +139,7 @@ class Residency:
         here = self._device.record(Stream.SWAP_IN)
         arrived = self._reading[self._device.number] = here if disk is None else disk.swap_in(from_disk, here)
         with ungated():
-            trained = {name: self._store.parameters[name].requires_grad for name in views}
-        leaves = Leaves({name: nn.Parameter(view, requires_grad=trained[name]) for name, view in views.items()})
+            leaves = Leaves({name: leaf_over(view, self._store.parameters[name]) for name, view in views.items()})
         return DeviceCopy(buffer, leaves, arrived)
 
     @contextmanager
@@ -152,7 +164,7 @@ class Residency:
             more.wait(self._device)
             copy.leaves.update(more.leaves)
             copy.leaves.cache.clear()
-            self.apply_user_settings(copy)
+            copy.modes = None
 
     def finish_reads(self) -> None:
         """Wait until no swap-in reads host memory any more: then it may be written."""
@@ -199,16 +211,21 @@ class Residency:
             return None
         return copy.leaves[name].grad if self.accumulates_in_place else copy.gradients.get(name)
 
-    def apply_user_settings(self, copy: DeviceCopy) -> None:
-        """Apply the user's `register_hook` and `requires_grad_` of parameters to their device copies."""
+    def apply_user_settings(self, copy: DeviceCopy, modes: object) -> None:
+        """Apply hooks, attributes, and `requires_grad` of parameters, in `modes`, to their device copies."""
+        if copy.modes is modes:
+            return
+        copy.modes = modes
         with ungated():
             parameters = [self._store.parameters[name] for name in copy.leaves]
-            done = [(parameter._backward_hooks, parameter.requires_grad) for parameter in parameters]
-        for (name, leaf), (hooks, trained) in zip(copy.leaves.items(), done, strict=True):
-            if leaf.requires_grad is not trained:
+            done = [(p._backward_hooks, p.requires_grad, _attributes(p)) for p in parameters]
+        for (name, leaf), (hooks, trained, attributes) in zip(copy.leaves.items(), done, strict=True):
+            new = {key: value for key, value in attributes.items() if vars(leaf).get(key) is not value}
+            if leaf.requires_grad is not trained or new:
                 leaf.requires_grad_(trained)
+                vars(leaf).update(new)
                 copy.leaves.cache.clear()
-            if hooks and name not in copy.hooked:
+            if hooks and trained and name not in copy.hooked:
                 leaf.register_hook(partial(_run_hooks, hooks))
                 copy.hooked.add(name)
 
@@ -242,6 +259,10 @@ class Residency:
         self._device.wait(Stream.SWAP_IN, done)
         for one in (copy, *copy.added):
             self._device.free(one.buffer)
+
+
+def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    return {key: value for key, value in vars(parameter).items() if key != "_hp_mapping"}  # the engine's
 
 
 def _own_parts(total: int, rank: int, devices: int) -> tuple[slice, ...]:

@@ -188,8 +188,7 @@ class World(SingleProcess):
             raise cause from error
 
     def reduce(self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: Tensors) -> Tensors:
-        names = [name for name, leaf in leaves.items() if leaf.requires_grad]
-        ranks = self._ranks_with_gradient(f"reduce {kind}", names, gradients)
+        ranks = self._ranks_with_gradient(f"reduce {kind}", list(leaves), gradients)
         shapes = {name: leaves[name].numel() for name in ranks}
         if not shapes:
             return {}

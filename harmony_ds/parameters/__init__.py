@@ -4,6 +4,6 @@ They are `EngineParameter`s: plain parameters whose every use passes a gate, whi
 step's first call, masters take over what was written into their weights.
 """
 
-from harmony_ds.parameters.engine_parameter import EngineParameter, ParameterLinks
+from harmony_ds.parameters.engine_parameter import EngineParameter, ParameterLinks, gate
 
-__all__ = ["EngineParameter", "ParameterLinks"]
+__all__ = ["EngineParameter", "ParameterLinks", "gate"]

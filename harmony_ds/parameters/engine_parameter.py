@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from harmony_ds.calls.patching import patched
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.offload.residency import leaf_over
 from harmony_ds.parameters.link import Owner, ParameterLink
 
 _DESCRIPTIONS = frozenset(
-    "shape dtype device layout is_leaf ndim requires_grad grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
+    "shape dtype device layout is_leaf ndim grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
     "itemsize nbytes names name _version output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks numel size "
     "dim stride is_contiguous element_size is_floating_point is_complex get_device storage_offset __len__ ndimension "
     "_has_compatible_shallow_copy_type is_same_size register_hook".split()
@@ -28,8 +30,12 @@ _REFUSED = {
     "read .grad between backward() and step()",
     "share_memory_": "its memory is a slab of the engine's: hand out clones",
 }
-_past_gate = threading.local()
-"""Whether this thread has passed the gate: a link's own use of its parameter does not pass it again."""
+_gate = threading.local()
+
+
+def gate(passed: bool) -> patched:
+    """Return a context in which uses of parameters on this thread wait at the gate, or not: they are a link's own."""
+    return patched([(vars(_gate), "passed", passed)])
 
 
 class EngineParameter(nn.Parameter):
@@ -47,14 +53,14 @@ class EngineParameter(nn.Parameter):
         descriptor = name if name in ("__get__", "__set__", "__delete__") else ""
         if descriptor:
             name = func.__self__.__name__
-        if getattr(_past_gate, "active", False) or (name in _DESCRIPTIONS and descriptor != "__set__"):
+        is_mode = name in ("requires_grad", "requires_grad_")  # of calls: it changes no value
+        if is_mode and descriptor != "__get__":
+            vars(args[0])["_hp_mapping"].check_requires_grad(*args[1:], **kwargs)
+        if is_mode or getattr(_gate, "passed", False) or (name in _DESCRIPTIONS and descriptor != "__set__"):
             with ungated():
                 return func(*args, **kwargs)
-        _past_gate.active = True
-        try:
+        with gate(passed=True):
             return _pass(func, name, descriptor, args, kwargs)
-        finally:
-            _past_gate.active = False
 
     # DeepSpeed's names
     get_full_hp_param = property(attrgetter("_hp_mapping.get_full_hp_param"))
@@ -63,9 +69,7 @@ class EngineParameter(nn.Parameter):
     set_full_hp_grad = property(attrgetter("_hp_mapping.set_full_hp_grad"))
 
     def _plain(self) -> nn.Parameter:
-        plain = nn.Parameter(self.detach(), self.requires_grad)
-        plain.__dict__.update((key, value) for key, value in self.__dict__.items() if key != "_hp_mapping")
-        return plain
+        return leaf_over(self.detach(), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return deepcopy(self._plain(), memo)
@@ -92,8 +96,6 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
         link.before(writes)
     if descriptor == "__set__" and name == "data":
         return first.replace(args[1])
-    if name in ("requires_grad", "requires_grad_"):
-        first.check_requires_grad(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     try:
         with ungated():
             result = func(*args, **kwargs)
@@ -104,15 +106,10 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
             "torch.autograd.grad with respect to parameters that an engine trains: its backward pass runs layer by layer, "
             "outside that graph. Propagate with engine.backward(loss) and read .grad of the parameters."
         ) from error
-    _note_aliases(result, links)
+    for made in filter(lambda leaf: isinstance(leaf, Tensor), tree_iter(result)):
+        for link in links:
+            link.note_alias(made)
     return result
-
-
-def _note_aliases(result: Any, links: list[ParameterLink]) -> None:
-    for leaf in tree_iter(result):
-        if isinstance(leaf, Tensor):
-            for link in links:
-                link.note_alias(leaf)
 
 
 def _writes(name: str, descriptor: str, kwargs: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
-from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.offload.host_store import HostStore
 
 
 class Owner(Protocol):
@@ -112,10 +112,9 @@ class ParameterLink:
             if changed.any():
                 master.copy_(torch.where(changed, weight.to(master.dtype), master))
 
-    def check_requires_grad(self, wanted: bool) -> None:
+    def check_requires_grad(self, requires_grad: bool = True) -> None:
         """Raise UnsupportedError if the parameter is to be thawed, and its engine has no master and no state of it."""
-        with ungated():
-            thaws = wanted and not self._parameter.requires_grad
+        thaws = requires_grad and not self._parameter.requires_grad
         if thaws and self._master is None and self._optimizer is not None:
             raise UnsupportedError(
                 f"{self.name} is not trained by this engine: it did not require a gradient, or was not among the "

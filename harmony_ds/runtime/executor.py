@@ -98,20 +98,15 @@ class Executor:
             OffPlanError: a micro-batch called a layer that `plan` has no place for; nothing has been updated.
         """
         # Autograd's threads, one for each device, would add up gradients of one tensor in their order of arrival.
-        in_one_thread = self._parts.device.count > 1 and torch.autograd.set_multithreading_enabled(False)
-        with (
-            self._parts.device.as_current(),
-            self._collection(),
-            checkpoints_bypassed(),
-            in_one_thread or nullcontext(),
-        ):
+        threads = nullcontext() if self._parts.device.count == 1 else torch.autograd.set_multithreading_enabled(False)
+        with self._parts.device.as_current(), self._collection(), checkpoints_bypassed(), threads:
             self._run(plan, micro_batches, hyper, clipping)
 
     def _run(self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
         parts = self._parts
         self._take(plan)
         self._done = 0
-        self.accumulate_unlayered()
+        self.begin()
         self.updates.start(hyper, clipping)
         self._hold_packs()
         self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
@@ -142,7 +137,10 @@ class Executor:
             parts.device.enter(self._plan.packs[task.pack].device)
             parts.device.charge(nbytes, "the activations and gradients of a task")
             try:
-                with parts.timeline.task(task) if parts.timeline.is_recording else nullcontext():
+                if parts.timeline.is_recording:
+                    with parts.timeline.task(task):
+                        self._handle(task)
+                else:
                     self._handle(task)
             finally:
                 parts.device.discharge(nbytes)
@@ -194,6 +192,8 @@ class Executor:
         micro_batch.at_work = True
         try:
             with self._parts.contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
+                for copy in (*self._unlayered, *filter(None, [self._copies.get(task.pack)])):
+                    self._parts.residency.apply_user_settings(copy, self._parts.contract.modes)
                 handler(task)
         finally:
             micro_batch.at_work = False
@@ -239,7 +239,7 @@ class Executor:
             self._parts.updater.wait_all()
         self._copies.update(zip(resident, self._parts.device_store.make_resident(names), strict=True))
         for index in resident:
-            self._parts.residency.apply_user_settings(self._copies[index])
+            self._copies[index].modes = None  # hooks may have been registered
 
     def _swap_in(self, task: Task) -> None:
         pack, world, shared = self._plan.packs[task.pack], self._parts.world, self._plan.policy.shared
@@ -247,8 +247,7 @@ class Executor:
             self._parts.updater.wait(owner.needed_at)
         self._parts.timeline.waited()
         rank, devices = (world.local_rank, world.local_size) if shared else (0, 1)
-        copy = self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters, rank=rank, devices=devices)
-        self._parts.residency.apply_user_settings(copy)
+        self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters, rank=rank, devices=devices)
         if not shared:
             self._came(pack)
 
@@ -351,12 +350,7 @@ class Executor:
         self._accumulate(task.pack)
 
     def _accumulate(self, pack: int) -> None:
-        self._parts.residency.accumulate(self._copies[pack])
-        self.accumulate_unlayered()
-
-    def accumulate_unlayered(self) -> None:
-        """Add to their sums the gradients that a backward pass, also of the program's own, left on unlayered parameters."""
-        for copy in self._unlayered:
+        for copy in (self._copies[pack], *self._unlayered):
             self._parts.residency.accumulate(copy)
 
     def _enter(self, micro_batch: MicroBatch) -> Lane:

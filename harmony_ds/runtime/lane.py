@@ -50,7 +50,7 @@ class Lane:
         between_layers: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         """Make a lane that will run in `context`; `between_layers` makes the context of the code between layer calls."""
-        self.device_type = device.torch_device.type
+        self.device = device
         self.request: Request | None = None
         self.result: Any = None
         self._function = function

@@ -25,9 +25,8 @@ class Streamer:
     """Handler of layer calls on the calling thread, which runs them without gradients. Subclasses look at more."""
 
     def __init__(self, parts: Parts, layers: tuple[Layer, ...]) -> None:
-        self.device_type = parts.device.torch_device.type
         self._parts = parts
-        self._device = parts.device
+        self.device = parts.device
         self._layers = layers
         self._staying: frozenset[str] = frozenset()  # on the device, whatever layer is called
         self._next: dict[int, int] = {}
@@ -76,7 +75,7 @@ class Streamer:
         copy = self._parts.residency.swap_in(unlayered)
         self._open = True
         try:
-            copy.wait(self._device)
+            copy.wait(self.device)
             self.swapped_in(copy)
             self._parts.installation.fetch = self._fetch
             yield copy
@@ -99,8 +98,8 @@ class Streamer:
         try:
             following = self._next.get(request.layer)
             if following is not None and following != request.layer:
-                self._ahead[following] = self._swap_in(following)
-            copy.wait(self._device)
+                self._ahead[following] = self._swap_in(self._layers[following].parameters)
+            copy.wait(self.device)
             self.swapped_in(copy)
             return self.run(request, copy)
         finally:
@@ -109,22 +108,18 @@ class Streamer:
             self.evicted()
 
     def _fetch(self, name: str) -> Tensor:
-        held = self._parts.device_store.leaves((name,))
-        if name in held:
-            return held[name]
         if name not in self._fetched:
-            self._fetched[name] = self._parts.residency.swap_in((name,))
-            self._fetched[name].wait(self._device)
+            self._fetched[name] = self._swap_in((name,))
+            self._fetched[name].wait(self.device)
         return self._fetched[name].leaves[name].detach()
 
     def _copy_of(self, layer: int) -> DeviceCopy:
         copy = self._ahead.pop(layer, None)
         while self._ahead:
             self._parts.residency.evict(self._ahead.popitem()[1])
-        return self._swap_in(layer) if copy is None else copy
+        return self._swap_in(self._layers[layer].parameters) if copy is None else copy
 
-    def _swap_in(self, layer: int) -> DeviceCopy:
-        names = self._layers[layer].parameters
+    def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
         held = self._parts.device_store.leaves(names)
         copy = self._parts.residency.swap_in(tuple(n for n in names if n not in self._staying and n not in held))
         copy.leaves.update(held)

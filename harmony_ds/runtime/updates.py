@@ -161,8 +161,7 @@ class Updates:
         parts, copy = self._parts, self._copies[task.pack]
         own = parts.residency.gradients(copy)
         if self._plan.policy.reduce_on_host:
-            trained = {name: leaf for name, leaf in copy.leaves.items() if leaf.requires_grad}
-            left = self._left[task.pack] = parts.gradients.post(own, trained, parts.updater.raise_failure)
+            left = self._left[task.pack] = parts.gradients.post(own, copy.leaves, parts.updater.raise_failure)
             self._leaving[task.pack] = [*own.values()], left.arrived
             return
         reduced = self._reduced.pop(task.pack, None)

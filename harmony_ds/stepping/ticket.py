@@ -12,7 +12,7 @@ from torch import Tensor
 from harmony_ds.calls.boundary import explaining_errors
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.trees import map_tensors, tensors_in
-from harmony_ds.errors import BatchError, UsageError
+from harmony_ds.errors import BatchError, UnsupportedError, UsageError
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.direct import EngineBackward, divided, inputs_of_others
 from harmony_ds.stepping.inputs import Arguments
@@ -100,8 +100,8 @@ class QueuedMicroBatch:
     def backward(self, loss: PendingLoss) -> None:
         group = self._open_group()
         divisor = group.divisor(loss.divisors)
-        self._objectives.append(lambda own: loss.evaluate(lambda _: divided(own, divisor)))
         self._note_caller()
+        self._objectives.append(lambda own: loss.evaluate(lambda _: divided(own, divisor)))
         group.propagating(self)
 
     def receive(self, gradient: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ class QueuedMicroBatch:
             return gradient
         self.check_not_propagated()
         group = self._open_group()
-        self._received = True
         self._note_caller()
+        self._received = True
         group.propagating(self, later=True)
         divisor = group.divisor(frozenset())
         return gradient if divisor == 1 else gradient / divisor
@@ -127,8 +127,16 @@ class QueuedMicroBatch:
         return self._group
 
     def _note_caller(self) -> None:
-        """Note the autocast under which its loss is propagated back from."""
-        self.micro_batch.backward_autocast = Autocast.current(self.micro_batch.home.type)
+        """Note the modes in which its loss is propagated back from: autocast, and what is frozen by now."""
+        micro_batch = self.micro_batch
+        assert micro_batch.home is not None and micro_batch.state is not None
+        micro_batch.backward_autocast = Autocast.current(micro_batch.home.type)
+        before, micro_batch.state = micro_batch.state, micro_batch.state.at_backward()
+        if self.wanted and micro_batch.state is not before:
+            raise UnsupportedError(
+                "parameters were frozen (requires_grad_(False)) between two backward passes from one micro-batch, which "
+                "run as one: propagate back from the sum of its losses."
+            )
 
     def check_not_propagated(self) -> None:
         """Raise UsageError if its backward pass is over, or its engine destroyed."""

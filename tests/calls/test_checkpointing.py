@@ -166,7 +166,7 @@ class Recomputing(torch.autograd.Function):
 def test_unknown_checkpoints_are_refused_with_the_parameters_name(pack: int) -> None:
     with training(lambda: Checkpointed("scaled", Recomputing.apply), pack_layers=pack) as (model, engine):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        with pytest.raises(ModelError, match=r"blocks\.3\.\S+ was used .* outside the call of the layer"):
+        with pytest.raises(ModelError, match=r"blocks\.3\.\S+ was used outside the call of the layer"):
             engine.train_batch(iter(GROUPS[0]))
         assert_same(model, before, bitwise=True)
 

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.intercept import InterceptedForward, Interception, Request, handled_by
 from harmony_ds.decomposer import find_layers
+from harmony_ds.device import CpuDevice
 from tests.families import WIDTH, Block, build_seeded
+
+DEVICE = CpuDevice()
 
 
 class DoublingHandler:
     """Runs each layer and doubles its output."""
 
-    device_type = "cpu"
+    device = DEVICE
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -32,7 +35,7 @@ class DoublingHandler:
 
 def intercepted() -> tuple[nn.Module, Interception]:
     model = build_seeded(lambda: nn.Sequential(Block(0.0), Block(0.0)))
-    return model, Interception(find_layers(model, ("0", "1")).layers, model)
+    return model, Interception(find_layers(model, ("0", "1")).layers, model, DEVICE)
 
 
 def inputs() -> Tensor:
@@ -125,7 +128,7 @@ def test_removing_gives_a_layer_its_own_forward_back(own: Any) -> None:
         model[0].forward = own
     before, x = dict(vars(model[0])), torch.zeros(2)
     expected = model(x)
-    interception = Interception(find_layers(model).layers, model)
+    interception = Interception(find_layers(model).layers, model, DEVICE)
     assert isinstance(model[0].forward, InterceptedForward)
     assert torch.equal(model(x), expected)
     interception.remove()

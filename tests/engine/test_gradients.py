@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from harmony_ds import UsageError
 from harmony_ds.calls.layer_call import LayerCalls
+from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.utils import safe_get_full_grad, safe_set_full_grad, safe_update_full_grad_vectorized
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups
 from tests.oracle import assert_same
@@ -125,3 +127,34 @@ def test_a_failure_while_looking_leaves_the_engine_usable(monkeypatch: pytest.Mo
                 safe_get_full_grad(model.model.norm.weight)
         assert engine.usable
         assert train_groups(engine, [GROUPS[0][1:2]])[0] > 0.0
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["gradient read", "weight written"])
+def test_a_forward_pass_that_this_runs_waits_for_the_updates_of_another_engine(
+    written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, seen, x, step = nn.Sequential(nn.Linear(2, 2)), [], torch.ones(1, 2), HostOptimizer.step
+
+    class Reader(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(other[0].weight.detach().clone())
+            return super().forward(x).sum()
+
+    model = Reader(nn.Linear(2, 2))
+    monkeypatch.setattr(HostOptimizer, "step", lambda *given: (time.sleep(0.05), step(*given)))
+    with (
+        engine_for(other, sgd, config_of(1, 0.5)) as updated,
+        engine_for(model, sgd, config_of(2)) as engine,
+        torch.no_grad(),
+    ):
+        for _ in range(2):
+            with torch.enable_grad():
+                updated.backward(updated(x).sum())
+                updated.step()
+                engine.backward(engine(x))
+            if written:
+                model[0].bias.mul_(1.0)
+            else:
+                assert model[0].bias.grad is not None
+            assert torch.equal(seen[-1], other[0].weight)
+            engine.step()

@@ -129,6 +129,19 @@ def test_frozen_parameters_send_no_gradients() -> None:
     assert report.zero3_offload_bytes == 2 * (8 * count + 8 * trainable) + 4 * trainable
 
 
+@pytest.mark.parametrize("alternate", [False, True])
+def test_requires_grad_set_before_each_call_costs_no_swaps(alternate: bool) -> None:
+    llama = family("llama")
+    model = llama.build(0.0)
+    with engine_for(model, adamw, config_of(4, None, {"pack_layers": 1})) as engine:
+        for group in groups_of(llama, 2, 4):
+            for i, batch in enumerate(group):
+                model.model.layers[1].requires_grad_(not alternate or i % 2 == 0)
+                engine.backward(engine(**batch).loss)
+                engine.step()
+        assert engine.swap_report().ratio == 1.0
+
+
 def test_the_first_step_is_reported_without_the_bytes_of_measuring() -> None:
     llama = family("llama")
     with engine_for(llama.build(0.0), sgd, config_of(2, None, {"pack_layers": 1})) as engine:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import io
 import threading
+from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.exactness.case import ALL, ONE, PAIRS, Found, Tolerance, case
@@ -86,11 +88,32 @@ def stash_on_the_host(side: Side) -> Found:
 def pretrained_model_saved_within_a_group(side: Side) -> Found:
     """`model.save_pretrained(folder)` of a tiny Llama within a group; it writes into its config."""
 
+    def save(model: Any) -> None:
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+
+    return used_within_a_group(side, save)
+
+
+@case(Setting(2, 0.0), Setting(2, 1.0, Stay.RESIDENT))
+def hidden_states_asked_for_within_a_group(side: Side) -> Found:
+    """`engine.module(..., output_hidden_states=True)` of a tiny Llama within a group, for the first time: it sets hooks."""
+
+    @torch.no_grad()
+    def look(model: Any) -> None:
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long), output_hidden_states=True)
+
+    return used_within_a_group(side, look)
+
+
+def used_within_a_group(side: Side, use: Callable[[nn.Module], None]) -> Found:
+    """Steps of a tiny Llama, which `use` gets while a micro-batch waits."""
+
     def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
-        if engine.micro_steps == 3:
-            with TemporaryDirectory() as folder:
-                engine.module.save_pretrained(folder)
-        return of_tokens(engine, x, labels)
+        loss = of_tokens(engine, x, labels)
+        if engine.micro_steps == 2:
+            use(engine.module)
+        return loss
 
     return trained(side, llama(), sgd, loss)
 
@@ -103,6 +126,23 @@ def prefix_tuning(side: Side) -> Found:
     model = get_peft_model(llama(), PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     return trained(side, model, lambda _: optimizer, of_tokens)
+
+
+@case(Setting(2, 0.0), Setting(2, 1.0, Stay.RESIDENT))
+def adapters_disabled_for_a_reference(side: Side) -> Found:
+    """DPO's loss of a tiny Llama with PEFT's LoRA: `with model.disable_adapter():` after the policy, for the reference."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    model: Any = get_peft_model(llama(), LoraConfig(task_type=TaskType.CAUSAL_LM, target_modules=["q_proj"], r=2))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        policy = of_tokens(engine, x, labels)
+        with torch.no_grad(), model.disable_adapter():
+            reference = of_tokens(engine, x, labels)
+        return -F.logsigmoid(reference - policy)
+
+    return trained(side, model, lambda _: optimizer, loss)
 
 
 def llama() -> nn.Module:

@@ -279,6 +279,26 @@ def engines_that_share_a_module(side: Side) -> Found:
     return {**weights(first, "a "), **weights(second, "b ")}
 
 
+class Student(Net):
+    """Calls `teach`, of another model, on what its blocks give; its logits are to be like the result."""
+
+    def __init__(self, teach: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.teach = teach
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.body(x)
+        return (self.head(x) - self.teach(x)).square().mean()
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def teacher_in_forward(side: Side) -> Found:
+    """A model's forward calls, with gradients, the frozen and deeper model of another engine."""
+    teacher = Net(depth=6).requires_grad_(False)
+    engine = side.initialize(teacher, None)
+    return trained(side, Student(engine.module.forward), sgd, own_loss)
+
+
 # ---- evaluation
 
 

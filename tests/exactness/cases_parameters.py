@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.exactness.case import ALL, REGROUPED, Found, Tolerance, case
+from tests.exactness.case import ALL, PAIRS, REGROUPED, Found, Tolerance, case
 from tests.exactness.models import (
     CLASSES,
     WIDTH,
@@ -165,6 +165,50 @@ def backbone_frozen_for_a_step(side: Side) -> Found:
     return weights(model)
 
 
+@case(*ALL)
+def blocks_frozen_for_every_second_micro_batch(side: Side) -> Found:
+    """`model.blocks.requires_grad_(i % 2 == 0)` before micro-batch i; a hook scales one of their gradients."""
+    model = Net()
+    model.blocks[1].linear.weight.register_hook(lambda gradient: 2 * gradient)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        model.blocks.requires_grad_(engine.micro_steps % 2 == 0)
+        return engine(x, labels)
+
+    return trained(side, model, adamw, loss)
+
+
+@case(*ALL)
+def frozen_before_backward(side: Side) -> Found:
+    """The head is frozen after every second forward and thawed after backward: in plain PyTorch it gets no gradient."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        loss = engine(x, y)
+        if i % 4 == 3:
+            loss.item()
+        model.head.requires_grad_(i % 2 == 0)
+        engine.backward(loss)
+        model.head.requires_grad_(True)
+        engine.step()
+    return weights(model)
+
+
+@case(*PAIRS)
+def frozen_between_two_backward_passes(side: Side) -> Found:
+    """The front is trained by the first of two losses of the same outputs, and frozen for the second."""
+    model = Net()
+    engine = side.initialize(model, sgd(model))
+    for x, y in batches(2 * side.accumulation):
+        logits = engine(x)
+        engine.backward(F.cross_entropy(logits, y), retain_graph=True)
+        model.front.requires_grad_(False)
+        engine.backward(logits.square().mean())
+        model.front.requires_grad_(True)
+        engine.step()
+    return weights(model)
+
+
 @case()
 def optimizer_of_some_parameters(side: Side) -> Found:
     """The optimizer was given the head's parameters alone, and nothing is frozen."""
@@ -276,6 +320,35 @@ def weights_averaged_and_swapped_in(side: Side) -> Found:
 
 
 # ---- kinds of parameters
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.scale
+
+
+class Described(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Scaled(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = self.head(self.body(x)) * self.head.weight.scale
+        return F.cross_entropy(logits if self.front.weight.requires_grad else 2 * logits, labels)
+
+
+@case(*PAIRS)
+def attributes_of_parameters(side: Side) -> Found:
+    """A layer and the code after it read `weight.scale` (as mup does), that code `weight.requires_grad`; both change."""
+    model = Described()
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        step = engine.micro_steps // side.accumulation
+        model.head.weight.scale = 0.5 + step
+        model.front.requires_grad_(step != 1)
+        return engine(x, labels)
+
+    return trained(side, model, sgd, loss, steps=4)
 
 
 class Quantized(nn.Module):

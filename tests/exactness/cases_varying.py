@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.exactness.case import PAIRS, REGROUPED, Found, case
-from tests.exactness.models import CLASSES, WIDTH, adamw, sgd, trained
+from tests.exactness.models import CLASSES, WIDTH, Net, adamw, sgd, trained
 from tests.exactness.sides import Side
 
 
@@ -83,6 +83,24 @@ def weights_used_between_layers_within_a_step(side: Side) -> Found:
         return loss
 
     return trained(side, Borrowing(), sgd, loss)
+
+
+class Sometimes(Net):
+    """Uses the weight of its head before it calls that, for some data."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        hidden = self.body(x)
+        if x.sum() > 0:
+            hidden = hidden + self.head.weight.sum(0)
+        return F.cross_entropy(self.head(hidden), labels)
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def weight_used_between_layers_for_some_data(side: Side) -> Found:
+    """The code before the head uses its weight for the data of every third micro-batch."""
+    return trained(
+        side, Sometimes(), sgd, lambda engine, x, y: engine(x.abs() if engine.micro_steps % 3 == 2 else -x.abs(), y)
+    )
 
 
 class FixedPoint(nn.Module):

@@ -9,6 +9,7 @@ import deepspeed
 import pytest
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from deepspeed.utils import zero_to_fp32
+from torch import nn
 
 from harmony_ds.integrations.as_deepspeed import CHECKPOINT_READERS, LOCAL_HELPERS
 
@@ -31,6 +32,7 @@ def deepspeed_as_it_was() -> Iterator[None]:
             patch.setattr(deepspeed.utils, name, getattr(deepspeed.utils, name))
         for name in CHECKPOINT_READERS:
             patch.setattr(zero_to_fp32, name, getattr(zero_to_fp32, name))
+        patch.setattr(nn.Parameter, "ds_status", None, raising=False)
         patch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
         forget_accelerate()
         try:

@@ -11,8 +11,10 @@ import deepspeed
 import pytest
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
+from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.integrations import unset_hf_deepspeed_config
 
 import harmony_ds
 from tests.integrations.as_deepspeed import deepspeed_as_it_was, forget_accelerate
@@ -94,6 +96,24 @@ def test_an_unchanged_trainer(installed: None, tmp_path: Path) -> None:
     ours.save_model(str(tmp_path / "model"))
     assert (tmp_path / "model" / "model.safetensors").is_file()
     ours.accelerator.free_memory()
+
+
+def test_a_trainer_of_trl_with_zero_3(installed: None, tmp_path: Path, tokenizer: Any) -> None:
+    """It uses the head's weight, once that says that it is gathered."""
+    trl = pytest.importorskip("trl")
+    rows = Dataset.from_list([{"text": "the cat sat here" if i % 3 else "a dog ran there"} for i in range(16)])
+    trainers = []
+    for more in {}, {"use_cpu": False, "deepspeed": {**DS_CONFIG, "zero_optimization": {"stage": 3}}}:
+        forget_accelerate()
+        plain = {"bf16": False, "gradient_checkpointing": False, "max_length": 16, "logging_nan_inf_filter": False}
+        args = arguments(tmp_path, trl.SFTConfig, **plain, **more)
+        trainers.append(trl.SFTTrainer(model=llama(), args=args, train_dataset=rows, processing_class=tokenizer))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="a loss or an output was looked at")
+            trainers[-1].train()
+    assert_same(*trainers)
+    unset_hf_deepspeed_config()
+    trainers[-1].accelerator.free_memory()
 
 
 def test_fp16_as_accelerate_writes_it_trains(installed: None) -> None:

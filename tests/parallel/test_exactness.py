@@ -28,6 +28,7 @@ BITWISE = (
     Training(model="llama", bf16=True, steps=2, loop="familiar", harmony=SHARE),
     Training(model="llama", steps=2, clip=0.05, harmony={**SHARE, "pack_layers": None, "device_memory_gib": 0.02}),
     Training(loop="one looks", harmony=SHARE),
+    Training(loop="freezes", clip=0.05),
     Training(harmony={**SHARE, "grouping": False}, accumulation=1),
     Training(model="experts", clip=0.01, harmony={**SHARE, "stash": "host", "prefetch": False}),
     # Each process drives several devices.

@@ -157,16 +157,24 @@ def train_with(engine: Any, training: Training) -> Result:
         else:
             losses.append([])
             pending = []
-            for one in batches:
+            for i, one in enumerate(batches):
+                freeze(engine.module, training, i)
                 loss = loss_in(engine(**one))
                 if training.loop == "one looks" and rank == step % size:  # and the others do not
                     loss.item()
                 engine.backward(loss)
                 engine.step()
                 pending.append(loss)
+            freeze(engine.module, training, 0)
             losses[-1] = [float(loss) for loss in pending]
         norms.append(engine.get_global_grad_norm())
     return Result(losses, norms, *state_tensors(engine))
+
+
+def freeze(model: nn.Module, training: Training, i: int) -> None:
+    """Freeze the head for every second micro-batch, in a loop that does."""
+    if training.loop == "freezes":
+        model.head.requires_grad_(i % 2 == 0)  # type: ignore[operator]
 
 
 def number_of(training: Training, size: int, rank: int, step: int, i: int) -> int:
@@ -224,6 +232,7 @@ def train_plainly(training: Training, size: int, servers: Sequence[Sequence[int]
             for i in range(training.accumulation):
                 data = data_of(training, number_of(training, size, rank, step, i))
                 seed_generators(harmony_ds.micro_batch_seed(SEED, step, i * size + rank))
+                freeze(model, training, i)
                 loss = loss_in(model(**data))
                 (loss / training.accumulation).backward()
                 seen.append(loss.detach())
@@ -231,6 +240,7 @@ def train_plainly(training: Training, size: int, servers: Sequence[Sequence[int]
                     if p.grad is not None:
                         sums[name] = sums[name] + p.grad.float() if name in sums else p.grad.float()
                         p.grad = None
+            freeze(model, training, 0)
             of_step.append(seen)
             of_ranks.append(sums)
         total = _summed([_summed([of_ranks[rank] for rank in ranks]) for ranks in servers])

@@ -29,8 +29,9 @@ def model_and_lane(
 ) -> Iterator[Lane]:
     """A lane over `forward` of a model with three intercepted layers."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    interception = Interception(find_layers(model).layers, model)
-    lane = Lane(lambda: forward(model), grad, autocast, device or CpuDevice(), contextvars.copy_context())
+    device = device or CpuDevice()
+    interception = Interception(find_layers(model).layers, model, device)
+    lane = Lane(lambda: forward(model), grad, autocast, device, contextvars.copy_context())
     try:
         yield lane
     finally:
