@@ -32,6 +32,7 @@ _SET_ONCE = "_output_capturing_hooks_installed"  # by transformers, when hidden 
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, OrderedDict)
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
+_COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
 
 Key = tuple[int, str]
 """The number of a module, and the name of an attribute."""
@@ -95,10 +96,10 @@ class Contract:
             self.modes = self.modes if modes == self.modes else modes
         return CallState(self.modes, self._attributes, self._trained)
 
-    def check(self, states: Sequence[CallState | None]) -> None:
+    def check(self, states: Sequence[CallState]) -> None:
         """Raise ModelError if the program has changed attributes since calls in `states` that run now."""
         now = self.take().attributes
-        for seen in [state.attributes for state in states if state is not None and state.attributes is not now]:
+        for seen in [state.attributes for state in states if state.attributes is not now]:
             changed = {key for key in _changed(seen, now) - self._written if key[1] != _SET_ONCE}
             if changed:
                 raise ModelError(
@@ -120,14 +121,14 @@ class Contract:
                 self._record()
                 self._note_written(_changed(before, self._attributes))
 
-    def is_current(self, state: CallState | None) -> bool:
+    def is_current(self, state: CallState) -> bool:
         """Return whether the modes of `state` are set already."""
-        return state is None or state.modes is self.modes
+        return state.modes is self.modes
 
     @contextmanager
-    def entered(self, state: CallState | None) -> Iterator[None]:
+    def entered(self, state: CallState) -> Iterator[None]:
         """Set the modes of `state` while the context is open."""
-        if state is None or self.is_current(state):
+        if self.is_current(state):
             yield
             return
         before, self.modes = self.modes, state.modes
@@ -140,13 +141,17 @@ class Contract:
 
     @contextmanager
     def reverting(self) -> Iterator[None]:
-        """Undo assignments to attributes, changes of their containers (hooks too) and of modes when the context closes.
+        """Undo changes of attributes, their containers (hooks too) and tensors, and of modes when the context closes.
 
         Modes change since a Trainer's training_step, which is run to be measured, calls `model.train()`.
         """
         modes, before = self._modes(), self._snapshot()
-        items = [(key, value) for held in self._held for key, value in held.items() if key not in _STRUCTURE]
-        contents = [(value, value.copy()) for _, value in items if type(value) in _CONTAINERS]
+        values = [value for held in self._held for key, value in held.items() if key not in _STRUCTURE]
+        contents = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
+        for _, content in contents:
+            values += content.values() if isinstance(content, dict) else content
+        small = [one for one in values if type(one) is Tensor and one.numel() * one.element_size() <= _COPIED_BYTES]
+        tensors = [(one, one._version, one.detach().clone()) for one in small if not one.is_inference()]
         try:
             yield
         finally:
@@ -161,6 +166,9 @@ class Contract:
             for container, content in contents:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
+            for tensor, version, copy in tensors:
+                if tensor._version != version:
+                    tensor.detach().copy_(copy)
             self._set_modes(modes)
 
     def written(self) -> str:

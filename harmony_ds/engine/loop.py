@@ -101,7 +101,8 @@ class Loop:
             return self._boundary
         if not self._manages_accumulation():
             return False
-        return (self._training.micro_steps + 1) % self._training.settings.gradient_accumulation_steps() == 0
+        called = self._training.micro_steps + 1 - self._training.group_began  # train_batch may end a group early
+        return called % self._training.settings.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set the boundary by hand; a group ends at the next `step()` at a boundary, whatever its size."""

@@ -106,7 +106,7 @@ class Executor:
         parts = self._parts
         self._take(plan)
         self._done = 0
-        self.begin()
+        self.accumulate_unlayered()
         self.updates.start(hyper, clipping)
         self._hold_packs()
         self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
@@ -137,10 +137,7 @@ class Executor:
             parts.device.enter(self._plan.packs[task.pack].device)
             parts.device.charge(nbytes, "the activations and gradients of a task")
             try:
-                if parts.timeline.is_recording:
-                    with parts.timeline.task(task):
-                        self._handle(task)
-                else:
+                with parts.timeline.task(task) if parts.timeline.is_recording else nullcontext():
                     self._handle(task)
             finally:
                 parts.device.discharge(nbytes)
@@ -350,7 +347,12 @@ class Executor:
         self._accumulate(task.pack)
 
     def _accumulate(self, pack: int) -> None:
-        for copy in (self._copies[pack], *self._unlayered):
+        self._parts.residency.accumulate(self._copies[pack])
+        self.accumulate_unlayered()
+
+    def accumulate_unlayered(self) -> None:
+        """Add to their sums the gradients that a backward pass, also of the program's own, left on unlayered parameters."""
+        for copy in self._unlayered:
             self._parts.residency.accumulate(copy)
 
     def _enter(self, micro_batch: MicroBatch) -> Lane:

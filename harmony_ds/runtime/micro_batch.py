@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,9 +42,9 @@ class MicroBatch:
         autocast: the caller's, entered again in the lane.
         backward_autocast: of the caller of backward on its loss; None: the one in force when it runs.
         context: the caller's context variables, likewise.
-        state: what the call saw of the model; None: what is there when it runs.
+        state: what the call saw of the model.
         home: the device of losses whose values the program reads.
-        reduce: if given, what is kept of the outputs (evaluation keeps the loss, not everybody's logits).
+        reduce: of one without gradients: what is kept of its outputs (the loss, not everybody's logits).
     """
 
     index: int
@@ -52,11 +52,10 @@ class MicroBatch:
     forward: Callable[[], Any]
     objective: Objective
     autocast: Autocast | None
+    state: CallState
+    home: torch.device
     backward_autocast: Autocast | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    state: CallState | None = None
-    grad: bool = True
-    home: torch.device | None = None
     reduce: Callable[[Any], Any] | None = None
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
     lane: Lane | None = None
@@ -75,16 +74,11 @@ class MicroBatch:
         """How many micro-batches it stands for."""
         return 1
 
-    @property
-    def modes(self) -> bytes:
-        """Training and requires_grad flags that it was called in."""
-        return b"" if self.state is None else self.state.modes.flags
-
     # ---- its forward pass
 
     def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Lane:
         """Run forward up to the first layer call; `between_layers` makes the context of the code between layer calls."""
-        self.lane = Lane(self.forward, self.grad, self.autocast, device, self.context, between_layers)
+        self.lane = Lane(self.forward, self.reduce is None, self.autocast, device, self.context, between_layers)
         self.lane.resume()
         return self.lane
 
@@ -177,6 +171,7 @@ class MicroBatch:
         self.abandon()
         self.forward, self.objective = (lambda: None), (lambda outputs: None)
         self.inputs = (), {}
+        self.state = replace(self.state, attributes={}, trained_now=tuple)
 
 
 def loss_of(outputs: Any) -> Tensor:

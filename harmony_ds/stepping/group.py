@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -112,7 +112,8 @@ class StepGroup(Queue):
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
         inputs = micro_batch.inputs
         known = known and self._parts.kinds.get(*inputs) is not None
-        if self._world.any("call the model", not (known and self._runner.planner.covers(inputs, micro_batch.modes))):
+        known = known and self._runner.planner.covers(inputs, micro_batch.state.modes.flags)
+        if self._world.any("call the model", not known):
             self._measure(ticket)
         if not self._queue and self._runner.changes_buffers:
             buffers = persistent_buffers(self._parts.module)
@@ -145,9 +146,7 @@ class StepGroup(Queue):
             forward=lambda: self._parts.calls.run(call, arguments),
             objective=lambda outputs: None,
             autocast=Autocast.current(home.type),
-            context=contextvars.copy_context(),
             state=self._contract.take(),
-            grad=reduce is None,
             home=home,
             reduce=reduce,
             inputs=inputs,
@@ -185,8 +184,8 @@ class StepGroup(Queue):
                 floats = [t for t in tensors_in(outputs) if t.requires_grad]
                 return sum((t.float().sum() for t in floats[1:]), floats[0].float().sum()) if floats else None
 
-        micro_batch = ticket.micro_batch
-        return Sample(own, call, objective, micro_batch.seed, micro_batch.modes, trains=micro_batch.grad)
+        one = ticket.micro_batch
+        return Sample(own, call, objective, one.seed, one.state.modes.flags, trains=one.reduce is None)
 
     # ---- looking early
 
@@ -216,12 +215,9 @@ class StepGroup(Queue):
     @torch.inference_mode(False)
     @torch.enable_grad()  # the caller may have gradients off for code of its own
     def _run_forward(self, ticket: QueuedMicroBatch) -> None:
-        def diverged(_: Exception) -> None:
-            self._world.refuse(
-                "a micro-batch that is looked at before its step takes another way through the model than those before"
-            )
-
-        self._until_planned(lambda: self._runner.forward_now(ticket.micro_batch), [ticket], diverged)
+        why = "a micro-batch that is looked at before its step takes another way through the model than those before"
+        run = partial(self._runner.forward_now, ticket.micro_batch)
+        self._until_planned(run, [ticket], lambda _: self._world.refuse(why))
         ticket.forward_ran()
 
     # ---- propagating back
@@ -234,6 +230,7 @@ class StepGroup(Queue):
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         self._parts.propagating()
+        self._runner.executor.accumulate_unlayered()  # what a backward pass before this one has left
         if ticket.leads_outside and not later:
             self._parts.propagate()
         elif ticket.leads_outside and not self._called_back:
@@ -295,13 +292,17 @@ class StepGroup(Queue):
         return self.propagated
 
     def _run(self, run: Callable[[Sequence[MicroBatch]], None], hyper: Hyper, last: bool = False) -> bool:
-        """Run what is wanted; `last`: and release the others whose outputs were read."""
+        """Run what is wanted; `last`: and forget the others, whose activations would take room in the plan."""
         # Forward passes that are not propagated back from change buffers, too; those after the last that is may wait.
         wanted = [place for place, ticket in enumerate(self._queue) if ticket.wanted]
         end = len(self._queue) if last or not wanted else wanted[-1] + 1
         if any(ticket.stage is Stage.QUEUED and not ticket.wanted for ticket in self._queue[:end]):
             self.catch_up(next(iter(self._queue[end:]), None))
-        tickets = [t for t in self._queue if t.wanted or (last and t.stage is Stage.FORWARDED)]
+        for ticket in [t for t in self._queue if last and not t.wanted]:
+            for _, call in ticket.micro_batch.calls:
+                self._runner.parts.layer_calls.discard(call)
+            ticket.close()
+        tickets = [ticket for ticket in self._queue if ticket.wanted]
         check_same_step(self._world, len(tickets), hyper)
         if not tickets:
             return False
@@ -317,7 +318,6 @@ class StepGroup(Queue):
         return True
 
     def _run_part(self, run: Callable[[Sequence[MicroBatch]], None], tickets: Sequence[QueuedMicroBatch]) -> None:
-        micro_batches = [ticket.micro_batch for ticket in tickets]
         follows_others = self.propagated
         once = self._world.any("begin a step", any(ticket.stage is Stage.FORWARDED for ticket in tickets))
 
@@ -341,7 +341,7 @@ class StepGroup(Queue):
                 ) from None
 
         # The micro-batches draw the same random numbers again, and so take the same way through the model.
-        self._until_planned(lambda: run(micro_batches), tickets, diverged)
+        self._until_planned(lambda: run([ticket.micro_batch for ticket in tickets]), tickets, diverged)
 
     def _until_planned(
         self, run: Callable[[], None], tickets: Sequence[QueuedMicroBatch], diverged: Callable[[Exception], None]

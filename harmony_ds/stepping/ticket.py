@@ -129,7 +129,6 @@ class QueuedMicroBatch:
     def _note_caller(self) -> None:
         """Note the modes in which its loss is propagated back from: autocast, and what is frozen by now."""
         micro_batch = self.micro_batch
-        assert micro_batch.home is not None and micro_batch.state is not None
         micro_batch.backward_autocast = Autocast.current(micro_batch.home.type)
         before, micro_batch.state = micro_batch.state, micro_batch.state.at_backward()
         if self.wanted and micro_batch.state is not before:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -278,18 +280,30 @@ def test_an_attribute_that_forward_sets_is_there_after_the_step_and_costs_no_gro
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Noting(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.sums = torch.zeros(()), {"rows": torch.zeros(())}
+
         def forward(self, x: Tensor) -> Tensor:
             self.deltas = x.mean(1).detach()
+            self.rows += len(x)
+            self.sums["rows"] += len(x)
             return super().forward(x)
 
     model = build_seeded(Noting)
     with engine_for(model, sgd, config_of(3, None, {"pack_layers": 1})) as engine:
-        for step in range(2):
-            for number in range(3):
-                engine.backward(engine(inputs(3 * step + number)))
-                engine.step()
+        losses, seen = [], []
+        for number in range(12):
+            losses.append(engine(inputs(number)))
+            engine.backward(losses[-1])
+            engine.step()
+            if number % 3 == 2:
+                seen.append(weakref.ref(model.deltas))
         assert engine.swap_report().ratio == 1.0
-        assert torch.equal(model.deltas, inputs(5).mean(1))
+        assert torch.equal(model.deltas, inputs(11).mean(1))
+        assert model.rows == model.sums["rows"] == 24  # measuring and the first step's proof do not count
+        gc.collect()
+        assert seen[0]() is None  # kept losses do not keep it
         engine.eval()
         with torch.inference_mode():  # such tensors do not tell how often they have been written to
             engine(inputs(6))

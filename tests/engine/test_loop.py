@@ -120,6 +120,19 @@ def test_a_loss_used_after_the_step_keeps_its_value() -> None:
         assert float(sum(row)) == pytest.approx(sum(losses[0]))
 
 
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+def test_losses_that_are_read_and_not_propagated_from_take_no_part_in_the_next_step() -> None:
+    config = config_of(ACCUMULATION, None, {"pack_layers": 1, "stash": "device"})
+    with engine_for(LLAMA.build(0.0), sgd, config) as engine:
+        loop(engine, GROUPS[:1])
+        planned = engine.memory_report().planned_peak_bytes
+        validation = [engine(**batch).loss for batch in [*GROUPS[1], *GROUPS[2]]]
+        known = [loss.item() for loss in validation]
+        loop(engine, GROUPS[:1])
+        assert engine.memory_report().planned_peak_bytes == planned
+        assert [loss.item() for loss in validation] == known
+
+
 def test_a_loss_that_was_never_propagated_is_unknown_after_the_step() -> None:
     with engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine:
         forgotten = engine(**GROUPS[0][0]).loss

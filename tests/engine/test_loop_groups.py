@@ -66,6 +66,11 @@ def test_counters_follow_the_boundary() -> None:
         assert (engine.skipped_steps, engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (0, 8, 2)
         assert engine.gradient_accumulation_steps() == 4
         assert engine.get_lr() == [0.01]
+        engine.train_batch(iter(GROUPS[0][:2]))  # ends early: the next group is a whole one
+        for batch in GROUPS[1]:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        assert (engine.micro_steps, engine.global_steps, engine.was_step_applied()) == (14, 4, True)
 
 
 def test_unknown_attributes_are_the_models() -> None:

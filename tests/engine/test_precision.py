@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from harmony_ds.utils import safe_get_full_fp32_param
 from tests.cover import spread
 from tests.engine.drive import (
     EVERY_FAMILY,
@@ -21,6 +22,7 @@ from tests.engine.drive import (
     groups_of,
     means_of,
     seed_of,
+    sgd,
     train_groups,
     weights_of,
 )
@@ -61,6 +63,22 @@ def test_bf16_equals_the_plain_mixed_precision_loop(one: Family, clip: float | N
             assert torch.equal(master, wanted)
     assert losses == pytest.approx(means_of(expected.losses), rel=1e-2)
     assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+@pytest.mark.parametrize("reads_first", [True, False])
+def test_a_parameter_after_the_last_layer_sums_in_fp32_when_losses_are_read(reads_first: bool) -> None:
+    one = family("BareParameterNet")
+    groups, plain, model = half_groups(one, 2, 8), one.build(0.0), one.build(0.0)
+    expected = train_plainly_bf16(plain, groups, sgd, clip=None, seed_of=seed_of)
+    with engine_for(model, sgd, config_of(8, None, {"pack_layers": 1}, **BF16)) as engine:
+        for group in groups:
+            losses = [engine(**batch)["loss"] for batch in group]
+            for act in (Tensor.item, engine.backward) if reads_first else (engine.backward, Tensor.item):
+                list(map(act, losses))
+            for _ in losses:
+                engine.step()
+        assert torch.equal(safe_get_full_fp32_param(model.shift), expected.masters["shift"])
 
 
 def train_plainly_half(
