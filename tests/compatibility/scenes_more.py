@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
 
-from tests.compatibility.engines import OFFLOAD, Api, batches, config, net, train
+from tests.compatibility.engines import OFFLOAD, Api, Net, batches, config, net, train
 from tests.compatibility.record import Script, about
 
 
@@ -245,14 +246,12 @@ def number(cell: str) -> object:
         return cell
 
 
-class Gives(torch.nn.Module):
-    """Two layers; gives its loss, its logits, or both."""
+class Gives(Net):
+    """The same layers; gives its loss, its logits, or both."""
 
     def __init__(self, gives: str) -> None:
-        super().__init__()
         torch.manual_seed(3)
-        self.first = torch.nn.Linear(8, 16)
-        self.second = torch.nn.Linear(16, 4)
+        super().__init__()
         self.gives = gives
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
@@ -386,21 +385,28 @@ def refused(api: Api, script: Script) -> None:
         "bf16: a frozen parameter of float8",
         lambda: started(config(1, **bf16), model=eight, model_parameters=list(eight.layer.parameters())),
     )
-    script.row("fp16: gradients put on parameters by hand", lambda: by_hand(api))
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    script.row("fp16: gradients put on parameters by hand", lambda: applied_without_zero(api, by_hand, **fp16))
     script.row("two losses of one micro-batch, gradients read in between", lambda: two_losses(api))
-    script.row("loss.backward(), stage 0", lambda: direct_without_zero(api))
+    script.row(
+        "loss.backward(), stage 0", lambda: applied_without_zero(api, lambda engine: engine(*batches(1)[0]).backward())
+    )
 
 
-def by_hand(api: Api) -> bool:
+def applied_without_zero(api: Api, make_gradients: Callable[[Any], object], **more: Any) -> bool:
+    """Whether a step of stage 0 with such gradients is applied."""
     model = net()
     sgd = torch.optim.SGD(model.parameters(), 0.1)
-    fp16 = {"enabled": True, "initial_scale_power": 8}
-    with api.engine(config(1, zero_optimization={"stage": 0}, fp16=fp16), model=model, optimizer=sgd) as engine:
-        for parameter in engine.module.parameters():
-            parameter.grad = torch.ones_like(parameter)
+    with api.engine(config(1, zero_optimization={"stage": 0}, **more), model=model, optimizer=sgd) as engine:
+        make_gradients(engine)
         engine.step()
         applied: bool = engine.was_step_applied()
         return applied
+
+
+def by_hand(engine: Any) -> None:
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
 
 
 def two_losses(api: Api) -> list[float]:
@@ -413,13 +419,3 @@ def two_losses(api: Api) -> list[float]:
             engine.backward(loss, retain_graph=retain)
             norms.append(api.utils.safe_get_full_grad(model.weight).norm().item())
     return [len(norms)]
-
-
-def direct_without_zero(api: Api) -> bool:
-    model = net()
-    sgd = torch.optim.SGD(model.parameters(), 0.1)
-    with api.engine(config(1, zero_optimization={"stage": 0}), model=model, optimizer=sgd) as engine:
-        engine(*batches(1)[0]).backward()
-        engine.step()
-        applied: bool = engine.was_step_applied()
-        return applied

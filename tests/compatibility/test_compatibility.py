@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.compatibility.record import brief, same
+from tests.compatibility.record import brief
 from tests.compatibility.report import PAGE, WHY, document, left_out, split
 from tests.compatibility.run import ask_both
 
@@ -37,18 +37,3 @@ def test_the_page_of_every_answer_has_every_row(outcomes: tuple[Outcomes, Outcom
     assert all(f"| {name} | " in text for name in (*equal, *different))
     assert all(line in text for line in left_out(*outcomes))
     assert "unexplained" not in text
-
-
-def test_what_is_the_same() -> None:
-    assert same(1.0, 1.000001)
-    assert not same(1.0, 1.001)
-    assert not same(True, 1)
-    assert same([1, {"a": "x"}], [1, {"a": "x"}])
-    assert not same([1], [1, 2])
-    assert not same({"a": 1}, {"b": 1})
-    assert not same(None, 0)
-    theirs = {"error": "AssertionError", "caught_as": ["AssertionError"], "says": True, "text": "no"}
-    assert same(theirs, {**theirs, "error": "Own", "caught_as": ["AssertionError", "ValueError"]})
-    assert not same(theirs, {**theirs, "caught_as": ["ValueError"]})
-    assert not same(theirs, {**theirs, "says": False})
-    assert not same(theirs, 1)

@@ -200,8 +200,6 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"harmony": {"layers": ["h.*", 3]}}, r"\"harmony.layers\": Input should be a valid string, not \['h.\*', 3\]"),
     ({"harmony": {"prefetch": 1}}, '"harmony.prefetch": Input should be a valid boolean, not 1'),
     ({"harmony": {"grouping": "off"}}, "\"harmony.grouping\": Input should be a valid boolean, not 'off'"),
-    ({"harmony": {"prefetching": True}}, 'unknown key "prefetching" in harmony. Did you mean "prefetch"?'),
-    ({"harmony": {"fuse_last_pack": False}}, 'unknown key "fuse_last_pack" in harmony. Known keys: .*grouping'),
     (
         {"harmony": {"residency": "some"}},
         '"harmony.residency": .*, not .some.. Packs .*"auto" .*, "kept" .*, "off", or a number',

@@ -16,7 +16,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CHECKED = ("harmony_ds", "benchmarks", "examples", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+CHECKED = [
+    ROOT / name
+    for name in "harmony_ds benchmarks examples docs ds_configs README.md CONTRIBUTING.md CHANGELOG.md".split()
+]
 OPENINGS = {"what", "of", "where", "as", "those", "whatever", "whoever"}
 _PLACES = re.compile(r"\bbehind\b|\bin front of\b", re.IGNORECASE)
 
@@ -53,7 +56,7 @@ def in_text(text: str) -> Iterator[tuple[int, str]]:
 
 def main() -> None:
     """Print all offences, and exit with 1 if there is any."""
-    found = list(offences([Path(path) for path in sys.argv[1:] or (ROOT / name for name in CHECKED)]))
+    found = list(offences([Path(path) for path in sys.argv[1:]] or CHECKED))
     print(*found, f"{len(found)} offences", sep="\n")
     sys.exit(bool(found))
 

@@ -9,15 +9,9 @@ from pathlib import Path
 
 import tomllib
 
-from tests.docs.house import PACKAGE, ROOT, page
+from tests.docs.house import PACKAGE, ROOT
 
 PAGE = ROOT / "docs" / "architecture.md"
-
-
-def test_the_map_names_every_file() -> None:
-    lines = page().splitlines()
-    for file in PACKAGE.rglob("*.py"):
-        assert file.name == "__init__.py" or any(line.startswith(f"| `{file.name}` |") for line in lines)
 
 
 def test_the_drawing_is_the_order_of_imports() -> None:

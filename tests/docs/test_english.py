@@ -4,24 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.docs.english import in_python, in_text, offences
-from tests.docs.pages import ROOT
-
-CHECKED = [
-    *(
-        ROOT / name
-        for name in (
-            "harmony_ds",
-            "benchmarks",
-            "README.md",
-            "CONTRIBUTING.md",
-            "CHANGELOG.md",
-            "docs",
-            "examples",
-            "ds_configs",
-        )
-    )
-]
+from tests.docs.english import CHECKED, in_python, in_text, offences
 
 
 def test_nothing_has_to_be_decoded() -> None:

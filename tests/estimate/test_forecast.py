@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from harmony_ds.config import HarmonySettings, load_config
-from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.estimate.forecast import Forecast, changes, forecast, smallest_peak_bytes
 from harmony_ds.estimate.subject import Subject
 from harmony_ds.estimate.survey import Survey
-from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.costs import CallCost
 from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.swaps import lower_bound_bytes
+from tests.scheduler.examples import costs_of, graph_of
 
 LAYERS = 8
 ELEMENTS = 2**20
@@ -54,13 +54,8 @@ MACHINE = Machine(
 
 
 def situation(budget_bytes: int | None = None, micro_batches: int = 4, clipping: bool = True, **machine: Any) -> Survey:
-    graph = LayerGraph(
-        tuple(LayerSpec(i, f"layer{i}", (f"w{i}",)) for i in range(LAYERS)),
-        tuple(ParameterSpec(f"w{i}", (ELEMENTS,), True) for i in range(LAYERS)),
-        tuple(range(LAYERS)),
-        (),
-    )
-    costs = CostTable(graph.calls, (COST,) * LAYERS, tail_bytes=2**12)
+    graph = graph_of([ELEMENTS] * LAYERS)
+    costs = costs_of(graph.calls, COST, tail_bytes=2**12)
     request = PlanRequest(
         micro_batches=micro_batches,
         budget_bytes=budget_bytes,

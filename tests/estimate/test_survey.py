@@ -29,8 +29,8 @@ from harmony_ds.profiler.profile import Profile
 from harmony_ds.profiler.roofline import on_meta
 from harmony_ds.runtime.micro_batch import loss_of
 from tests.cover import spread
-from tests.engine.drive import engine_for, sgd
-from tests.families import FAMILIES, Family
+from tests.engine.drive import engine_for, family, sgd
+from tests.families import Family
 
 HARDWARE = hardware_of("rtx4090")
 MODELS = Path(__file__).parents[2] / "benchmarks" / "estimate" / "models"
@@ -42,10 +42,6 @@ ANCHOR_BYTES = 64
 def config_of(**more: Any) -> Config:
     device = {"harmony": {"device": "cpu"}}
     return load_config({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, **device, **more})
-
-
-def family(name: str) -> Family:
-    return next(f for f in FAMILIES if f.name == name)
 
 
 def on_meta_device(inputs: dict[str, Any]) -> dict[str, Any]:

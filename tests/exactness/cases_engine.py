@@ -182,15 +182,6 @@ def engine_deleted_and_made_again(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def second_engine_on_one_model(side: Side) -> Found:
-    """The model is initialized again while its first engine is alive; the second one trains on."""
-    model = Net()
-    first = side.initialize(model, adamw(model))
-    train(first, batches(side.accumulation))
-    return trained(side, model)
-
-
-@case(*PAIRS)
 def plain_training_after_destroy(side: Side) -> Found:
     """After engine.destroy() the model is trained on in plain PyTorch."""
     model = Net()

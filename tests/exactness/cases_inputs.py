@@ -58,14 +58,13 @@ def batch_dict_changed_after_the_call(side: Side) -> Found:
 def dropout_rate_changed_between_steps(side: Side) -> Found:
     """`dropout.p` is raised after each step."""
     model = Net(lambda: Block(dropout=0.0))
-    engine = side.initialize(model, adamw(model))
-    for step in range(3):
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
         for block in model.blocks:
-            block.dropout.p = 0.2 * step
-        for x, y in batches(side.accumulation, seed=step):
-            engine.backward(engine(x, labels=y))
-            engine.step()
-    return weights(model)
+            block.dropout.p = 0.2 * (engine.micro_steps // side.accumulation)
+        return engine(x, labels)
+
+    return trained(side, model, adamw, loss, steps=3)
 
 
 class Shifted(Net):

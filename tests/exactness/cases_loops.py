@@ -254,21 +254,6 @@ def policy_and_reference(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def actor_and_critic(side: Side) -> Found:
-    """Actor and critic on an engine each, their losses propagated one after the other."""
-    actor, critic = Net(), Net()
-    a, c = side.initialize(actor, adamw(actor)), side.initialize(critic, adamw(critic))
-    for x, y in batches(2 * side.accumulation):
-        value = c(x).mean(-1)
-        log_probability = a(x).log_softmax(-1).gather(1, y[:, None])[:, 0]
-        a.backward(-(log_probability * (1.0 - value.detach())).mean())
-        c.backward((value - 1.0).pow(2).mean())
-        a.step()
-        c.step()
-    return {**weights(actor, "a "), **weights(critic, "c ")}
-
-
-@case(*PAIRS)
 def engines_that_share_a_module(side: Side) -> Found:
     """Two models with one body in common, an engine and an optimizer each."""
     first, second = Net(), Net()

@@ -47,13 +47,6 @@ def data_replaced(side: Side) -> Found:
 
 
 @case()
-def half_and_float(side: Side) -> Found:
-    """`module.half().float()` on one block, to round its weights, between two steps."""
-    model = Net()
-    return changed_between_steps(side, model, lambda: model.blocks[1].half().float())
-
-
-@case()
 def load_state_dict(side: Side) -> Found:
     """A state dict that was copied at the start is loaded after a step."""
     model = Net()
@@ -412,9 +405,8 @@ def parameters_in_a_plain_list(side: Side) -> Found:
             return super().forward(x * self.scales[0], labels)
 
     model = Plain()
-    engine = side.initialize(model, torch.optim.SGD([*model.parameters(), *model.scales], lr=0.1))
-    losses = train(engine, batches(2 * side.accumulation))
-    return {**weights(model), "losses": losses, "scale": model.scales[0]}
+    optimizer = torch.optim.SGD([*model.parameters(), *model.scales], lr=0.1)
+    return {**trained(side, model, lambda _: optimizer), "scale": model.scales[0]}
 
 
 @case(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -37,28 +39,22 @@ def test_a_matrix_product_takes_its_flops_over_the_reached_share_of_the_peak_of_
     assert clock.ms == pytest.approx(clock.flops / (peak * 0.5))
 
 
-def test_an_elementwise_operation_takes_its_operands_and_results_over_the_bandwidth() -> None:
-    a, b = meta(1000, 1000), meta(1000, 1000)
+@pytest.mark.parametrize(
+    ("operation", "operands", "nbytes"),
+    [
+        (torch.add, (meta(1000, 1000), meta(1000, 1000)), 3 * 4e6),
+        (torch.add, (meta(1000, 1000), meta(1000).expand(1000, 1000)), 2 * 4e6 + 4e3),
+        (F.embedding, (meta(10_000, dtype=torch.long), meta(100_000, 100)), 2 * 4e6 + 8e4),
+    ],
+    ids=["elementwise", "an expanded operand counts once", "of a table only the rows that are looked up"],
+)
+def test_what_is_read_and_written_is_over_the_bandwidth(
+    operation: Callable[..., Tensor], operands: tuple[Tensor, Tensor], nbytes: float
+) -> None:
     with on_meta(RATES) as clock:
-        a + b
+        operation(*operands)
 
-    assert clock.ms == pytest.approx(3 * 4e6 / 1e9)
-
-
-def test_an_expanded_operand_counts_once() -> None:
-    a, row = meta(1000, 1000), meta(1000).expand(1000, 1000)
-    with on_meta(RATES) as clock:
-        a + row
-
-    assert clock.ms == pytest.approx((2 * 4e6 + 4e3) / 1e9)
-
-
-def test_looking_rows_up_reads_only_those_rows() -> None:
-    table, rows = meta(100_000, 100), torch.zeros(10_000, dtype=torch.long, device="meta")
-    with on_meta(RATES) as clock:
-        F.embedding(rows, table)
-
-    assert clock.ms == pytest.approx((2 * 4 * 10_000 * 100 + 8 * 10_000) / 1e9)
+    assert clock.ms == pytest.approx(nbytes / 1e9)
 
 
 def test_nothing_is_faster_than_it_is_issued_and_views_take_nothing() -> None:

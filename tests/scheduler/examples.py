@@ -28,6 +28,7 @@ GPU = Machine(
 CPU = replace(GPU, name="a CPU", copies_overlap=False, device_update_elements_per_ms=200.0)
 
 FP32 = ElementBytes(weight=4, gradient=4)
+COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5, propagate_ms=1.5)
 
 
 def graph_of(numels: Iterable[int], calls: tuple[int, ...] | None = None) -> LayerGraph:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harmony_ds.config import HarmonySettings
-from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, make_plan
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.packing import Packer
@@ -17,10 +17,9 @@ from harmony_ds.scheduler.search import search
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.spans import PEER, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import lower_bound_bytes, swaps_of
-from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, packs_of, parse, reused, text
+from tests.scheduler.examples import COST, CPU, FP32, GPU, costs_of, graph_of, packs_of, parse, reused, text
 from tests.scheduler.validate import PlanError, validate
 
-COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5, propagate_ms=1.5)
 PEERS = {"peer_bytes_per_ms": 500.0, "peer_ms": 0.25}
 NUMEL = 1000
 DEFERRED = Policy(prefetch=False, devices=2)

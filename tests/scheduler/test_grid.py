@@ -77,13 +77,3 @@ def test_any_plan_prints_within_the_width_and_always_the_same(
     more = sum(int(line.split()[1]) for line in lines if line.startswith("..."))
     passes = 1 if grouping else micro_batches
     assert len(rows) + more == passes * (len(plan.packing.forward) + len(plan.packing.backward))
-
-
-def test_without_grouping_each_micro_batch_has_rows_of_its_own() -> None:
-    lines = format_plan(plan_of(2, 5, Policy(deferred_update=False, grouping=False))).splitlines()
-
-    assert lines[2] == "no grouping: each micro-batch passes all packs on its own"
-    assert "; updates as gradients arrive;" in lines[3]
-    rows = [line.split() for line in lines[6 : 6 + 3 * 5]]
-    assert [row[0] for row in rows] == ["forward", "fused", "backward"] * 5
-    assert [row[:2] for row in rows if "host" in row] == [["fused", "1"], ["backward", "0"]]

@@ -8,17 +8,15 @@ import pytest
 
 from harmony_ds.config import HarmonySettings
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.profiler.costs import CallCost
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.host_room import gradient_bytes, waiting_of
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.search import search
 from harmony_ds.scheduler.simulate import simulate
-from tests.scheduler.examples import FP32, GPU, costs_of, graph_of
+from tests.scheduler.examples import COST, FP32, GPU, costs_of, graph_of
 
 NUMELS = [1000, 3000, 1000, 2000]
-COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5, propagate_ms=1.5)
 GRAPH = graph_of(NUMELS)
 COSTS = costs_of(GRAPH.calls, COST)
 PACKING = Packer(GRAPH, COSTS, FP32).packing(tuple(range(len(NUMELS) + 1)))

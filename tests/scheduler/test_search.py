@@ -177,7 +177,6 @@ def test_graphs_are_kept_where_that_saves_time_and_to_the_byte() -> None:
     """A link so slow that all packs are kept: the rest of the memory is graphs'."""
     slow = replace(GPU, swap_in_bytes_per_ms=10.0)
     wanted = request(40_000, "device", 1, residency="kept")
-    wanted = replace(wanted, settings=replace(wanted.settings, residency="kept"))
 
     def chosen(budget_bytes: int, **more: bool) -> Choice:
         one = replace(wanted, budget_bytes=budget_bytes, settings=replace(wanted.settings, **more))
@@ -199,8 +198,7 @@ def test_graphs_are_kept_where_that_saves_time_and_to_the_byte() -> None:
 def test_graphs_that_save_no_time_are_not_kept() -> None:
     """A link so slow that nothing else counts."""
     slow = replace(GPU, swap_in_bytes_per_ms=0.5, swap_out_bytes_per_ms=0.5, link_bytes_per_ms=0.8)
-    wanted = request(14_000, "device", 1)
-    wanted = replace(wanted, settings=replace(wanted.settings, residency="kept"))
+    wanted = request(14_000, "device", 1, residency="kept")
     assert not any(search(GRAPH, COSTS, slow, FP32, wanted)[0].plan.policy.graphs)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harmony_ds.config import HarmonySettings
-from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.packing import Packer
@@ -19,9 +19,7 @@ from harmony_ds.scheduler.plan import ALL_PACKS, Plan, Policy
 from harmony_ds.scheduler.simulate import simulate, step_ms
 from harmony_ds.scheduler.spans import COMPUTE, STREAMS, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import swaps_of
-from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of
-
-COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5, propagate_ms=1.5)
+from tests.scheduler.examples import COST, CPU, FP32, GPU, costs_of, graph_of
 
 
 def planned(

@@ -76,10 +76,6 @@ def test_every_way_to_break_that_is_caught(tasks: str, message: str) -> None:
         validate(TWO, parse(tasks), Group((0,)), LATE if "N" in tasks else SOON)
 
 
-def test_a_begun_group_needs_no_swap_in() -> None:
-    validate(TWO, parse(IMMEDIATE.removeprefix("I2 ")), Group((0,), begun=True), SOON)
-
-
 def test_their_bytes_are_alive_from_swap_in_to_evict() -> None:
     costs = costs_of((0, 1), CallCost(needs_backward=True))
     bare = reused(TWO.packs[:2])
