@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -36,8 +36,6 @@ from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.errors import UnsupportedError, UsageError
 
-_NOTES = ("_metrics", "_textual_logs")  # of TRL's trainers: appended to while a loss is computed
-
 _losses: ContextVar[list[Tensor]] = ContextVar("losses of the micro-batch whose training_step runs")
 _is_last: ContextVar[bool | None] = ContextVar("whether a micro-batch is its group's last", default=None)
 
@@ -55,8 +53,8 @@ class _GradientState(GradientState):  # type: ignore[misc]
         self.__dict__["sync_gradients"] = value
 
 
-_with_engines: weakref.WeakSet[HarmonyMixin] = weakref.WeakSet()
-"""Trainers outlive their training: others, and transformers itself, refer to them."""
+_with_engines: weakref.WeakValueDictionary[int, HarmonyMixin] = weakref.WeakValueDictionary()
+"""Trainers, by id: some cannot be hashed. They outlive their training: others, and transformers itself, refer to them."""
 
 
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
@@ -170,13 +168,13 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             self.optimizer._is_accelerate_prepared = True
             self.accelerator._optimizers.append(self.optimizer)
             self.accelerator._models.append(self._engine)
-            _with_engines.add(self)
+            _with_engines[id(self)] = self
         return self._engine
 
     def _destroy_engines_of_others(self) -> None:
         """Destroy the engines of trainers that are done with this model, or a part of it: SFT, then DPO."""
         mine = set(self.model.modules())
-        for other in list(_with_engines):
+        for other in list(_with_engines.values()):
             engine = other.harmony_engine
             if engine is not None and not other.is_in_train and not mine.isdisjoint(engine.modules()):
                 other._destroy_engine()
@@ -287,9 +285,9 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
 
     @contextmanager
     def _without_traces(self) -> Iterator[None]:
-        """Undo what `compute_loss` sets, and appends to metrics (as TRL's trainers do), while it is measured, unlogged."""
-        kept = {name: copy.deepcopy(value) if name in _NOTES else value for name, value in vars(self).items()}
-        self.__dict__["log"] = lambda *_, **__: None
+        """Undo what `compute_loss` sets, and adds to containers (metrics, with TRL), while it is measured, unlogged."""
+        kept = dict(self.__dict__)
+        self.__dict__.update(_copied(kept), log=lambda *_, **__: None)
         try:
             yield
         finally:
@@ -354,6 +352,15 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
 
 class HarmonyTrainer(HarmonyMixin, Trainer):  # type: ignore[misc]
     """`transformers.Trainer` over harmony_ds."""
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a container, and of those in a dict; other values, and the items of a list, as they are."""
+    if type(value) in (dict, defaultdict):
+        copied = copy.copy(value)
+        copied.update((key, _copied(one)) for key, one in value.items())
+        return copied
+    return copy.copy(value) if type(value) in (list, deque, set) else value
 
 
 def _prepares_inputs(trainer: type[Trainer]) -> bool:
