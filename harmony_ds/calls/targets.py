@@ -98,10 +98,10 @@ class DeadEnd:
 
     def add(self, gradient: Tensor) -> None:
         raise ModelError(
-            f"a gradient reaches layer {self.layer} by a tensor that left it neither as a result nor in an argument or "
-            "an attribute of a module (a hook, a closure, a global variable or torch.nn.utils.parametrize.cached() holds "
-            "it), and would be lost: the graph of a layer lives only while the layer runs. Let the layer return that "
-            "tensor, or detach it; open parametrize.cached() within the layer."
+            f"a gradient reaches layer {self.layer} by a tensor that left it neither as a result nor in an argument (an "
+            "attribute of a module, a hook, a closure, a global variable or torch.nn.utils.parametrize.cached() holds it), "
+            "and would be lost: the graph of a layer lives only while the layer runs. Let the layer return that tensor, or "
+            "detach it (a state for the next call: use_cache=False); open parametrize.cached() within the layer."
         )
 
     def take(self) -> Tensor | None:

@@ -198,13 +198,14 @@ def _show(answer: Answer, note: str) -> None:
     each = "" if policy.devices == 1 else f" in each of {policy.devices} processes"
     driven = "" if policy.pipeline == 1 else f", through a pipeline of {policy.pipeline} devices"
     items = subject.items * steps * policy.devices
-    print(f"{steps} micro-batches of {rows} row{'s' * (rows > 1)} in a step{each}{driven}: {items:,} {unit}\n")
+    batches = f"micro-batch{'es' * (steps > 1)} of {rows} row{'s' * (rows > 1)}"
+    print(f"{steps} {batches} in a step{each}{driven}: {items:,} {unit}\n")
     if now is not None:
         _show_forecast(now, unit)
     if now is not None and answer.changes:
         print("\nwhat would help most:")
         for what, rate in answer.changes.items():
-            print(f"  {what:<40} {rate:>12,.0f} {unit}/s  {rate / now.items_per_s - 1:>+7.1%}")
+            print(f"  {what:<40} {rate:>12,.0f} {unit}/s  {round(rate / now.items_per_s - 1, 3) + 0.0:>+7.1%}")
     if answer.joining is not None:
         print("\n" + wrapped(str(answer.joining)))
     if answer.lack is not None:
@@ -215,7 +216,7 @@ def _show(answer: Answer, note: str) -> None:
 
 def _show_forecast(now: Forecast, unit: str) -> None:
     budgets = (now.survey.request.budget_bytes, now.host_budget_bytes)
-    device, host = ("unknown" if nbytes is None else amount(nbytes) for nbytes in budgets)
+    device, host = (", without a bound" if nbytes is None else f" of {amount(nbytes)}" for nbytes in budgets)
     fits = "does not fit" if now.host_missing_bytes else "fits"
     kinds = ", ".join(f"{kind} {amount(nbytes)}" for kind, nbytes in now.host_bytes.items() if nbytes)
     busy = ", ".join(
@@ -227,8 +228,8 @@ def _show_forecast(now: Forecast, unit: str) -> None:
     between = f", {amount(swaps.sent)} to other devices" if swaps.sent else ""
     between += f", {amount(swaps.moved)} from device to device" if swaps.moved else ""
     lines = {
-        "device": f"{amount(now.plan.peak_bytes)} of {device}: fits",
-        "host": f"{amount(now.host_total_bytes)} of {host}: {fits} ({kinds})",
+        "device": f"{amount(now.plan.peak_bytes)}{device}: fits",
+        "host": f"{amount(now.host_total_bytes)}{host}: {fits} ({kinds})",
         **({"disk": f"{amount(now.disk_bytes)} of what is offloaded to it"} if now.disk_bytes else {}),
         "plan": now.choice.reason,
         **({} if sizes == WHOLE else {"pieces": str(sizes)}),

@@ -84,7 +84,7 @@ class CpuDevice(HostStreamDevice):
         after = self._allocated + nbytes
         if self.budget_bytes is not None and after > self.budget_bytes:
             raise torch.OutOfMemoryError(
-                f"the device budget of {self.budget_bytes:,} bytes does not hold {nbytes:,} bytes more for {what}: "
+                f"{nbytes:,} bytes more for {what} do not fit into the device budget of {self.budget_bytes:,} bytes: "
                 f"{self._allocated:,} are in use. Raise harmony.device_memory_gib or lower harmony.pack_layers. "
                 "The device is out of memory."
             )

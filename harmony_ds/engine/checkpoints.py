@@ -146,7 +146,7 @@ class Checkpoints:
         training.assembly.parts.updater.wait_all()
         if self._open.group:
             _logger.warning(
-                "%d micro-batches are queued whose step is not taken yet: the checkpoint is of the step before, and they "
+                "micro-batches are queued (%d) whose step is not taken yet: the checkpoint is of the step before, and they "
                 "have to be handed over again after loading it.",
                 len(self._open.group),
             )

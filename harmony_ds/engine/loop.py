@@ -146,11 +146,10 @@ class Loop:
             StopIteration: `data_iter` is at its end.
         """
         self._training.require_optimizer("train_batch")
-        queued = len(self._open.group)
-        if queued:
+        if queued := len(self._open.group):
             raise BatchError(
-                f"{queued} micro-batches of engine(...) are still queued: call backward() and step() for "
-                "them before train_batch()."
+                f"micro-batches of engine(...) are still queued ({queued}): call backward() and step() for them before "
+                "train_batch()."
             )
         with self._world.reporting_failures():
             batches = self._training.data.take(data_iter)
@@ -185,8 +184,7 @@ class Loop:
         queued = len(self._open.group) if self._open.group.is_open else 0
         if queued or not batches:
             raise BatchError(
-                f"train_group() got {len(batches)} micro-batches while {queued} of engine(...) are queued: it "
-                "takes at least one, and none may be queued."
+                f"train_group() takes one or more micro-batches (here {len(batches)}) while none is queued (here {queued})."
             )
         if not boundary:
             self._world.refuse(

@@ -17,6 +17,7 @@ from harmony_ds.calls.intercept import Autocast
 from harmony_ds.engine.lifetime import while_alive
 from harmony_ds.engine.one_time_warnings import DIVIDED_TWICE, EARLY_READ
 from harmony_ds.engine.optimizer_override import OptimizerOverride
+from harmony_ds.engine.schedules import check_schedule
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.step_log import StepLog
 from harmony_ds.engine.training import Training
@@ -90,13 +91,11 @@ class OpenStep:
 
     def discard(self) -> None:
         """Discard its micro-batches when the engine is destroyed."""
-        dropped = self.group.propagated_from
-        if dropped:
+        if dropped := self.group.propagated_from:
             _logger.warning(
-                "destroy() drops the gradients of %d micro-batch%s whose step was not taken: call engine.step() at the "
+                "destroy() drops the gradients of micro-batches (%d) whose step was not taken: call engine.step() at the "
                 "boundary of a group (or engine.set_gradient_accumulation_boundary(True) before it) to use them.",
                 dropped,
-                "" if dropped == 1 else "es",
             )
         self.group.abandon(destroyed=True)
 
@@ -123,6 +122,7 @@ class OpenStep:
             schedule: arguments of the scheduler's step; None: the caller steps it, and has called this step by hand.
         """
         training, group = self._training, self.group
+        check_schedule(training.lr_scheduler, schedule)
         full = len(group) == training.settings.gradient_accumulation_steps() and not group.propagated
         try:
             with self._log.record.step(len(group), full):

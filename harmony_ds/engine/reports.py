@@ -47,7 +47,8 @@ class SwapReport:
         return self.swap_bytes / self.lower_bound_bytes if self.lower_bound_bytes else 1.0
 
     def __str__(self) -> str:
-        lines = [f"swaps of one step, {self.micro_batches} micro-batches          to device         to host"]
+        title = f"swaps of one step, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
+        lines = [f"{title:<38}{'to device':>17}{'to host':>16}"]
         lines += [
             f"  {kind:<36}{self.host_to_device[kind]:>17,}{self.device_to_host[kind]:>16,}"
             for kind in self.host_to_device
@@ -150,7 +151,7 @@ class PlanReport:
 
     def __str__(self) -> str:
         best, prediction = self.choices[0].plan, self.choices[0].prediction
-        typical, error = self.typical_step_ms, self.time_error
+        typical, error = self.typical_step_ms, round(self.time_error or 0.0, 3) + 0.0  # never -0.0
         measured = "not measured yet" if typical is None else f"{typical:,.1f} ms measured ({error:+.1%})"
         lines = [
             f"plan: {self.choices[0].reason}",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
 from harmony_ds.config import Section
 from harmony_ds.config.hints import check_params, nearest
-from harmony_ds.errors import ConfigError
+from harmony_ds.errors import ConfigError, UsageError
 
 
 def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -18,7 +19,7 @@ def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim
         ConfigError: the ds_config's scheduler is unknown, or does not take its params.
     """
     if client is not None:
-        return client(optimizer) if callable(client) and not hasattr(client, "step") else client
+        return client(optimizer) if isinstance(client, type) or not hasattr(client, "step") else client
     if section is None:
         return None
     if optimizer is None:
@@ -26,7 +27,8 @@ def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim
     from deepspeed.runtime import lr_schedules
 
     theirs = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
-    known = {name: one for name, one in vars(torch.optim.lr_scheduler).items() if isinstance(one, type)} | theirs
+    torchs = torch.optim.lr_scheduler
+    known = {name: getattr(torchs, name) for name in torchs.__all__ if name != "LRScheduler"} | theirs
     cls = known.get(section.type)
     if cls is None:
         near = nearest(section.type, known) or ", ".join(theirs)
@@ -36,3 +38,15 @@ def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim
         return cls(optimizer, **section.params)
     except TypeError as error:
         raise ConfigError(f'scheduler "{section.type}" does not take these params: {error}') from None
+
+
+def check_schedule(scheduler: Any, schedule: dict[str, Any] | None) -> None:
+    """Raise UsageError if the step of `scheduler` does not take the arguments `schedule` (None: it is not called)."""
+    try:
+        if scheduler is not None and schedule is not None:
+            inspect.signature(scheduler.step).bind(**schedule)
+    except TypeError as error:
+        raise UsageError(
+            f"the engine cannot step {type(scheduler).__name__}: {error}. Nothing was updated. Give engine.step() what it "
+            'takes (lr_kwargs={"metrics": value}), or make it from engine.optimizer after initialize and step it yourself.'
+        ) from None

@@ -7,6 +7,7 @@ measured anew.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -192,20 +193,19 @@ class Measuring:
             yield
         except torch.OutOfMemoryError as error:
             self._parts.stash.abandon()
-            message = _explanation(device, before)
+            message = _explanation(device, before, error)
             release_frames(error)
             raise DoesNotFitError(message) from error
 
 
-def _explanation(device: Device, before: int) -> str:
+def _explanation(device: Device, before: int, error: torch.OutOfMemoryError) -> str:
     budget, reserve, peak = device.budget_bytes, device.reserve_bytes(), device.peak_bytes()
     said = "there is no budget" if budget is None else f"the budget is {budget:,} bytes"
-    if reserve:
-        said += f", of which libraries' workspaces and the allocator's segments take {reserve:,}"
+    said += f", of which libraries' workspaces and the allocator's segments take {reserve:,}" if reserve else ""
     more = f" to well above {(reserve + peak) / 2**30:.2f}" if reserve else ""
+    found = re.search(r"[\d.,]+ ([KMG]iB|bytes)", str(error))  # the first is what was asked for
     return (
-        "the model cannot be measured in the device memory there is, though measuring holds one layer at a time, with one "
-        f"micro-batch: {said}. Up to {peak:,} bytes were allocated, {before:,} of them before it began, when more were "
-        f"asked for. Ways out: (1) raise harmony.device_memory_gib{more}; (2) lower train_micro_batch_size_per_gpu; (3) "
-        "name smaller layers in harmony.layers."
+        f"one layer with one micro-batch, which measuring holds, does not fit: {said}. Up to {peak:,} bytes were allocated "
+        f"({before:,} before), and {found[0] if found else 'some'} more did not fit. Ways out: (1) raise harmony."
+        f"device_memory_gib{more}; (2) lower train_micro_batch_size_per_gpu; (3) name smaller layers in harmony.layers."
     )

@@ -91,7 +91,7 @@ class Cuts:
             if not 1 < len(forward) < len(before):
                 return None
             name += f", {len(forward) - 1} in the forward pass"
-        return self._packer.packing(bounds, forward), f"{len(bounds) - 1} packs {name}"
+        return self._packer.packing(bounds, forward), f"{len(before)} pack{'s' * (len(before) > 1)} {name}"
 
 
 def _ladder(count: int) -> list[int]:
@@ -207,8 +207,8 @@ def use_of(packing: Packing, policy: Policy) -> str:
     text = f"{policy.pipeline} devices, " * (policy.pipeline > 1) + f"stash {place}"
     for packs, what in ((policy.kept, "kept"), (policy.resident, "resident")):
         text += f", {len(packs)} pack{'s' * (len(packs) > 1)} {what}" if packs else ""
-    if any(policy.graphs):
-        text += f", {sum(policy.graphs)} graphs of {sum(map(bool, policy.graphs))} packs"
+    if holders := sum(map(bool, policy.graphs)):
+        text += f", {sum(policy.graphs)} graphs of {holders} pack{'s' * (holders > 1)}"
     text += ", prefetch" if policy.prefetch else ""
     if policy.alone:
         return text

@@ -125,13 +125,20 @@ def explain(plan: Plan, request: PlanRequest) -> str:
     gradients = max(pack.gradient_bytes for pack in packs)
     stays = plan.resident_bytes + sum(pack.weight_bytes + pack.gradient_bytes for pack in plan.packing.always)
     rest = plan.peak_bytes - stays - min(2, len(packs)) * weights - gradients
+    pack_layers = request.settings.pack_layers or 1
+    ways = (
+        "raise harmony.device_memory_gib",
+        "lower train_micro_batch_size_per_gpu",
+        f"lower harmony.pack_layers (now {pack_layers})" if pack_layers > 1 else "",
+        "name smaller layers in harmony.layers",
+        "lower harmony.residency" if plan.policy.resident else "",
+    )
     return (
         f"the smallest plan needs {plan.peak_bytes:,} bytes of device memory but the budget is "
         f"{request.budget}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
         f"gradients, {stays:,} that are resident, and about {max(rest, 0):,} of activations of "
-        f"{plan.micro_batches} micro-batches. Ways out: (1) raise harmony.device_memory_gib; (2) lower "
-        f"train_micro_batch_size_per_gpu; (3) lower harmony.pack_layers (now {request.settings.pack_layers or 'chosen'}); "
-        "(4) name smaller layers in harmony.layers"
-        + ("; (5) lower harmony.residency." if request.settings.residency else ".")
+        f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}. Ways out: "
+        + "; ".join(f"({number}) {way}" for number, way in enumerate(filter(None, ways), 1))
+        + "."
     )

@@ -74,9 +74,10 @@ def ranges(numbers: Iterable[int]) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     policy, packing = plan.policy, plan.packing
     cuts = "the same packs both ways" if len(packing.covering) == len(packing.backward) else "cut differently"
+    forward, count = len(packing.forward), plan.micro_batches
     yield (
-        f"{len(packing.forward)} packs forward, {len(packing.backward)} backward ({cuts}), "
-        f"{plan.micro_batches} micro-batches in a group"
+        f"{forward} pack{'s' * (forward != 1)} forward, {len(packing.backward)} backward ({cuts}), "
+        f"{count} micro-batch{'es' * (count > 1)} in a group"
     )
     yield f"device peak {amount(plan.peak_bytes)} planned, {amount(plan.resident_bytes)} of it all the time"
     if policy.pipeline > 1:

@@ -231,10 +231,12 @@ class _Search:
         known = len(self._packings)
         packing = self._packing(point)
         if len(self._packings) > known and len(packing.backward) <= _SHORT:
-            self._try_uses(packing, f"{len(packing.backward)} packs, cut by trial", thorough=True)
+            self._try_uses(
+                packing, f"{len(packing.backward)} pack{'s' * (len(packing.backward) > 1)}, cut by trial", thorough=True
+            )
         policy = point.policy_for(packing, self._request.policy)
         same = packing is best.packing
-        cut = best.cut if same else f"{len(packing.backward)} packs, cut by trial"
+        cut = best.cut if same else f"{len(packing.backward)} pack{'s' * (len(packing.backward) > 1)}, cut by trial"
         if self._peak(packing, policy) <= self._budget:
             self._try(packing, point, policy, cut)
             return

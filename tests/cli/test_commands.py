@@ -185,6 +185,7 @@ def test_a_pipeline_is_estimated_planned_and_drawn(tiny: str, tmp_path: Path) ->
     shown = run("plan", *asked, "--ds-config", str(file))
     assert shown.exit_code == 0 and "through a pipeline of 2 devices: 128 tokens" in shown.stdout
     assert "from device to device" in shown.stdout and "compute 1" in shown.stdout
+    assert ", without a bound: fits" in shown.stdout
     drawn = tmp_path / "trace.json"
     assert run("trace", *asked, "--ds-config", str(file), "--output", str(drawn), "--run").exit_code == 0
     events = json.loads(drawn.read_text())["traceEvents"]

@@ -38,7 +38,7 @@ def test_bytes_above_the_budget_are_not_charged_and_the_error_says_what_to_chang
     message = str(caught.value)
 
     assert (
-        "the device budget of 4,000 bytes does not hold 4,000 bytes more for a device buffer: 1,000 are in use"
+        "4,000 bytes more for a device buffer do not fit into the device budget of 4,000 bytes: 1,000 are in use"
         in message
     )
     assert "harmony.device_memory_gib" in message

@@ -144,9 +144,12 @@ def test_requires_grad_set_before_each_call_costs_no_swaps(alternate: bool) -> N
 
 def test_the_first_step_is_reported_without_the_bytes_of_measuring() -> None:
     llama = family("llama")
-    with engine_for(llama.build(0.0), sgd, config_of(2, None, {"pack_layers": 1})) as engine:
-        engine.train_batch(iter(groups_of(llama, 1, 2)[0]))
-        assert engine.swap_report().ratio == 1.0
+    with engine_for(llama.build(0.0), sgd, config_of(1, None, {"pack_layers": 99})) as engine:
+        engine.train_batch(iter(groups_of(llama, 1, 1)[0]))
+        report = engine.swap_report()
+        assert report.ratio == 1.0
+        assert str(report).startswith("swaps of one step, 1 micro-batch ")
+        assert "1 pack of 99 calls" in str(engine.plan_report())
 
 
 def test_evaluation_between_two_steps_is_not_booked_on_the_next() -> None:

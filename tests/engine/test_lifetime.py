@@ -246,7 +246,7 @@ def test_destroy_says_how_many_micro_batches_have_unused_gradients(
 
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (run is not None)
-    assert run is None or f"the gradients of {1 + run} micro-batch{'es' * run} whose step was not taken" in said[0]
+    assert run is None or f"the gradients of micro-batches ({1 + run}) whose step was not taken" in said[0]
     del unused
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,14 @@ class Reserving(CpuDevice):
         return 1040
 
 
+def test_an_error_of_cuda_says_how_much_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a capacity of 2.00 GiB.")
+    monkeypatch.setattr(CpuDevice, "charge", Mock(side_effect=error))
+    said = r"there is no budget\. .* and 2\.50 GiB more did not fit"
+    with engine_for(LLAMA.build(0.0), sgd, config_of(4)) as engine, pytest.raises(DoesNotFitError, match=said):
+        engine.train_batch(GROUPS[0])
+
+
 def test_memory_of_libraries_is_taken_off_the_budget_and_reported() -> None:
     with engine_for(LLAMA.build(0.0), sgd, config_of(4, None, {"pack_layers": 1})) as engine:
         train_groups(engine, GROUPS)
@@ -92,7 +102,8 @@ def test_a_budget_too_small_for_measuring_is_an_error_before_training_that_leave
     before = weights_of(model)
     device = CpuDevice(3_000)
     with engine_for(model, sgd, config, device=device) as engine:
-        with pytest.raises(DoesNotFitError, match=r"the budget is 3,000 bytes\. Up to [\d,]+ bytes were") as caught:
+        said = r"the budget is 3,000 bytes\. Up to 32 bytes were .*, and 12,288 bytes more did not fit"
+        with pytest.raises(DoesNotFitError, match=said) as caught:
             engine.train_batch(iter(GROUPS[0]))
         assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
         assert "raise harmony.device_memory_gib" in str(caught.value)

@@ -84,6 +84,21 @@ def test_the_engine_goes_on_with_what_the_program_assigns() -> None:
         assert engine.get_lr() == [0.005]
 
 
+@pytest.mark.parametrize("scheduler", [{"scheduler": {"type": "ReduceLROnPlateau", "params": {}}}, {}])
+def test_a_scheduler_that_cannot_be_stepped_is_an_error_before_an_update(scheduler: dict[str, Any]) -> None:
+    model, data = Squares(), (torch.ones(2, 1), torch.zeros(2, 1))
+    before, given = copy.deepcopy(model), None if scheduler else torch.optim.lr_scheduler.ReduceLROnPlateau
+    with engine_for(model, sgd, config_of(1, **scheduler), lr_scheduler=given) as engine:
+        with pytest.raises(UsageError, match=r"ReduceLROnPlateau: missing .*'metrics'\. Nothing was .*lr_kwargs=\{"):
+            engine.train_batch([data])
+        engine.backward(engine(*data))
+        with pytest.raises(UsageError, match="missing"):
+            engine.step(lr_kwargs={"metric": 1.0})
+        assert_same(model, before, bitwise=True)
+        engine.step(lr_kwargs={"metrics": 1.0})
+        assert engine.global_steps == 1
+
+
 def test_no_sync_changes_nothing_but_forbids_steps() -> None:
     plain, _ = plainly(LLAMA, 0.0, GROUPS[:1], sgd)
     model = LLAMA.build(0.0)
@@ -120,26 +135,17 @@ def test_a_scaled_backward_by_hand_is_engine_backward() -> None:
     assert_same(models[1], models[0], bitwise=True)
 
 
-def unscaled_loss(engine: Any, batch: dict[str, Any]) -> None:
-    engine(**batch).loss.backward()
-
-
-def unscaled_known_loss(engine: Any, batch: dict[str, Any]) -> None:
-    loss = engine(**batch).loss
-    loss.item()
-    loss.backward()
-
-
-def unscaled_logits(engine: Any, batch: dict[str, Any]) -> None:
-    engine(**batch).logits.float().mean().backward()
+def known_loss(outputs: Any) -> Any:
+    outputs.loss.item()
+    return outputs.loss
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
-@pytest.mark.parametrize("backward", [unscaled_loss, unscaled_known_loss, unscaled_logits])
-def test_an_unscaled_backward_in_fp16_is_an_error_and_not_a_wrong_gradient(backward: Any) -> None:
+@pytest.mark.parametrize("loss_of", [lambda out: out.loss, known_loss, lambda out: out.logits.float().mean()])
+def test_an_unscaled_backward_in_fp16_is_an_error_and_not_a_wrong_gradient(loss_of: Any) -> None:
     said = r"1\. engine.backward\(loss\) 2\. engine.scale\(loss\)"
     with engine_for(LLAMA.build(0.0), sgd, config_of(2, **FP16)) as engine, pytest.raises(UsageError, match=said):
-        backward(engine, GROUPS[0][0])
+        loss_of(engine(**GROUPS[0][0])).backward()
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
@@ -390,8 +396,9 @@ def test_settings_for_several_processes_are_refused() -> None:
 def test_a_failing_initialize_leaves_no_thread_and_a_usable_model() -> None:
     before = threading.active_count()
     model = LLAMA.build(0.0)
-    scheduler = {"scheduler": {"type": "Cosinus", "params": {}}}
-    with pytest.raises(ConfigError, match="does not recognize LR scheduler Cosinus"):
-        harmony_ds.initialize(model=model, optimizer=sgd(model.parameters()), config=config_of(1, **scheduler))
+    for name in ("Cosine", "Counter", "LRScheduler"):  # torch's module holds collections.Counter, too
+        scheduler = {"scheduler": {"type": name, "params": {}}}
+        with pytest.raises(ConfigError, match=rf"LR scheduler {name}\. Did you mean (?!Counter|_?LRScheduler)\w"):
+            harmony_ds.initialize(model=model, optimizer=sgd(model.parameters()), config=config_of(1, **scheduler))
     assert threading.active_count() == before
     assert torch.isfinite(model(**GROUPS[0][0]).loss)

@@ -122,14 +122,8 @@ def test_only_the_first_few_of_equal_calls_are_propagated_through() -> None:
     layers = [Layer(device, 1.0, 2.0) for _ in range(6)]
     table, _ = timed(Net(device, layers, 0.0, 0.0, 0.0))
 
-    assert [layer.seen.calls for layer in layers] == [
-        4,
-        4,
-        4,
-        4,
-        2,
-        2,
-    ]  # once and, of the first four, again, in two passes
+    # Once and, of the first four, again, in two passes.
+    assert [layer.seen.calls for layer in layers] == [4, 4, 4, 4, 2, 2]
     assert [cost.backward_ms for cost in table.costs] == [3.0] * 6
 
 

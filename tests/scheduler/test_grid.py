@@ -37,6 +37,12 @@ def test_a_row_for_each_time_that_a_pack_runs() -> None:
     ]
 
 
+def test_one_pack_and_one_micro_batch_are_singular() -> None:
+    told = "(the same packs both ways), 1 micro-batch in a group"
+    assert format_plan(plan_of(2, 1, Policy())).startswith(f"1 pack forward, 2 backward {told}")
+    assert format_plan(plan_of(1, 1, Policy())).startswith(f"0 packs forward, 1 backward {told}")
+
+
 def test_stash_updates_kept_and_resident_packs_are_shown() -> None:
     policy = Policy(prefetch=False, stash_on_host=1, deferred_update=False, kept=(2,), resident=(3,))
     lines = format_plan(plan_of(4, 2, policy)).splitlines()

@@ -258,8 +258,12 @@ def test_where_nothing_fits_the_error_has_both_numbers_and_the_ways_out() -> Non
     assert choose(request(smallest)).peak_bytes == smallest
     with pytest.raises(DoesNotFitError, match=": 1 too many"):
         choose(request(smallest - 1))
-    for key in ("harmony.device_memory_gib", "train_micro_batch_size_per_gpu", "harmony.pack_layers", "harmony.layers"):
+    for key in ("harmony.device_memory_gib", "train_micro_batch_size_per_gpu", "harmony.layers"):
         assert key in message
+    for pack_layers in (None, 1):  # nothing is resident, and no pack can be smaller
+        with pytest.raises(DoesNotFitError, match="Ways out") as caught:
+            choose(request(1_000, pack_layers=pack_layers))
+        assert "harmony.pack_layers" not in str(caught.value) and "harmony.residency" not in str(caught.value)
     assert re.search(r"1,024 bytes of weights .* 1,024 of gradients, 128 that are resident", message)
     assert "4 micro-batches" in message
 
