@@ -8,26 +8,25 @@ from typing import Any
 from torch import nn
 
 
-class _Nothing(nullcontext[None]):
-    """A context that does nothing, whatever it is given."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-
-class Init(_Nothing):
+class Init(nullcontext[None]):
     """A context to build a model in. DeepSpeed partitions it; here it stays a model in host memory.
 
     The arguments are those of `deepspeed.zero.Init`, and have no effect.
     """
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
 
-class GatheredParameters(_Nothing):
+
+class GatheredParameters(nullcontext[None]):
     """A context in which parameters can be read and changed in place, as they can be everywhere.
 
     Masters, and copies on the device, follow the changes. (DeepSpeed keeps changes only if `modifier_rank` is given.) The
     arguments are those of `deepspeed.zero.GatheredParameters`, and have no effect.
     """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
