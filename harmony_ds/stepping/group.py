@@ -90,7 +90,7 @@ class StepGroup(Queue):
         assert kind is not None
         if not kind.pending or self._runner.at_their_calls:
             return ticket.outputs()
-        loss = PendingLoss(frozenset([ticket]), kind.dtype, self._parts.calls.device.torch_device)
+        loss = PendingLoss((ticket,), kind.dtype, self._parts.calls.device.torch_device)
         return kind.outputs(loss, ticket.outputs)
 
     def queue(
@@ -275,8 +275,7 @@ class StepGroup(Queue):
             if not self.propagated and not runner.steps_whole:
                 return self._run(lambda part: runner.step(part, hyper, clipping), hyper, last=True)
             clipping = clipping or Clipping()
-            gathered = self.propagate(hyper, clipping, last=True)
-            if gathered:
+            if gathered := self.propagate(hyper, clipping, last=True):
                 runner.end(hyper, clipping)
             return gathered
         finally:
@@ -376,8 +375,7 @@ class StepGroup(Queue):
         for index, arguments in enumerate(batches):
             micro_batch = self._micro_batch(index, arguments, self._parts.module, reduce=loss_fn or loss_of)
             if self._world.any("evaluate", not self._runner.planner.covers(micro_batch.inputs)):
-                ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._parts.module)
-                self._measure(ticket)
+                self._measure(QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._parts.module))
             micro_batches.append(micro_batch)
         with self._parts.calls.ledger.excluded():
             self._runner.evaluate(micro_batches)

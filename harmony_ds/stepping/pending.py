@@ -20,6 +20,7 @@ from harmony_ds.errors import UnsupportedError
 _LAZY = frozenset(
     "add sub mul div neg exp float double half bfloat16 to cpu clone detach data mean sum __rsub__ __rdiv__".split()
 )
+_ADDITIVE = _LAZY - {"mul", "div", "exp", "__rdiv__"}
 _METADATA = frozenset("shape dtype device ndim layout dim size numel is_floating_point is_cuda".split())
 
 
@@ -37,13 +38,14 @@ class Ticket(Protocol):
         """Raise UsageError if its backward pass is over."""
 
     def backward(self, loss: PendingLoss) -> None:
-        """Propagate back from `loss`, which depends on this ticket alone, when the group runs."""
+        """Propagate back from `loss`, to this ticket alone, when the group runs."""
 
 
 class PendingLoss(torch.Tensor):
     """A scalar over the losses of queued micro-batches: the loss of one, or what `_function` makes of `_operands`."""
 
-    tickets: frozenset[Ticket]  # the micro-batches whose losses it depends on
+    tickets: tuple[Ticket, ...]  # the micro-batches whose losses it depends on
+    is_linear: bool = True  # in each of them, and leads gradients nowhere else: each can propagate its own part
     divisors: frozenset[float] = frozenset()  # what the program has divided it by
     requires_grad: bool = True
     _function: Callable[[Iterable[Any]], Tensor] | None = None
@@ -51,7 +53,7 @@ class PendingLoss(torch.Tensor):
     _known: Tensor | None = None
 
     def __new__(
-        cls, tickets: frozenset[Ticket], dtype: torch.dtype, device: torch.device, requires_grad: bool = True
+        cls, tickets: tuple[Ticket, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool = True
     ) -> PendingLoss:
         # requires_grad stays False in C++, so that code which bypasses Python fails loudly instead of losing a gradient.
         loss: PendingLoss = torch.Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)
@@ -85,8 +87,10 @@ class PendingLoss(torch.Tensor):
         """Note that the group has to propagate back from this loss; what is known already is propagated at once."""
         self.check_not_propagated()
         plain = not args and not any(kwargs.values())
-        if plain and self.requires_grad and len(self.tickets) == 1 and not self.resolved:
-            next(iter(self.tickets)).backward(self)
+        notes = self.requires_grad and (len(self.tickets) == 1 or self.is_linear)
+        if plain and notes and not any(ticket.resolved for ticket in self.tickets):
+            for ticket in self.tickets:
+                ticket.backward(self)
         else:
             self.value().backward(*args, **kwargs)
 
@@ -142,9 +146,12 @@ def _later(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str,
         return func(*args, **kwargs)
 
     like = function(map(_stand_in, operands))
-    tickets = pending[0].tickets.union(*(one.tickets for one in pending))
-    loss = PendingLoss(tickets, like.dtype, like.device, like.requires_grad)
+    tickets = dict.fromkeys(ticket for one in pending for ticket in one.tickets)
+    loss = PendingLoss(tuple(tickets), like.dtype, like.device, like.requires_grad)
     loss._function, loss._operands = function, operands
+    scales = func.__name__ in ("mul", "div") and len(pending) == 1 and operands[0] is pending[0]
+    loss.is_linear = (scales or func.__name__ in _ADDITIVE) and all(one.is_linear for one in pending)
+    loss.is_linear &= not any(other.requires_grad for other in others)
     loss.divisors = pending[0].divisors.union(*(one.divisors for one in pending))
     if func.__name__ == "div" and not others:
         loss.divisors |= {operands[-1]}

@@ -101,7 +101,9 @@ class QueuedMicroBatch:
         group = self._open_group()
         divisor = group.divisor(loss.divisors)
         self._note_caller()
-        self._objectives.append(lambda own: loss.evaluate(lambda _: divided(own, divisor)))
+        self._objectives.append(
+            lambda own: loss.evaluate(lambda one: divided(own, divisor) if one is self else own.new_zeros(()))
+        )
         group.propagating(self)
 
     def receive(self, gradient: Tensor) -> Tensor:
@@ -192,8 +194,13 @@ class QueuedMicroBatch:
         """Note that the forward pass ran on its own: its loss can be read, and propagated from, until the step is over."""
         micro_batch = self.micro_batch
         micro_batch.cut_outputs()
-        self._part_outputs()
-        self._keep_graph()
+        used = inputs_of_others(tensors_in(micro_batch.outputs))
+        if used:  # others were computed from them; gradients that come to aliases of them are the program's alone
+            own = micro_batch.outputs
+            micro_batch.outputs = map_tensors(lambda one: one.view_as(one) if id(one) in used else one, own)
+        self.stage = Stage.FORWARDED
+        with suppress(BatchError):
+            self._attached = self.take_loss(micro_batch.outputs)
         if self.wanted:
             self._backward_now()
         for output in {id(o): o for o in tensors_in(micro_batch.outputs) if o.requires_grad}.values():
@@ -203,19 +210,6 @@ class QueuedMicroBatch:
         """Return what the model was given, or keeps, and returns: no gradient of the model's own comes by it."""
         if self._group is not None:
             self.receive(gradient)
-
-    def _part_outputs(self) -> None:
-        """Replace outputs that others were computed from by aliases: gradients of those are the program's alone."""
-        used = inputs_of_others(tensors_in(self.micro_batch.outputs))
-        if used:
-            self.micro_batch.outputs = map_tensors(
-                lambda output: output.view_as(output) if id(output) in used else output, self.micro_batch.outputs
-            )
-
-    def _keep_graph(self) -> None:
-        self.stage = Stage.FORWARDED
-        with suppress(BatchError):
-            self._attached = self.take_loss(self.micro_batch.outputs)
 
     def finish_propagation(self) -> None:
         """Note that its backward pass is done; the value of its loss stays."""

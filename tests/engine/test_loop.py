@@ -120,6 +120,17 @@ def test_a_loss_used_after_the_step_keeps_its_value() -> None:
         assert float(sum(row)) == pytest.approx(sum(losses[0]))
 
 
+def test_a_backward_pass_from_a_sum_of_losses_is_grouped() -> None:
+    plain, _ = plainly(LLAMA, 0.0, GROUPS[:1], sgd)
+    model = LLAMA.build(0.0)
+    with engine_for(model, sgd, config_of(2, None, ONE_PACK_EACH)) as engine:
+        for one, other in zip(GROUPS[0][::2], GROUPS[0][1::2], strict=True):
+            engine.backward((engine(**one).loss + engine(**other).loss) / 2)
+            engine.step()
+        assert engine.swap_report().ratio == 1.0
+    assert_same(model, plain, bitwise=True)
+
+
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
 def test_losses_that_are_read_and_not_propagated_from_take_no_part_in_the_next_step() -> None:
     config = config_of(ACCUMULATION, None, {"pack_layers": 1, "stash": "device"})

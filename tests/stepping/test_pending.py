@@ -44,7 +44,7 @@ class FakeTicket:
 
 def pending(slope: float = 3.0) -> tuple[PendingLoss, FakeTicket]:
     ticket = FakeTicket(slope)
-    return PendingLoss(frozenset([ticket]), torch.float32, torch.device("cpu")), ticket
+    return PendingLoss((ticket,), torch.float32, torch.device("cpu")), ticket
 
 
 LAZY: dict[str, tuple[Callable[[Any], Any], float]] = {
@@ -123,7 +123,7 @@ def test_sums_over_micro_batches_are_pending_until_all_are_asked_for() -> None:
     losses, tickets = zip(*(pending(slope) for slope in (1.0, 2.0, 3.0)), strict=True)
     total = sum(loss.detach() for loss in losses)
     assert isinstance(total, PendingLoss)
-    assert total.tickets == set(tickets)
+    assert total.tickets == tickets
     assert not total.resolved
 
     assert total.item() == 2.0 + 4.0 + 6.0
@@ -131,39 +131,38 @@ def test_sums_over_micro_batches_are_pending_until_all_are_asked_for() -> None:
     assert [ticket.looked for ticket in tickets] == [1, 1, 1]
 
 
-def test_backward_is_noted_with_the_arithmetic_before_it() -> None:
-    loss, ticket = pending()
-    (loss / 4).backward()
-    (noted,) = ticket.noted
-    assert ticket.looked == 0
-
-    own = ticket.weight * 3
-    noted.evaluate(lambda _: own).backward()
-    assert ticket.weight.grad.item() == 0.75
-
-
-def test_backward_of_a_loss_that_is_known_runs_at_once() -> None:
-    loss, ticket = pending()
+def test_backward_of_a_loss_that_is_known_or_with_a_gradient_runs_at_once() -> None:
+    (loss, known), (other, ticket) = pending(), pending()
     loss.item()
     loss.backward()
+    other.backward(torch.tensor(2.0))
 
-    assert not ticket.noted
-    assert ticket.weight.grad.item() == 3.0
-
-
-def test_backward_over_several_micro_batches_runs_at_once() -> None:
-    first, one = pending(1.0)
-    second, two = pending(5.0)
-    (first + second).backward()
-
-    assert (one.weight.grad.item(), two.weight.grad.item()) == (1.0, 5.0)
+    assert not known.noted and not ticket.noted
+    assert (known.weight.grad.item(), ticket.weight.grad.item()) == (3.0, 6.0)
 
 
-def test_backward_with_a_gradient_runs_at_once() -> None:
-    loss, ticket = pending()
-    loss.backward(torch.tensor(2.0))
-
-    assert ticket.weight.grad.item() == 6.0
+@pytest.mark.parametrize(
+    ("combine", "gradients", "times"),
+    [
+        (lambda first, second: (first / 2 + 1 - second * 3).float(), (0.5, -15.0), 1),
+        (lambda first, second: first * second, (10.0, 10.0), 0),
+        (lambda first, second: torch.tensor(40.0) / second + first, (1.0, -2.0), 0),
+        (lambda first, second: (second - 9).exp() + first, (1.0, 5.0 * math.e), 0),
+    ],
+)
+def test_backward_is_noted_with_the_arithmetic_before_it_where_each_micro_batch_has_a_part_of_its_own(
+    combine: Callable[[Any, Any], Any], gradients: tuple[float, float], times: int
+) -> None:
+    (first, one), (second, two), (third, three) = pending(1.0), pending(5.0), pending(9.0)
+    (third / 9).exp().backward()
+    assert (len(three.noted), three.looked) == (1, 0)
+    combine(first, second).backward()
+    for ticket in (one, two):
+        assert (len(ticket.noted), ticket.looked) == (times, 1 - times)
+        values = {one: torch.zeros(()), two: torch.zeros(()), ticket: ticket.weight * ticket.slope}
+        for noted in ticket.noted:
+            noted.evaluate(values.__getitem__).backward()
+    assert (one.weight.grad.item(), two.weight.grad.item()) == pytest.approx(gradients)
 
 
 def test_backward_of_a_detached_loss_is_torchs_error() -> None:
