@@ -86,11 +86,11 @@ class StepGroup(Queue):
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take one call of the engine; return pending outputs, or real ones where the model returns no loss."""
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
-        kind = self._parts.kinds.get(*ticket.micro_batch.inputs)
+        kind = self._parts.kinds.get(ticket.micro_batch)
         assert kind is not None
         if not kind.pending or self._runner.at_their_calls:
             return ticket.outputs()
-        loss = PendingLoss((ticket,), kind.dtype, self._parts.calls.device.torch_device)
+        loss = PendingLoss((ticket,), kind.dtype, self._parts.calls.device.torch_device, kind.shape)
         return kind.outputs(loss, ticket.outputs)
 
     def queue(
@@ -110,9 +110,8 @@ class StepGroup(Queue):
         call = call or self._parts.replaced_forward.call()
         micro_batch = self._micro_batch(len(self._queue), arguments, call)
         ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, aside)
-        inputs = micro_batch.inputs
-        known = known and self._parts.kinds.get(*inputs) is not None
-        known = known and self._runner.planner.covers(inputs, micro_batch.state.modes.flags)
+        known = known and self._parts.kinds.get(micro_batch) is not None
+        known = known and self._runner.planner.covers(micro_batch.inputs, micro_batch.state.modes.flags)
         if self._world.any("call the model", not known):
             self._measure(ticket)
         if not self._queue and self._runner.changes_buffers:
@@ -169,15 +168,14 @@ class StepGroup(Queue):
             yield
 
     def _sample(self, ticket: QueuedMicroBatch) -> Sample:
-        args, kwargs = ticket.micro_batch.inputs
         # Made-up gradients must not reach what the caller propagates through.
-        own = map_tensors(_on_its_own, (args, kwargs))
+        own = map_tensors(_on_its_own, ticket.micro_batch.inputs)
 
         def call(inputs: Inputs) -> Any:
             return self._parts.calls.run(ticket.call, Arguments(*inputs))
 
         def objective(outputs: Any) -> Tensor | None:
-            self._parts.kinds.learn(args, kwargs, outputs)
+            self._parts.kinds.learn(ticket.micro_batch, outputs)
             try:
                 return ticket.loss_fn(outputs)
             except BatchError:
@@ -190,7 +188,7 @@ class StepGroup(Queue):
     # ---- looking early
 
     def forward_now(self, ticket: QueuedMicroBatch) -> None:
-        kind = self._parts.kinds.get(*ticket.micro_batch.inputs)
+        kind = self._parts.kinds.get(ticket.micro_batch)
         if kind is not None and kind.pending:
             self._parts.looked()
         self._forward(ticket)

@@ -6,9 +6,11 @@ The loss of pending outputs stays pending, however it is reached; any other use 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -16,17 +18,21 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from harmony_ds.errors import BatchError
-from harmony_ds.runtime.micro_batch import loss_of
+from harmony_ds.runtime.micro_batch import MicroBatch, loss_of
 from harmony_ds.stepping.pending import PendingLoss
+
+_MOST_WORDS = 16
+"""Combinations of strings among a call's arguments that may name modes; where there are more, they are data."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputKind:
-    """Outputs of calls of one form (these keyword arguments and switches among them, that many positional ones)."""
+    """Outputs of calls of one form."""
 
     cls: Any
-    pending: bool = False  # whether the loss can be: it is a scalar, and not in a tuple, which may be unpacked at once
+    pending: bool = False  # whether the loss can be: it is surely one, and not in a tuple, which may be unpacked
     dtype: torch.dtype = torch.float32  # of the loss
+    shape: tuple[int, ...] = ()
     named: bool = False  # whether the loss is an attribute
     keys: tuple[str | int, ...] = ()  # the loss is found by, of "loss" and 0
 
@@ -39,7 +45,9 @@ class OutputKind:
             return OutputKind(type(outputs))
         keys = () if outputs is loss else tuple(key for key in ("loss", 0) if _item(outputs, key) is loss)
         named = getattr(outputs, "loss", None) is not None
-        return OutputKind(type(outputs), not isinstance(outputs, tuple), loss.dtype, named, keys)
+        is_loss = outputs is not loss or not loss.ndim  # other tensors of one number may be one row's logits
+        pending = is_loss and not isinstance(outputs, tuple)
+        return OutputKind(type(outputs), pending, loss.dtype, loss.shape, named, keys)
 
     def outputs(self, loss: PendingLoss, compute: Callable[[], Any]) -> Any:
         """Return what stands for the outputs that `compute` returns, among them `loss`."""
@@ -60,18 +68,25 @@ class OutputKinds:
 
     def __init__(self) -> None:
         self._known: dict[object, OutputKind] = {}
+        self._words: defaultdict[object, set[object]] = defaultdict(set)  # by form
 
-    def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputKind | None:
-        return self._known.get(_form(args, kwargs))
+    def get(self, call: MicroBatch) -> OutputKind | None:
+        return self._known.get(self._form(call))
 
-    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Learn that a call of these arguments returned `outputs`."""
-        self._known[_form(args, kwargs)] = OutputKind.of(outputs)
+    def learn(self, call: MicroBatch, outputs: Any) -> None:
+        """Learn that `call` returned `outputs`."""
+        self._known[self._form(call)] = OutputKind.of(outputs)
 
-
-def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    switches = frozenset((key, value) for key, value in kwargs.items() if isinstance(value, bool))
-    return len(args), frozenset(key for key, value in kwargs.items() if value is not None), switches
+    def _form(self, call: MicroBatch) -> object:
+        """Return what tells calls apart that return unlike outputs: their modes, which arguments they have, switches."""
+        args, kwargs = call.inputs
+        given = {key: value for key, value in (*enumerate(args), *kwargs.items()) if value is not None}
+        switches = frozenset((key, value) for key, value in given.items() if isinstance(value, (bool, Enum)))
+        words = frozenset((key, value) for key, value in given.items() if isinstance(value, str))
+        form = call.state.modes.training, frozenset(given), switches
+        if len(self._words[form]) < _MOST_WORDS:
+            self._words[form].add(words)
+        return form, words if words in self._words[form] else None
 
 
 @dataclass(slots=True)

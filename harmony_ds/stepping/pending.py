@@ -53,11 +53,11 @@ class PendingLoss(torch.Tensor):
     _known: Tensor | None = None
 
     def __new__(
-        cls, tickets: tuple[Ticket, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool = True
+        cls, tickets: tuple[Ticket, ...], dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] = ()
     ) -> PendingLoss:
         # requires_grad stays False in C++, so that code which bypasses Python fails loudly instead of losing a gradient.
-        loss: PendingLoss = torch.Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)
-        loss.tickets, loss.requires_grad = tickets, requires_grad
+        loss: PendingLoss = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        loss.tickets = tickets
         return loss
 
     @property
@@ -147,8 +147,8 @@ def _later(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str,
 
     like = function(map(_stand_in, operands))
     tickets = dict.fromkeys(ticket for one in pending for ticket in one.tickets)
-    loss = PendingLoss(tuple(tickets), like.dtype, like.device, like.requires_grad)
-    loss._function, loss._operands = function, operands
+    loss = PendingLoss(tuple(tickets), like.dtype, like.device, like.shape)
+    loss._function, loss._operands, loss.requires_grad = function, operands, like.requires_grad
     scales = func.__name__ in ("mul", "div") and len(pending) == 1 and operands[0] is pending[0]
     loss.is_linear = (scales or func.__name__ in _ADDITIVE) and all(one.is_linear for one in pending)
     loss.is_linear &= not any(other.requires_grad for other in others)
@@ -177,4 +177,4 @@ def _stand_in(operand: Any) -> Any:
     """Return a tensor that shows what a result will look like."""
     if not isinstance(operand, PendingLoss):
         return operand
-    return torch.zeros((), dtype=operand.dtype, device=operand.device, requires_grad=operand.requires_grad)
+    return torch.zeros(operand.shape, dtype=operand.dtype, device=operand.device, requires_grad=operand.requires_grad)

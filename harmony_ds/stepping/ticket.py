@@ -82,7 +82,9 @@ class QueuedMicroBatch:
     def loss(self, attached: bool) -> Tensor:
         """Return its loss, computed now if need be; with its graph if `attached` and the step is not over."""
         if self._value is None:
-            self._forward_now()
+            outputs = self.outputs()
+            if self._value is None:
+                self.take_loss(outputs)  # raises BatchError: there is none
         if attached and self._attached is not None:
             return self._attached
         assert self._value is not None
@@ -199,7 +201,7 @@ class QueuedMicroBatch:
             own = micro_batch.outputs
             micro_batch.outputs = map_tensors(lambda one: one.view_as(one) if id(one) in used else one, own)
         self.stage = Stage.FORWARDED
-        with suppress(BatchError):
+        with suppress(BatchError):  # raised where the loss is read
             self._attached = self.take_loss(micro_batch.outputs)
         if self.wanted:
             self._backward_now()
@@ -219,8 +221,8 @@ class QueuedMicroBatch:
 
     def _backward_now(self) -> None:
         """Run what `backward` noted before the forward pass was run on its own."""
-        assert self._attached is not None
-        terms = [objective(self._attached) for objective in self._objectives]
+        own = self.loss(attached=True)
+        terms = [objective(own) for objective in self._objectives]
         self._objectives.clear()
         with EngineBackward.entered(), explaining_errors():
             sum(terms[1:], terms[0]).backward()

@@ -55,6 +55,43 @@ def test_the_loop_is_grouped_and_exact(name: str, dropout: float, clip: float | 
     assert all(same_losses(*rows, one.bitwise) for rows in zip(actual, losses, strict=True))
 
 
+class Switched(nn.Module):
+    """Three layers; a loss while it trains, scores else, or as a number says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+
+    def forward(self, x: Tensor, scores: int = 0) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y.square().mean() if self.training and not scores else y
+
+
+def test_outputs_in_another_mode_are_not_taken_for_a_loss_and_training_stays_grouped() -> None:
+    x = torch.ones(2, 5)
+    with engine_for(Switched(), sgd, config_of(2, None, ONE_PACK_EACH)) as engine:
+        engine(x).backward()
+        engine.eval()
+        assert engine(x).shape == (2, 5)
+        engine.train()
+        engine.step()
+        for _ in range(4):
+            engine.backward(engine(x))
+            engine.step()
+        assert engine.swap_report().ratio == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+def test_outputs_that_wait_and_are_no_loss_after_all_say_so() -> None:
+    x = torch.ones(2, 5)
+    with engine_for(Switched(), sgd, config_of(2)) as engine:
+        engine.backward(engine(x, scores=0))
+        scores = engine(x, scores=1)  # as if it were the number of a step
+        for _ in range(2):
+            with pytest.raises(BatchError, match=r"no scalar loss but a tensor of shape \(2, 5\)"):
+                scores.argmax()
+
+
 def test_the_warning_points_at_the_line_that_reads_the_loss() -> None:
     with (
         engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from harmony_ds.stepping.output_kinds import OutputKind
+from harmony_ds.runtime.micro_batch import MicroBatch
+from harmony_ds.stepping.output_kinds import OutputKind, OutputKinds
 from harmony_ds.stepping.pending import PendingLoss
 from tests.stepping.test_pending import pending
 
@@ -138,3 +139,44 @@ def test_a_loss_that_is_not_first_is_not_found_by_its_place() -> None:
 
     assert isinstance(output["loss"], PendingLoss)
     assert output[0] is real["logits"]
+
+
+@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: {"loss": loss}])
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+def test_one_number_that_no_name_calls_a_loss_is_one_only_without_dimensions(wrap: Any, shape: tuple[int, ...]) -> None:
+    outputs = wrap(torch.zeros(shape))
+    kind = OutputKind.of(outputs)
+
+    assert kind.pending is (shape == () or isinstance(outputs, dict))
+    assert kind.shape == shape
+
+
+def call_of(*args: Any, **kwargs: Any) -> MicroBatch:
+    return MicroBatch(0, 0, lambda: None, lambda outputs: None, None, inputs=(args, kwargs))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (call_of(1.0, True), call_of(1.0, False), False),
+        (call_of(1.0, labels=2.0), call_of(1.0), False),
+        (call_of(1.0, 2.0), call_of(1.0, None), False),
+        (call_of(1.0, mode="loss"), call_of(1.0, mode="logits"), False),
+        (call_of(1.0, None, step=3), call_of(2.0, step=4), True),
+    ],
+)
+def test_a_call_tells_of_calls_of_its_own_form(one: MicroBatch, other: MicroBatch, alike: bool) -> None:
+    kinds = OutputKinds()
+    kinds.learn(one, torch.zeros(()))
+
+    assert (kinds.get(other) is not None) is alike
+
+
+def test_strings_that_are_data_are_not_learned_one_by_one() -> None:
+    kinds = OutputKinds()
+    for number in range(100):
+        if kinds.get(call_of(name=f"sample {number}")) is None:
+            learned = number
+            kinds.learn(call_of(name=f"sample {number}"), torch.zeros(()))
+
+    assert 2 <= learned < 50
