@@ -36,6 +36,7 @@ from harmony_ds.profiler.rows import Places, RowDims
 
 _logger = logging.getLogger(__name__)
 _ALL = -1  # layers
+RAISED = -2  # all, because one raised something
 _END: Any = object()
 
 
@@ -93,15 +94,19 @@ class Joins:
     @property
     def are_off(self) -> bool:
         """Whether no calls are joined any more."""
-        return _ALL in self._refused
+        return min(self._refused, default=0) < 0
 
     def refuse(self, why: str, layer: int = _ALL) -> CannotJoinError:
         """Join no calls of `layer` from now on; return what is to be raised for the step to run again."""
         if layer not in self._refused:
             self._refused[layer] = why
-            what = "layer calls" if layer == _ALL else f"calls of layer {self._layers[layer].name}"
+            what = "layer calls" if layer < 0 else f"calls of layer {self._layers[layer].name}"
             _logger.warning("%s run micro-batch by micro-batch from now on: %s", what, why)
         return CannotJoinError(why)
+
+    def reconsider(self) -> bool:
+        """Join calls again after a step has failed with single ones, too; return whether an error had ended that."""
+        return self._refused.pop(RAISED, None) is not None
 
     def join(self, requests: Sequence[Request]) -> list[Joined]:
         """Return as few calls as can be made for `requests`, which are of one layer.

@@ -20,7 +20,7 @@ from harmony_ds.estimate.survey import Survey
 from harmony_ds.estimate.text import wrapped
 from harmony_ds.scheduler.grid import amount
 from harmony_ds.scheduler.joining import Advice
-from harmony_ds.scheduler.sizes import WHOLE, Sizes
+from harmony_ds.scheduler.sizes import Sizes
 from harmony_ds.scheduler.swaps import lower_bound_bytes
 
 DOES_NOT_FIT, _LABEL = 3, 13
@@ -232,7 +232,7 @@ def _show_forecast(now: Forecast, unit: str) -> None:
         "host": f"{amount(now.host_total_bytes)}{host}: {fits} ({kinds})",
         **({"disk": f"{amount(now.disk_bytes)} of what is offloaded to it"} if now.disk_bytes else {}),
         "plan": now.choice.reason,
-        **({} if sizes == WHOLE else {"pieces": str(sizes)}),
+        **({"pieces": str(sizes)} if sizes.in_slices else {}),
         "one step": f"{now.prediction.step_ms / 1e3:,.2f} s: {now.items_per_s:,.0f} {unit}/s, the device computes "
         f"{1 - now.prediction.idle_share:.0%} of the time",
         "bottleneck": f"{now.prediction.bottleneck.replace('_', ' ')} (busy: {busy})",

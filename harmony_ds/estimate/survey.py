@@ -32,7 +32,7 @@ from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, rank_sizes
+from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes, combined, rank_sizes
 
 _MODEL_KEYS = ("model", "shapes", "dtypes", "torch")
 _ADAM = Section("AdamW", {"torch_adam": True})
@@ -227,16 +227,16 @@ def _see(
             return subject.model(**named)
 
     sample = Sample(subject.inputs, call, loss_of, seed=0)
-    sizes, profile = planner.sizes.joined(sample) or (wanted or WHOLE, measuring.profile(sample, wanted))
-    costs = profile.tables[-1][1]
+    sized, profile = planner.sizes.joined(sample) or (None, measuring.profile(sample, wanted))
+    sized = sized or SizedCosts(wanted or WHOLE, profile.tables[-1][1])
     if ranks_sizes and wanted is None:
         try:
-            sizes, costs = next(planner.sizes.ranked(sample, profile))
+            sized = next(planner.sizes.ranked(sample, profile))
         except DoesNotFitError:
-            sizes, costs = _smallest(profile, sample.rows)
+            sized = SizedCosts(*_smallest(profile, sample.rows))
     graph = planner.graph_with(profile.calls)
-    request = planner.request(graph, config.gradient_accumulation_steps, sizes)
-    return Survey(subject, config, graph, profile, costs, request, planner.sizes.may_join)
+    request = planner.request(graph, config.gradient_accumulation_steps, sized.sizes)
+    return Survey(subject, config, graph, profile, sized.table, request, planner.sizes.may_join)
 
 
 def _smallest(profile: Profile, rows: int) -> tuple[Sizes, CostTable]:
@@ -250,9 +250,8 @@ def _sized(survey: Survey, rows: int) -> Survey:
     profile = survey.profile
 
     def with_sizes(sizes: Sizes) -> Survey:
-        policy = replace(survey.request.policy, forward_rows=sizes.forward, backward_rows=sizes.backward)
-        costs = combined(profile, sizes, rows)
-        return replace(survey, costs=costs, request=replace(survey.request, policy=policy))
+        request = replace(survey.request, policy=sizes.put_into(survey.request.policy))
+        return replace(survey, costs=combined(profile, sizes, rows), request=request)
 
     def choose(costs: CostTable, sizes: Sizes) -> Choice:
         request = replace(with_sizes(sizes).request, thorough=False)

@@ -9,7 +9,7 @@ A micro-batch's bytes in the three ways a call is run, `p` being its position:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from harmony_ds.decomposer.graph import merge_calls, positions_of
 from harmony_ds.profiler.flow import Flow
@@ -132,3 +132,12 @@ class CostTable:
         larger = max(self, other, key=lambda table: sum(table.flow.nbytes))
         flow = larger.flow.at(positions_of(larger.calls, order))
         return CostTable(order, tuple(costs), flow=flow, **most)
+
+    def including(self, other: CostTable) -> CostTable:
+        """Return this table and, at the costs of `other`, the calls that only `other` has."""
+        order = merge_calls(self.calls, other.calls)
+        costs = [CallCost()] * len(order)
+        for table in (other, self):
+            for position, cost in zip(positions_of(table.calls, order), table.costs, strict=True):
+                costs[position] = cost
+        return replace(self, calls=order, costs=tuple(costs), flow=self.flow.at(positions_of(self.calls, order)))

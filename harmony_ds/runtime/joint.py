@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.joined import Joined, Joins
+from harmony_ds.calls.joined import RAISED, Joined, Joins
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.runtime.lane import Answer, Lane, Place
@@ -62,7 +62,7 @@ class JointLane:
         except (OffPlanError, UnseenError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise self._joins.refuse(f"the model raised {error!r}") from error
+            raise self._joins.refuse(f"the model raised {error!r}", RAISED) from error
 
     def _joined(self, requests: list[Request]) -> list[Joined]:
         if not self._calls and requests:

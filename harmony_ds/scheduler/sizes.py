@@ -21,15 +21,20 @@ _GAIN = 0.99
 
 @dataclass(frozen=True, slots=True, order=True)
 class Sizes:
-    """Rows of a slice in the forward packs, and in the backward pass; 0: whole micro-batches."""
+    """Rows of a slice in the forward packs, and in the backward pass; 0: whole micro-batches, or sets of `together`."""
 
     forward: int = 0
     backward: int = 0
+    together: int = 1
 
     @staticmethod
     def of(policy: Policy) -> Sizes:
         """Return the sizes of a plan."""
-        return Sizes(policy.forward_rows, policy.backward_rows)
+        return Sizes(policy.forward_rows, policy.backward_rows, policy.together)
+
+    def put_into(self, policy: Policy) -> Policy:
+        """Return `policy` with these sizes."""
+        return replace(policy, together=self.together, forward_rows=self.forward, backward_rows=self.backward)
 
     @staticmethod
     def wanted(micro_batch: str | tuple[int, int]) -> Sizes | None:
@@ -38,11 +43,45 @@ class Sizes:
             return Sizes(*micro_batch)
         return WHOLE if micro_batch == "config" else None
 
+    @property
+    def in_slices(self) -> bool:
+        """Whether layer calls may be cut."""
+        return self.forward > 0 or self.backward > 0
+
     def __str__(self) -> str:
         return f"{self.forward or 'all'} rows forward and {self.backward or 'all'} backward"
 
 
 WHOLE = Sizes()
+
+
+@dataclass(frozen=True, slots=True)
+class SizedCosts:
+    """Costs of a micro-batch, or of a set of several whose calls are joined, in layer calls of some sizes.
+
+    Attributes:
+        alone: of a single micro-batch of the set.
+    """
+
+    sizes: Sizes
+    table: CostTable
+    alone: CostTable | None = None
+
+    def after(self, before: SizedCosts) -> SizedCosts:
+        """Return costs that cover all that was seen `before`, too: its calls that were not seen now at its costs."""
+        alone, known = self.alone, before.alone
+        if alone is not None and known is not None:
+            alone = known.worst(alone)
+        if before.sizes.together == self.sizes.together:
+            known = before.table
+        table = self.table if known is None else known.worst(self.table)
+        return SizedCosts(self.sizes, table.including(before.table), alone)
+
+    def with_margin(self, nbytes: int) -> SizedCosts:
+        """Return them with so much more margin."""
+        table = replace(self.table, margin_bytes=self.table.margin_bytes + nbytes)
+        alone = None if self.alone is None else replace(self.alone, margin_bytes=table.margin_bytes)
+        return replace(self, table=table, alone=alone)
 
 
 def doubling(rows: int, smallest: int = 1) -> Iterator[int]:

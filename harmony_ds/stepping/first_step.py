@@ -30,11 +30,12 @@ def prove(
     Returns:
         Whether that will prove it; else the next step is to try.
     """
-    world, contract, sizes = runner.parts.world, runner.parts.contract, runner.planner.sizes
+    world, contract, joins = runner.parts.world, runner.parts.contract, runner.parts.joins
+    joins_calls = runner.planner.together > 1
     unlike = runner.at_their_calls or any(ticket.micro_batch.forwarded for ticket in tickets)
     if world.any("compare losses", unlike):
         return False
-    if world.any("draw other numbers", sizes.joins_random_calls):  # losses are not those of single micro-batches
+    if world.any("draw other numbers", joins_calls and joins.are_random):  # losses are not those of single calls
         return True
     unseen = False
     try:
@@ -43,7 +44,7 @@ def prove(
                 with as_called(ticket):
                     loss = loss_of(sample_of(ticket))
                 if loss is not None:
-                    alike = close if sizes.joins_calls else comparison(runner.parts.device.torch_device)
+                    alike = close if joins_calls else comparison(runner.parts.device.torch_device)
                     ticket.expected = partial(_check, contract, ticket.micro_batch.index, alike, loss)
     except UnseenError:  # the step will find it, too, and measure anew
         unseen = True

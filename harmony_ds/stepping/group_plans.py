@@ -32,8 +32,8 @@ class GroupPlans:
 
         Sets that are not full count as full ones, with which the budget may be too small; those run one by one, then.
         """
-        together, joins = self._planner.sizes.together, self._parts.joins
-        if not self._planner.sizes.joins_calls:
+        together, joins = self._planner.together, self._parts.joins
+        if together == 1:
             return micro_batches
         if self._parts.world.any("run some alone", any(m.forwarded for m in micro_batches)):
             return micro_batches
@@ -59,7 +59,7 @@ class GroupPlans:
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
         runs: list[list[MicroBatch]] = []
         for micro_batch in micro_batches:
-            if runs and len(runs[-1]) < self._planner.sizes.together and self._are_alike(runs[-1][0], micro_batch):
+            if runs and len(runs[-1]) < self._planner.together and self._are_alike(runs[-1][0], micro_batch):
                 runs[-1].append(micro_batch)
             else:
                 runs.append([micro_batch])

@@ -45,8 +45,7 @@ class OutputKind:
             return OutputKind(type(outputs))
         keys = () if outputs is loss else tuple(key for key in ("loss", 0) if _item(outputs, key) is loss)
         named = getattr(outputs, "loss", None) is not None
-        is_loss = outputs is not loss or not loss.ndim  # other tensors of one number may be one row's logits
-        pending = is_loss and not isinstance(outputs, tuple)
+        pending = not isinstance(outputs, tuple) and (outputs is not loss or not loss.ndim)  # else one row's logits?
         return OutputKind(type(outputs), pending, loss.dtype, loss.shape, named, keys)
 
     def outputs(self, loss: PendingLoss, compute: Callable[[], Any]) -> Any:
@@ -67,26 +66,25 @@ class OutputKinds:
     """Kinds of outputs of one model, learned the first time that each form of call is measured."""
 
     def __init__(self) -> None:
-        self._known: dict[object, OutputKind] = {}
-        self._words: defaultdict[object, set[object]] = defaultdict(set)  # by form
+        self._known: defaultdict[object, dict[object, OutputKind]] = defaultdict(dict)  # by form, and by strings
 
     def get(self, call: MicroBatch) -> OutputKind | None:
-        return self._known.get(self._form(call))
+        known, words = self._of_form(call)
+        return known.get(words)
 
     def learn(self, call: MicroBatch, outputs: Any) -> None:
         """Learn that `call` returned `outputs`."""
-        self._known[self._form(call)] = OutputKind.of(outputs)
+        known, words = self._of_form(call)
+        known[words] = OutputKind.of(outputs)
 
-    def _form(self, call: MicroBatch) -> object:
-        """Return what tells calls apart that return unlike outputs: their modes, which arguments they have, switches."""
+    def _of_form(self, call: MicroBatch) -> tuple[dict[object, OutputKind], object]:
+        """Return what calls returned in the modes of `call` with its arguments and switches, and its strings."""
         args, kwargs = call.inputs
         given = {key: value for key, value in (*enumerate(args), *kwargs.items()) if value is not None}
         switches = frozenset((key, value) for key, value in given.items() if isinstance(value, (bool, Enum)))
         words = frozenset((key, value) for key, value in given.items() if isinstance(value, str))
-        form = call.state.modes.training, frozenset(given), switches
-        if len(self._words[form]) < _MOST_WORDS:
-            self._words[form].add(words)
-        return form, words if words in self._words[form] else None
+        known = self._known[call.state.modes.training, frozenset(given), switches]
+        return known, words if words in known or len(known) < _MOST_WORDS else None
 
 
 @dataclass(slots=True)

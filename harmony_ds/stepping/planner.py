@@ -30,7 +30,7 @@ from harmony_ds.scheduler.plan import Plan, Policy
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.scheduler.sizes import WHOLE, Sizes
+from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes
 from harmony_ds.scheduler.swaps import Swaps, swaps_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 from harmony_ds.stepping.call_sizes import CallSizes
@@ -63,7 +63,7 @@ class Planner:
         )
         self.graph = graph
         """Layers, and their call order once a micro-batch has been seen."""
-        self._costs: CostTable | None = None
+        self._sized: SizedCosts | None = None
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
         self._measured: list[tuple[Shapes, bytes]] = []
@@ -89,20 +89,30 @@ class Planner:
     @property
     def costs(self) -> tuple[CostTable, CostTable]:
         """Costs of a set of micro-batches whose calls are joined, and of a single one."""
-        costs, alone = self._costs, self.sizes.alone
-        assert costs is not None
+        assert self._sized is not None
+        costs, alone = self._sized.table, self._sized.alone
         return costs, alone if alone is not None and alone.calls == costs.calls else costs
+
+    @property
+    def together(self) -> int:
+        """How many micro-batches' layer calls are joined."""
+        return 1 if self.plan is None or self._parts.joins.are_off else self.plan.policy.together
 
     @property
     def swaps(self) -> Swaps:
         """Bytes that a step of `plan` moves on this process's device."""
-        assert self.plan is not None and self._costs is not None
-        return swaps_of(self.plan, self._costs, self._parts.world.local_rank)
+        assert self.plan is not None
+        return swaps_of(self.plan, self.costs[0], self._parts.world.local_rank)
 
     def covers(self, inputs: Any, modes: bytes | None = None) -> bool:
         """Return whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
         shapes = shapes_of(inputs)
         return any(modes in (None, own) and _dominates(known, shapes) for known, own in self._measured)
+
+    def reconsider_joining(self) -> None:
+        """Measure joined calls anew, where an error had ended them that a step has now raised with single ones, too."""
+        if self._parts.joins.reconsider():
+            self._measured.clear()
 
     # ---- measuring and searching
 
@@ -128,14 +138,10 @@ class Planner:
     def _plan_with(self, sample: Sample) -> tuple[int, ...]:
         """Plan with the first costs with which anything fits."""
         failure: DoesNotFitError | None = None
-        if self.sizes.together > 1 and self._parts.world.any("stop joining", self._parts.joins.are_off):
-            self._costs = self.sizes.stop_joining()
-        plan = self.plan or self._saved
-        chosen = Sizes.of(plan.policy) if self.sizes.together > 1 and plan is not None else None
-        before, single = self.sizes.together, self.sizes.alone
-        for sizes, measured in self.sizes.measured(sample, chosen):
-            known = self._costs if self.sizes.together == before else single
-            table = self._agreed(measured if known is None else known.worst(measured))
+        before, plan = self._sized, self.plan or self._saved
+        for measured in self.sizes.measured(sample, WHOLE if plan is None else Sizes.of(plan.policy)):
+            sized = measured if before is None else measured.after(before)
+            table = self._agreed(sized.table)
             if not table.calls:
                 raise ModelError(
                     "forward calls no module that owns parameters: there are no layers to swap. Let it call modules whose "
@@ -143,16 +149,17 @@ class Planner:
                 )
             graph = self.graph_with(table.calls)
             try:
-                self.choices = self._choose(graph, table, self._group_size, sizes)
+                choices = self._choose(graph, table, self._group_size, sized.sizes)
             except DoesNotFitError as error:
                 failure = error.with_traceback(None)  # which holds this frame, and the sample
                 continue
-            if self._costs is None:
-                self.advice = self._advise(graph, table, sample.rows)
             moved = positions_of(self.graph.calls, table.calls)
-            self._costs, self.graph, self.rows = table, graph, self.measuring.rows(sizes)
-            if self.sizes.together != before:
+            if before is not None and before.sizes.together != sized.sizes.together:
                 self._measured.clear()  # those were other sets
+            self._sized, self.graph, self.choices = replace(sized, table=table), graph, choices
+            self.rows = self.measuring.rows(sized.sizes)
+            if before is None:
+                self.advice = self._advise(graph, table, sample.rows)
             return moved
         assert failure is not None
         raise failure
@@ -238,14 +245,12 @@ class Planner:
         budget, beside = self._parts.device.budget_bytes, self._set_aside_bytes
         return PlanRequest(
             settings=self._settings,
-            micro_batches=-(-group_size // self.sizes.together),
+            micro_batches=-(-group_size // sizes.together),
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
             exchange_bytes=self._parts.world.reduce_bytes(self._parts.device),
-            policy=replace(
-                self._policy, together=self.sizes.together, forward_rows=sizes.forward, backward_rows=sizes.backward
-            ),
+            policy=sizes.put_into(self._policy),
             host_bytes=self._host_bytes,
         )
 
@@ -270,10 +275,11 @@ class Planner:
 
     def plan_for(self, micro_batches: int) -> Plan:
         """Return the plan, made anew if so many single micro-batches are more than it is for."""
-        assert self.plan is not None and self._costs is not None
-        if self._outgrown or micro_batches > self.plan.micro_batches * self.sizes.together:
-            size = max(micro_batches, self.plan.micro_batches * self.sizes.together)
-            self.choices = self._choose(self.graph, self._costs, size, Sizes.of(self.plan.policy))
+        assert self.plan is not None
+        sizes = Sizes.of(self.plan.policy)
+        if self._outgrown or micro_batches > self.plan.micro_batches * sizes.together:
+            size = max(micro_batches, self.plan.micro_batches * sizes.together)
+            self.choices = self._choose(self.graph, self.costs[0], size, sizes)
             self._outgrown = False
         return self.choices[0].plan
 
@@ -294,7 +300,7 @@ class Planner:
 
     def check_peak(self, peak_bytes: int) -> None:
         """Log that a step took more than planned in any process, and plan for that in all from the next one on."""
-        assert self.plan is not None and self._costs is not None
+        assert self.plan is not None and self._sized is not None
         excess = self._parts.world.max("end a step", max(0, peak_bytes - self.plan.peak_bytes))
         if excess <= 0:
             return
@@ -304,10 +310,7 @@ class Planner:
             f"{self.plan.peak_bytes + excess:,}",
             f"{excess:,}",
         )
-        self._costs = replace(self._costs, margin_bytes=self._costs.margin_bytes + excess)
-        if self.sizes.alone is not None:
-            self.sizes.alone = replace(self.sizes.alone, margin_bytes=self._costs.margin_bytes)
-        self._outgrown = True
+        self._sized, self._outgrown = self._sized.with_margin(excess), True
 
     def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
         """Return the predicted step, and the `executed` one, as a Chrome trace: https://ui.perfetto.dev opens its JSON.
@@ -315,10 +318,10 @@ class Planner:
         Raises:
             RuntimeError: there is no plan yet.
         """
-        if not self.choices or self._costs is None:
+        if not self.choices:
             raise RuntimeError("there is no plan before the first micro-batch: trace() draws the one that runs.")
         best, names = self.choices[0], tuple(layer.name for layer in self.graph.layers)
-        return trace_of(best.plan, best.prediction, self._costs, executed, names)
+        return trace_of(best.plan, best.prediction, self.costs[0], executed, names)
 
 
 def _tell_of_replicas(choices: tuple[Choice, ...]) -> None:

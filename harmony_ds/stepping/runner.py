@@ -291,6 +291,7 @@ class Runner:
             yield shrink
         except BaseException as error:
             device.budget_bytes = before
+            self.planner.reconsider_joining()
             if first is not None and isinstance(error, DoesNotFitError):
                 raise first from error
             raise

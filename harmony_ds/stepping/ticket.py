@@ -81,14 +81,10 @@ class QueuedMicroBatch:
 
     def loss(self, attached: bool) -> Tensor:
         """Return its loss, computed now if need be; with its graph if `attached` and the step is not over."""
-        if self._value is None:
-            outputs = self.outputs()
-            if self._value is None:
-                self.take_loss(outputs)  # raises BatchError: there is none
+        outputs = self.outputs() if self._value is None else None
         if attached and self._attached is not None:
             return self._attached
-        assert self._value is not None
-        return self._value
+        return self.take_loss(outputs) if self._value is None else self._value  # BatchError, if there is none after all
 
     @property
     def resolved(self) -> bool:

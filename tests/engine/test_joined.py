@@ -271,6 +271,59 @@ def test_a_layer_is_tried_in_each_mode(calls: list[str]) -> None:
     assert_joined_as_alone(lambda: Layered(lambda: Balanced(True)), calls, {"layers.0": 8}, evaluate)
 
 
+class Routed(nn.Module):
+    """Its rows choose a layer by their sign; what no row chooses is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        taken, y = x[:, 0] > 0, self.layers[0](x)
+        for layer, chosen in zip(self.layers[1:], (taken, ~taken), strict=True):
+            rows = chosen.nonzero()[:, 0]
+            y = y.index_add(0, rows, layer(y[rows])) if len(rows) else y
+        return y.pow(2).mean()
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", 8])
+def test_a_set_that_calls_layers_that_none_of_its_micro_batches_did_goes_on_in_single_calls(micro_batch: Any) -> None:
+    groups = rows_of_four()
+    for place in range(3):
+        groups[0][place]["x"].copy_(torch.tensor([1.0, -2.0, 3.0, -4.0]))  # rolled in a set
+    alone, losses = trained(Routed(), groups)
+    joined, found = trained(Routed(), groups, micro_batch=micro_batch)
+    assert found == pytest.approx(losses, rel=1e-6)
+    assert_close(joined, alone)
+
+
+class Bounded(nn.Sequential):
+    """Three layers, which take no large numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(4, 4) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self[0](x)
+        if x.max() > 9:
+            raise ValueError("too large")
+        return self[2](self[1](y)).pow(2).mean()
+
+
+def test_an_error_that_single_calls_raise_too_does_not_end_joining(calls: list[str]) -> None:
+    groups, bad = rows_of_four(), rows_of_four(1)
+    bad[0][2]["x"] *= 100  # others before it have been planned for by then
+    with engine_for(Bounded(), sgd, config_of(4, None, {"pack_layers": 1, "micro_batch": 8})) as engine:
+        train_groups(engine, groups[:1])
+        with pytest.raises(ValueError, match="too large"):
+            train_groups(engine, bad)
+        train_groups(engine, groups[1:2])
+        calls.clear()
+        train_groups(engine, groups[2:])
+    assert calls.count("0") == 2  # forward, and again
+
+
 def clamped(model: nn.Module, *names: str) -> nn.Module:
     for name in names:
         model.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
