@@ -42,18 +42,10 @@ def test_micro_batches_one_by_one_whose_losses_are_read() -> None:
     assert_same(model, plain, bitwise=True)
 
 
-class Head(nn.Module):
-    """A model whose loss is a function's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
+def head() -> nn.Module:
+    """Return a model whose loss is a function's."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.ReLU())))
 
 
 def test_the_loss_function_is_outside_as_it_is_for_deepspeed() -> None:
@@ -62,7 +54,7 @@ def test_the_loss_function_is_outside_as_it_is_for_deepspeed() -> None:
         return (outputs @ outputs.T).float().mean()
 
     batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    plain, model = Head(), Head()
+    plain, model = head(), head()
     for batch in batches:
         with torch.autocast("cpu", torch.bfloat16):
             outputs = plain(batch)
@@ -83,7 +75,7 @@ def test_float16_scales_losses_as_torchs_scaler(overflow: bool) -> None:
     def loss_fn(outputs: Tensor) -> Tensor:
         return F.mse_loss(outputs.float(), torch.ones_like(outputs, dtype=torch.float32)) * factor
 
-    plain, model, scales = Head(), Head(), []
+    plain, model, scales = head(), head(), []
     optimizer, scaler = sgd(plain.parameters()), torch.amp.GradScaler("cpu")
     for batch in batches:
         with torch.autocast("cpu", torch.float16):
@@ -108,6 +100,6 @@ def test_times_in_a_file_are_of_the_same_autocast(tmp_path: Path, caplog: pytest
     file = {"profile": str(tmp_path / "profile.json")}
     for more, replaced in (({}, False), (BFLOAT16, True), (BFLOAT16, False)):
         caplog.clear()
-        with engine_for(Head(), sgd, config_of(1, None, file, **more)) as engine:
+        with engine_for(head(), sgd, config_of(1, None, file, **more)) as engine:
             engine.train_batch([torch.ones(4, 8)], lambda outputs: outputs.float().mean())
         assert ("will be replaced" in caplog.text) == replaced

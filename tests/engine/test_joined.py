@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -166,7 +167,7 @@ class Tabled(nn.Module):
 
     def __init__(self, differs: bool) -> None:
         super().__init__()
-        self.layers, self.differs = nn.ModuleList([Scaled() for _ in range(3)]), differs
+        self.layers, self.differs = nn.ModuleList([Scaled(4, 4) for _ in range(3)]), differs
 
     def forward(self, x: Tensor) -> Tensor:
         table = torch.linspace(0.0, 1.0, 4) + (x.detach().mean() if self.differs else 0.0)
@@ -176,9 +177,6 @@ class Tabled(nn.Module):
 
 
 class Scaled(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return super().forward(x) * table
 
@@ -271,57 +269,46 @@ def test_a_layer_is_tried_in_each_mode(calls: list[str]) -> None:
     assert_joined_as_alone(lambda: Layered(lambda: Balanced(True)), calls, {"layers.0": 8}, evaluate)
 
 
-class Routed(nn.Module):
-    """Its rows choose a layer by their sign; what no row chooses is not called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+class Routed(nn.Sequential):
+    """Rows choose the second or the third layer by their sign; what no row chooses is not called."""
 
     def forward(self, x: Tensor) -> Tensor:
-        taken, y = x[:, 0] > 0, self.layers[0](x)
-        for layer, chosen in zip(self.layers[1:], (taken, ~taken), strict=True):
-            rows = chosen.nonzero()[:, 0]
-            y = y.index_add(0, rows, layer(y[rows])) if len(rows) else y
+        y = self[0](x)
+        for layer, chosen in ((self[1], x[:, 0] > 0), (self[2], x[:, 0] <= 0)):
+            y = y.index_add(0, chosen.nonzero()[:, 0], layer(y[chosen])) if chosen.any() else y
         return y.pow(2).mean()
 
 
 @pytest.mark.parametrize("micro_batch", ["auto", 8])
 def test_a_set_that_calls_layers_that_none_of_its_micro_batches_did_goes_on_in_single_calls(micro_batch: Any) -> None:
-    groups = rows_of_four()
-    for place in range(3):
-        groups[0][place]["x"].copy_(torch.tensor([1.0, -2.0, 3.0, -4.0]))  # rolled in a set
-    alone, losses = trained(Routed(), groups)
-    joined, found = trained(Routed(), groups, micro_batch=micro_batch)
+    groups, model = rows_of_four(), Routed(*(nn.Linear(4, 4) for _ in range(3)))
+    for batch in groups[0][:3]:
+        batch["x"].copy_(torch.tensor([1.0, -2.0, 3.0, -4.0]))  # rolled in a set
+    alone, losses = trained(copy.deepcopy(model), groups)
+    joined, found = trained(model, groups, micro_batch=micro_batch)
     assert found == pytest.approx(losses, rel=1e-6)
     assert_close(joined, alone)
 
 
-class Bounded(nn.Sequential):
-    """Three layers, which take no large numbers."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(4, 4) for _ in range(3)))
-
+class Bounded(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        y = self[0](x)
-        if x.max() > 9:
+        if x.max() > 99:
             raise ValueError("too large")
-        return self[2](self[1](y)).pow(2).mean()
+        return super().forward(x)
 
 
 def test_an_error_that_single_calls_raise_too_does_not_end_joining(calls: list[str]) -> None:
     groups, bad = rows_of_four(), rows_of_four(1)
-    bad[0][2]["x"] *= 100  # others before it have been planned for by then
-    with engine_for(Bounded(), sgd, config_of(4, None, {"pack_layers": 1, "micro_batch": 8})) as engine:
+    bad[0][2]["x"] *= 1000  # others before it have been planned for by then
+    model = Layered(lambda: Bounded(4, 4))
+    with engine_for(model, sgd, config_of(4, None, {"pack_layers": 1, "micro_batch": 8})) as engine:
         train_groups(engine, groups[:1])
         with pytest.raises(ValueError, match="too large"):
             train_groups(engine, bad)
         train_groups(engine, groups[1:2])
         calls.clear()
         train_groups(engine, groups[2:])
-    assert calls.count("0") == 2  # forward, and again
+    assert calls.count("layers.0") == 2  # forward, and again
 
 
 def clamped(model: nn.Module, *names: str) -> nn.Module:

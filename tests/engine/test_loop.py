@@ -55,36 +55,25 @@ def test_the_loop_is_grouped_and_exact(name: str, dropout: float, clip: float | 
     assert all(same_losses(*rows, one.bitwise) for rows in zip(actual, losses, strict=True))
 
 
-class Switched(nn.Module):
-    """Three layers; a loss while it trains, scores else, or as a number says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+class Switched(nn.Sequential):
+    """A loss while it trains; scores in evaluation, or as a number says."""
 
     def forward(self, x: Tensor, scores: int = 0) -> Tensor:
-        y: Tensor = self.layers(x)
+        y: Tensor = super().forward(x)
         return y.square().mean() if self.training and not scores else y
 
 
-def test_outputs_in_another_mode_are_not_taken_for_a_loss_and_training_stays_grouped() -> None:
-    x = torch.ones(2, 5)
-    with engine_for(Switched(), sgd, config_of(2, None, ONE_PACK_EACH)) as engine:
-        engine(x).backward()
-        engine.eval()
-        assert engine(x).shape == (2, 5)
-        engine.train()
-        engine.step()
-        for _ in range(4):
-            engine.backward(engine(x))
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+def test_scores_are_not_taken_for_a_loss() -> None:
+    x, model = torch.ones(2, 5), Switched(nn.Linear(5, 5), nn.Linear(5, 5))
+    with engine_for(model, sgd, config_of(1, None, ONE_PACK_EACH)) as engine:
+        for evaluates in (False, True, False):
+            engine.train(not evaluates)
+            outputs = engine(x)
+            assert outputs.shape == ((2, 5) if evaluates else ())
+            engine.backward(outputs.sum())
             engine.step()
         assert engine.swap_report().ratio == 1.0
-
-
-@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
-def test_outputs_that_wait_and_are_no_loss_after_all_say_so() -> None:
-    x = torch.ones(2, 5)
-    with engine_for(Switched(), sgd, config_of(2)) as engine:
         engine.backward(engine(x, scores=0))
         scores = engine(x, scores=1)  # as if it were the number of a step
         for _ in range(2):

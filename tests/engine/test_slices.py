@@ -6,6 +6,7 @@ to 1e-6 relative (in the norm of each parameter's gradient), not bit by bit.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 
 from harmony_ds.errors import DoesNotFitError
 from tests.cover import spread
-from tests.engine.drive import EVERY_FAMILY, config_of, engine_for, family, loop, means_of, seed_of, train_groups
+from tests.engine.drive import EVERY_FAMILY, adamw, config_of, engine_for, family, loop, means_of, seed_of, train_groups
 from tests.families import Batch, Family
-from tests.oracle import train_plainly
+from tests.oracle import assert_same, train_plainly
 
 SIZES = ((4, 2), (6, 4), (8, 3))
 ROWS = {(4, 2): (8, 5), (6, 4): (12, 7), (8, 3): (16, 9)}
@@ -55,9 +56,7 @@ def summing(parameters: Any) -> torch.optim.Optimizer:
 
 
 def gradients_in(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    found = {
-        name: optimizer.state[p].get("momentum_buffer") for name, p in model.named_parameters() if p in optimizer.state
-    }
+    found = {name: optimizer.state.get(p, {}).get("momentum_buffer") for name, p in model.named_parameters()}
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
@@ -134,21 +133,9 @@ def test_evaluation_is_cut_and_gives_the_same_loss() -> None:
         assert engine.eval_batch(iter(batches)).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-class DroppingNet(nn.Module):
-    """Linear in its weights: whatever is dropped, the loss is the scalar product of weights and gradients."""
+class Dropping(nn.Module):
+    """Linear in its weights: whatever is dropped, its sum is the scalar product of weights and gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([DroppingBlock()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.sum()
-
-
-class DroppingBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(16))
@@ -157,62 +144,43 @@ class DroppingBlock(nn.Module):
         return nn.functional.dropout(x * self.weight, 0.5, self.training)
 
 
+class Centering(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
 @pytest.mark.parametrize("first_in_training", [True, False])
 def test_recomputed_slices_have_the_dropout_of_their_forward_pass(first_in_training: bool) -> None:
-    model = DroppingNet()
-    x = torch.rand(8, 16)
+    x, model = torch.rand(8, 16), nn.Sequential(Dropping())
     with engine_for(model, summing, config_of(1, harmony=slices(8, 3, pack_layers=1))) as engine:
         model.train(first_in_training)
-        engine.train_batch(iter([x]))
-        before = gradients_in(engine.optimizer, model)["blocks.0.weight"].clone()
+        engine.train_batch(iter([x]), torch.sum)
+        before = gradients_in(engine.optimizer, model)["0.weight"].clone()
         model.train()  # from now on random numbers are drawn, which the first measurement may not have seen
-        loss = engine.train_batch(iter([x]))
-        gradient = gradients_in(engine.optimizer, model)["blocks.0.weight"] - before
-        assert loss.item() == pytest.approx((gradient * model.blocks[0].weight).sum().item(), rel=1e-5)
+        loss = engine.train_batch(iter([x]), torch.sum)
+        gradient = gradients_in(engine.optimizer, model)["0.weight"] - before
+        assert loss.item() == pytest.approx((gradient * model[0].weight).sum().item(), rel=1e-5)
         assert not torch.allclose(gradient, x.sum(0))
 
 
 def test_layers_whose_rows_look_at_each_other_are_not_cut_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Centering(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x - x.mean(0))
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.blocks = nn.ModuleList([Centering(), Centering()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return (x**2).mean()
-
-    x = torch.randn(8, 16)
-    plain = Net()
-    plain(x).backward()
-    model = Net()
+    x, model = torch.randn(8, 16), nn.Sequential(Centering(16, 16), Centering(16, 16))
+    plain = copy.deepcopy(model)
+    plain(x).square().mean().backward()
     with caplog.at_level(logging.WARNING), engine_for(model, summing, config_of(1, harmony=slices(2, 2))) as engine:
-        engine.train_batch(iter([x]))
+        engine.train_batch(iter([x]), lambda outputs: outputs.square().mean())
         actual = gradients_in(engine.optimizer, model)
     assert_close(actual, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
-    assert "layer blocks.0 runs with whole micro-batches: its rows depend on each other" in caplog.text
+    assert "layer 0 runs with whole micro-batches: its rows depend on each other" in caplog.text
 
 
 def test_sizes_as_large_as_the_micro_batch_change_nothing() -> None:
     groups = [[LLAMA.batch(i) for i in range(2)] for _ in range(2)]
-    weights = []
-    for harmony in ({}, slices(2, 2), slices(9, 4)):
-        model = LLAMA.build(0.0)
-        with engine_for(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config_of(2, harmony=harmony)) as engine:
+    models = [LLAMA.build(0.0) for _ in range(3)]
+    for model, harmony in zip(models, ({}, slices(2, 2), slices(9, 4)), strict=True):
+        with engine_for(model, adamw, config_of(2, harmony=harmony)) as engine:
             train_groups(engine, groups)
-        weights.append([p.detach().clone() for p in model.parameters()])
-    for other in weights[1:]:
-        assert all(map(torch.equal, weights[0], other))
+        assert_same(model, models[0], bitwise=True)
 
 
 def test_auto_takes_slices_where_whole_micro_batches_do_not_fit() -> None:
@@ -253,10 +221,9 @@ def test_a_saved_plan_says_how_calls_are_cut(tmp_path: Any) -> None:
     groups = [group_of(LLAMA, (8, 5))]
     with engine_for(LLAMA.build(0.0), summing, config_of(2, harmony=slices(4, 2))) as engine:
         train_groups(engine, groups)
-        assert engine.plan is not None
         saved = engine.plan
-    path = tmp_path / "plan.json"
-    path.write_text(saved.to_json())
+    assert saved is not None
+    (path := tmp_path / "plan.json").write_text(saved.to_json())
     with engine_for(LLAMA.build(0.0), summing, config_of(2, harmony={"plan": str(path)})) as engine:
         train_groups(engine, groups)
         assert engine.plan == saved

@@ -144,11 +144,8 @@ def test_a_loss_that_is_not_first_is_not_found_by_its_place() -> None:
 @pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: {"loss": loss}])
 @pytest.mark.parametrize("shape", [(), (1, 1)])
 def test_one_number_that_no_name_calls_a_loss_is_one_only_without_dimensions(wrap: Any, shape: tuple[int, ...]) -> None:
-    outputs = wrap(torch.zeros(shape))
-    kind = OutputKind.of(outputs)
-
-    assert kind.pending is (shape == () or isinstance(outputs, dict))
-    assert kind.shape == shape
+    kind = OutputKind.of(wrap(torch.zeros(shape)))
+    assert (kind.pending, kind.shape) == (shape == () or kind.cls is dict, shape)
 
 
 def call_of(*args: Any, **kwargs: Any) -> MicroBatch:
@@ -168,15 +165,13 @@ def call_of(*args: Any, **kwargs: Any) -> MicroBatch:
 def test_a_call_tells_of_calls_of_its_own_form(one: MicroBatch, other: MicroBatch, alike: bool) -> None:
     kinds = OutputKinds()
     kinds.learn(one, torch.zeros(()))
-
     assert (kinds.get(other) is not None) is alike
 
 
 def test_strings_that_are_data_are_not_learned_one_by_one() -> None:
     kinds = OutputKinds()
     for number in range(100):
-        if kinds.get(call_of(name=f"sample {number}")) is None:
+        if kinds.get(call := call_of(name=f"sample {number}")) is None:
             learned = number
-            kinds.learn(call_of(name=f"sample {number}"), torch.zeros(()))
-
+            kinds.learn(call, torch.zeros(()))
     assert 2 <= learned < 50
