@@ -250,8 +250,9 @@ def _sized(survey: Survey, rows: int) -> Survey:
     profile = survey.profile
 
     def with_sizes(sizes: Sizes) -> Survey:
-        request = replace(survey.request, policy=sizes.put_into(survey.request.policy))
-        return replace(survey, costs=combined(profile, sizes, rows), request=request)
+        policy = replace(survey.request.policy, forward_rows=sizes.forward, backward_rows=sizes.backward)
+        costs = combined(profile, sizes, rows)
+        return replace(survey, costs=costs, request=replace(survey.request, policy=policy))
 
     def choose(costs: CostTable, sizes: Sizes) -> Choice:
         request = replace(with_sizes(sizes).request, thorough=False)

@@ -136,8 +136,7 @@ class CostTable:
     def including(self, other: CostTable) -> CostTable:
         """Return this table and, at the costs of `other`, the calls that only `other` has."""
         order = merge_calls(self.calls, other.calls)
-        costs = [CallCost()] * len(order)
-        for table in (other, self):
-            for position, cost in zip(positions_of(table.calls, order), table.costs, strict=True):
-                costs[position] = cost
-        return replace(self, calls=order, costs=tuple(costs), flow=self.flow.at(positions_of(self.calls, order)))
+        theirs, own = positions_of(other.calls, order), positions_of(self.calls, order)
+        known = dict(zip((*theirs, *own), (*other.costs, *self.costs), strict=True))
+        costs = tuple(known.get(position, CallCost()) for position in range(len(order)))
+        return replace(self, calls=order, costs=costs, flow=self.flow.at(own))

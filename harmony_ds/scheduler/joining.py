@@ -88,17 +88,9 @@ class JoinedCosts:
         single = self._single
         calls = tuple(self._call(position, cost, together) for position, cost in enumerate(single.costs))
         flow = replace(single.flow, nbytes=tuple(together * nbytes for nbytes in single.flow.nbytes))
-        return replace(
-            single,
-            costs=calls,
-            tail_bytes=together * single.tail_bytes,
-            held_bytes=together * single.held_bytes,
-            held_and_stashed_bytes=together * single.held_and_stashed_bytes,
-            head_ms=together * single.head_ms,
-            tail_ms=together * single.tail_ms,
-            issue_share=single.issue_share / together,
-            flow=flow,
-        )
+        grow = ("tail_bytes", "held_bytes", "held_and_stashed_bytes", "head_ms", "tail_ms")
+        grown = {name: together * getattr(single, name) for name in grow}
+        return replace(single, costs=calls, issue_share=single.issue_share / together, flow=flow, **grown)
 
     def _call(self, position: int, cost: CallCost, together: int) -> CallCost:
         weights, gradients = self._weights_ms[position], self._gradients_ms[position]

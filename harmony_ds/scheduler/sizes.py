@@ -32,10 +32,6 @@ class Sizes:
         """Return the sizes of a plan."""
         return Sizes(policy.forward_rows, policy.backward_rows, policy.together)
 
-    def put_into(self, policy: Policy) -> Policy:
-        """Return `policy` with these sizes."""
-        return replace(policy, together=self.together, forward_rows=self.forward, backward_rows=self.backward)
-
     @staticmethod
     def wanted(micro_batch: str | tuple[int, int]) -> Sizes | None:
         """Return the sizes that harmony.micro_batch names; None: as the search finds best."""
@@ -57,11 +53,7 @@ WHOLE = Sizes()
 
 @dataclass(frozen=True, slots=True)
 class SizedCosts:
-    """Costs of a micro-batch, or of a set of several whose calls are joined, in layer calls of some sizes.
-
-    Attributes:
-        alone: of a single micro-batch of the set.
-    """
+    """Costs of a micro-batch, or of a set of several whose calls are joined and of one of those `alone`."""
 
     sizes: Sizes
     table: CostTable
@@ -125,13 +117,11 @@ def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable, Sizes],
     for bound_ms, sizes in _promising(profile, rows):
         if bound_ms > best_ms:
             break
-        costs = combined(profile, sizes, rows)
         try:
-            choice = choose(costs, sizes)
+            prediction = choose(combined(profile, sizes, rows), sizes).prediction
         except DoesNotFitError as error:
             failure = error.with_traceback(None)  # which holds this frame
             continue
-        prediction = choice.prediction
         best_ms = min(best_ms, prediction.step_ms)
         found.append(((steps(prediction.step_ms), prediction.swaps.total, sizes), sizes))
     if not found:

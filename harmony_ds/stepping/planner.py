@@ -250,7 +250,9 @@ class Planner:
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
             exchange_bytes=self._parts.world.reduce_bytes(self._parts.device),
-            policy=sizes.put_into(self._policy),
+            policy=replace(
+                self._policy, together=sizes.together, forward_rows=sizes.forward, backward_rows=sizes.backward
+            ),
             host_bytes=self._host_bytes,
         )
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from harmony_ds.calls.contract import Contract
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.output_kinds import OutputKind, OutputKinds
 from harmony_ds.stepping.pending import PendingLoss
@@ -149,7 +150,8 @@ def test_one_number_that_no_name_calls_a_loss_is_one_only_without_dimensions(wra
 
 
 def call_of(*args: Any, **kwargs: Any) -> MicroBatch:
-    return MicroBatch(0, 0, lambda: None, lambda outputs: None, None, inputs=(args, kwargs))
+    state, home = Contract(torch.nn.Linear(1, 1)).take(), torch.device("cpu")
+    return MicroBatch(0, 0, lambda: None, lambda outputs: None, None, state, home, inputs=(args, kwargs))
 
 
 @pytest.mark.parametrize(
