@@ -232,7 +232,7 @@ def _show_forecast(now: Forecast, unit: str) -> None:
         "host": f"{amount(now.host_total_bytes)}{host}: {fits} ({kinds})",
         **({"disk": f"{amount(now.disk_bytes)} of what is offloaded to it"} if now.disk_bytes else {}),
         "plan": now.choice.reason,
-        **({"pieces": str(sizes)} if sizes.in_slices else {}),
+        **({"pieces": str(sizes)} if sizes.forward or sizes.backward else {}),
         "one step": f"{now.prediction.step_ms / 1e3:,.2f} s: {now.items_per_s:,.0f} {unit}/s, the device computes "
         f"{1 - now.prediction.idle_share:.0%} of the time",
         "bottleneck": f"{now.prediction.bottleneck.replace('_', ' ')} (busy: {busy})",

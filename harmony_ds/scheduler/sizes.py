@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Profile
 from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.search import Choice, steps
@@ -38,11 +38,6 @@ class Sizes:
         if isinstance(micro_batch, tuple):
             return Sizes(*micro_batch)
         return WHOLE if micro_batch == "config" else None
-
-    @property
-    def in_slices(self) -> bool:
-        """Whether layer calls may be cut."""
-        return self.forward > 0 or self.backward > 0
 
     def __str__(self) -> str:
         return f"{self.forward or 'all'} rows forward and {self.backward or 'all'} backward"
@@ -93,13 +88,11 @@ def combined(profile: Profile, sizes: Sizes, rows: int) -> CostTable:
     """
     there, back = profile.at(sizes.forward or rows), profile.at(sizes.backward or rows)
     in_slices = there.in_slices or back.in_slices or min(sizes.forward or rows, sizes.backward or rows) < rows
-    costs = tuple(_both(f, b, in_slices) for f, b in zip(there.costs, back.costs, strict=True))
-    return replace(back, costs=costs, in_slices=in_slices)
-
-
-def _both(there: CallCost, back: CallCost, in_slices: bool) -> CallCost:
-    fused = there.forward_ms + back.backward_ms if in_slices else back.fused_ms
-    return replace(back, forward_bytes=there.forward_bytes, forward_ms=there.forward_ms, fused_ms=fused)
+    pairs = zip(there.costs, back.costs, strict=True)
+    costs = [replace(b, forward_bytes=f.forward_bytes, forward_ms=f.forward_ms) for f, b in pairs]
+    if in_slices:
+        costs = [replace(cost, fused_ms=cost.forward_ms + cost.backward_ms) for cost in costs]
+    return replace(back, costs=tuple(costs), in_slices=in_slices)
 
 
 def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable, Sizes], Choice]) -> list[Sizes]:
@@ -119,11 +112,10 @@ def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable, Sizes],
             break
         try:
             prediction = choose(combined(profile, sizes, rows), sizes).prediction
+            best_ms = min(best_ms, prediction.step_ms)
+            found.append(((steps(prediction.step_ms), prediction.swaps.total, sizes), sizes))
         except DoesNotFitError as error:
             failure = error.with_traceback(None)  # which holds this frame
-            continue
-        best_ms = min(best_ms, prediction.step_ms)
-        found.append(((steps(prediction.step_ms), prediction.swaps.total, sizes), sizes))
     if not found:
         assert failure is not None
         raise failure

@@ -30,12 +30,11 @@ def prove(
     Returns:
         Whether that will prove it; else the next step is to try.
     """
-    world, contract, joins = runner.parts.world, runner.parts.contract, runner.parts.joins
-    joins_calls = runner.planner.together > 1
+    world, contract, joins_calls = runner.parts.world, runner.parts.contract, runner.planner.together > 1
     unlike = runner.at_their_calls or any(ticket.micro_batch.forwarded for ticket in tickets)
     if world.any("compare losses", unlike):
         return False
-    if world.any("draw other numbers", joins_calls and joins.are_random):  # losses are not those of single calls
+    if world.any("draw other numbers", joins_calls and runner.parts.joins.are_random):  # not single calls' losses
         return True
     unseen = False
     try:
