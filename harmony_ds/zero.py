@@ -18,15 +18,12 @@ class Init(nullcontext[None]):
         super().__init__()
 
 
-class GatheredParameters(nullcontext[None]):
+class GatheredParameters(Init):
     """A context in which parameters can be read and changed in place, as they can be everywhere.
 
     Masters, and copies on the device, follow the changes. (DeepSpeed keeps changes only if `modifier_rank` is given.) The
     arguments are those of `deepspeed.zero.GatheredParameters`, and have no effect.
     """
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

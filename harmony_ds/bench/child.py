@@ -150,4 +150,7 @@ def copied_bytes(events: list[dict[str, Any]]) -> dict[str, int]:
     """Sum up the copies in a Chrome trace of torch's profiler."""
     copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
     marks = {"host_to_device": "HtoD", "device_to_host": "DtoH"}
-    return {way: sum(one["args"]["bytes"] for one in copies if mark in one["name"]) for way, mark in marks.items()}
+    return {
+        way: sum(one.get("args", {}).get("bytes", 0) for one in copies if mark in one["name"])
+        for way, mark in marks.items()
+    }

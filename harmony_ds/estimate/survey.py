@@ -165,9 +165,10 @@ def update_cost(config: Config) -> UpdateCost:
     master = config.master_bytes or config.master_dtype.itemsize
     copy = config.compute_dtype.itemsize if config.master_bytes else 0
     weight, state = config.compute_dtype.itemsize, config.state_dtype.itemsize
-    kept = (states * state + (master if weight < master else 0)) * (config.disk_folder is not None)
-    weight *= config.weights_folder is not None
-    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, state, kept, weight)
+    kept = states * state + (master if weight < master else 0)
+    disk = 0 if config.disk_folder is None else kept
+    disk_weight = 0 if config.weights_folder is None else weight
+    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, state, disk, disk_weight)
 
 
 def _on_meta(subject: Subject, config: Config, machine: Machine, rates: KernelRates | None) -> Survey:
