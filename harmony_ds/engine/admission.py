@@ -160,10 +160,10 @@ def host_need(
     decomposition: Decomposition, model: nn.Module, config: Config, optimizer: PlannedOptimizer, device: Device
 ) -> HostNeed:
     """Return the host memory that is needed whatever the plan: without the stash, and gradients at their least."""
-    dtype, accumulation = config.compute_dtype, config.accumulation_dtype
+    accumulation = config.accumulation_dtype
     parameters = dict(model.named_parameters())
     trainable = {name: p.numel() for name, p in parameters.items() if p.requires_grad}
-    weights = sum(slab_bytes(p.numel(), dtype.itemsize) for p in parameters.values())
+    weights = _slab_bytes(model, config)
     weights = min(weights, HOST_BYTES) if config.weights_folder else weights
     gradients = 0
     if optimizer.name is not None:
@@ -185,6 +185,15 @@ def host_need(
         there_bytes=sum(p.numel() * p.element_size() for p in there),
         page_locked_bytes=weights + gradients if device.pins_host else 0,
     )
+
+
+def _slab_bytes(model: nn.Module, config: Config) -> int:
+    return sum(slab_bytes(p.numel(), config.compute_dtype.itemsize) for p in model.parameters())
+
+
+def weights_disk_need(decomposition: Decomposition, model: nn.Module, config: Config) -> int:
+    """Return the bytes of the file for weights, in which every slab begins at a page."""
+    return _slab_bytes(model, config) + (len(decomposition.layers) + 1) * disk_bytes(1, 1)
 
 
 def disk_need(config: Config, model: nn.Module, optimizer: PlannedOptimizer) -> int:

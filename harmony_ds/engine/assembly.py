@@ -166,7 +166,10 @@ def _to_slabs(
         masters = SplitMasters()
     elif config.disk_folder is not None and disk_bytes:
         masters = DiskMasters(DiskFile(config.disk_folder, disk_bytes))
-    memory = device if config.weights_folder is None else DiskWeights(config.weights_folder, device)
+    memory: Device | DiskWeights = device
+    if config.weights_folder is not None:
+        nbytes = admission.weights_disk_need(decomposition, model, config)
+        memory = DiskWeights(config.weights_folder, device, nbytes)
     store = HostStore(model, decomposition, config.compute_dtype, memory, world, masters)
     world.agree("weights are there")
     world.broadcast(store.tensors())

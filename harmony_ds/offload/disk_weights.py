@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream, StreamContext
-from harmony_ds.offload.disk import DiskFile, disk_bytes, submit
+from harmony_ds.offload.disk import DiskFile, submit
 
 CHUNK_BYTES = 2**24
 _CHUNKS = 4
@@ -28,19 +28,14 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 class DiskWeights:
     """The file that slabs lie in, and their swap-ins."""
 
-    file: DiskFile
-
-    def __init__(self, folder: str, device: Device) -> None:
+    def __init__(self, folder: str, device: Device, nbytes: int) -> None:
+        """Allocate a file of `nbytes`; HostMemoryError: its disk is full."""
         self.device = device
-        self._folder = folder
-        self._chunks: deque[tuple[Tensor, Event | None]] = deque()  # with the event after the last copy out of it
-        self._reader = ThreadPoolExecutor(1, "harmony-disk-weights")
-
-    def allocate(self, nbytes: int, slabs: int) -> None:
-        """Allocate the file for so many slabs of `nbytes` in all; HostMemoryError: its disk is full."""
-        self.file = DiskFile(self._folder, nbytes + slabs * disk_bytes(1, 1), "offload_param")
+        self.file = DiskFile(folder, nbytes, "offload_param")
         size = min(CHUNK_BYTES, self.file.nbytes)
-        self._chunks.extend((self.device.host_empty(size, torch.uint8), None) for _ in range(_CHUNKS))
+        self._chunks: deque[tuple[Tensor, Event | None]] = deque()  # with the event after the last copy out of it
+        self._chunks.extend((device.host_empty(size, torch.uint8), None) for _ in range(_CHUNKS))
+        self._reader = ThreadPoolExecutor(1, "harmony-disk-weights")
 
     @property
     def host_bytes(self) -> int:

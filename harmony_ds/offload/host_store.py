@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.find import Decomposition
-from harmony_ds.decomposer.graph import ALIGNMENT_BYTES, slab_bytes
+from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
 from harmony_ds.offload.disk import DiskMasters
 from harmony_ds.offload.disk_weights import DiskWeights
@@ -77,9 +77,6 @@ class HostStore:
         self._slabs: list[Tensor] = []
         self._places: dict[str, tuple[int, Region]] = {}  # number of the slab, and the region in it
         self._parts: dict[tuple[str, ...], list[SlabPart]] = {}  # results of `parts_of`
-        if self.disk_weights is not None:
-            nbytes = sum(slab_bytes(parameter.numel(), dtype.itemsize) for parameter in self.parameters.values())
-            self.disk_weights.allocate(nbytes, len(decomposition.layers) + 1)
         if self.disk is not None:
             self.disk.round_to(self.weight, self.write_weight)
         freed_bytes = 0
