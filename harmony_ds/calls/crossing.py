@@ -13,7 +13,7 @@ by an attribute that a tensor gets when it is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from harmony_ds.calls.row_parts import parts_moved
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import HOME, Device, Event, Stream
 from harmony_ds.device.group import DeviceGroup
+from harmony_ds.device.live_bytes import tensors_among
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.ledger import Ledger
 
@@ -201,7 +202,7 @@ class _Alignment(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [*tensors_among(args), *tensors_among(kwargs.values())]
+        tensors = [*tensors_among((args, kwargs))]
         crossings = self._crossings
         places = {place for tensor in tensors if (place := crossings.device_of(tensor)) is not None}
         if len(places) > 1:
@@ -214,17 +215,6 @@ class _Alignment(TorchFunctionMode):
         if isinstance(result, (Tensor, tuple, list)):
             crossings.mark(result, *places)
         return result
-
-
-def tensors_among(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among `values`, and in lists and tuples among them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += tensors_among(value)
-    return found
 
 
 def writes(func: Any) -> bool:

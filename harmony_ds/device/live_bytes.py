@@ -59,9 +59,9 @@ class LiveBytes(EagerDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if _is_plain(t)}
+        known = {t.untyped_storage()._cdata for t in tensors_among((args, kwargs)) if _is_plain(t)}
         result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
+        for tensor in tensors_among(result):
             if _is_plain(tensor) and tensor.device.type == self._device_type:
                 self._follow(tensor, known)
         return result
@@ -82,15 +82,15 @@ class LiveBytes(EagerDispatchMode):
         self._peak = max(self._peak, self._live)
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors of an operator's arguments or results, which torch's own trees take ten times as long to find."""
+def tensors_among(value: object) -> Iterator[Tensor]:
+    """Yield the tensors among an operation's arguments or results, in a tenth of the time of torch's own trees."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_in(item)
+            yield from tensors_among(item)
     elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
+        yield from tensors_among(tuple(value.values()))
 
 
 def _is_plain(tensor: Tensor) -> bool:

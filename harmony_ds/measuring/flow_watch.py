@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from harmony_ds.calls.arguments import collector_here
-from harmony_ds.calls.crossing import tensors_among, writes
+from harmony_ds.calls.crossing import writes
 from harmony_ds.calls.intercept import Request, is_between_layers
 from harmony_ds.calls.trees import tensors_in
+from harmony_ds.device.live_bytes import tensors_among
 from harmony_ds.profiler.flow import Event, Flow, Kind
 
 _NUMBER = "_harmony_flow"
@@ -59,10 +60,10 @@ class FlowWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if not (self.in_objective or is_between_layers()):
             return func(*args, **kwargs)
-        took = tensors_among((*args, *kwargs.values()))
+        took = [*tensors_among((args, kwargs))]
         result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) or writes(func):
-            self._note(Kind.WRITE if writes(func) and took else Kind.OPERATION, took, tensors_among((result,)))
+            self._note(Kind.WRITE if writes(func) and took else Kind.OPERATION, took, [*tensors_among(result)])
         return result
 
     def _note(self, kind: Kind, took: Iterable[Tensor], gave: Iterable[Tensor]) -> None:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from harmony_ds.device.live_bytes import EagerDispatchMode, tensors_in
+from harmony_ds.device.live_bytes import EagerDispatchMode, tensors_among
 from harmony_ds.errors import ModelError
 from harmony_ds.profiler.hardware import KernelRates
 
@@ -91,10 +91,10 @@ class RooflineClock(EagerDispatchMode):
 
     def _pass(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         rates = self._rates
-        written = [*tensors_in(result)]
+        written = [*tensors_among(result)]
         if not any(t.device.type == "meta" for t in written):
             return
-        read = [*tensors_in((args, kwargs))]
+        read = [*tensors_among((args, kwargs))]
         touched = sum(map(_nbytes, written))
         touched += touched + sum(map(_nbytes, read[1:])) if packet in _GATHERING else sum(map(_nbytes, read))
         time = max(touched / rates.bytes_per_ms, rates.kernel_ms)
