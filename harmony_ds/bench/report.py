@@ -10,7 +10,7 @@ import torch
 from harmony_ds.bench.results import Results
 from harmony_ds.bench.summary import Summary, summarize, tolerance
 from harmony_ds.estimate.text import columns, wrapped
-from harmony_ds.scheduler.grid import amount
+from harmony_ds.scheduler.grid import amount, counted
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TIMES = ("engine", "micro-batches", "step ms", "low..high", "{unit}/s", "harmony/it")
@@ -43,7 +43,7 @@ def _setting(results: Results) -> str:
     counts = ", ".join(str(count) for count in steps)
     items = ", ".join(f"{count:,}" for count in sorted({one.items for one in summarize(results)}))
     where = machine.get("gpu") or f"{machine['cpu']} as the device, {task.threads} thread(s) a process"
-    each_rows = f"{task.rows} row{'s' * (task.rows > 1)}"
+    each_rows = counted(task.rows, "row")
     each = "" if devices == 1 else f" on each of {devices} devices"
     cap = "no cap on device memory"
     if memory_gib is not None:

@@ -18,7 +18,7 @@ from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.estimate.forecast import Forecast, changes, forecast, joining, smallest_peak_bytes
 from harmony_ds.estimate.survey import Survey
 from harmony_ds.estimate.text import wrapped
-from harmony_ds.scheduler.grid import amount
+from harmony_ds.scheduler.grid import amount, counted
 from harmony_ds.scheduler.joining import Advice
 from harmony_ds.scheduler.sizes import Sizes
 from harmony_ds.scheduler.swaps import lower_bound_bytes
@@ -198,8 +198,8 @@ def _show(answer: Answer, note: str) -> None:
     each = "" if policy.devices == 1 else f" in each of {policy.devices} processes"
     driven = "" if policy.pipeline == 1 else f", through a pipeline of {policy.pipeline} devices"
     items = subject.items * steps * policy.devices
-    batches = f"micro-batch{'es' * (steps > 1)} of {rows} row{'s' * (rows > 1)}"
-    print(f"{steps} {batches} in a step{each}{driven}: {items:,} {unit}\n")
+    batches = f"{counted(steps, 'micro-batch')} of {counted(rows, 'row')}"
+    print(f"{batches} in a step{each}{driven}: {items:,} {unit}\n")
     if now is not None:
         _show_forecast(now, unit)
     if now is not None and answer.changes:
@@ -232,7 +232,7 @@ def _show_forecast(now: Forecast, unit: str) -> None:
         "host": f"{amount(now.host_total_bytes)}{host}: {fits} ({kinds})",
         **({"disk": f"{amount(now.disk_bytes)} of what is offloaded to it"} if now.disk_bytes else {}),
         "plan": now.choice.reason,
-        **({"pieces": str(sizes)} if sizes.forward or sizes.backward else {}),
+        **({"pieces": str(sizes)} if sizes.cut else {}),
         "one step": f"{now.prediction.step_ms / 1e3:,.2f} s: {now.items_per_s:,.0f} {unit}/s, the device computes "
         f"{1 - now.prediction.idle_share:.0%} of the time",
         "bottleneck": f"{now.prediction.bottleneck.replace('_', ' ')} (busy: {busy})",

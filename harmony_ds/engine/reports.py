@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
+from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.joining import Advice
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.swaps import Swaps
@@ -47,7 +48,7 @@ class SwapReport:
         return self.swap_bytes / self.lower_bound_bytes if self.lower_bound_bytes else 1.0
 
     def __str__(self) -> str:
-        title = f"swaps of one step, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
+        title = f"swaps of one step, {counted(self.micro_batches, 'micro-batch')}"
         lines = [f"{title:<38}{'to device':>17}{'to host':>16}"]
         lines += [
             f"  {kind:<36}{self.host_to_device[kind]:>17,}{self.device_to_host[kind]:>16,}"

@@ -62,7 +62,7 @@ class Measuring:
 
     def rows(self, sizes: Sizes) -> Rows:
         """Return how layer calls are cut into slices of `sizes`, once a micro-batch has been measured in such."""
-        if not (sizes.forward or sizes.backward):
+        if not sizes.cut:
             return WHOLE_CALLS
         return replace(self._row_probe.found[0], forward=sizes.forward, backward=sizes.backward)
 
@@ -148,7 +148,7 @@ class Measuring:
 
         Parameters that turn out to be used between layers join the unlayered ones.
         """
-        if sizes.forward or sizes.backward:
+        if sizes.cut:
             self._probe(sample)
         for _ in range(_ATTEMPTS):
             try:
@@ -175,8 +175,9 @@ class Measuring:
     def _key(self, calls: tuple[int, ...], sample: Sample, sizes: Sizes | None) -> dict[str, str]:
         """Return what a profile depends on; `sizes`: of its slices, None: several."""
         key = self._file.key(calls, shapes_of(sample.inputs))
-        in_slices = sizes is None or sizes.forward or sizes.backward
-        return {**key, "pieces": SEVERAL if sizes is None else str(sizes)} if in_slices else key
+        if sizes is None or sizes.cut:
+            key["pieces"] = SEVERAL if sizes is None else str(sizes)
+        return key
 
     def _saved(self, tables: tuple[tuple[int, CostTable], ...], key: dict[str, str]) -> Profile:
         assert self.machine is not None

@@ -9,6 +9,7 @@ from itertools import combinations, product
 
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import BestCuts, uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Policy
@@ -91,7 +92,7 @@ class Cuts:
             if not 1 < len(forward) < len(before):
                 return None
             name += f", {len(forward) - 1} in the forward pass"
-        return self._packer.packing(bounds, forward), f"{len(before)} pack{'s' * (len(before) > 1)} {name}"
+        return self._packer.packing(bounds, forward), f"{counted(len(before), 'pack')} {name}"
 
 
 def _ladder(count: int) -> list[int]:
@@ -206,9 +207,9 @@ def use_of(packing: Packing, policy: Policy) -> str:
     place = f"of {away} of {count} packs on the host" if 0 < away < count else f"on the {'host' if away else 'device'}"
     text = f"{policy.pipeline} devices, " * (policy.pipeline > 1) + f"stash {place}"
     for packs, what in ((policy.kept, "kept"), (policy.resident, "resident")):
-        text += f", {len(packs)} pack{'s' * (len(packs) > 1)} {what}" if packs else ""
+        text += f", {counted(len(packs), 'pack')} {what}" if packs else ""
     if holders := sum(map(bool, policy.graphs)):
-        text += f", {sum(policy.graphs)} graphs of {holders} pack{'s' * (holders > 1)}"
+        text += f", {sum(policy.graphs)} graphs of {counted(holders, 'pack')}"
     text += ", prefetch" if policy.prefetch else ""
     if policy.alone:
         return text

@@ -8,6 +8,7 @@ from harmony_ds.config.harmony import HarmonySettings
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
 
@@ -138,7 +139,7 @@ def explain(plan: Plan, request: PlanRequest) -> str:
         f"{request.budget}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
         f"gradients, {stays:,} that are resident, and about {max(rest, 0):,} of activations of "
-        f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}. Ways out: "
+        f"{counted(plan.micro_batches, 'micro-batch')}. Ways out: "
         + "; ".join(f"({number}) {way}" for number, way in enumerate(filter(None, ways), 1))
         + "."
     )

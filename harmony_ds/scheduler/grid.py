@@ -74,11 +74,8 @@ def ranges(numbers: Iterable[int]) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     policy, packing = plan.policy, plan.packing
     cuts = "the same packs both ways" if len(packing.covering) == len(packing.backward) else "cut differently"
-    forward, count = len(packing.forward), plan.micro_batches
-    yield (
-        f"{forward} pack{'s' * (forward != 1)} forward, {len(packing.backward)} backward ({cuts}), "
-        f"{count} micro-batch{'es' * (count > 1)} in a group"
-    )
+    forward, group = counted(len(packing.forward), "pack"), counted(plan.micro_batches, "micro-batch")
+    yield f"{forward} forward, {len(packing.backward)} backward ({cuts}), {group} in a group"
     yield f"device peak {amount(plan.peak_bytes)} planned, {amount(plan.resident_bytes)} of it all the time"
     if policy.pipeline > 1:
         peaks = ", ".join(amount(peak) for peak in plan.device_peaks)
@@ -174,6 +171,11 @@ def _closing(tasks: Sequence[Task]) -> Iterator[str]:
 
 def _cut(text: str, width: int = _WIDEST_CELL) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 pack", "2 packs", "2 micro-batches"."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def amount(nbytes: int) -> str:

@@ -26,6 +26,7 @@ from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, every_set, first_fitting, policies, use_of
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan
 from harmony_ds.scheduler.graphs import Graphs
+from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.host_room import waiting_of
 from harmony_ds.scheduler.lowering import STASH_PIECES
 from harmony_ds.scheduler.neighbours import Point, recut, reused
@@ -230,13 +231,10 @@ class _Search:
         """Try a point, or, where it does not fit, those that differ from it by what takes too much."""
         known = len(self._packings)
         packing = self._packing(point)
+        cut = best.cut if packing is best.packing else f"{counted(len(packing.backward), 'pack')}, cut by trial"
         if len(self._packings) > known and len(packing.backward) <= _SHORT:
-            self._try_uses(
-                packing, f"{len(packing.backward)} pack{'s' * (len(packing.backward) > 1)}, cut by trial", thorough=True
-            )
+            self._try_uses(packing, cut, thorough=True)
         policy = point.policy_for(packing, self._request.policy)
-        same = packing is best.packing
-        cut = best.cut if same else f"{len(packing.backward)} pack{'s' * (len(packing.backward) > 1)}, cut by trial"
         if self._peak(packing, policy) <= self._budget:
             self._try(packing, point, policy, cut)
             return

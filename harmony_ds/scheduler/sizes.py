@@ -39,6 +39,11 @@ class Sizes:
             return Sizes(*micro_batch)
         return WHOLE if micro_batch == "config" else None
 
+    @property
+    def cut(self) -> bool:
+        """Whether layers take slices."""
+        return bool(self.forward or self.backward)
+
     def __str__(self) -> str:
         return f"{self.forward or 'all'} rows forward and {self.backward or 'all'} backward"
 
