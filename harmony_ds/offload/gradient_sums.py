@@ -34,6 +34,10 @@ class GradientSums(ABC):
         came, self._received = self._received, set()
         return came
 
+    def mark_received(self, names: Iterable[str]) -> None:
+        """Note that `names` have received gradients."""
+        self._received.update(names)
+
     def discard_received(self, names: Iterable[str]) -> None:
         """Forget that `names` have received gradients."""
         self._received.difference_update(names)

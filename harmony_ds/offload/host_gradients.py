@@ -215,17 +215,16 @@ class HostGradients(GradientSums):
         converted = {name: gradient.to(self._dtype).contiguous() for name, gradient in gradients.items()}
         return GradientTransfer(converted, self._device.record(Stream.COMPUTE), None)
 
+    # ---- called by the update thread: what is kept for one update is not changed by gradients of the next
+
     def add(self, transfer: GradientTransfer) -> tuple[str, ...]:
         """Keep a transfer until its gradients are used; return the parameters that now have several."""
         if not transfer.gradients:  # no micro-batch has passed that pack
             self._release(transfer)
         several = tuple(name for name in transfer.gradients if name in self._transfers)
-        self._received.update(transfer.gradients)
         for name in transfer.gradients:
             self._transfers.setdefault(name, []).append(transfer)
         return several
-
-    # ---- called by the update thread
 
     def wait_arrived(self, names: Iterable[str]) -> None:
         """Wait for all transfers that have a gradient of `names`."""

@@ -140,9 +140,18 @@ class Updater:
         A parameter may be in transfers of several packs that share it, and of micro-batches that pass the packs one by
         one: these are added up as they arrive, so that only the first transfer is kept until the update.
         """
-        several = self._gradients.add(transfer)
-        if several:
-            self._queue_work(several, lambda: [self._gradients.gradient(name) for name in several])
+        self._gradients.mark_received(transfer.gradients)
+        work = self._timed()
+
+        def add() -> None:
+            several = self._gradients.add(transfer)
+            if several:
+                self._gradients.wait_arrived(several)
+                with work:
+                    for name in several:
+                        self._gradients.gradient(name)
+
+        self._queue(_FIRST, add)
 
     def reduce(self, write: Callable[[], None]) -> None:
         """Queue `write`, which adds up gradients of several processes, before all updates."""

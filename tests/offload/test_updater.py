@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.offload.host_gradients import HostGradients
+from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.updater import Clipping, Updater
@@ -116,6 +116,62 @@ def test_waiting_for_a_pack_waits_for_no_later_one() -> None:
         assert b.optimizer.stepped == list(PACKS[0])
 
 
+class Arrival:
+    """An event that the host passes once it has waited for it: copies that are late arrive then."""
+
+    def __init__(self, arrive: Callable[[], object]) -> None:
+        self._arrive = arrive
+
+    def synchronize(self) -> None:
+        self._arrive()
+
+    def query(self) -> bool:
+        return True
+
+
+class Summand(Tensor):
+    """A gradient that has `meanwhile` run once, while another one is being added to it."""
+
+    meanwhile: Callable[[], object]
+
+    def add_(self, *given: Any, **named: Any) -> Any:
+        first, self.meanwhile = self.meanwhile, lambda: None
+        first()
+        return super().add_(*given, **named)
+
+
+def test_gradients_that_come_during_a_sum_are_waited_for_before_they_are_added() -> None:
+    late = torch.full((6,), torch.nan)
+    with bench() as b:
+
+        def receive(gradient: Tensor, arrive: Callable[[], object] = lambda: None) -> None:
+            b.updater.receive(GradientTransfer({"1.bias": gradient}, Arrival(arrive), None))
+
+        first = torch.ones(6).as_subclass(Summand)
+        first.meanwhile = lambda: receive(late, lambda: late.fill_(4.0))
+        receive(first)
+        receive(torch.full((6,), 2.0))
+        b.updater.wait_all()
+        total = b.updater.gradient("1.bias")
+    assert total is not None and torch.equal(total.as_subclass(Tensor), torch.full((6,), 7.0))
+
+
+def test_gradients_that_come_before_an_update_has_run_are_for_the_next_one() -> None:
+    """Those of parameters that no layer uses: nothing waits for their update before the next step's."""
+    with bench() as b:
+        weight = b.parameters["0.weight"].detach()
+        before = weight.clone()
+        b.optimizer.gate.clear()
+        for pack, value in ((1, 1.0), (0, 1.0), (0, 2.0)):
+            b.deliver(pack, {name: torch.full_like(b.parameters[name], value) for name in PACKS[pack]})
+            b.update(pack)
+            b.updater.norm_of_updates()
+        b.optimizer.gate.set()
+        b.updater.wait_all()
+        assert b.optimizer.stepped == [*PACKS[1], *PACKS[0], *PACKS[0]]
+        assert torch.equal(weight, before - 0.5 - 1.0)
+
+
 @pytest.mark.parametrize(("max_norm", "scale"), [(0.1, 1.0), (1.0, 1.0), (1e6, 1.0), (0.0, 8.0), (0.1, 8.0)])
 def test_deferred_updates_clip_as_torch_does_bit_for_bit(max_norm: float, scale: float) -> None:
     gradients = random_gradients()
@@ -205,7 +261,7 @@ def test_after_a_failure_no_swap_out_waits_for_room() -> None:
         b.optimizer.gate.clear()
         b.deliver(0, gradients)
         b.update(0)
-        engine = threading.Thread(target=b.deliver, args=(1, gradients), daemon=True)
+        engine = threading.Thread(target=b.gradients.swap_out, args=(gradients, 0), daemon=True)
         engine.start()
         b.optimizer.gate.set()
         engine.join(30)
