@@ -25,7 +25,7 @@ class HostBuffer:
     Attributes:
         asked: the size class that its user asked for; the memory may be larger.
         user: the object that uses it, dead or alive; None while it is spare.
-        read: event after the last copy out of it; None: not known.
+        read: event after the last copy into it and out of it; None: not known.
         number: of the device of its last user.
     """
 
@@ -95,7 +95,7 @@ class HostBuffers:
         return buffer
 
     def _last_uses(self, buffer: HostBuffer) -> list[Event]:
-        """Return the events to wait for: a buffer whose user was dropped may still be used by queued copies."""
+        """Return the events to wait for: a buffer that was not read, or whose user was dropped, may have queued copies."""
         if buffer.read is not None:
             return [buffer.read]
         here = self._device.number
@@ -115,8 +115,8 @@ class HostBuffers:
         self.nbytes += size
         return buffer
 
-    def release(self, buffer: HostBuffer, read: Event) -> None:
-        """Return a buffer to the pool; the event `read` is after every copy out of it."""
+    def release(self, buffer: HostBuffer, read: Event | None) -> None:
+        """Return a buffer to the pool; the event `read` is after every copy into it and out of it (None: not known)."""
         with self._lock:
             self._put_back(buffer, read)
 

@@ -141,15 +141,15 @@ class Stash:
     def release(self, entry: StashEntry) -> None:
         """Release `entry` for one of its users: frees the device copy, and with the last user the host copy."""
         entry.users -= 1
-        host = entry.host_tensor
-        if host is not None:
+        came_back = entry.device_tensor is not None  # after its copy to the host, which may be queued elsewhere if not
+        if entry.host_tensor is not None:
             # Allocated on the swap-in stream, read by compute: freed after the read.
             self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
             entry.device_tensor = None
         if entry.users == 0:
             entry.device_tensor = None
             if entry.buffer is not None:
-                self._buffers.release(entry.buffer, self._device.record(Stream.SWAP_IN))
+                self._buffers.release(entry.buffer, self._device.record(Stream.SWAP_IN) if came_back else None)
             entry.host_tensor = entry.buffer = None
 
     def abandon(self) -> None:

@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from harmony_ds.device.base import HOME, Stream
+from harmony_ds.offload.ledger import Ledger
+from harmony_ds.offload.stash import Stash
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.search import Choice, search
@@ -162,3 +165,25 @@ def test_random_plans_with_random_delays_train_as_one_device(seed: int, monkeypa
     # Other cuts regroup sums, which some processors' kernels show: 1e-7 was seen. What comes too late is far off.
     assert results[1][1] == pytest.approx(results[0][1], rel=1e-6)
     assert_same(results[1][0], results[0][0], bitwise=False, relative=1e-5)
+
+
+def test_a_stashed_tensor_that_is_discarded_leaves_no_queued_copy_to_the_next_in_its_buffer() -> None:
+    """Of a micro-batch that was looked at and is not propagated back from; the buffer goes to another device's."""
+    device = late_devices(2)
+    stash = Stash(device, Ledger(device))
+    with device.as_current():
+        device.enter(1)
+        unused = stash.put(torch.full((8,), 1.0), "layer")
+        stash.swap_out([unused])
+        device.enter(HOME)
+        stash.release(unused)
+        entry = stash.put(torch.full((8,), 2.0), "layer")
+        stash.swap_out([entry])
+        for number in (HOME, 1):
+            device.enter(number)
+            for stream in Stream:
+                device.record(stream).synchronize()
+        device.enter(HOME)
+        assert torch.equal(stash.tensor(entry), torch.full((8,), 2.0))
+        stash.release(entry)
+    stash.destroy()
