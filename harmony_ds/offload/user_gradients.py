@@ -24,23 +24,19 @@ class UserGradients:
 
     def exist(self, names: Iterable[str] | None = None) -> bool:
         """Return whether any of `names` (None: any parameter) has such a gradient."""
-        parameters = self._store.parameters
-        with ungated():
-            found = [name for name in (parameters if names is None else names) if parameters[name].grad is not None]
-        return not all(map(self.is_updating, found))
+        return any(self.find(name) is not None for name in (self._store.parameters if names is None else names))
 
     def pop(self, names: Iterable[str]) -> dict[str, Tensor]:
         taken: dict[str, Tensor] = {}
         with ungated():
             for name in names:
-                parameter = self._store.parameters[name]
-                if parameter.grad is not None and not self.is_updating(name):
-                    taken[name], parameter.grad = parameter.grad, None
+                if (gradient := self.find(name)) is not None:
+                    taken[name], self._store.parameters[name].grad = gradient, None
         self.popped += len(taken)
         return taken
 
     def find(self, name: str) -> Tensor | None:
-        with ungated():
+        with ungated():  # asks first: an update that ends in between drops its own
             return None if self.is_updating(name) else self._store.parameters[name].grad
 
     def put(self, name: str, value: Tensor | None) -> None:
