@@ -4,23 +4,56 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor, nn
 
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.optimizer_override import OptimizerOverride
-from harmony_ds.parameters import ParameterLinks
+from harmony_ds.parameters import ParameterLinks, gate
 
 
 def release(links: ParameterLinks, override: OptimizerOverride | None, assembly: Assembly) -> None:
     """Finalize an engine, without a reference to it: give model and optimizer back, and end its threads."""
-    links.remove()
+
+    def end() -> None:
+        with gate(passed=True):
+            try:
+                assembly.destroy()
+            finally:
+                links.remove()
+
     if override is not None:
         override.remove()
     if assembly.parts.updater.is_inside:  # garbage was collected there
-        threading.Thread(target=assembly.destroy, name="harmony-destroy").start()
+        ending = threading.Thread(target=end, name="harmony-destroy")
+        ending.start()
+        links.hand_over(_Ending(ending, assembly.store.parameters))
     else:
-        assembly.destroy()
+        end()
+
+
+class _Ending:
+    """Owner of the parameters of an engine that ends on another thread: their uses wait for that."""
+
+    def __init__(self, thread: threading.Thread, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._thread = thread
+        self._parameters = parameters  # plain ones when it has ended
+
+    def finish(self) -> None:
+        self._thread.join()
+
+    def before_write(self, name: str) -> None:
+        self._thread.join()
+
+    def gradient(self, name: str) -> Tensor | None:
+        self._thread.join()
+        return self._parameters[name].grad
+
+    def put_gradient(self, name: str, value: Tensor | None) -> None:
+        self._thread.join()
+        self._parameters[name].grad = value
 
 
 def while_alive(method: Callable[..., Any]) -> Callable[..., Any]:

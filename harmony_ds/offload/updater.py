@@ -265,8 +265,9 @@ class Updater:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the calling thread is the update thread or holds its lock, so that it must not wait for it."""
-        return threading.current_thread() is self._thread or self._lock._is_owned()  # type: ignore[attr-defined]
+        """Whether the calling thread is an engine's or holds the lock of this one, so that it must not wait for it."""
+        own = threading.current_thread().name.startswith("harmony-")  # disk threads, for which updates wait
+        return own or self._lock._is_owned()  # type: ignore[attr-defined]
 
     def stop(self) -> None:
         """End the thread once its queue is empty."""

@@ -144,6 +144,11 @@ class ParameterLinks:
                 self._owner.finish()
                 link.follow_update()
 
+    def hand_over(self, owner: Owner) -> None:
+        """Ask another owner from now on."""
+        for link in self._links:
+            link.owner = owner
+
     def remove(self) -> None:
         """Make the parameters plain ones again."""
         for parameter in self._parameters.values():

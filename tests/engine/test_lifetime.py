@@ -21,6 +21,7 @@ from torch import nn
 import harmony_ds
 from harmony_ds import HarmonyEngine, ModelError, UnsupportedError, UsageError
 from harmony_ds.device import CpuDevice
+from harmony_ds.offload.disk import DiskFile
 from tests.cover import spread
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, plainly, train_groups, weights_of
 from tests.inside import assembly_of, updater_of
@@ -57,6 +58,13 @@ def others() -> None:
 
 def update_threads() -> int:
     return sum(thread.name == "harmony-update" for thread in {*threading.enumerate()} - OTHERS)
+
+
+def join_ends() -> None:
+    """Wait for the threads that end engines."""
+    for thread in threading.enumerate():
+        if thread.name == "harmony-destroy":
+            thread.join(60)
 
 
 def assert_plain(model: nn.Module) -> None:
@@ -158,12 +166,82 @@ def test_an_engine_that_is_collected_inside_its_updater_does_not_wait_for_itself
     updater = updater_of(engine)
     with updater._changed:
         del engine
-    for thread in threading.enumerate():
-        if thread.name == "harmony-destroy":
-            thread.join(60)
-
+    join_ends()
     assert update_threads() == 0
     assert_plain(model)
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_an_engine_that_is_collected_on_a_disk_thread_does_not_wait_for_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The update thread waits for what disk threads read."""
+    kept: list[HarmonyEngine] = []
+    dropped = threading.Event()
+    read = DiskFile.read
+
+    def read_and_collect(self: DiskFile, source: torch.Tensor, values: torch.Tensor) -> None:
+        if threading.current_thread().name.startswith("harmony-disk-read"):
+            assert dropped.wait(60)
+            kept.clear()
+        read(self, source, values)
+
+    monkeypatch.setattr(DiskFile, "read", read_and_collect)
+    nvme = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    model = LLAMA.build(0.1)
+    kept += harmony_ds.initialize(
+        model=model, optimizer=adamw(model.parameters()), config=config_of(2, 0.5, bf16={"enabled": True}, **nvme)
+    )[:1]
+    train_groups(kept[0], GROUPS[:1])
+    thread = updater_of(kept[0])._thread
+    dropped.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    join_ends()
+    assert_plain(model)
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_weights_of_an_engine_that_is_collected_in_an_update_are_read_when_that_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[HarmonyEngine] = []
+    begun, stepping, collected, waited = (threading.Event() for _ in range(4))
+
+    class Collecting(torch.optim.SGD):
+        elementwise = True
+
+        def step(self, closure: Any = None) -> None:
+            if threading.current_thread().name == "harmony-update" and begun.is_set():
+                assert stepping.wait(60)
+                kept.clear()
+                collected.set()
+                assert waited.wait(60)
+            super().step(closure)
+
+    def join(self: threading.Thread, timeout: float | None = None) -> None:
+        if self.name == "harmony-destroy":
+            waited.set()
+        whole(self, timeout)
+
+    whole = threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", join)
+    model = LLAMA.build(0.1)
+    before = model.lm_head.weight.detach().clone()
+    optimizer = Collecting(model.parameters(), lr=0.1)
+    kept += harmony_ds.initialize(model=model, optimizer=optimizer, config=config_of(2, 0.5))[:1]
+    begun.set()
+    train_groups(kept[0], GROUPS[:1])
+    stepping.set()
+    assert collected.wait(60)
+    try:
+        seen = model.lm_head.weight.detach().clone()
+    finally:
+        waited.set()
+    join_ends()
+    assert_plain(model)
+    assert torch.equal(seen, model.lm_head.weight)
+    assert not torch.equal(seen, before)
 
 
 CALLS: dict[str, Callable[[HarmonyEngine, Path], object]] = {
