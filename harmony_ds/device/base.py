@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -53,6 +54,8 @@ Timestamp = object
 """The time of a point in a stream, to be read later by the device that made it."""
 
 StreamContext = AbstractContextManager[object]
+TakeTimestamp = Callable[[Stream], Timestamp]
+Watch = Callable[[TakeTimestamp, Stream, StreamContext], StreamContext]
 
 HOME = 0
 """Number of the device, of those of one process, that has inputs, unlayered parameters and other shared tensors."""
@@ -89,9 +92,9 @@ class Device(ABC):
         return self.torch_device
 
     @contextmanager
-    def watching_copies(self, watch: Callable[[Stream, StreamContext], StreamContext]) -> Iterator[None]:
-        """Wrap every context of `on` in `watch` while open."""
-        self._watch = watch
+    def watching_copies(self, watch: Watch, take: TakeTimestamp | None = None) -> Iterator[None]:
+        """Wrap every context of `on` in `watch` while open; `take`: what takes its timestamps (None: `timestamp`)."""
+        self._watch = partial(watch, take or self.timestamp)
         try:
             yield
         finally:

@@ -5,7 +5,7 @@ The executor enters the device of each task; residency, stash and gradients need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import HOME, Device, Stream, StreamContext, Timestamp
+from harmony_ds.device.base import HOME, Device, Stream, TakeTimestamp, Timestamp, Watch
 
 
 def _of_current(method: Any) -> Any:
@@ -42,7 +42,6 @@ class DeviceGroup(Device):
         self.has_values = home.has_values
         self.model = home.model
         self.active = home
-        self._copying: int | None = None
         # Whether torch tells the members' tensors apart.
         self.has_distinct_devices = len({member.torch_device for member in members}) == len(members)
 
@@ -67,27 +66,11 @@ class DeviceGroup(Device):
         return min((n for member in self.members if (n := member.available_bytes()) is not None), default=None)
 
     @contextmanager
-    def watching_copies(self, watch: Callable[[Stream, StreamContext], StreamContext]) -> Iterator[None]:
+    def watching_copies(self, watch: Watch, take: TakeTimestamp | None = None) -> Iterator[None]:
         with ExitStack() as stack:
             for number, member in enumerate(self.members):
-                stack.enter_context(member.watching_copies(partial(self._watched, watch, number)))
+                stack.enter_context(member.watching_copies(watch, partial(self._timestamp, number)))
             yield
-
-    @contextmanager
-    def _watched(
-        self,
-        watch: Callable[[Stream, StreamContext], StreamContext],
-        number: int,
-        stream: Stream,
-        issuing: StreamContext,
-    ) -> Iterator[None]:
-        """Take timestamps of member `number` while its copies are issued."""
-        before, self._copying = self._copying, number
-        try:
-            with watch(stream, issuing):
-                yield
-        finally:
-            self._copying = before
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
@@ -107,7 +90,9 @@ class DeviceGroup(Device):
         return max(member.issued_ms() for member in self.members)
 
     def timestamp(self, stream: Stream) -> Timestamp:
-        number = self.number if self._copying is None else self._copying
+        return self._timestamp(self.number, stream)
+
+    def _timestamp(self, number: int, stream: Stream) -> Timestamp:
         return number, self.members[number].timestamp(stream)
 
     def read_timestamps(self, timestamps: Sequence[Timestamp]) -> list[float]:

@@ -16,8 +16,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
-from harmony_ds.device.base import Device, Stream, StreamContext, Timestamp
+from harmony_ds.device.base import Device, Stream, StreamContext, TakeTimestamp, Timestamp
 from harmony_ds.scheduler.plan import Plan, Task
 from harmony_ds.scheduler.spans import HOST, UPDATE, Span, of_device
 from harmony_ds.scheduler.trace import ExecutedStep
@@ -114,18 +115,9 @@ class StepTimeline:
         if self._open is not None:
             self._open.moments[Stream.COMPUTE].append(self._device.timestamp(Stream.COMPUTE))
 
-    def _watched(self, stream: Stream, issuing: StreamContext) -> StreamContext:
+    def _watched(self, take: TakeTimestamp, stream: Stream, issuing: StreamContext) -> StreamContext:
         """Around copies of the open task that are issued on `stream`, by any thread."""
-        return self._taking(stream, issuing, None if self._open is None else self._open.moments[stream])
-
-    @contextmanager
-    def _taking(self, stream: Stream, issuing: StreamContext, moments: list[Timestamp] | None) -> Iterator[None]:
-        with issuing:
-            if moments is not None:
-                moments.append(self._device.timestamp(stream))
-            yield
-            if moments is not None:
-                moments.append(self._device.timestamp(stream))
+        return issuing if self._open is None else _taking(partial(take, stream), issuing, self._open.moments[stream])
 
     def host_work(self) -> AbstractContextManager[None]:
         """To be put around work that is queued now, when it is done."""
@@ -158,6 +150,14 @@ class StepTimeline:
         for (task, stream, _), begin, end in zip(parts, ends[::2], ends[1::2], strict=True):
             track = of_device(stream.value, step.plan.packs[task.pack].device)
             yield Span(track, begin - step.begin_ms, end - step.begin_ms, (task,))
+
+
+@contextmanager
+def _taking(take: Callable[[], Timestamp], issuing: StreamContext, moments: list[Timestamp]) -> Iterator[None]:
+    with issuing:
+        moments.append(take())
+        yield
+        moments.append(take())
 
 
 @contextmanager

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine, TaskKind
+from harmony_ds.device import CpuDevice
+from harmony_ds.device.base import HOME, Stream
+from harmony_ds.device.group import DeviceGroup
+from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.scheduler.spans import STREAMS
 from harmony_ds.scheduler.trace import ExecutedStep
 from tests.engine.drive import adamw, config_of, engine_for, weights_of
@@ -149,6 +153,14 @@ def test_a_second_recording_at_once_is_refused_and_nothing_is_left_of_the_first(
         with pytest.raises(KeyError, match="mine"), engine.record_steps():
             raise KeyError("mine")
         assert nothing_is_watched(engine)
+
+
+def test_copies_that_a_thread_issues_meanwhile_leave_the_current_device_its_timestamps() -> None:
+    """As the thread that reads weights from a disk does, while a task of another device computes."""
+    group = DeviceGroup([CpuDevice(), CpuDevice()])
+    with StepTimeline(group).recording(lambda: None), group.members[1].on(Stream.DISK):
+        taken = group.timestamp(Stream.COMPUTE)
+    assert isinstance(taken, tuple) and taken[0] == HOME
 
 
 def test_a_step_that_fails_is_not_recorded_and_a_group_that_ends_early_is_as_it_ran() -> None:
