@@ -254,7 +254,8 @@ class Board:
         for other in self._others:
             length = self.posted(other, _GIVEN_UP)
             if length:
-                raise self._failed(other, os.pread(self._file, length, self._place(other, _GIVEN_UP + 8)).decode())
+                text = os.pread(self._file, length, self._place(other, _GIVEN_UP + 8))  # may be cut within a character
+                raise self._failed(other, text.decode(errors="replace"))
         for other in waiting:
             if other != self.rank and self._has_ended(other) and not there(other):
                 raise self._failed(other, f"its process ended before it had {what}")

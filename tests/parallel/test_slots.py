@@ -78,7 +78,7 @@ def test_no_process_waits_for_one_that_has_given_up(
     views: list[GradientSlots], boards: tuple[int, list[Board]]
 ) -> None:
     number = _leave(views[0], 1.0)
-    boards[1][2].give_up("it is out of memory")
+    boards[1][2].give_up("it is out of memory" + 2000 * "\N{WARNING SIGN}")  # does not fit, cut within a character
     with pytest.raises(PeerFailedError, match="out of memory") as caught:
         views[0].all_slots(number)
     assert caught.value.rank == 2
