@@ -257,10 +257,11 @@ class Updater:
 
     def discard(self) -> None:
         """Drop the gradients of a step that will not be applied. Updates of earlier steps are completed."""
-        if self.failure is not None:
-            return
-        self._wait_for(lambda: not self._pending, fails=False)  # they still use gradients of their steps
-        self._queue(_FIRST, self._gradients.clear_gradients)
+        with self._changed:
+            self._wait_for(lambda: not self._pending, fails=False)  # they still use gradients of their steps
+            if self.failure is not None:
+                return  # raised by the next call: another error may be on its way
+            self._queue(_FIRST, self._gradients.clear_gradients)
         self._wait_for(lambda: not self._pending and not self._jobs, fails=False)
 
     @property

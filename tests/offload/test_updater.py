@@ -254,6 +254,26 @@ def test_after_a_failure_nothing_hangs_and_later_jobs_fail() -> None:
             b.updater.norm(Clipping())
 
 
+def test_an_update_that_fails_while_a_step_is_discarded_leaves_that_step_its_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with bench() as b:
+        wait_for = b.updater._wait_for
+
+        def fail_and_wait(done: Callable[[], bool], fails: bool = True) -> None:
+            b.optimizer.gate.set()
+            wait_for(done, fails)
+
+        monkeypatch.setattr(b.updater, "_wait_for", fail_and_wait)
+        b.optimizer.before = failing
+        b.optimizer.gate.clear()
+        b.deliver(0, random_gradients())
+        b.update(0)
+        b.updater.discard()
+        with pytest.raises(NoLuckError):
+            b.updater.raise_failure()
+
+
 def test_after_a_failure_no_swap_out_waits_for_room() -> None:
     gradients = random_gradients()
     with bench(limit=1) as b:
