@@ -28,7 +28,8 @@ class GatheredGradients:
         parts = self._parts
         own = parts.user_gradients.pop(names)
         if own:
-            parts.updater.receive(parts.gradients.on_host(own))
+            # Copies: the program may write into its tensors right after the step.
+            parts.updater.receive(parts.gradients.on_host({name: g.clone() for name, g in own.items()}))
             if measure:
                 parts.updater.measure(names)
         return bool(own)

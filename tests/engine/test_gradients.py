@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 from unittest.mock import Mock
@@ -79,6 +80,33 @@ def test_gradients_that_were_set_are_clipped_and_used(vectorized: bool, harmony:
                 safe_set_full_grad(parameter, torch.full_like(parameter, 0.25))
         engine.step()
         assert engine.get_global_grad_norm() == norm.item()
+    assert_same(model, reference, bitwise=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_gradients_that_were_set_are_the_programs_again_after_the_step(
+    clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that keeps buffers for them may zero these at once, though updates are still under way."""
+    reference = LLAMA.build(0.0)
+    optimizer = sgd(reference.parameters())
+    for parameter in reference.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25)
+    if clip is not None:
+        nn.utils.clip_grad_norm_(reference.parameters(), clip)
+    optimizer.step()
+    zeroed, step = threading.Event(), HostOptimizer.step
+    monkeypatch.setattr(HostOptimizer, "step", lambda *given: (zeroed.wait(60), step(*given)))
+    model = LLAMA.build(0.0)
+    with engine_for(model, sgd, config_of(4, clip, {"pack_layers": 1, "residency": "off"})) as engine:
+        hand_over(engine, GROUPS[0])
+        buffers = [torch.full_like(parameter, 0.25) for parameter in model.parameters()]
+        for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+            parameter.grad = buffer
+        engine.step()
+        for buffer in buffers:
+            buffer.zero_()
+        zeroed.set()
     assert_same(model, reference, bitwise=True)
 
 
