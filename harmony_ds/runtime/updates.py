@@ -135,6 +135,7 @@ class Updates:
             self.outcome.norm = updater.norm(clipping)
         self.outcome.updates_issued = 1
         updater.update(0, names, hyper, self.outcome.norm)
+        self.promise_norm()
         updater.wait_all()
 
     def abandon(self) -> None:

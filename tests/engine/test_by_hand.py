@@ -310,6 +310,24 @@ def test_a_parameter_that_only_the_users_loss_uses(clip: float | None) -> None:
     assert_same(model, plain, bitwise=True)
 
 
+@pytest.mark.parametrize("clip", [None, 1e6])
+def test_the_norm_of_a_step_over_the_programs_own_gradients_is_that_steps_alone(clip: float | None) -> None:
+    model = net()
+    model.scale = nn.Parameter(torch.ones(4))
+    optimizer = sgd(model.parameters())
+    with engine_for(model, lambda _: optimizer, config_of(1, clip)) as engine:
+        (3.0 * model.scale).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert engine.get_global_grad_norm() == pytest.approx(6.0)
+        expected = copy.deepcopy(model)
+        expected(*batch(0)).backward()
+        engine.backward(engine(*batch(0)))
+        engine.step()
+        norm = nn.utils.get_total_norm([p.grad for p in expected.parameters() if p.grad is not None])
+        assert engine.get_global_grad_norm() == pytest.approx(norm.item())
+
+
 class Branches(nn.Module):
     """One of two layers, by a number; an AdamW of it decays weights that have a gradient, if only of zeros."""
 
