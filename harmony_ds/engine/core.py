@@ -208,8 +208,7 @@ class HarmonyEngine(nn.Module):
     def offload_states(self, *_: Any, **__: Any) -> None:
         """Free the device memory that is held between steps; the next step brings its contents back."""
         self.check_alive()
-        self._assembly.finish_updates()
-        self._assembly.parts.device_store.drop()
+        self._runner.make_room()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Do nothing: the next step brings states back."""

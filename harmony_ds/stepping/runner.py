@@ -130,7 +130,7 @@ class Runner:
             DoesNotFitError: no plan fits, or not even one layer at a time.
         """
         self.check_usable()
-        self._make_room()
+        self.make_room()
         moved = self.planner.measure(sample)
         for micro_batch in queued:
             micro_batch.move(moved)
@@ -138,13 +138,13 @@ class Runner:
     @contextmanager
     def alone(self) -> Iterator[Callable[[Sample], Tensor | None]]:
         """Open a context with a function from a micro-batch to its loss, if it runs by itself. Nothing stays."""
-        self._make_room()
+        self.make_room()
         passes = Passes(self.parts, self._layers, self.planner.measuring.unlayered, self.planner.rows)
         with self.parts.contract.running(), passes.opened():
             yield passes.loss
 
-    def _make_room(self) -> None:
-        """Move what is resident on the device to the host."""
+    def make_room(self) -> None:
+        """Move what is resident on the device, weights and gradients, to the host."""
         self.parts.updater.wait_all()
         self.executor.gathered.to_host()
         self.parts.device_store.drop()

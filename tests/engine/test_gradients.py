@@ -61,6 +61,22 @@ def test_gradients_are_those_of_plain_pytorch_and_looking_changes_nothing(harmon
     assert_same(looked, unlooked, bitwise=True)
 
 
+def test_gradients_that_have_gathered_stay_when_states_are_offloaded() -> None:
+    results = []
+    for offloads in (False, True):
+        model = LLAMA.build(0.0)
+        with engine_for(model, adamw, config_of(4, 0.5, RESIDENT)) as engine:
+            train_groups(engine, GROUPS[:1])
+            hand_over(engine, GROUPS[1])
+            assert model.lm_head.weight.grad is not None
+            if offloads:
+                engine.offload_states()
+            engine.step()
+            results.append((engine.get_global_grad_norm(), model))
+    assert results[0][0] == results[1][0]
+    assert_same(results[0][1], results[1][1], bitwise=True)
+
+
 @pytest.mark.parametrize("harmony", [{"pack_layers": 1}, RESIDENT], ids=["packs", "resident"])
 @pytest.mark.parametrize("vectorized", [False, True])
 def test_gradients_that_were_set_are_clipped_and_used(vectorized: bool, harmony: Any) -> None:
