@@ -89,8 +89,9 @@ class HostGradients(GradientSums):
 
     def reserve(self, packs: Sequence[int], extra: int) -> None:
         """Page-lock all buffers that steps with such `packs` (bytes each) may need; `extra` as in `swap_out`."""
-        if self._limit is not None:
-            most = self._limit + extra
+        limit = self._limit  # None from one moment to the next, when the update thread has failed
+        if limit is not None:
+            most = limit + extra
             sizes = [self._room(nbytes) for nbytes in packs]
             self._buffers.reserve(sizes if len(sizes) <= most else [max(sizes)] * most)
 

@@ -12,6 +12,7 @@ import torch
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.config import load_config
+from harmony_ds.device import CpuDevice
 from harmony_ds.engine.admission import check_processes
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload import disk_weights
@@ -27,6 +28,18 @@ LLAMA = family("llama")
 
 def file_of(engine: HarmonyEngine) -> Any:
     return assembly_of(engine).store.disk_weights.file
+
+
+def test_host_memory_is_counted_while_a_thread_takes_chunks_in_turn(tmp_path: Path) -> None:
+    class Counted(torch.Tensor):
+        def numel(self) -> int:
+            weights._chunks.rotate(-1)
+            return super().numel()
+
+    weights = disk_weights.DiskWeights(str(tmp_path), CpuDevice(), 4096)
+    weights._chunks[0] = weights._chunks[0][0].as_subclass(Counted), None
+    assert weights.host_bytes == len(weights._chunks) * 4096
+    weights.close()
 
 
 @contextmanager

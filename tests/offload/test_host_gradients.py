@@ -27,6 +27,14 @@ def release(gradients: HostGradients, transfer: GradientTransfer) -> None:
     gradients.clear_gradients()
 
 
+def test_buffers_are_reserved_though_the_update_thread_fails_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients, _ = host(limit=1)
+    limits = iter([1, None])
+    monkeypatch.setattr(HostGradients, "_limit", property(lambda _: next(limits)), raising=False)
+    gradients.reserve([64, 32], extra=0)
+    assert gradients.host_bytes == 64
+
+
 class OverlappingDevice(CpuDevice):
     """A device whose copies overlap compute, so that norms are computed before gradients leave."""
 
