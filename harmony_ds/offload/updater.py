@@ -115,7 +115,7 @@ class Updater:
         self._world = gradients.world
         self._last_names: dict[int, tuple[str, ...]] = {}  # by pack, of its last update
         self._jobs: list[tuple[int, int, int, Callable[[], Any], Future[Any]]] = []  # the first may be running
-        self._step = 0  # number of norms of updates so far: jobs of later steps come after a norm
+        self._step = 0  # number of steps begun, and of norms of updates: jobs come after those of earlier ones
         self._counter = itertools.count()
         self._pending: Counter[int] = Counter()  # updates queued or running, by pack
         self._updating: Counter[str] = Counter()  # and by parameter
@@ -133,6 +133,10 @@ class Updater:
             torch.set_num_threads(before)  # of later threads
 
     # ---- called by the engine's thread
+
+    def begin(self) -> None:
+        """Begin a step, or a part of one: its gradients are handled after the updates that are queued."""
+        self._step += 1
 
     def receive(self, transfer: GradientTransfer) -> None:
         """Keep a transfer for a later `update` of the pack that owns its parameters.

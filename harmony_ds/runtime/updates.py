@@ -91,6 +91,7 @@ class Updates:
         """Begin to run the plan, with `hyper` for updates; with `clipping`, they wait for the norm of all gradients."""
         self._hyper, self._clipping, self._to_send = hyper, clipping, self._sends.copy()
         self._held = self._held_transfers if clipping is None else None
+        self._parts.updater.begin()
 
     def promise_norm(self) -> None:
         """Promise the norm of all gradients, where no update waits for it: when all are made."""

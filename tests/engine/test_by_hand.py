@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harmony_ds import HarmonyEngine, ModelError, OptimizerError, UnsupportedError, UsageError
+from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.parameters.link import ParameterLink
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import adamw, config_of, engine_for, sgd, weights_of
+from tests.inside import updater_of
 from tests.oracle import assert_same
 
 
@@ -326,6 +328,50 @@ def test_the_norm_of_a_step_over_the_programs_own_gradients_is_that_steps_alone(
         engine.step()
         norm = nn.utils.get_total_norm([p.grad for p in expected.parameters() if p.grad is not None])
         assert engine.get_global_grad_norm() == pytest.approx(norm.item())
+
+
+def test_a_gradient_that_waits_for_its_update_is_not_shown_as_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a parameter that no layer uses, whose update the next step's passes do not wait for."""
+    plain, model, reads, shown = net(), net(), threading.Event(), threading.Event()
+    for one in (plain, model):
+        torch.manual_seed(1)
+        one.spare = nn.Linear(3, 1, bias=False)
+    optimizer, gradient = sgd(plain.parameters()), HostGradients.gradient
+
+    def show(self: HostGradients, name: str) -> Tensor | None:
+        if name == "spare.weight" and reads.is_set():
+            shown.set()
+        return gradient(self, name)
+
+    monkeypatch.setattr(HostGradients, "gradient", show)
+    with engine_for(model, sgd, config_of(1, 0.5, {"pack_layers": 1})) as engine:
+        updater = updater_of(engine)
+        run_next = updater._run_next
+
+        def run_late() -> bool:
+            """Come to the last update when there is something else to do."""
+            with updater._changed:
+                if [name for name, count in updater._updating.items() if count] == ["spare.weight"]:
+                    updater._changed.wait_for(lambda: len(updater._jobs) > 1 or shown.is_set(), 60)
+            return run_next()
+
+        monkeypatch.setattr(updater, "_run_next", run_late)
+        engine.backward(engine(*batch(0)) + 3.0 * model.spare.weight.sum())
+        engine.step()
+        reads.set()
+        (plain(*batch(0)) + 3.0 * plain.spare.weight.sum()).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        engine.backward(engine(*batch(1)))
+        assert model.spare.weight.grad is None
+        engine.step()
+        plain(*batch(1)).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        assert engine.get_global_grad_norm() == norm.item()
+    assert_same(model, plain, bitwise=True)
 
 
 class Branches(nn.Module):
