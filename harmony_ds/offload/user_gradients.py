@@ -37,13 +37,9 @@ class UserGradients:
 
     def find(self, name: str) -> Tensor | None:
         with ungated():  # asks first: an update that ends in between drops its own
-            return None if self.is_updating(name) else self._store.parameters[name].grad
+            return None if self._updater.is_updating(name) else self._store.parameters[name].grad
 
     def put(self, name: str, value: Tensor | None) -> None:
-        if not self.is_updating(name):
+        if not self._updater.is_updating(name):
             with ungated():
                 self._store.parameters[name].grad = value
-
-    def is_updating(self, name: str) -> bool:
-        """Return whether the `.grad` of `name` belongs to an update."""
-        return self._updater.is_updating(name)
