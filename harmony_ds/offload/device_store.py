@@ -170,19 +170,18 @@ class DeviceStore(GradientSums):
     def sync_to_host(self, to_be_read: bool = False) -> None:
         """Bring the host's weights, masters and optimizer state up to date. `to_be_read`: they will not be written."""
         self._notice_replaced_state()
+        if self._device_is_newer:
+            moved = 0
+            with ungated():
+                for host, there in self._tensors():
+                    moved += host.data.copy_(there, non_blocking=True).nbytes
+            for name, stepped in self._stepped.items():
+                assert self._optimizer is not None
+                moved += self._optimizer.copy_state_to_host(name, stepped)
+            self._ledger.book_out(Kind.RESIDENT, moved)
+            self._device.record(Stream.COMPUTE).synchronize()
+        self._device_is_newer = False  # only now: a program that is interrupted meanwhile may go on
         self._host_may_be_newer |= bool(self._weights) and not to_be_read
-        if not self._device_is_newer:
-            return
-        self._device_is_newer = False
-        moved = 0
-        with ungated():
-            for host, there in self._tensors():
-                moved += host.data.copy_(there, non_blocking=True).nbytes
-        for name, stepped in self._stepped.items():
-            assert self._optimizer is not None
-            moved += self._optimizer.copy_state_to_host(name, stepped)
-        self._ledger.book_out(Kind.RESIDENT, moved)
-        self._device.record(Stream.COMPUTE).synchronize()
 
     def _notice_replaced_state(self) -> None:
         """Copy the optimizer's state to the device if the host's optimizer has been given another one."""

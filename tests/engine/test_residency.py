@@ -6,12 +6,14 @@ import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyEngine, OptimizerError
+from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.ledger import Kind
 from harmony_ds.scheduler import candidates
@@ -269,6 +271,19 @@ def test_kept_packs_are_swapped_in_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # ---- looks
+
+
+def test_a_look_that_is_interrupted_leaves_the_devices_values_the_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = plainly(LLAMA, 0.0, GROUPS[:2], adamw, 0.5)
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_of(3, 0.5, {"pack_layers": 1, "residency": EVERY})) as engine:
+        train_groups(engine, GROUPS[:1])
+        with monkeypatch.context() as patched:
+            patched.setattr(DeviceOptimizer, "copy_state_to_host", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                model.state_dict()
+        train_groups(engine, GROUPS[1:2])
+    assert_same(model, plain, bitwise=True)
 
 
 def test_a_look_moves_all_and_only_once() -> None:
