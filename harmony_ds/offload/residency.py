@@ -70,6 +70,8 @@ class DeviceCopy:
 
     def take_arrival(self) -> Event | None:
         """Return the event after the copies, to be waited for once; OSError: a disk fails."""
+        if isinstance(self.arrived, Future):
+            self.arrived.exception()  # waits; if that is interrupted, the copies are still to come
         arrived, self.arrived = self.arrived, None
         return arrived.result() if isinstance(arrived, Future) else arrived
 
@@ -168,9 +170,9 @@ class Residency:
 
     def finish_reads(self) -> None:
         """Wait until no swap-in reads host memory any more: then it may be written."""
-        while self._reading:
-            arrived = self._reading.popitem()[1]  # errors are those of the task that needs the weights
+        for number, arrived in list(self._reading.items()):  # errors are those of the task that needs the weights
             (arrived.exception if isinstance(arrived, Future) else arrived.synchronize)()
+            del self._reading[number]
 
     def modified_names(self, copy: DeviceCopy) -> list[str]:
         """Return the parameters of `copy` that have been written to: they differ from the host's."""

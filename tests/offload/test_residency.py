@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harmony_ds.device import CpuDevice, Stream
+from harmony_ds.device import CpuDevice, Event, Stream
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.residency import DeviceCopy, Leaves, Residency
 
@@ -68,3 +70,37 @@ def test_strides_of_a_gradient_are_kept() -> None:
     residency.accumulate(copy)
     assert list(copy.gradients) == ["p3"]
     assert copy.gradients["p3"].stride() == (1, 3)
+
+
+class Interrupted(Future[Event]):
+    """Its first wait is interrupted by Ctrl-C, before the disk's thread is done."""
+
+    waits = 0
+
+    def _wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+
+    def result(self, timeout: float | None = None) -> Event:
+        self._wait()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._wait()
+        return super().exception(timeout)
+
+
+def test_copies_from_a_disk_whose_wait_was_interrupted_are_waited_for_again() -> None:
+    device = CpuDevice()
+    residency, _ = residency_in_bf16()
+    for wait in (lambda copy: copy.wait(device), lambda _: residency.finish_reads()):
+        arrival = Interrupted()
+        arrival.set_result(device.record(Stream.DISK))
+        copy = DeviceCopy(torch.empty(0), Leaves({}), arrival)
+        residency._reading[0] = arrival
+        with pytest.raises(KeyboardInterrupt):
+            wait(copy)
+        wait(copy)
+        assert arrival.waits > 1
+        residency._reading.clear()
