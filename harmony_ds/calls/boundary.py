@@ -12,7 +12,7 @@ they pass the inputs' gradients on to where those came from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +60,14 @@ def cut(tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> tuple[T
             return cut(tensors, targets)
     cut_tensors: tuple[Tensor, ...] = _apply(_ANCHOR, tensors, targets)
     return cut_tensors
+
+
+def on_one_thread() -> AbstractContextManager[None]:
+    """Return a context in which backward passes run on the thread that starts them, which knows what code it runs.
+
+    Autograd has a thread for each accelerator: several would add up gradients of one tensor in their order of arrival.
+    """
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def _refuse_second_order() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harmony_ds.calls.boundary import on_one_thread
 from harmony_ds.calls.checkpointing import checkpoints_bypassed
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request, handled_by
@@ -58,6 +59,7 @@ class Passes(Streamer):
                 self._parts.contract.reverting(),
                 self.on_device(self._unlayered) as copy,
                 installation.installed(copy.leaves, keep_buffers=False),
+                on_one_thread(),
             ):
                 yield copy
         finally:

@@ -18,9 +18,9 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import nn
 
+from harmony_ds.calls.boundary import on_one_thread
 from harmony_ds.calls.checkpointing import checkpoints_bypassed
 from harmony_ds.calls.intercept import Autocast, Request
 from harmony_ds.calls.trees import map_tensors
@@ -97,9 +97,7 @@ class Executor:
         Raises:
             OffPlanError: a micro-batch called a layer that `plan` has no place for; nothing has been updated.
         """
-        # Autograd's threads, one for each device, would add up gradients of one tensor in their order of arrival.
-        threads = nullcontext() if self._parts.device.count == 1 else torch.autograd.set_multithreading_enabled(False)
-        with self._parts.device.as_current(), self._collection(), checkpoints_bypassed(), threads:
+        with self._parts.device.as_current(), self._collection(), checkpoints_bypassed(), on_one_thread():
             self._run(plan, micro_batches, hyper, clipping)
 
     def _run(self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:

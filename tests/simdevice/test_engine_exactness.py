@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.config.ablations import ABLATIONS
+from harmony_ds.errors import UnsupportedError
 from harmony_ds.scheduler.plan import Plan
 from tests.cover import spread
 from tests.engine.drive import EVERY_FAMILY, adamw, config_of, engine_for, family, groups_of, optimizer_for, plainly
@@ -105,6 +106,24 @@ def test_last_bits_that_differ_from_run_to_run_are_no_fault_of_the_model() -> No
     with engine_for(model, adamw, config_of(GROUP), device=SimDevice()) as engine:
         engine.train_batch(iter(torch.randn(GROUP, 1, 8)))
         assert engine.global_steps == 1
+
+
+class Impatient(nn.Sequential):
+    """A model that propagates back between its layers, on a thread of its device's unless that is refused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self[0](x)
+        hidden.sum().backward(retain_graph=True)
+        return self[1](hidden).mean()
+
+
+def test_a_backward_pass_within_forward_is_refused_as_on_the_host() -> None:
+    model = Impatient(nn.Linear(8, 8), nn.Linear(8, 1))
+    with (
+        engine_for(model, adamw, config_of(GROUP), device=SimDevice()) as engine,
+        pytest.raises(UnsupportedError, match="forward propagates back"),
+    ):
+        engine.train_batch(iter(torch.randn(GROUP, 1, 8)))
 
 
 @pytest.mark.parametrize(("name", "way"), spread(NAMES, WAYS), ids=str)
