@@ -137,7 +137,7 @@ class Device(ABC):
         """Make device `number` of a group the current one."""
 
     def set_current(self) -> None:  # noqa: B027 - to torch, most devices are one
-        """Make this member of a group, and its compute stream, current on this thread."""
+        """Make this device (of a group, this member), and its compute stream, current on this thread."""
 
     def peaks(self) -> tuple[int, ...]:
         return (self.peak_bytes(),)

@@ -152,10 +152,10 @@ class CudaDevice(Device):
             torch.zeros((), device=self.torch_device).add_(1)
 
     def host_free(self, buffer: Tensor) -> None:
-        if buffer.data_ptr() in self._registered:
-            torch.cuda.synchronize(self.torch_device)
-            del self._registered[buffer.data_ptr()]
-            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        if self._registered.pop(buffer.data_ptr(), None) is not None:
+            with torch.cuda.device(self.torch_device):
+                torch.cuda.synchronize()
+                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     def limit_process(self) -> None:
         """Make the caching allocator refuse to reserve more than the budget."""

@@ -35,7 +35,7 @@ class DiskWeights:
         size = min(CHUNK_BYTES, self.file.nbytes)
         self._chunks: deque[tuple[Tensor, Event | None]] = deque()  # with the event after the last copy out of it
         self._chunks.extend((device.host_empty(size, torch.uint8), None) for _ in range(_CHUNKS))
-        self._reader = ThreadPoolExecutor(1, "harmony-disk-weights")
+        self._reader = ThreadPoolExecutor(1, "harmony-disk-weights", device.current_member().set_current)
 
     @property
     def host_bytes(self) -> int:

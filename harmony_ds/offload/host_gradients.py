@@ -218,6 +218,10 @@ class HostGradients(GradientSums):
 
     # ---- called by the update thread: what is kept for one update is not changed by gradients of the next
 
+    def begin_thread(self) -> None:
+        """Make the device the thread's current one: CUDA makes a context (half a GiB) on that, to wait for an event."""
+        self._device.current_member().set_current()
+
     def add(self, transfer: GradientTransfer) -> tuple[str, ...]:
         """Keep a transfer until its gradients are used; return the parameters that now have several."""
         if not transfer.gradients:  # no micro-batch has passed that pack

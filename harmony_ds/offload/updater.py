@@ -314,6 +314,7 @@ class Updater:
 
     @torch.no_grad()
     def _run(self) -> None:
+        self._gradients.begin_thread()
         with ungated():
             while self._run_next():
                 pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +125,16 @@ def test_a_backward_pass_within_forward_is_refused_as_on_the_host() -> None:
         pytest.raises(UnsupportedError, match="forward propagates back"),
     ):
         engine.train_batch(iter(torch.randn(GROUP, 1, 8)))
+
+
+def test_threads_have_the_engines_device_as_their_current_one(tmp_path: Path) -> None:
+    on_disk = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config, index = config_of(1, zero_optimization=on_disk), torch.accelerator.current_device_index
+    with engine_for(nn.Sequential(nn.Linear(8, 8)), adamw, config, device=SimDevice(index=1)) as engine:
+        weights = engine._assembly.store.disk_weights
+        assert weights is not None
+        assert engine._assembly.parts.updater._answer(index) == weights._reader.submit(index).result() == 1
+    assert index() == 0
 
 
 @pytest.mark.parametrize(("name", "way"), spread(NAMES, WAYS), ids=str)
