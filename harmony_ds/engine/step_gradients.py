@@ -36,7 +36,7 @@ class StepGradients:
         own = self._own.find(name)
         if total is None or own is None:
             return own if total is None else total
-        total.add_(own)
+        total.add_(own.to(total.device))
         self._own.put(name, None)
         return total
 

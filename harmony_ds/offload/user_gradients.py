@@ -42,4 +42,5 @@ class UserGradients:
     def put(self, name: str, value: Tensor | None) -> None:
         if not self._updater.is_updating(name):
             with ungated():
-                self._store.parameters[name].grad = value
+                parameter = self._store.parameters[name]
+                parameter.grad = None if value is None else value.to(parameter.device)  # it may be of a resident pack

@@ -118,3 +118,19 @@ def test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device(type_: str, 
         assert mine.keys() == theirs.keys()
         assert mine["step"] == theirs["step"] == 6
         assert all(type(value) is type(theirs[key]) for key, value in mine.items())
+
+
+def test_gradients_of_resident_packs_are_read_and_set_as_those_of_others() -> None:
+    models = [build(2), build(2)]
+    for model, residency in zip(models, ("off", EVERY), strict=True):
+        engine, _ = engine_with(lambda p: torch.optim.SGD(p, lr=1e-2), residency, model)
+        data = batches()
+        for _ in range(3):
+            engine(**next(data)).loss.backward()
+            model.lm_head.weight.square().sum().backward()  # on the host
+            if engine.is_gradient_accumulation_boundary():
+                for parameter in model.parameters():
+                    parameter.grad = torch.sign(parameter.grad)
+            engine.step()
+        engine.destroy()
+    assert_same(models[1], models[0], bitwise=False, relative=1e-4)
