@@ -7,6 +7,7 @@ work. Host slabs are page-locked by registration at their exact size, since `pin
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 import warnings
@@ -46,6 +47,7 @@ class CudaDevice(Device):
         self._limits = False
         self.pins_host = pin
         self._registered: dict[int, int] = {}  # address to bytes
+        self._mapped: dict[int, mmap.mmap] = {}  # address to the memory of `host_empty`
         # A logical device may not compute on the current stream, which may be another's.
         self._streams = {one: torch.cuda.Stream(index) for one in Stream if logical > 1 or one is not Stream.COMPUTE}
 
@@ -120,7 +122,16 @@ class CudaDevice(Device):
         tensor.record_stream(self._stream(Stream.COMPUTE))
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        buffer = torch.empty(numel, dtype=dtype)
+        if not (self.pins_host and numel):
+            return torch.empty(numel, dtype=dtype)
+        # Processes that are forked later (a DataLoader's workers) do not get these pages: Linux would copy what is
+        # page-locked for each, or (before 5.9) give this process others at its next write, which the device does not know.
+        memory = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)
+        with suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(memory, dtype=dtype, count=numel)
+        self._mapped[buffer.data_ptr()] = memory
         self.host_lock(buffer)
         return buffer
 
@@ -156,6 +167,8 @@ class CudaDevice(Device):
             with torch.cuda.device(self.torch_device):
                 torch.cuda.synchronize()
                 torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        if (memory := self._mapped.pop(buffer.data_ptr(), None)) is not None:
+            memory.madvise(mmap.MADV_DOFORK)
 
     def limit_process(self) -> None:
         """Make the caching allocator refuse to reserve more than the budget."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +119,25 @@ def test_processes_drive_devices_side_by_side(shares: dict[int, float], monkeypa
     for name, devices in (("cuda:0", 1), ("auto", ("cuda:0",))):
         with pytest.raises(ConfigError, match="for all 2 processes"):
             devices_of_process(name, devices, 0, 2)
+
+
+def stays_out_of_forks(address: int) -> bool:
+    """Return whether Linux leaves the memory at `address` out of forked processes ("dc": do not copy)."""
+    blocks = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    spans = {range(*(int(end, 16) for end in block.split()[0].split("-"))): block for block in blocks if block}
+    return any(address in span and " dc" in block.partition("VmFlags:")[2] for span, block in spans.items())
+
+
+def test_page_locked_memory_stays_out_of_forked_processes_until_it_is_freed(
+    shares: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaDevice, "host_lock", lambda *_: None)
+    device, unlocked = CudaDevice(0), CudaDevice(0, pin=False)
+    buffers = [device.host_empty(numel, torch.float32) for numel in (0, 3, 5000)]
+    assert [buffer.shape for buffer in buffers] == [(0,), (3,), (5000,)]
+    assert [stays_out_of_forks(buffer.data_ptr()) for buffer in buffers] == [False, True, True]
+    assert not stays_out_of_forks(unlocked.host_empty(5000, torch.float32).data_ptr())
+    for buffer in buffers:
+        buffer.fill_(1.0)
+        device.host_free(buffer)
+        assert not stays_out_of_forks(buffer.data_ptr())
