@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -79,7 +80,7 @@ class FlowWatch(TorchFunctionMode):
             setattr(tensor, _NUMBER, (self._key, len(self._nbytes)))
             if any(tensor is parameter for parameter in self._parameters):
                 self._lasting.append(len(self._nbytes))
-            self._nbytes.append(tensor.nbytes)
+            self._nbytes.append(tensor.nbytes if tensor.layout is torch.strided else 0)
             self._returns.append(tensor.requires_grad)
         number: int = getattr(tensor, _NUMBER)[1]
         return number
