@@ -345,6 +345,19 @@ def test_a_failed_registration_does_not_surface_in_the_next_launch() -> None:
     device.host_free(buffer)
 
 
+def test_workers_that_are_forked_within_training_change_nothing() -> None:
+    models = [llama(), llama()]
+    for model, workers in zip(models, (0, 2), strict=True):
+        with engine_for(model, fast_sgd, config(pack_layers=1, stash="host")) as engine:
+            data = batches()
+            engine.train_batch(data)
+            loader = iter(torch.utils.data.DataLoader(range(4), num_workers=workers))  # they live to the end
+            for _ in range(2):
+                engine.train_batch(data)
+            assert next(loader) == 0
+    assert_close(models[1], models[0])
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_what_was_uploaded_may_be_written_at_once(pinned: bool) -> None:
     device = CudaDevice(0)
