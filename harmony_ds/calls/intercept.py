@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,6 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from harmony_ds.calls.compiling import Compiler, CompileRequests
-from harmony_ds.calls.plain_copies import EngineAttribute, exclude_from_copies, include_in_copies
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.device.base import Device
 from harmony_ds.errors import UnsupportedError
@@ -139,8 +139,8 @@ class handled_by:  # noqa: N801 - used as a function; a class, because it is ent
         _active.handler = self._before
 
 
-class InterceptedForward(EngineAttribute):
-    """Replacement of a layer's `forward`, among its instance attributes. A copied layer gets its own forward."""
+class InterceptedForward:
+    """Replacement of a layer's `forward`, among its instance attributes. A copied or pickled layer gets its own forward."""
 
     def __init__(self, layer: Layer, device: Device) -> None:
         # The instance may have a forward of its own already (accelerate sets one).
@@ -171,7 +171,9 @@ class InterceptedForward(EngineAttribute):
         return handler.call(Request(layer.index, self._handled, args, kwargs, context, grad, autocast))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._layer.module, "forward")
+        if self.before is None:
+            return getattr, (self._layer.module, "forward")  # of the copy, which has no attributes yet: its class's
+        return itemgetter(0), ((self.before,),)
 
 
 class Interception:
@@ -184,7 +186,6 @@ class Interception:
         self._compiler: Compiler | None = None
         for layer in layers:
             self._intercept(layer)
-            exclude_from_copies(layer.module)
 
     def _intercept(self, layer: Layer) -> None:
         layer.module.__dict__["forward"] = self._forwards[layer] = InterceptedForward(layer, self._device)
@@ -207,7 +208,6 @@ class Interception:
         """Give every layer its own forward back."""
         for layer, intercepted in self._forwards.items():
             own = layer.module.__dict__
-            include_in_copies(layer.module)
             if own.get("forward") is intercepted:  # else the program has replaced or deleted it
                 del own["forward"]
                 if intercepted.before is not None:
