@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from harmony_ds.calls.arguments import collector_here
 from harmony_ds.calls.crossing import writes
@@ -16,8 +17,6 @@ from harmony_ds.calls.intercept import Request, is_between_layers
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.live_bytes import tensors_among
 from harmony_ds.profiler.flow import Event, Flow, Kind
-
-_NUMBER = "_harmony_flow"
 
 
 class FlowWatch(TorchFunctionMode):
@@ -30,7 +29,7 @@ class FlowWatch(TorchFunctionMode):
     def __init__(self, parameters: Collection[Tensor]) -> None:
         """Know `parameters`: those that code between layers may use, as it sees them."""
         super().__init__()
-        self._key = object()  # numbers of another watch are none
+        self._numbers = WeakTensorKeyDictionary()
         self._nbytes: list[int] = []
         self._returns: list[bool] = []
         self._events: list[Event] = []
@@ -54,7 +53,7 @@ class FlowWatch(TorchFunctionMode):
         known = {id(tensor) for tensor in took}
         inside = [tensors_in(value) for value in (*request.args, *request.kwargs.values())]
         written = [tensors for tensors in inside if not known.issuperset(map(id, tensors))]
-        collected = [t for t in tensors_in([*collector_here().values()]) if not self._has_number(t)]
+        collected = [t for t in tensors_in([*collector_here().values()]) if t not in self._numbers]
         self._note(Kind.CALL, took, [*tensors_in(gave), *chain.from_iterable(written), *collected])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,16 +70,12 @@ class FlowWatch(TorchFunctionMode):
         numbers = [tuple(dict.fromkeys(map(self._number, tensors))) for tensors in (took, gave)]
         self._events.append((kind, self._position, numbers[0], numbers[1]))
 
-    def _has_number(self, tensor: Tensor) -> bool:
-        known = getattr(tensor, _NUMBER, None)
-        return known is not None and known[0] is self._key
-
     def _number(self, tensor: Tensor) -> int:
-        if not self._has_number(tensor):
-            setattr(tensor, _NUMBER, (self._key, len(self._nbytes)))
+        if tensor not in self._numbers:
+            self._numbers[tensor] = len(self._nbytes)
             if any(tensor is parameter for parameter in self._parameters):
                 self._lasting.append(len(self._nbytes))
             self._nbytes.append(tensor.nbytes if tensor.layout is torch.strided else 0)
             self._returns.append(tensor.requires_grad)
-        number: int = getattr(tensor, _NUMBER)[1]
+        number: int = self._numbers[tensor]
         return number
