@@ -42,6 +42,8 @@ class Crossings:
 
     def __init__(self, device: Device, ledger: Ledger) -> None:
         self._group = device if isinstance(device, DeviceGroup) else None
+        # Whether torch tells all devices apart, so that tensors need no attribute.
+        self._has_distinct_devices = self._group is None or self._group.has_distinct_devices
         self._ledger = ledger
         self._numbers: dict[torch.device, int] = {}  # of devices that are one to torch, the first
         for number, member in enumerate((device,) if self._group is None else self._group.members):
@@ -66,23 +68,12 @@ class Crossings:
         place = self._numbers.get(tensor.device)
         return place if place is None or self._has_distinct_devices else getattr(tensor, _PLACE, place)
 
-    @property
-    def _has_distinct_devices(self) -> bool:
-        """Whether torch tells all devices apart, so that tensors need no attribute."""
-        return self._group is None or self._group.has_distinct_devices
-
     def mark(self, tree: Any, place: int | None = None) -> None:
         """Note that the tensors of `tree`, just made, are on the current device or on `place`."""
         if self._group is not None and not self._has_distinct_devices:
-            map_tensors(self._put(self._group.number if place is None else place), tree)
-
-    def _put(self, place: int) -> Callable[[Tensor], Tensor]:
-        def put(tensor: Tensor) -> Tensor:
-            if not hasattr(tensor, _PLACE):
-                setattr(tensor, _PLACE, place)
-            return tensor
-
-        return put
+            for tensor in tensors_in(tree):
+                if not hasattr(tensor, _PLACE):
+                    setattr(tensor, _PLACE, self._group.number if place is None else place)
 
     def to_current(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return `tensors` on the current device."""
