@@ -17,7 +17,7 @@ from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.calls.targets import DeadEnd, Targets
 from harmony_ds.calls.trees import flatten_all
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.offload.residency import Leaves
+from harmony_ds.offload.residency import Leaves, leaf_over
 
 
 class CalledLayer:
@@ -47,11 +47,6 @@ class CalledLayer:
         self.names = layer.parameters
 
     @property
-    def inputs_may_change(self) -> bool:
-        """Whether inputs are written to, by the layer or by code that runs after it."""
-        return self.changes_inputs or self.inputs_change
-
-    @property
     def may_keep_graphs(self) -> bool:
         """Whether graphs stay valid while other micro-batches pass: buffers that calls read, and inputs, stay."""
         return not (self.replayed or self.inputs_change)
@@ -78,11 +73,14 @@ class CalledLayer:
         return found
 
     def guarded(self, copies: Leaves) -> Leaves:
-        """Return aliases of the layer's `copies` (a pack may hold more), for a graph that is discarded."""
+        """Return aliases of the layer's `copies` (a pack may hold more) that refuse gradients, for discarded graphs."""
         found: Leaves | None = copies.cache.get(self.dead_end)
         if found is None:
             own = ((name, copies[name]) for name in self.names if name in copies)
-            found = copies.cache[self.dead_end] = self.dead_end.guarded(own)
+            found = copies.cache[self.dead_end] = Leaves({name: leaf_over(one.detach(), one) for name, one in own})
+            for alias in found.values():
+                if alias.requires_grad:
+                    alias.register_hook(self.dead_end.add)
         return found
 
     def run(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: Targets) -> CallOutputs:

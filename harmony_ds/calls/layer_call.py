@@ -175,7 +175,7 @@ class LayerCalls:
     ) -> CallOutputs:
         """Run the call with `tensors`, which are saved for its recomputation."""
         call.buffers = clone_buffers(layer.buffered) if layer.replayed else None
-        if layer.inputs_may_change:
+        if layer.changes_inputs or layer.inputs_change:
             copied = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
             call.tensors = [save_input(self._stash, tensor, layer.name) for tensor in copied]
             inputs = [t.detach() for t in tensors]

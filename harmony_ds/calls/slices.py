@@ -32,15 +32,12 @@ def slicing_of(asked: Rows, layer: int, places: Places, tensors: list[Tensor], d
     if where is None or where >= counter.dim():
         return None
     rows = counter.shape[where]
-    if rows == 0 or not all(_holds(t, d, rows) for t, d in zip(tensors, dims.inputs, strict=True)):
+    held = [(tensor, dim) for tensor, dim in zip(tensors, dims.inputs, strict=True) if dim is not None]
+    if rows == 0 or not all(dim < tensor.dim() and tensor.shape[dim] % rows == 0 for tensor, dim in held):
         return None
     draws = draws or layer in asked.drawing
     found = Slicing(dims, rows, (asked.backward if draws else asked.forward) or rows, asked.backward or rows, draws)
     return found if min(found.forward, found.backward) < rows else None
-
-
-def _holds(tensor: Tensor, dim: int | None, rows: int) -> bool:
-    return dim is None or (dim < tensor.dim() and tensor.shape[dim] % rows == 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from operator import attrgetter
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from harmony_ds.errors import ModelError
-from harmony_ds.offload.residency import Leaves, leaf_over
 
 
 class GradientTarget(Protocol):
@@ -106,10 +103,3 @@ class DeadEnd:
 
     def take(self) -> Tensor | None:
         return None
-
-    def guarded(self, copies: Iterable[tuple[str, nn.Parameter]]) -> Leaves:
-        """Return aliases of `copies` for forward passes whose graphs are discarded; they refuse gradients."""
-        aliases = Leaves({name: leaf_over(copy.detach(), copy) for name, copy in copies})
-        for alias in filter(attrgetter("requires_grad"), aliases.values()):
-            alias.register_hook(self.add)
-        return aliases
