@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from harmony_ds.measuring.sample import shapes_of
 from harmony_ds.runtime.joint import JointMicroBatch
@@ -24,7 +25,7 @@ class GroupPlans:
     def __init__(self, parts: Parts, planner: Planner) -> None:
         self._parts = parts
         self._planner = planner
-        self._plans: dict[tuple[_Compose, Group, Policy, frozenset[int]], Plan] = {}  # the last: sets of several
+        self._composed = lru_cache(_MOST_PLANS)(self._compose)
         self._in_force: Plan | None = None
 
     def sets(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
@@ -116,15 +117,10 @@ class GroupPlans:
         joint = frozenset(m.index for m in micro_batches if m.count > 1)
         if self._planner.plan is not self._in_force:
             self._in_force = self._planner.plan
-            self._plans.clear()
-        key = (compose, group, policy, joint)
-        if key not in self._plans:
-            if len(self._plans) >= _MOST_PLANS:
-                del self._plans[next(iter(self._plans))]  # the oldest
-            self._plans[key] = self._composed(compose, group, policy, joint)
-        return self._plans[key]
+            self._composed.cache_clear()
+        return self._composed(compose, group, policy, joint)
 
-    def _composed(self, compose: _Compose, group: Group, policy: Policy, joint: frozenset[int]) -> Plan:
+    def _compose(self, compose: _Compose, group: Group, policy: Policy, joint: frozenset[int]) -> Plan:
         plan = self._in_force
         assert plan is not None
         tasks = compose(plan.packing, group, policy)
