@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -95,10 +95,6 @@ class Request:
         except BaseException as error:
             self.raised.append(id(error))
             raise
-
-    def without_arguments(self) -> Request:
-        """Return a copy without arguments, to be kept."""
-        return replace(self, args=(), kwargs={})
 
 
 class Handler(Protocol):

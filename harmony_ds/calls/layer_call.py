@@ -26,7 +26,7 @@ from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.outputs import copy_with_gradient, cut_outputs, storage_of, storages_of
 from harmony_ds.calls.random_streams import State, states_differ
-from harmony_ds.calls.recorded_call import CallTrial, RecordedCall, norms_of
+from harmony_ds.calls.recorded_call import RecordedCall, norms_of
 from harmony_ds.calls.saved_inputs import SavedTensor, save_input, saved_inputs
 from harmony_ds.calls.slices import Piece, SliceAssembler, Slicing, slicing_of
 from harmony_ds.calls.targets import GradientSum, OutputGradient, Targets
@@ -143,7 +143,7 @@ class LayerCalls:
         layer, given = self.layers[request.layer], CallInputs.of(request)
         given.tensors = self._crossings.to_current(given.tensors)
         targets = [inter_layer.target(t) if t.requires_grad else None for t in given.tensors]
-        call = RecordedCall(request.without_arguments(), number, given.arguments, targets)
+        call = RecordedCall(replace(request, args=(), kwargs={}), number, given.arguments, targets)
         before = [t._version for t in given.tensors]
         keeps_graph = rows is None and layer.may_keep_graphs
         if keeps_graph:
@@ -239,20 +239,22 @@ class LayerCalls:
             tensors = saved_inputs(self._stash, call.tensors, apart=layer.changes_inputs)
             return [t.detach() for t in _run_again(layer, call, tensors, copies, call.targets)]
 
-    def trial(self, request: Request, copies: Leaves, slicing: Slicing | None = None) -> CallTrial:
-        """Run a call with gradients, whole or sliced, and return its inputs and outputs; nothing is kept for backward."""
+    def trial(
+        self, request: Request, copies: Leaves, slicing: Slicing | None = None
+    ) -> tuple[RecordedCall, list[Tensor]]:
+        """Run a call with gradients, whole or sliced, to learn about its layer; return its record and its outputs."""
         request = replace(request, context=request.context.copy())  # gets a collector of its own
         given = CallInputs.of(request)
         targets: Targets = [GradientSum() if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request, 0, given.arguments, targets, slicing)
         outputs = self._run_slices(call, [t.detach() for t in given.tensors], copies, State).tensors
         call.output_gradients = [OutputGradient(0, t) if t.requires_grad else None for t in outputs]
-        return CallTrial(given.tensors, [t.detach() for t in outputs], call)
+        name = self.layers[request.layer].name
+        call.tensors = [SavedTensor(t.detach(), t._version, name) for t in given.tensors]
+        return call, [t.detach() for t in outputs]
 
-    def propagate_trial(self, trial: CallTrial, copies: Leaves) -> list[Tensor | None]:
-        """Propagate gradients of the outputs of `trial` to `copies`, and to its inputs, whose gradients are returned."""
-        call, layer = trial.call, self.layers[trial.call.request.layer]
-        call.tensors = [SavedTensor(t.detach(), t._version, layer.name) for t in trial.inputs]
+    def propagate_trial(self, call: RecordedCall, copies: Leaves) -> list[Tensor | None]:
+        """Propagate gradients of the outputs of a trial to `copies`, and to its inputs, whose gradients are returned."""
         self.backward(call, copies, lambda state: None, lambda: None)
         return [None if target is None else target.take() for target in call.targets]
 

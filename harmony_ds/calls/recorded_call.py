@@ -137,12 +137,3 @@ class SharedOutput(WriteCheck):
                 "and one of them was changed in place afterwards, so that gradients would be lost. Make the operation out "
                 "of place (x = x + y instead of x += y), or return a clone."
             )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CallTrial:
-    """Inputs and outputs of a `call` that was run to learn about its layer; nothing is kept for backward."""
-
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    call: RecordedCall

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.patching import patched
 from harmony_ds.calls.random_streams import states_differ
-from harmony_ds.calls.recorded_call import CallTrial
+from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.calls.sameness import TOLERANCES, close
 from harmony_ds.calls.slices import Shapes, Slicing, row_dims
 from harmony_ds.measuring.passes import Passes
@@ -27,6 +27,8 @@ from harmony_ds.profiler.rows import Places, RowDims, Rows
 
 _Seen = tuple[int, Places, Shapes, Shapes]
 """A layer, which of its arguments are tensors, and the shapes of its inputs and outputs."""
+_Trial = tuple[RecordedCall, list[Tensor]]
+"""A call that was run to learn about its layer, and its outputs."""
 
 
 class RowProbe(Passes):
@@ -59,20 +61,20 @@ class RowProbe(Passes):
         """Try the call before it is run."""
         random, layer = self._parts.random, request.layer
         before = random.snapshot()
-        trial = self._parts.layer_calls.trial(request, copy.leaves)
+        trial, outputs = self._parts.layer_calls.trial(request, copy.leaves)
         if states_differ(before, random.snapshot()):
             self._drawing.add(layer)
-        places = trial.call.arguments.tensor_places
-        seen = layer, places, [t.shape for t in trial.inputs], [t.shape for t in trial.outputs]
+        places = trial.arguments.tensor_places
+        seen = layer, places, [t.shape for t in trial.on_device], [t.shape for t in outputs]
         if self._comparing:
-            self._compare(request, trial, seen, copy.leaves)
+            self._compare(request, (trial, outputs), seen, copy.leaves)
             copy.leaves.drop_gradients()
         else:
             self._few.append(seen)
-        del trial
+        del trial, outputs
         return super().run(request, copy)
 
-    def _compare(self, request: Request, trial: CallTrial, more: _Seen, copies: Leaves) -> None:
+    def _compare(self, request: Request, trial: _Trial, more: _Seen, copies: Leaves) -> None:
         """Note where the rows of this call are, or why it cannot be cut."""
         layer, places, refused = *more[:2], self._refused
         few = next(iter(self._few[self._number : self._number + 1]), ())
@@ -80,7 +82,7 @@ class RowProbe(Passes):
             refused.setdefault(layer, "")
             return
         dims = row_dims(few[2:], more[2:], self._counts) if few and few[:2] == more[:2] else None
-        if not self._parts.layer_calls.layers[layer].may_be_sliced(trial.call.arguments):
+        if not self._parts.layer_calls.layers[layer].may_be_sliced(trial[0].arguments):
             refused[layer] = "it changes an input, a buffer or an object that it is given"
         elif dims is None:
             refused[layer] = "where its tensors hold the rows cannot be told from their shapes"
@@ -89,15 +91,16 @@ class RowProbe(Passes):
         elif self._parts.device.has_values and not self._are_apart(request, trial, dims, copies):
             refused[layer] = "its rows depend on each other"
 
-    def _are_apart(self, request: Request, trial: CallTrial, dims: RowDims, copies: Leaves) -> bool:
+    def _are_apart(self, request: Request, trial: _Trial, dims: RowDims, copies: Leaves) -> bool:
         """Return whether a call's rows give the same in slices, and nothing to each other's gradients."""
         calls, rows = self._parts.layer_calls, self._counts[1]
         cut = Slicing(dims, rows, rows - 1, rows - 1)
         others = next(cut.slices(rows - 1))
         trained = [leaf for leaf in copies.values() if leaf.requires_grad]
 
-        def propagate(call: CallTrial, factor: float, of_others: float = 1.0) -> list[Tensor | None]:
-            for output, target, dim in zip(call.outputs, call.call.output_gradients, dims.outputs, strict=True):
+        def propagate(trial: _Trial, factor: float, of_others: float = 1.0) -> list[Tensor | None]:
+            call, outputs = trial
+            for output, target, dim in zip(outputs, call.output_gradients, dims.outputs, strict=True):
                 if target is not None:  # a gradient of which no two elements are alike
                     made = torch.arange(output.numel(), dtype=torch.float32, device=output.device).sin_().mul_(factor)
                     target.gradient = made.reshape(output.shape).to(output.dtype)
@@ -117,14 +120,14 @@ class RowProbe(Passes):
         drawing = request.layer in self._drawing
         with _evaluating(self._layers[request.layer].module) if drawing else nullcontext():
             whole, slices = calls.trial(request, copies), calls.trial(request, copies, cut)
-            if len(whole.outputs) != len(slices.outputs) or not all(map(close, whole.outputs, slices.outputs)):
+            if len(whole[1]) != len(slices[1]) or not all(map(close, whole[1], slices[1])):
                 return False
+            dtypes = {t.dtype for t in (*whole[0].on_device, *whole[1], *trained)}
             parts = propagate(slices, 1.0)
             most = largest(parts)
             wholes = propagate(whole, -1.0)  # so that parameters, too, get the sum, which is rounding alone
         sums = [a + b for a, b in zip(parts, wholes, strict=True) if a is not None and b is not None]
-        rounding = max(TOLERANCES.get(t.dtype, 0.0) for t in (*whole.inputs, *whole.outputs, *trained))
-        return largest(sums) <= rounding * most
+        return largest(sums) <= max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes) * most
 
 
 def _evaluating(module: nn.Module) -> AbstractContextManager[object]:
