@@ -61,11 +61,6 @@ class Joined:
     collectors: tuple[Collector | None, ...] = ()
     collected: dict[str, int] = field(default_factory=dict)
 
-    def begin(self) -> None:
-        """Note what the collector holds before the call."""
-        held = (self.collectors[0] or {}) if self.collectors else {}
-        self.collected = {key: len(value) for key, value in held.items() if isinstance(value, list)}
-
 
 class Joins:
     """Joiner of calls, which knows what cannot be joined.
@@ -129,7 +124,9 @@ class Joins:
             if joined is None:
                 made += [Joined((place,), requests[place]) for place in places]
             else:
-                made.append(Joined(tuple(places), joined, dims, tuple(one.collector for one in members)))
+                held = (members[0].collector or {}).items()
+                before = {key: len(value) for key, value in held if isinstance(value, list)}
+                made.append(Joined(tuple(places), joined, dims, tuple(one.collector for one in members), before))
         return made
 
     def _may_be_joined(self, layer: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,6 @@ class JointLane:
         """Return what each lane gets."""
         replies: dict[int, Any] = {}
         for call in self._joined(requests):
-            call.begin()
             result = answer(call.request, position)
             with torch.enable_grad():
                 replies.update(zip(call.places, self._joins.part(call, result), strict=True))
@@ -107,13 +107,8 @@ class JointMicroBatch(MicroBatch):
     def of(members: Sequence[MicroBatch], joins: Joins) -> JointMicroBatch:
         """Join `members`, which were called in the same modes; random numbers are those of the first one."""
         first = {name: getattr(members[0], name) for name in _CALLED}
-        return JointMicroBatch(
-            objective=lambda outputs: _sum_of(members, outputs), members=members, joins=joins, **first
-        )
-
-    @property
-    def count(self) -> int:
-        return len(self.members)
+        objective = partial(_sum_of, members)
+        return JointMicroBatch(objective=objective, count=len(members), members=members, joins=joins, **first)
 
     def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Any:
         assert self.joins is not None

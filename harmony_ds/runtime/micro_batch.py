@@ -44,6 +44,7 @@ class MicroBatch:
         context: the caller's context variables, likewise.
         state: what the call saw of the model.
         home: the device of losses whose values the program reads.
+        count: how many micro-batches it stands for.
         reduce: of one without gradients: what is kept of its outputs (the loss, not everybody's logits).
     """
 
@@ -56,6 +57,7 @@ class MicroBatch:
     home: torch.device
     backward_autocast: Autocast | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    count: int = 1
     reduce: Callable[[Any], Any] | None = None
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
     lane: Lane | None = None
@@ -68,11 +70,6 @@ class MicroBatch:
     inter_layer: InterLayerGraph = field(default_factory=InterLayerGraph)
     _cursor: int = 0
     _numbers: int = 0
-
-    @property
-    def count(self) -> int:
-        """How many micro-batches it stands for."""
-        return 1
 
     # ---- its forward pass
 
