@@ -33,7 +33,11 @@ class _BoundaryNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        _refuse_second_order()
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "backward with create_graph=True through a model that an engine trains, whose layers are propagated "
+                "through one by one, without a graph of their gradients. Gradient penalties need a plain model."
+            )
         if is_between_layers():
             raise UnsupportedError(
                 "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept while "
@@ -68,14 +72,6 @@ def on_one_thread() -> AbstractContextManager[None]:
     Autograd has a thread for each accelerator: several would add up gradients of one tensor in their order of arrival.
     """
     return torch.autograd.set_multithreading_enabled(False)
-
-
-def _refuse_second_order() -> None:
-    if torch.is_grad_enabled():
-        raise UnsupportedError(
-            "backward with create_graph=True through a model that an engine trains, whose layers are propagated through "
-            "one by one, without a graph of their gradients. Gradient penalties need a plain model."
-        )
 
 
 def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:

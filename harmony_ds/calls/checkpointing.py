@@ -30,7 +30,7 @@ _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"  # takes
 def checkpoints_bypassed() -> Iterator[None]:
     """Make this thread's checkpoints call their functions directly while the context is open."""
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = _non_reentrant  # type: ignore[assignment]
-    _patch_reentrant(torch.utils.checkpoint.CheckpointFunction, _call_for_torch)
+    _patch_reentrant(torch.utils.checkpoint.CheckpointFunction, lambda function, _preserve, *args: function(*args))
     _patch_reentrant(getattr(sys.modules.get(_DEEPSPEED), "CheckpointFunction", None), _call_for_deepspeed)
     before, _engine.runs = _engine.runs, True
     try:
@@ -56,10 +56,6 @@ def _patch_reentrant(function: Any, call: Callable[..., Any]) -> None:
             return call(*args)
 
     function.apply = classmethod(apply)
-
-
-def _call_for_torch(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-    return function(*args)
 
 
 def _call_for_deepspeed(function: Callable[..., Any], outputs: list[Any], *args: Any) -> None:

@@ -98,7 +98,9 @@ class RandomStreams:
     def _restore(self, state: State) -> None:
         self._device.set_random_state(state.device)
         if state.python:
-            _write_python(state.python)
+            python_state, (kind, key, *rest) = state.python
+            random.setstate(python_state)
+            np.random.set_state((kind, np.frombuffer(key, np.uint32), *rest))
 
     def _suspend(self) -> None:
         if self._current is not None:
@@ -110,9 +112,3 @@ def _read_python() -> _PythonState:
     numpy_state: Any = np.random.get_state()
     kind, key, *rest = numpy_state
     return random.getstate(), (kind, key.tobytes(), *rest)
-
-
-def _write_python(state: _PythonState) -> None:
-    python_state, (kind, key, *rest) = state
-    random.setstate(python_state)
-    np.random.set_state((kind, np.frombuffer(key, np.uint32), *rest))

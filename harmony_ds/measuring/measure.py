@@ -83,7 +83,11 @@ class Measurement(Passes):
         version = self._resident.buffer._version
         with self._flow or nullcontext():
             outputs = self._forward(sample)
-            loss = self._objective(sample, outputs)
+            if self._flow is not None:
+                self._flow.in_objective = True
+            loss = sample.objective(outputs)
+        if self._flow is not None:
+            seen.flow = self._flow.flow
         self._check_seen()
         self._check_unwritten(self._resident, self._resident.buffer._version != version)
         seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
@@ -103,14 +107,6 @@ class Measurement(Passes):
         seen.held_and_stashed = self._drop_recorded()
         seen.held = max(0, held - seen.held_and_stashed)
         self._settle()
-
-    def _objective(self, sample: Sample, outputs: Any) -> Tensor | None:
-        if self._flow is None:
-            return sample.objective(outputs)
-        self._flow.in_objective = True
-        loss = sample.objective(outputs)
-        self._seen.flow = self._flow.flow
-        return loss
 
     def _allocation(self, dtype: torch.dtype) -> int:
         """Return what the allocator takes for one element."""

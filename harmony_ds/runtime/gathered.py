@@ -19,8 +19,8 @@ class GatheredGradients:
         self._unlayered = unlayered
         self._moved = False  # to the host, of packs that are updated on the device, since a plan was exchanged
 
-    def receive_own(self, names: tuple[str, ...], measure: bool = False) -> bool:
-        """Take what the user's own backward passes left on the host parameters `names`; return whether there was anything.
+    def receive_own(self, names: tuple[str, ...], measure: bool = False) -> None:
+        """Take what the user's own backward passes left on the host parameters `names`.
 
         Args:
             measure: takes the norms of their gradients anew if so.
@@ -32,7 +32,6 @@ class GatheredGradients:
             parts.updater.receive(parts.gradients.on_host({name: g.clone() for name, g in own.items()}))
             if measure:
                 parts.updater.measure(names)
-        return bool(own)
 
     def to_host(self) -> None:
         """Move the gradients of resident packs to the host, since the packs leave the device."""

@@ -90,22 +90,19 @@ class Streamer:
     def call(self, request: Request) -> Any:
         """Run one layer call at once."""
         with handled_by(None):  # it is no code between layers that runs
-            return self._call(request)
-
-    def _call(self, request: Request) -> Any:
-        self.arrived(request)
-        copy = self._copy_of(request.layer)
-        try:
-            following = self._next.get(request.layer)
-            if following is not None and following != request.layer:
-                self._ahead[following] = self._swap_in(self._layers[following].parameters)
-            copy.wait(self.device)
-            self.swapped_in(copy)
-            return self.run(request, copy)
-        finally:
-            self._parts.residency.evict(copy)
-            del copy  # its memory
-            self.evicted()
+            self.arrived(request)
+            copy = self._copy_of(request.layer)
+            try:
+                following = self._next.get(request.layer)
+                if following is not None and following != request.layer:
+                    self._ahead[following] = self._swap_in(self._layers[following].parameters)
+                copy.wait(self.device)
+                self.swapped_in(copy)
+                return self.run(request, copy)
+            finally:
+                self._parts.residency.evict(copy)
+                del copy  # its memory
+                self.evicted()
 
     def _fetch(self, name: str) -> Tensor:
         if name not in self._fetched:
