@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -16,25 +17,19 @@ class CompileRequests:
 
     def __init__(self, model: nn.Module, layers: Iterable[str]) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
-        # The innermost first. A layer that is a `torch.compile(module)` has a compiled forward already.
-        self._around = {
-            layer: [modules[name] for name in _around(layer) if name in modules]
-            for layer in layers
-            if "dynamo_ctx" not in vars(modules[layer])
-        }
-        self._all = set().union(*self._around.values())
+        self._inside: dict[nn.Module, list[str]] = {}  # layers by modules around them, outer modules first
+        for layer in layers:
+            if "dynamo_ctx" not in vars(modules[layer]):  # else it has a compiled forward already
+                for around in accumulate(["", *layer.split(".")], lambda outer, name: f"{outer}.{name}".strip(".")):
+                    self._inside.setdefault(modules[around], []).append(layer)
 
-    def compilers(self) -> dict[str, Compiler | None]:
-        """Return each layer's compiler as of now; empty if none is wanted."""
-        found = {module: compiler for module in self._all if (compiler := _compiler_of(module)) is not None}
-        if not found:
-            return {}
-        return {layer: next((found[m] for m in around if m in found), None) for layer, around in self._around.items()}
-
-
-def _around(layer: str) -> list[str]:
-    parts = layer.split(".") if layer else []
-    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+    def compilers(self) -> dict[str, Compiler]:
+        """Return the compilers of layers as of now: that of the innermost module counts."""
+        found: dict[str, Compiler] = {}
+        for module, inside in self._inside.items():
+            if (compiler := _compiler_of(module)) is not None:
+                found |= dict.fromkeys(inside, compiler)
+        return found
 
 
 def _compiler_of(module: nn.Module) -> Compiler | None:
