@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from harmony_ds.calls.arguments import change_contents
 from harmony_ds.calls.row_parts import parts_moved
 from harmony_ds.calls.trees import map_tensors, tensors_in
-from harmony_ds.device.base import HOME, Device, Event, Stream
+from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.device.group import DeviceGroup
 from harmony_ds.device.live_bytes import tensors_among
 from harmony_ds.errors import ModelError
@@ -92,9 +92,6 @@ class Crossings:
         finally:
             self._group.enter(here)
 
-    def to_home(self, tensor: Tensor) -> Tensor:
-        return tensor if self._group is None else self.move(tensor, HOME)
-
     def values_to_current(self, values: list[Any]) -> list[Any]:
         """Return arguments with their tensors on the current device, in the caller's containers: layers write there."""
         return values if self._group is None else [self._value_to_current(value) for value in values]
@@ -109,9 +106,9 @@ class Crossings:
 
     def move(self, tensor: Tensor, place: int | None = None) -> Tensor:
         """Return `tensor` on the current device or on `place`; its copy there is kept as long as it lives."""
-        group = self._group
-        assert group is not None
-        source, target = self.device_of(tensor), group.number if place is None else place
+        if self._group is None:
+            return tensor
+        source, target = self.device_of(tensor), self._group.number if place is None else place
         if source is None or source == target:
             return tensor
         copies: _Copies = tensor.__dict__.setdefault(_COPIES, {})

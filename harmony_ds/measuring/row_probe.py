@@ -8,11 +8,10 @@ each other (batch normalization, capacities of experts, a loss over all rows) do
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.patching import patched
@@ -117,8 +116,8 @@ class RowProbe(Passes):
             return False
         copies.drop_gradients()
         # What draws random numbers is compared as it is without them: slices draw others than the whole does.
-        drawing = request.layer in self._drawing
-        with _evaluating(self._layers[request.layer].module) if drawing else nullcontext():
+        modules = self._layers[request.layer].module.modules() if request.layer in self._drawing else ()
+        with patched((vars(m), "training", False) for m in modules if m.training):  # `train` may be overridden
             whole, slices = calls.trial(request, copies), calls.trial(request, copies, cut)
             if len(whole[1]) != len(slices[1]) or not all(map(close, whole[1], slices[1])):
                 return False
@@ -128,8 +127,3 @@ class RowProbe(Passes):
             wholes = propagate(whole, -1.0)  # so that parameters, too, get the sum, which is rounding alone
         sums = [a + b for a, b in zip(parts, wholes, strict=True) if a is not None and b is not None]
         return largest(sums) <= max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes) * most
-
-
-def _evaluating(module: nn.Module) -> AbstractContextManager[object]:
-    """Put `module` in evaluation mode, without calling `train`, which it may override."""
-    return patched((m.__dict__, "training", False) for m in module.modules() if m.training)

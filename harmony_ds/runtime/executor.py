@@ -284,7 +284,7 @@ class Executor:
         if lane.finished:
             micro_batch.finish()
             if task.kind is not TaskKind.FUSED:  # which propagates back at once
-                micro_batch.outputs = map_tensors(self._parts.crossings.to_home, micro_batch.outputs)
+                micro_batch.outputs = map_tensors(partial(self._parts.crossings.move, place=HOME), micro_batch.outputs)
 
     def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int) -> Any:
         """Return the outputs, cut from their graph, of a layer call."""
