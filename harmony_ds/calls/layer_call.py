@@ -26,8 +26,7 @@ from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.outputs import copy_with_gradient, cut_outputs, storage_of, storages_of
 from harmony_ds.calls.random_streams import State, states_differ
-from harmony_ds.calls.recorded_call import RecordedCall, norms_of
-from harmony_ds.calls.saved_inputs import SavedTensor, save_input, saved_inputs
+from harmony_ds.calls.recorded_call import RecordedCall, SavedTensor, norms_of, save_input, saved_inputs
 from harmony_ds.calls.slices import Piece, SliceAssembler, Slicing, slicing_of
 from harmony_ds.calls.targets import GradientSum, OutputGradient, Targets
 from harmony_ds.calls.trees import map_tensors, tensors_in

@@ -1,8 +1,13 @@
-"""Records of layer calls, for their backward passes: data that `layer_call` works with."""
+"""Records of layer calls, for their backward passes: data that `layer_call` works with.
+
+Inputs that require gradients are saved in the stash, others where they are: outputs of layers are large and belong to one
+micro-batch; masks, position ids and rotary tables are small and used by every layer.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,11 +19,23 @@ from harmony_ds.calls.buffers import Buffers
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.random_streams import State
 from harmony_ds.calls.sameness import is_exact
-from harmony_ds.calls.saved_inputs import SavedTensor
 from harmony_ds.calls.slices import Slicing
 from harmony_ds.calls.targets import OutputGradient, Targets
-from harmony_ds.errors import ModelError
-from harmony_ds.offload.stash import StashEntry
+from harmony_ds.errors import ModelError, UnsupportedError
+from harmony_ds.offload.stash import Stash, StashEntry, check_unwritten
+
+
+@dataclass(slots=True, eq=False)  # not frozen: made for each layer call, and that is faster
+class SavedTensor:
+    """Alias of a tensor argument of `layer` that is not stashed, and its version when the layer was called."""
+
+    tensor: Tensor
+    version: int
+    layer: str
+
+    def check(self) -> None:
+        """Raise ModelError if the argument has been changed in place, so that the layer cannot be recomputed."""
+        check_unwritten(self.tensor, self.version, self.layer)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +109,30 @@ class RecordedCall:
                 "reads what another micro-batch's forward has set meanwhile (an attribute, a global variable). Pass such "
                 "values as arguments: docs/contract.md."
             )
+
+
+def save_input(stash: Stash, tensor: Tensor, layer: str) -> StashEntry | SavedTensor:
+    """Save `tensor`, an input of `layer`; raise UnsupportedError if it is not dense."""
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(
+            f"layer {layer} is given a tensor of layout {tensor.layout}, which the engine cannot keep for backward. "
+            "Give it a dense one, or indices and values of a sparse one, to be put together in the layer's forward."
+        )
+    if tensor.requires_grad:
+        return stash.put(tensor, layer)
+    return SavedTensor(tensor.detach(), tensor._version, layer)
+
+
+def saved_inputs(stash: Stash, kept: Iterable[StashEntry | SavedTensor], apart: bool) -> list[Tensor]:
+    """Return the saved inputs, detached; raise ModelError if one was changed in place. `apart`: return copies."""
+    tensors = []
+    for one in kept:
+        if isinstance(one, StashEntry):
+            tensors.append(stash.tensor(one).detach())
+        else:
+            one.check()
+            tensors.append(one.tensor)
+    return [t.detach().clone() for t in tensors] if apart else tensors
 
 
 def norms_of(outputs: list[Tensor]) -> list[float]:

@@ -19,9 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from harmony_ds.calls.boundary import explaining_errors
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.recorded_call import RecordedCall, WriteCheck
+from harmony_ds.calls.recorded_call import RecordedCall, SavedTensor, WriteCheck
 from harmony_ds.calls.sameness import comparison
-from harmony_ds.calls.saved_inputs import SavedTensor
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.graph import slab_bytes

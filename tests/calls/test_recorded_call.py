@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.saved_inputs import SavedTensor
+from harmony_ds.calls.recorded_call import SavedTensor
 from harmony_ds.errors import ModelError
 from tests.engine.test_paths import WIDTH, Net, assert_equals_plain
 
