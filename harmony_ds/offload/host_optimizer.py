@@ -132,7 +132,7 @@ class HostOptimizer:
 
     def watch_replaced_state(self) -> bool:
         """Return whether the user's optimizer has got another state (load_state_dict), and watch that."""
-        if self._sync is None or isinstance(self.optimizer.state, SyncedState):
+        if self._sync is None or isinstance(cast(Any, self.optimizer.state), SyncedState):
             return False
         self.watch_state(self._sync)
         return True

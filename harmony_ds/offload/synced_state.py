@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+import copy
+from collections import UserDict
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 State = MutableMapping[Any, Any]
 """By parameter: a dictionary of its moments, counters and so on."""
 
 
-class SyncedState(State):
+class SyncedState(UserDict[Any, Any]):
     """Mapping that calls `sync` before `plain`, the state itself, is read or written. Copies are plain."""
 
     def __init__(self, state: State, sync: Callable[[], None]) -> None:
@@ -17,33 +19,19 @@ class SyncedState(State):
         self._sync = sync
 
     @property
-    def _seen(self) -> State:
+    def data(self) -> Any:  # type: ignore[override]
+        """The state itself, up to date."""
         self._sync()
         return self.plain
 
     def __getitem__(self, key: Any) -> Any:
-        return self._seen[key]  # an optimizer's state makes what is missing
+        return self.data[key]  # an optimizer's state makes what is missing
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._seen[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._seen[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._seen)
-
-    def __len__(self) -> int:
-        return len(self._seen)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._seen
-
-    def __repr__(self) -> str:
-        return repr(self._seen)
+    def __copy__(self) -> Any:
+        return copy.copy(self.data)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made: tuple[Any, ...] = self._seen.__reduce_ex__(2)  # type: ignore[assignment]
+        made: tuple[Any, ...] = self.data.__reduce_ex__(2)
         return made
 
 
