@@ -23,6 +23,7 @@ from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.disk import DiskMasters, submit
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
+from harmony_ds.offload.layout import blocks_of
 from harmony_ds.offload.piece_optimizer import check_elementwise, is_kept_for_each
 from harmony_ds.offload.synced_state import plain_state
 
@@ -37,7 +38,6 @@ class BlockMasters(Protocol):
     block: int
     where: str
 
-    def blocks(self, name: str) -> Iterator[slice]: ...
     def read_block(self, name: str, block: slice, buffer: Tensor) -> Tensor: ...  # fp32, in the buffer or not
     def write_block(self, name: str, block: slice, values: Tensor) -> None: ...
 
@@ -108,7 +108,7 @@ class BlockOptimizer(HostOptimizer):
     def _read(self, whole: Mapping[str, Tensors]) -> Iterator[tuple[str, slice, Tensor, Tensors]]:
         """Yield every block of the parameters in `whole`, which has their states, with its values and parts of these."""
         for name, states in whole.items():
-            for block in self._blocks.blocks(name):
+            for block in blocks_of(self._masters[name].numel(), self._blocks.block):
                 parts = {key: value.view(-1)[block] for key, value in states.items()}
                 yield name, block, self._blocks.read_block(name, block, self._buffer), parts
 
@@ -176,7 +176,7 @@ class DiskOptimizer(BlockOptimizer):
         return 0
 
     def _read(self, whole: Mapping[str, Tensors]) -> Iterator[tuple[str, slice, Tensor, Tensors]]:
-        work = [(name, block) for name in whole for block in self._blocks.blocks(name)]
+        work = [(name, block) for name in whole for block in blocks_of(self._masters[name].numel(), self._blocks.block)]
         coming = iter(work)
         ahead: deque[Future[tuple[Tensor, Tensors]]] = deque()
         try:

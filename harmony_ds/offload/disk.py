@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -23,8 +23,6 @@ from torch import Tensor
 
 from harmony_ds.errors import HostMemoryError
 
-BLOCK = 2**20
-"""Numbers that are read, stepped and written at a time."""
 _MEASURED_BYTES = 2**26
 _GRAIN = 4096
 """Tensors begin at pages of the file."""
@@ -122,7 +120,8 @@ class DiskFile:
 class DiskMasters:
     """The masters of a model's parameters in a file; where weights are fp32, they are their own masters, in memory."""
 
-    block = BLOCK
+    block = 2**20
+    """Numbers that are read, stepped and written at a time."""
     where = 'on the disk (offload_optimizer {"device": "nvme"})'
 
     def __init__(self, file: DiskFile) -> None:
@@ -142,12 +141,6 @@ class DiskMasters:
     def round_to(self, weight: Callable[[str], Tensor], write: Callable[[str, Tensor, slice], None]) -> None:
         """Round masters to the weights that `weight` returns by name, plain contiguous tensors, by `write`."""
         self._weight, self._write = weight, write
-
-    def blocks(self, name: str) -> Iterator[slice]:
-        """Yield the blocks of a parameter."""
-        numel = self._weight(name).numel()
-        for start in range(0, numel, BLOCK):
-            yield slice(start, min(start + BLOCK, numel))
 
     def read_block(self, name: str, block: slice, buffer: Tensor) -> Tensor:
         """Return a block's fp32 values: read into `buffer`, or the weights themselves."""

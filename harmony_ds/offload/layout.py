@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,3 +39,9 @@ def layout_of(tensors: Mapping[str, Tensor | torch.Size], itemsize: int) -> tupl
         start, end = end, end + slab_bytes(shape.numel(), itemsize) // itemsize
         places[name] = Region(start, end, shape)
     return places, end
+
+
+def blocks_of(numel: int, size: int) -> Iterator[slice]:
+    """Yield the blocks of `size` elements that `numel` make; the last one may be smaller."""
+    for start in range(0, numel, size):
+        yield slice(start, min(start + size, numel))

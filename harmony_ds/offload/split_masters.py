@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -24,9 +23,8 @@ from torch import Tensor
 from torch.utils import cpp_extension
 
 from harmony_ds.errors import OptimizerError
+from harmony_ds.offload.layout import blocks_of
 
-BLOCK = 2**19
-"""Numbers that are joined, stepped and split at a time. A processor's last cache holds them."""
 _ONE_WEIGHT_UP = 2**16
 """The distance of two neighbouring weights, as the bits of an fp32 number."""
 
@@ -59,7 +57,8 @@ def _compiled() -> ctypes.CDLL:
 class SplitMasters:
     """Low halves of a model's masters, by parameter; joins them with the weights to fp32 values, and splits these."""
 
-    block = BLOCK
+    block = 2**19
+    """Numbers that are joined, stepped and split at a time. A processor's last cache holds them."""
     where = "that are split (harmony.split_masters)"
 
     def __init__(self) -> None:
@@ -70,7 +69,7 @@ class SplitMasters:
         self.versions: Counter[str] = Counter()
         """How often a block of each parameter has been written."""
         self._ties: dict[str, dict[int, Tensor]] = {}  # by block, where there are any
-        self._places = torch.empty(BLOCK, dtype=torch.int64)
+        self._places = torch.empty(self.block, dtype=torch.int64)
 
     @property
     def host_bytes(self) -> int:
@@ -84,12 +83,6 @@ class SplitMasters:
         self._low[name] = torch.empty(weight.numel(), dtype=torch.int16)
         self._ties[name] = {}
         self.write(name, values)
-
-    def blocks(self, name: str) -> Iterator[slice]:
-        """Yield the blocks for `read_block` and `write_block`."""
-        numel = self._weights[name].numel()
-        for start in range(0, numel, BLOCK):
-            yield slice(start, min(start + BLOCK, numel))
 
     def read_block(self, name: str, block: slice, buffer: Tensor) -> Tensor:
         """Write the fp32 values of a block to the begin of `buffer`, and return them."""
@@ -112,20 +105,20 @@ class SplitMasters:
     def read(self, name: str) -> Tensor:
         """Return a copy of the fp32 values of a parameter, flat."""
         values = torch.empty(self._weights[name].numel())
-        for block in self.blocks(name):
+        for block in blocks_of(values.numel(), self.block):
             self.read_block(name, block, values[block])
         return values
 
     def write(self, name: str, values: Tensor) -> None:
         """Make `values`, of the parameter's shape and any dtype, the parameter's."""
         flat = values.detach().expand(self._shapes[name]).reshape(-1)
-        for block in self.blocks(name):
+        for block in blocks_of(flat.numel(), self.block):
             self.write_block(name, block, flat[block].to("cpu", torch.float32, copy=True))
 
     def round(self, name: str, changed: Tensor) -> None:
         """Make masters equal to their weights where `changed` (a mask of the parameter's shape) says so."""
         flat = changed.reshape(-1)
-        for block in self.blocks(name):
+        for block in blocks_of(flat.numel(), self.block):
             where = flat[block]
             if where.any():
                 values = torch.empty(where.numel())

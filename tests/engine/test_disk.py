@@ -42,7 +42,7 @@ def test_weights_masters_and_states_are_those_of_memory(
     precision: dict[str, Any], optimizer: Any, small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if small:  # many blocks of a parameter
-        monkeypatch.setattr(disk, "BLOCK", 128)
+        monkeypatch.setattr(disk.DiskMasters, "block", 128)
     results = []
     for where in (on(tmp_path), {}):
         config = config_of(3, 0.5, {"pack_layers": 2}, **precision, **where)
@@ -180,7 +180,7 @@ FAULTS = [
 def test_a_fault_of_the_disk_comes_up_as_itself_and_training_goes_on_from_the_checkpoint(
     call: str, place: int, blocks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "BLOCK", 256)
+    monkeypatch.setattr(disk.DiskMasters, "block", 256)
     monkeypatch.setattr(disk_weights, "CHUNK_BYTES", 2048)
     setup = Setup(optimizer=None, config={**BF16, "optimizer": ADAM, **on(tmp_path / "disk", blocks)})
     with engine_of(setup) as engine:

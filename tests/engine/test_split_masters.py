@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.errors import ConfigError, OptimizerError
-from harmony_ds.offload import split_masters
+from harmony_ds.offload.split_masters import SplitMasters
 from harmony_ds.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.checkpoint.runs import Setup, assert_equal, engine_of, train
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, train_groups
@@ -58,7 +58,7 @@ def test_weights_masters_and_states_are_those_of_masters_apart(one: Family, opti
 
 def test_parameters_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = trained(LLAMA, False)
-    monkeypatch.setattr(split_masters, "BLOCK", 128)  # in which DeepSpeed's vectors fit
+    monkeypatch.setattr(SplitMasters, "block", 128)  # in which DeepSpeed's vectors fit
     assert_equal(trained(LLAMA, True), apart)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harmony_ds.offload.split_masters import BLOCK, SplitMasters
+from harmony_ds.offload.split_masters import SplitMasters
 
 FEW_LOW_BITS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 
@@ -35,8 +35,8 @@ def test_every_value_comes_back_and_its_weight_is_rounded_as_torch_rounds() -> N
 
 def test_ties_are_kept_by_block_and_forgotten_when_they_are_written_over() -> None:
     tie = torch.tensor([0x3F808000], dtype=torch.int32).view(torch.float32).item()  # halfway above 1.0, which is even
-    values = torch.ones(BLOCK + 5)
-    values[BLOCK + 3] = tie
+    values = torch.ones(SplitMasters.block + 5)
+    values[SplitMasters.block + 3] = tie
     masters, weight = split(values)
     assert torch.equal(masters.read("w"), values) and torch.equal(weight, values.to(torch.bfloat16))
     assert masters.host_bytes == 2 * values.numel() + 8
@@ -45,7 +45,7 @@ def test_ties_are_kept_by_block_and_forgotten_when_they_are_written_over() -> No
 
 
 def test_weights_that_were_written_into_become_the_masters_and_others_stay() -> None:
-    values = torch.randn(3, BLOCK, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(3, SplitMasters.block, generator=torch.Generator().manual_seed(0))
     masters, weight = split(values)
     before = weight.clone()
     weight[1, 7] = 4.0
