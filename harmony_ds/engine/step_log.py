@@ -32,7 +32,7 @@ class StepLog:
     def __init__(self, training: Training) -> None:
         self._training = training
         config, values, world = training.settings.now, training.settings.now.values, training.assembly.world
-        speaks = world.is_first  # one process speaks for all
+        speaks = world.rank == 0  # one process speaks for all
         self._every = (config.steps_per_print or None) if speaks else None
         self._breakdown = speaks and bool(values["wall_clock_breakdown"])
         self._memory = speaks and bool(values["memory_breakdown"])

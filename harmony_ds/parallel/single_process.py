@@ -30,11 +30,6 @@ class SingleProcess:
     size = local_size = servers = 1
 
     @property
-    def is_first(self) -> bool:
-        """Whether this process logs and writes to disk for all."""
-        return self.rank == 0
-
-    @property
     def is_local_first(self) -> bool:
         """Whether this process writes the memory that its server's processes share."""
         return True

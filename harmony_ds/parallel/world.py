@@ -290,10 +290,7 @@ class World(SingleProcess):
         def norm() -> Tensor:
             # Rounded once, so that the fp32 value does not depend on how gradients are cut into pieces.
             squares = torch.tensor(self._board.norm_parts(number), dtype=torch.float64)
-            total = torch.zeros((), dtype=torch.float64)
-            for square in squares:
-                total = total + square
-            return total.sqrt().float()
+            return sum(squares, torch.zeros((), dtype=torch.float64)).sqrt().float()
 
         return norm
 
