@@ -27,8 +27,6 @@ from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.runtime.executor import Executor
 from harmony_ds.scheduler.plan import Plan
-from harmony_ds.stepping.planner import Planner
-from harmony_ds.stepping.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +171,8 @@ class HarmonyEngine(nn.Module):
     plan_report = delegated("_record", StepRecord.plan_report)
     memory_report = delegated("_record", StepRecord.memory_report)
     on_progress = delegated_alive("_executor", Executor.on_progress)
-    record_steps = delegated_alive("_runner", Runner.record_steps)
-    trace = delegated("_planner", Planner.trace)
+    record_steps = delegated_alive("_record", StepRecord.record_steps)
+    trace = delegated("_record", StepRecord.trace)
     get_wall_clock_timers = delegated("_log", StepLog.get_wall_clock_timers)
 
     @property

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.offload.ledger import SWAPPED, Traffic
 from harmony_ds.scheduler.plan import Plan
-from harmony_ds.scheduler.swaps import lower_bound_bytes, zero3_offload_bytes
+from harmony_ds.scheduler.swaps import lower_bound_bytes, swaps_of, zero3_offload_bytes
+from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 
 _STEPS_KEPT = 32
 
@@ -54,6 +56,30 @@ class StepRecord:
         self._peaks = device.peaks()
         self._traffic, self._sent_bytes, self.micro_batches = traffic, sent_bytes, micro_batches
 
+    def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
+        """Record when each task of every optimizer step in the context ran, on each stream.
+
+        Yields:
+            A list that holds the steps, in their order, once the context has been left without an error. Leaving it
+            waits for updates that are still under way.
+
+        Raises:
+            RuntimeError: steps are being recorded already.
+        """
+        parts = self._assembly.parts
+        return parts.timeline.recording(parts.updater.wait_all)
+
+    def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
+        """Return the predicted step, and the `executed` one, as a Chrome trace: https://ui.perfetto.dev opens its JSON.
+
+        Raises:
+            RuntimeError: there is no plan yet.
+        """
+        if not self._planner.choices:
+            raise RuntimeError("there is no plan before the first micro-batch: trace() draws the one that runs.")
+        best, names = self._planner.choices[0], tuple(layer.name for layer in self._planner.graph.layers)
+        return trace_of(best.plan, best.prediction, self._planner.costs[0], executed, names)
+
     def swap_report(self) -> SwapReport:
         """Return the bytes between host and device in the last optimizer step; RuntimeError before the first."""
         plan, traffic = self._last_step("swap_report() is of the last one")
@@ -73,7 +99,7 @@ class StepRecord:
         """Return step time, device peak and bytes, predicted and measured, and the plans that were not chosen;
         RuntimeError before the first step.
         """
-        _, traffic = self._last_step("plan_report() compares steps with their plan")
+        plan, traffic = self._last_step("plan_report() compares steps with their plan")
         swapped = sum(side[kind] for side in (traffic.host_to_device, traffic.device_to_host) for kind in SWAPPED)
         return PlanReport(
             self._planner.choices,
@@ -81,7 +107,7 @@ class StepRecord:
             max(self._peaks),
             swapped,
             self._sent_bytes,
-            self._planner.swaps,
+            swaps_of(plan, self._planner.costs[0], self._assembly.parts.world.local_rank),
             sum(traffic.between_devices.values()),
             self._planner.advice,
         )

@@ -31,8 +31,6 @@ from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes
-from harmony_ds.scheduler.swaps import Swaps, swaps_of
-from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 from harmony_ds.stepping.call_sizes import CallSizes
 
 _logger = logging.getLogger(__name__)
@@ -97,12 +95,6 @@ class Planner:
     def together(self) -> int:
         """How many micro-batches' layer calls are joined."""
         return 1 if self.plan is None or self._parts.joins.are_off else self.plan.policy.together
-
-    @property
-    def swaps(self) -> Swaps:
-        """Bytes that a step of `plan` moves on this process's device."""
-        assert self.plan is not None
-        return swaps_of(self.plan, self.costs[0], self._parts.world.local_rank)
 
     def covers(self, inputs: Any, modes: bytes | None = None) -> bool:
         """Return whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
@@ -313,17 +305,6 @@ class Planner:
             f"{excess:,}",
         )
         self._sized, self._outgrown = self._sized.with_margin(excess), True
-
-    def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
-        """Return the predicted step, and the `executed` one, as a Chrome trace: https://ui.perfetto.dev opens its JSON.
-
-        Raises:
-            RuntimeError: there is no plan yet.
-        """
-        if not self.choices:
-            raise RuntimeError("there is no plan before the first micro-batch: trace() draws the one that runs.")
-        best, names = self.choices[0], tuple(layer.name for layer in self.graph.layers)
-        return trace_of(best.plan, best.prediction, self.costs[0], executed, names)
 
 
 def _tell_of_replicas(choices: tuple[Choice, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.streaming import Streamer
 from harmony_ds.scheduler.plan import Plan, TaskKind
-from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.stepping.group_plans import GroupPlans
 from harmony_ds.stepping.planner import Planner, others_bytes
 from harmony_ds.stepping.ticket import DESTROYED
@@ -148,18 +147,6 @@ class Runner:
         self.parts.updater.wait_all()
         self.executor.gathered.to_host()
         self.parts.device_store.drop()
-
-    def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
-        """Record when each task of every optimizer step in the context ran, on each stream.
-
-        Yields:
-            A list that holds the steps, in their order, once the context has been left without an error. Leaving it
-            waits for updates that are still under way.
-
-        Raises:
-            RuntimeError: steps are being recorded already.
-        """
-        return self.parts.timeline.recording(self.parts.updater.wait_all)
 
     def step(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
         """Run forward, backward and updates of one optimizer step; updates may still be under way on return.
