@@ -88,19 +88,14 @@ class Measuring:
     def _of_one_size(self, sample: Sample, sizes: Sizes) -> Profile:
         table = self._observe(sample, sizes)
         key = self._key(table.calls, sample, sizes)
-        known = self._file.load(key)
-        # A model may wait for other processes within its forward pass: all make as many of them.
-        if not self._parts.world.any("measure the model", known is None):
-            assert known is not None
+        if (known := self._known(key)) is not None:
             return replace(known, tables=((sample.rows, with_times(table, known.tables[0][1])),))
         return self._saved(((sample.rows, self._time(table, sample, sizes)),), key)
 
     def _of_several_sizes(self, sample: Sample) -> Profile:
         self._probe(sample)
         key = self._key(self._probed_calls, sample, None)
-        known = self._file.load(key)
-        if not self._parts.world.any("measure slices", known is None):
-            assert known is not None
+        if (known := self._known(key)) is not None:
             return known
         tables: list[tuple[int, CostTable]] = []
         # On a device that only counts, every slice takes the host as long as a whole micro-batch.
@@ -178,6 +173,11 @@ class Measuring:
         if sizes is None or sizes.cut:
             key["pieces"] = SEVERAL if sizes is None else str(sizes)
         return key
+
+    def _known(self, key: dict[str, str]) -> Profile | None:
+        """Return what an earlier run left, in all processes or in none: forward passes may wait for one another."""
+        known = self._file.load(key)
+        return None if self._parts.world.any("measure the model", known is None) else known
 
     def _saved(self, tables: tuple[tuple[int, CostTable], ...], key: dict[str, str]) -> Profile:
         assert self.machine is not None
