@@ -41,10 +41,6 @@ class Autocast:
         return _autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
     @staticmethod
-    def of(device_type: str, dtype: torch.dtype | None) -> Autocast | None:
-        return None if dtype is None else Autocast(device_type, dtype)
-
-    @staticmethod
     def entered(state: Autocast | None) -> AbstractContextManager[Any]:
         """Return the context of `state`, without a weight cache: that is keyed by tensors that are swapped."""
         if state is None or not state.matters:

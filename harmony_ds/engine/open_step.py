@@ -61,12 +61,13 @@ class OpenStep:
     def _group_parts(self) -> GroupParts:
         training, assembly, config = self._training, self._assembly, self._training.settings.now
         device, seed, warn = assembly.device, config.harmony.seed, while_alive(training.warnings.warn)
+        dtype = config.autocast_dtype
         return GroupParts(
             module=training.model,
             calls=ModelCalls(
                 device,
                 assembly.ledger,
-                Autocast.of(device.torch_device.type, config.autocast_dtype),
+                None if dtype is None else Autocast(device.torch_device.type, dtype),
                 casts=config.values["fp16.enabled"] and config.values["fp16.auto_cast"],
             ),
             runner=self._runner,

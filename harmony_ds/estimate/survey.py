@@ -221,7 +221,8 @@ def _see(
     measuring, wanted = planner.measuring, planner.sizes.wanted
     measuring.machine = machine
 
-    autocast = Autocast.of(assembly.device.torch_device.type, config.autocast_dtype)
+    dtype = config.autocast_dtype
+    autocast = None if dtype is None else Autocast(assembly.device.torch_device.type, dtype)
 
     def call(named: dict[str, Any]) -> Any:
         with Autocast.entered(autocast):

@@ -113,7 +113,9 @@ class Seen:
         been propagated through. Where those calls were run in one graph with the code, it is propagated through that at
         once, and waits at the outputs that the tensor was computed from. With several calls there may be both.
         """
-        due = {id(g): g for g in gradients if _due(g) < position}
+        # Code after the call before whose propagation one is needed is propagated through then, too.
+        ends_at = [(g.call if isinstance(g, OutputGradient) else g.deadline, g) for g in gradients]
+        due = {id(g): g for number, g in ends_at if number < position}
         total = self._nbytes(g for g in due.values() if isinstance(g, OutputGradient))
         ends: dict[int, list[InterLayerGradient]] = {}
         for gradient in due.values():
@@ -145,8 +147,3 @@ class Seen:
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.grain) * self.grain
-
-
-def _due(gradient: _Gradient) -> int:
-    """Return the call before whose propagation it is needed; code after that call is propagated through then, too."""
-    return gradient.call if isinstance(gradient, OutputGradient) else gradient.deadline
