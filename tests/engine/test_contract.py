@@ -255,23 +255,6 @@ def test_an_attribute_that_changes_between_the_calls_of_a_step_is_refused_by_nam
         assert engine.global_steps == 2
 
 
-def test_an_attribute_that_is_restored_before_the_step_has_not_changed() -> None:
-    """Adapters of a model, while it is its own reference."""
-    plain, model = build_seeded(Model), build_seeded(Model)
-    with engine_for(model, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
-        for number in range(2):
-            model.layers[1].mask, mask = torch.zeros(WIDTH), model.layers[1].mask
-            with torch.no_grad():
-                engine(inputs(number))
-            model.layers[1].mask = mask
-            engine.backward(engine(inputs(number)))
-            torch.manual_seed(seed_of(0, number))
-            (plain(inputs(number)) / 2).backward()
-            engine.step()
-    sgd(plain.parameters()).step()
-    assert_same(model, plain, bitwise=True)
-
-
 def test_an_attribute_that_forward_sets_is_there_after_the_step_and_costs_no_grouping(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

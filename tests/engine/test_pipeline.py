@@ -26,6 +26,7 @@ from tests.engine.drive import (
     train_groups,
     weights_of,
 )
+from tests.exactness.models import Graph, Neighbours, batches
 from tests.families import Family
 
 STEPS, ACCUMULATION = 2, 4
@@ -229,25 +230,9 @@ def test_what_cannot_be_a_pipeline_is_refused_before_training() -> None:
             pass
 
 
-class Neighbours(nn.Linear):
-    """A layer that mixes rows by a sparse matrix that it is given."""
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        return super().forward(torch.sparse.mm(edges, x))
-
-
-class Graph(nn.ModuleList):
-    def forward(self, x: Tensor) -> Tensor:
-        edges = torch.eye(len(x)).to_sparse()
-        for layer in self:
-            x = layer(x, edges)
-        return x.mean()
-
-
 def test_a_sparse_argument_of_a_layer_is_refused_by_name() -> None:
-    model = Graph(Neighbours(4, 4) for _ in range(4))
     with (
-        engine_for(model, adamw, config_of(2, 0.5, {"devices": 2})) as engine,
+        engine_for(Graph(Neighbours), adamw, config_of(2, 0.5, {"devices": 2})) as engine,
         pytest.raises(UnsupportedError, match="is given a tensor of layout"),
     ):
-        engine.train_batch(iter(torch.randn(2, 2, 4)))
+        engine.train_batch(iter(batches(2)))

@@ -28,15 +28,12 @@ from tests.engine.drive import (
     engine_for,
     family,
     groups_of,
-    lanes,
     means_of,
     plainly,
     seed_of,
     small_sgd,
     train_groups,
-    weights_of,
 )
-from tests.engine.test_failures import Mishap, Trap, trapped_llama, unwrapped
 from tests.engine.test_ledger import layer_bytes, packed
 from tests.families import BUILD_SEED, HIDDEN, VOCABULARY
 from tests.oracle import assert_same, train_plainly, train_plainly_bf16
@@ -146,25 +143,6 @@ def test_bf16_gradients_halve_their_traffic_and_are_the_same_grouped_or_not() ->
     assert moved[0] == 2 * moved[1]
     assert moved[2] == COUNT * moved[1]
     assert_same(weights[1], weights[2], bitwise=True)
-
-
-@pytest.mark.parametrize(
-    ("off", "where", "at"), [(EVERYTHING.harmony, "forward", 2), (EVERYTHING.harmony, "backward", 1)]
-)
-def test_a_failed_step_changes_nothing(off: dict[str, Any], where: str, at: int) -> None:
-    groups = groups_of(LLAMA, 2, 4)
-    plain, _ = plainly(LLAMA, 0.1, groups, adamw, 0.5)
-    trap = Trap(at)
-    model = trapped_llama(trap, where)
-    with engine_for(model, adamw, config_of(4, 0.5, {"pack_layers": 2, **off})) as engine:
-        train_groups(engine, groups[:1])
-        trap.arm()
-        with pytest.raises(Mishap):
-            engine.train_batch(iter(groups[1]))
-        assert lanes() == []
-        assert engine.usable
-        train_groups(engine, groups[1:])
-    assert_same(unwrapped(model), weights_of(plain), bitwise=True)
 
 
 # ---- another schedule

@@ -11,7 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.exactness.case import ALL, ONE, PAIRS, Found, case
-from tests.exactness.models import WIDTH, Block, Net, Sigmoids, by_both_loops, of_logits, sgd, trained
+from tests.exactness.models import (
+    WIDTH,
+    Block,
+    Graph,
+    Neighbours,
+    Net,
+    Sigmoids,
+    by_both_loops,
+    of_logits,
+    sgd,
+    trained,
+)
 from tests.exactness.sides import Side
 
 
@@ -58,24 +69,6 @@ class Functional(nn.Module):
 def no_module_is_called(side: Side) -> Found:
     """All weights are in an nn.ParameterList, and forward multiplies with them itself."""
     return by_both_loops(side, Functional())
-
-
-class Neighbours(Block):
-    """Mixes rows by a sparse matrix."""
-
-    def forward(self, x: Tensor, matrix: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(torch.sparse.mm(matrix, x))
-
-
-class Graph(Net):
-    """Gives all blocks one sparse matrix."""
-
-    def body(self, x: Tensor) -> Tensor:
-        matrix = torch.eye(len(x)).to_sparse() * 0.5
-        x = self.front(x)
-        for block in self.blocks:
-            x = block(x, matrix)
-        return x
 
 
 @case(*PAIRS)
