@@ -144,11 +144,7 @@ SLOW = """
     engine/test_planning.py::test_a_saved_plan_that_does_not_match_is_refused
     engine/test_planning.py::test_every_plan_within_a_budget_gives_the_same_bits_and_keeps_to_it
     engine/test_precision.py::test_muon_beside_adam
-    engine/test_residency.py::test_deepspeeds_optimizers_step_the_cpu_devices_memory_too
-    engine/test_residency.py::test_gradients_accumulated_in_bf16
-    engine/test_residency.py::test_shared_weights_are_added_up_as_on_the_host
     engine/test_residency.py::test_the_first_packs_may_stay_as_well_as_the_last
-    engine/test_residency.py::test_the_norm_is_that_of_all_gradients
     engine/test_residency.py::test_the_plan_counts_resident_packs
     engine/test_slices.py::test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices
     engine/test_slices.py::test_auto_takes_slices_where_whole_micro_batches_do_not_fit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +92,19 @@ def train(engine: HarmonyEngine, setup: Setup, steps: Sequence[int], micro_batch
         batches = [setup.one.batch(step * micro_batches + i) for i in range(micro_batches)]
         losses.append(engine.train_batch(iter(batches)).item())
     return losses
+
+
+def train_and_resume(saved: Setup, resumed: Setup, folder: Path, look: Callable[[HarmonyEngine], Any]) -> list[Any]:
+    """Save after two steps; return what `look` sees after two more, there and in a fresh engine that goes on."""
+    with engine_of(saved) as engine:
+        train(engine, saved, range(2))
+        engine.save_checkpoint(folder)
+        train(engine, saved, range(2, 4))
+        seen = [look(engine)]
+    with engine_of(resumed, fresh=False) as engine:
+        engine.load_checkpoint(folder)
+        train(engine, resumed, range(2, 4))
+        return [look(engine), *seen]
 
 
 def masters_of(engine: HarmonyEngine) -> dict[str, Tensor]:

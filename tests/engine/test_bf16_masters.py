@@ -13,7 +13,7 @@ from torch import nn
 from harmony_ds.errors import ConfigError, OptimizerError
 from harmony_ds.offload.native import gil_free_op
 from harmony_ds.utils import safe_get_full_fp32_param
-from tests.checkpoint.runs import Setup, assert_equal, engine_of, state_of, train
+from tests.checkpoint.runs import Setup, assert_equal, state_of, train_and_resume
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, seed_of, train_groups
 from tests.oracle import assert_same, train_plainly
 
@@ -84,15 +84,7 @@ def test_the_host_holds_as_many_bytes_as_the_dtypes_say(states: bool, numbers: i
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     setup = Setup(optimizer=None, config=settings())
-    with engine_of(setup) as engine:
-        train(engine, setup, range(2))
-        engine.save_checkpoint(str(tmp_path))
-        train(engine, setup, range(2, 4))
-        expected = state_of(engine)
-    with engine_of(setup, fresh=False) as engine:
-        engine.load_checkpoint(str(tmp_path))
-        train(engine, setup, range(2, 4))
-        assert_equal(state_of(engine), expected)
+    assert_equal(*train_and_resume(setup, setup, tmp_path, state_of))
 
 
 def test_reading_and_writing_by_hand_is_in_fp32() -> None:

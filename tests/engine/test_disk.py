@@ -14,7 +14,7 @@ import torch
 from harmony_ds import EngineFailedError
 from harmony_ds.errors import ConfigError, HostMemoryError
 from harmony_ds.offload import disk, disk_weights
-from tests.checkpoint.runs import Setup, assert_equal, engine_of, train
+from tests.checkpoint.runs import Setup, assert_equal, engine_of, train, train_and_resume
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, train_groups
 from tests.engine.test_split_masters import ADAM, BF16, by_alias, by_name, in_place, values_of
 from tests.inside import assembly_of
@@ -120,15 +120,7 @@ def test_checkpoints_are_those_of_memory(tmp_path: Path, saved: bool, resumed: b
         where = on(tmp_path / "disk", blocks) if is_on_disk else {}
         return Setup(optimizer=None, config={**BF16, "optimizer": ADAM, **where})
 
-    with engine_of(setup(saved)) as engine:
-        train(engine, setup(saved), range(2))
-        engine.save_checkpoint(str(tmp_path / "saved"))
-        train(engine, setup(saved), range(2, 4))
-        expected = values_of(engine)
-    with engine_of(setup(resumed), fresh=False) as engine:
-        engine.load_checkpoint(str(tmp_path / "saved"))
-        train(engine, setup(resumed), range(2, 4))
-        assert_equal(values_of(engine), expected)
+    assert_equal(*train_and_resume(setup(saved), setup(resumed), tmp_path / "saved", values_of))
 
 
 @BLOCKS

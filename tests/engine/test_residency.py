@@ -39,6 +39,7 @@ from tests.engine.drive import (
 )
 from tests.engine.test_failures import Mishap
 from tests.engine.test_ledger import layer_bytes, rounded
+from tests.engine.test_models import decaying_matrices_only
 from tests.engine.test_precision import BF16
 from tests.inside import assembly_of, planner_of
 from tests.oracle import assert_same, train_plainly, train_plainly_bf16
@@ -106,17 +107,28 @@ def test_optimizers_step_on_the_device(name: str, clip: float | None) -> None:
     assert_trains_like_plain(LLAMA, 0.0, GROUPS, config_with(3, clip), OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize(("name", "clip"), spread(["gpt2", "t5", "SharedDepthNet"], CLIPS))
-def test_shared_weights_are_added_up_as_on_the_host(name: str, clip: float | None) -> None:
+SHARED = [(name, sgd, {}, clip) for name, clip in spread(["gpt2", "t5", "SharedDepthNet"], CLIPS)]
+HALF = [("llama", adamw, {"data_types": {"grad_accum_dtype": "bf16"}, **BF16}, clip) for clip in CLIPS]
+BY_NAME = [
+    ("llama", None, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}}, 0.5),
+    ("llama", None, {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}}, None),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "more", "clip"), [*SHARED, *HALF, *BY_NAME])
+def test_weights_and_norms_are_those_of_the_host(name: str, make: Any, more: Any, clip: float | None) -> None:
+    """Sums of shared weights and in bf16, which plain PyTorch makes otherwise, and DeepSpeed's own optimizers."""
     one = family(name)
-    groups = groups_of(one, 3, 3)
-    models = []
-    for residency in ("off", EVERY):
+    groups, models, norms = groups_of(one, 3, 3), [], []
+    for residency in ("off", 3, EVERY):
         models.append(one.build(0.0))
-        with engine_for(models[-1], sgd, config_with(residency, clip)) as engine:
+        with engine_for(models[-1], make, config_with(residency, clip, **more)) as engine:
             train_groups(engine, groups)
-            assert resident_in(engine) == (0 if residency == "off" else len(engine.plan.packs))
+            norms.append(engine.get_global_grad_norm())
+            assert residency == 3 or resident_in(engine) == (0 if residency == "off" else len(engine.plan.packs))
+    assert norms[0] == norms[1] == norms[2]
     assert_same(models[1], models[0], bitwise=True)
+    assert_same(models[2], models[0], bitwise=True)
 
 
 def test_a_pack_that_shares_a_weight_with_one_that_is_not_resident_is_not_resident(
@@ -130,13 +142,6 @@ def test_a_pack_that_shares_a_weight_with_one_that_is_not_resident_is_not_reside
     assert f"pack {last} is not resident: it shares transformer.wte.weight with pack 0" in caplog.text
 
 
-def decayed(model: nn.Module) -> list[dict[str, Any]]:
-    return [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-2},
-    ]
-
-
 def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
@@ -144,11 +149,11 @@ def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_parameter_groups_and_a_schedule(clip: float | None) -> None:
     plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
-    optimizer = torch.optim.AdamW(decayed(plain), lr=1e-2)
+    optimizer = torch.optim.AdamW(decaying_matrices_only(plain))
     train_plainly(plain, GROUPS, optimizer, clip=clip, seed_of=seed_of, scheduler=schedule_of(optimizer))
 
     def make(_: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(decayed(model), lr=1e-2)
+        return torch.optim.AdamW(decaying_matrices_only(model))
 
     with engine_for(model, make, config_with(3, clip), lr_scheduler=schedule_of) as engine:
         train_groups(engine, GROUPS)
@@ -167,41 +172,6 @@ def test_bf16_with_masters(residency: int, clip: float | None, first: bool, monk
         for master, wanted in zip(masters, expected.masters.values(), strict=True):
             assert torch.equal(master, wanted)
     assert_same(model, plain, bitwise=True)
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_gradients_accumulated_in_bf16(clip: float | None) -> None:
-    models = []
-    for residency in ("off", 3):
-        models.append(LLAMA.build(0.0))
-        config = config_with(residency, clip, data_types={"grad_accum_dtype": "bf16"}, **BF16)
-        with engine_for(models[-1], adamw, config) as engine:
-            train_groups(engine, GROUPS)
-    assert_same(models[1], models[0], bitwise=True)
-
-
-@pytest.mark.parametrize(
-    ("type_", "params", "clip"), [("AdamW", {"lr": 1e-3, "weight_decay": 0.1}, 0.5), ("Adagrad", {"lr": 1e-2}, None)]
-)
-def test_deepspeeds_optimizers_step_the_cpu_devices_memory_too(type_: str, params: Any, clip: float | None) -> None:
-    models = []
-    for residency in ("off", 3, EVERY):
-        models.append(LLAMA.build(0.0))
-        config = config_with(residency, clip, optimizer={"type": type_, "params": params})
-        with engine_for(models[-1], None, config) as engine:
-            train_groups(engine, GROUPS)
-    assert_same(models[1], models[0], bitwise=True)
-    assert_same(models[2], models[0], bitwise=True)
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_the_norm_is_that_of_all_gradients(clip: float | None) -> None:
-    norms = []
-    for residency in ("off", 2, EVERY):
-        with engine_for(LLAMA.build(0.0), adamw, config_with(residency, clip)) as engine:
-            train_groups(engine, GROUPS[:2])
-            norms.append(engine.get_global_grad_norm())
-    assert norms[0] == norms[1] == norms[2]
 
 
 # ---- bytes

@@ -13,7 +13,7 @@ from harmony_ds import HarmonyEngine
 from harmony_ds.errors import ConfigError, OptimizerError
 from harmony_ds.offload.split_masters import SplitMasters
 from harmony_ds.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from tests.checkpoint.runs import Setup, assert_equal, engine_of, train
+from tests.checkpoint.runs import Setup, assert_equal, train_and_resume
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, train_groups
 from tests.families import Family
 
@@ -56,15 +56,12 @@ def test_weights_masters_and_states_are_those_of_masters_apart(one: Family, opti
     assert_equal(trained(one, True, optimizer), trained(one, False, optimizer))
 
 
-def test_parameters_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    apart = trained(LLAMA, False)
-    monkeypatch.setattr(SplitMasters, "block", 128)  # in which DeepSpeed's vectors fit
-    assert_equal(trained(LLAMA, True), apart)
-
-
-def test_gradients_in_bf16_without_clipping() -> None:
+def test_gradients_in_bf16_and_parameters_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"clip": None, "data_types": {"grad_accum_dtype": "bf16"}}
-    assert_equal(trained(LLAMA, True, **more), trained(LLAMA, False, **more))
+    apart = trained(LLAMA, False), trained(LLAMA, False, **more)
+    monkeypatch.setattr(SplitMasters, "block", 128)  # in which DeepSpeed's vectors fit
+    assert_equal(trained(LLAMA, True), apart[0])
+    assert_equal(trained(LLAMA, True, **more), apart[1])
 
 
 class Gated(nn.Module):
@@ -188,15 +185,7 @@ def test_checkpoints_are_those_of_masters_apart(tmp_path: Path, saved: bool, res
     def setup(split: bool) -> Setup:
         return Setup(optimizer=None, config={**BF16, "optimizer": ADAM}, harmony={"split_masters": split})
 
-    with engine_of(setup(saved)) as engine:
-        train(engine, setup(saved), range(2))
-        engine.save_checkpoint(str(tmp_path))
-        train(engine, setup(saved), range(2, 4))
-        expected = values_of(engine)
-    with engine_of(setup(resumed), fresh=False) as engine:
-        engine.load_checkpoint(str(tmp_path))
-        train(engine, setup(resumed), range(2, 4))
-        assert_equal(values_of(engine), expected)
+    assert_equal(*train_and_resume(setup(saved), setup(resumed), tmp_path, values_of))
 
 
 @pytest.mark.parametrize("precision", [{}, {"fp16": {"enabled": True}}])

@@ -87,19 +87,22 @@ class Normalized(Block):
 
 
 def in_both_modes(side: Side, look: bool) -> Found:
+    model = Net(Normalized)
+
     def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
         engine.train(engine.micro_steps % 2 == 1)
+        model.blocks[1].dropout.train(engine.micro_steps % 3 == 0)
         loss = engine(x, labels)
         if look:
             loss.item()
         return loss
 
-    return trained(side, Net(Normalized), adamw, loss, steps=3, rows=4)
+    return trained(side, model, adamw, loss, steps=3, rows=4)
 
 
 @case()
 def both_modes_within_a_group(side: Side) -> Found:
-    """Every second micro-batch runs in eval mode: no dropout, and the batch statistics that those before it gathered."""
+    """Every second micro-batch runs in eval mode, with statistics gathered before it; one dropout has its own mode."""
     return in_both_modes(side, look=False)
 
 
