@@ -1,6 +1,6 @@
 """Naive training loops, which define the right results, and comparisons with them.
 
-`train_plainly` is ordinary PyTorch gradient accumulation. `train_plainly_bf16` is the ordinary mixed-precision loop
+`train_plainly` is ordinary PyTorch gradient accumulation. `train_plainly_half` is the ordinary mixed-precision loop
 with fp32 masters. Both change the model they are given, run everything where it lies, and know nothing of the engine.
 """
 
@@ -81,15 +81,14 @@ def autocast_to(dtype: torch.dtype | None, model: nn.Module) -> AbstractContextM
 
 
 @dataclass(frozen=True)
-class Bf16Run:
-    """Results of `train_plainly_bf16` besides the bf16 model: losses, fp32 masters by name, the optimizer."""
+class HalfRun:
+    """Results of `train_plainly_half` besides the model: losses, and fp32 masters by name."""
 
     losses: list[list[float]]
     masters: dict[str, nn.Parameter]
-    optimizer: Optimizer
 
 
-def train_plainly_bf16(
+def train_plainly_half(
     model: nn.Module,
     micro_batches: Sequence[Sequence[MicroBatch]],
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
@@ -97,58 +96,45 @@ def train_plainly_bf16(
     clip: float | None,
     seed_of: SeedOf,
     loss_of: Callable[[Any], Tensor] = loss_in,
-    make_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
-    bf16_buffers: bool = False,
-) -> Bf16Run:
-    """Train an fp32 `model` with bf16 parameters and fp32 masters; the model ends up in bf16, equal to its masters.
+    dtype: torch.dtype = torch.bfloat16,
+    scale: float = 1.0,
+    accumulate: torch.dtype = torch.float32,
+) -> HalfRun:
+    """Train an fp32 `model` with parameters of `dtype` and fp32 masters; it ends up in `dtype`, equal to its masters.
 
-    The masters start from the fp32 values, before any rounding. Each micro-batch's gradient is taken in bf16 and added
-    to an fp32 sum; clipping and the optimizer see only the sums and the masters. Every parameter becomes bf16, frozen
-    ones too, but only trainable ones have a master. Floating-point buffers (running statistics, rotary frequencies)
-    keep their dtype unless `bf16_buffers`, which torch's BatchNorm needs on the CPU. Batches are used as they are:
-    see `with_floating_dtype`.
+    The masters start from the fp32 values, before any rounding. Each micro-batch's gradient is taken in `dtype`, of the
+    loss times `scale`, and added to a sum in `accumulate`; clipping and the optimizer see only the sums and the masters.
+    Every parameter is cast, frozen ones too, but only trainable ones have a master. Floating-point buffers (running
+    statistics, rotary frequencies) keep their dtype. Batches are used as they are: see `with_floating_dtype`.
     """
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad}
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    if bf16_buffers:
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(dtype)
     optimizer = make_optimizer(list(masters.values()))
-    scheduler = None if make_scheduler is None else make_scheduler(optimizer)
     losses = []
     for step, group in enumerate(micro_batches):
         losses_of_group = []
+        sums: dict[str, Tensor] = {}
         for position, batch in enumerate(group):
             seed_generators(seed_of(step, position))
             loss = loss_of(model(**batch))
-            (loss / len(group)).backward()
+            (loss / len(group) * scale).backward()
             losses_of_group.append(loss.item())
-            move_gradients(parameters, masters)
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    gradient, parameter.grad = parameter.grad.to(accumulate), None
+                    sums[name] = sums[name] + gradient if name in sums else gradient
+        for name, master in masters.items():
+            master.grad = sums[name].float() / scale if name in sums else None
         if clip is not None:
             nn.utils.clip_grad_norm_(masters.values(), clip)
         optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(masters[name])
         losses.append(losses_of_group)
-    return Bf16Run(losses, masters, optimizer)
-
-
-def move_gradients(parameters: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]) -> None:
-    """Add each parameter's bf16 gradient to its master's fp32 one and drop it; where there is none, change nothing."""
-    for name, parameter in parameters.items():
-        if parameter.grad is None:
-            continue
-        gradient = parameter.grad.float()
-        master = masters[name]
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-        parameter.grad = None
+    return HalfRun(losses, masters)
 
 
 def with_floating_dtype(batch: MicroBatch, dtype: torch.dtype) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.families import FAMILIES, MODULES, Family
-from tests.oracle import assert_same, largest_difference, loss_in, train_plainly, train_plainly_bf16
+from tests.oracle import assert_same, largest_difference, loss_in, train_plainly, train_plainly_half
 
 EVERY_FAMILY = [pytest.param(family, id=family.name) for family in FAMILIES + MODULES]
 WITHOUT_DROPOUT = {"resnet", "mamba"}
@@ -84,7 +84,7 @@ def test_bf16_masters_keep_what_the_model_rounds_away_and_gradients_are_summed_i
         model = Line(start)
         # Each gradient is twice the square, over their number.
         group = [{"x": torch.tensor(value**0.5, dtype=torch.bfloat16)} for value in squares]
-        ran = train_plainly_bf16(
+        ran = train_plainly_half(
             model, [group] * steps, lambda masters: torch.optim.SGD(masters, lr=rate), clip=None, seed_of=seed_of
         )
         return ran.masters["slope"].item(), model.slope.item()

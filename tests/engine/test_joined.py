@@ -31,6 +31,7 @@ from tests.engine.drive import (
 from tests.families import BLOCKS, FAMILIES, OF_BERT, TEXT, Batch, Family, InjectedLoss, transformer
 
 GROUP, STEPS = 8, 3
+FULL = (24,) * GROUP
 SIZES = [{"forward": 8, "backward": 4}, {"forward": 3, "backward": 8}, {"forward": 8, "backward": 8}]
 Groups = list[list[Batch]]
 
@@ -89,17 +90,6 @@ def test_weights_are_those_of_single_calls_to_rounding(name: str, sizes: Any) ->
     joined, found = trained(family(name).build(0.0), groups, micro_batch=sizes)
     assert found == pytest.approx(means_of(losses), rel=1e-6)
     assert_close(joined, weights_of(plain))
-
-
-def test_a_block_is_called_once_for_all_micro_batches(calls: list[str]) -> None:
-    groups = single_rows("mistral")
-    with engine_for(
-        family("mistral").build(0.0), sgd, config_of(GROUP, 0.5, {"pack_layers": 1, "micro_batch": 8})
-    ) as engine:
-        train_groups(engine, groups[:2])
-        calls.clear()
-        train_groups(engine, groups[2:])
-    assert calls.count("model.layers.0") == 2  # forward, and again
 
 
 def test_the_same_bits_each_time_and_after_a_resume(tmp_path: Path) -> None:
@@ -182,15 +172,11 @@ class Scaled(nn.Linear):
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_what_all_rows_share_has_to_be_equal(differs: bool, calls: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    source = torch.Generator().manual_seed(1)
-    groups = [[{"x": torch.randn(2, 4, generator=source)} for _ in range(4)] for _ in range(3)]
+def test_what_all_rows_share_has_to_be_equal(differs: bool, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    one, other = Tabled(differs), Tabled(differs)
-    other.load_state_dict(one.state_dict())
-    alone, losses = trained(one, groups)
-    calls.clear()
-    joined, found = trained(other, groups, micro_batch=8)
+    one = Tabled(differs)
+    alone, losses = trained(copy.deepcopy(one), rows_of_four())
+    joined, found = trained(one, rows_of_four(), micro_batch=8)
     assert ("layers.0 run micro-batch by micro-batch" in caplog.text) == differs
     assert found == pytest.approx(losses, rel=1e-6)
     assert all(torch.allclose(weight, joined[key], rtol=1e-5, atol=1e-7) for key, weight in alone.items())
@@ -358,7 +344,7 @@ def masked_words() -> Family:
 
 @pytest.mark.parametrize("micro_batch", ["auto", 8])
 def test_longer_rows_that_have_no_room_together_run_in_smaller_calls(micro_batch: Any) -> None:
-    short, long, build = ragged((6,) * GROUP), ragged((24,) * GROUP), family("mistral").build
+    short, long, build = ragged((6,) * GROUP), ragged(FULL), family("mistral").build
     with engine_for(build(0.0), sgd, config_of(GROUP, 0.5, {"pack_layers": 1})) as engine:
         train_groups(engine, long)
         budget = int(1.1 * engine.memory_report().planned_peak_bytes)
@@ -385,7 +371,7 @@ def test_evaluation_of_more_rows_measures_no_sets(monkeypatch: pytest.MonkeyPatc
         return measure(one, sample)
 
     monkeypatch.setattr(Measurement, "measure", noted)
-    batches = ragged((24,) * GROUP)
+    batches = ragged(FULL)
     wide = {key: torch.cat([t] * 4) for key, t in batches[0][0].items()}
     with engine_for(family("mistral").build(0.0), sgd, config_of(GROUP, 0.5, {"micro_batch": 8})) as engine:
         train_groups(engine, batches[:1])
@@ -408,7 +394,7 @@ def ragged(lengths: Sequence[int]) -> Groups:
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(
     ("lengths", "wanted", "sets"),
-    [((24, 24, 24, 9, 9, 7, 24, 24), 8, 4), ((24,) * 7 + (5,), 3, 4), ((9, 24) * 4, 8, 8), ((24,) * 8, 3, 3)],
+    [((24, 24, 24, 9, 9, 7, 24, 24), 8, 4), ((*FULL[1:], 5), 3, 4), ((9, 24) * 4, 8, 8), (FULL, 3, 3), (FULL, 8, 1)],
 )
 def test_neighbours_of_equal_lengths_are_joined_and_others_are_not(
     lengths: tuple[int, ...], wanted: int, sets: int, devices: int, calls: list[str]
@@ -430,7 +416,7 @@ def test_neighbours_of_equal_lengths_are_joined_and_others_are_not(
 
 def test_a_budget_holds_whatever_lengths_there_are(calls: list[str]) -> None:
     """A set that is not full counts as a full one, and does not fit as a third: its micro-batches run one by one."""
-    uniform, mixed = ragged((24,) * 8), ragged((24, 24, 24, 24, 9, 9, 9, 7))
+    uniform, mixed = ragged(FULL), ragged((24, 24, 24, 24, 9, 9, 9, 7))
     harmony: dict[str, Any] = {"pack_layers": 1, "micro_batch": 4, "stash": "device"}
     build = family("mistral").build
     with engine_for(build(0.0), sgd, config_of(GROUP, 0.5, harmony)) as engine:

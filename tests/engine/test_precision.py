@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -30,10 +30,8 @@ from tests.engine.test_ledger import layer_bytes
 from tests.families import Family
 from tests.oracle import (
     assert_same,
-    largest_difference,
-    seed_generators,
     train_plainly,
-    train_plainly_bf16,
+    train_plainly_half,
     with_floating_dtype,
 )
 
@@ -49,20 +47,26 @@ def half_groups(one: Family, steps: int, accumulation: int, dtype: torch.dtype =
 
 @pytest.mark.parametrize(("one", "clip"), spread(BITWISE, (None, 0.5)), ids=str)
 def test_bf16_equals_the_plain_mixed_precision_loop(one: Family, clip: float | None) -> None:
-    groups = half_groups(one, 2, 3)
-    plain = one.build(0.1)
-    expected = train_plainly_bf16(plain, groups, adamw, clip=clip, seed_of=seed_of)
-    model = one.build(0.1)
-    with engine_for(model, adamw, config_of(3, clip, {"pack_layers": 1}, **BF16)) as engine:
+    config = config_of(3, clip, {"pack_layers": 1}, **BF16)
+    losses, expected = assert_masters_and_weights_are_plain(one, half_groups(one, 2, 3), config)
+    assert losses == pytest.approx(expected, rel=1e-2)
+
+
+def assert_masters_and_weights_are_plain(
+    one: Family, groups: Groups, config: dict[str, Any]
+) -> tuple[list[float], list[float]]:
+    """The engine's masters and weights are those of the plain loop in bf16; the losses of both."""
+    plain, model = one.build(0.1), one.build(0.1)
+    expected = train_plainly_half(plain, groups, adamw, clip=config["gradient_clipping"] or None, seed_of=seed_of)
+    with engine_for(model, adamw, config) as engine:
         losses = [engine.train_batch(iter(group)).float().item() for group in groups]
         engine.finish_updates()
         masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
-        assert all(master.dtype == torch.float32 for master in masters)
         assert all(p.dtype == torch.bfloat16 for p in engine.module.parameters())
         for master, wanted in zip(masters, expected.masters.values(), strict=True):
-            assert torch.equal(master, wanted)
-    assert losses == pytest.approx(means_of(expected.losses), rel=1e-2)
+            assert master.dtype == torch.float32 and torch.equal(master, wanted)
     assert_same(model, plain, bitwise=True)
+    return losses, means_of(expected.losses)
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
@@ -70,7 +74,7 @@ def test_bf16_equals_the_plain_mixed_precision_loop(one: Family, clip: float | N
 def test_a_parameter_after_the_last_layer_sums_in_fp32_when_losses_are_read(reads_first: bool) -> None:
     one = family("BareParameterNet")
     groups, plain, model = half_groups(one, 2, 8), one.build(0.0), one.build(0.0)
-    expected = train_plainly_bf16(plain, groups, sgd, clip=None, seed_of=seed_of)
+    expected = train_plainly_half(plain, groups, sgd, clip=None, seed_of=seed_of)
     with engine_for(model, sgd, config_of(8, None, {"pack_layers": 1}, **BF16)) as engine:
         for group in groups:
             losses = [engine(**batch)["loss"] for batch in group]
@@ -81,73 +85,28 @@ def test_a_parameter_after_the_last_layer_sums_in_fp32_when_losses_are_read(read
         assert torch.equal(safe_get_full_fp32_param(model.shift), expected.masters["shift"])
 
 
-def train_plainly_half(
-    model: nn.Module,
-    groups: Groups,
-    dtype: torch.dtype,
-    make: Callable[[Any], torch.optim.Optimizer],
-    *,
-    clip: float | None,
-    scale: float = 1.0,
-    accumulate: torch.dtype = torch.float32,
-) -> list[list[float]]:
-    """Train as `train_plainly_bf16`, with a loss scale and a dtype of the sums."""
-    masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    optimizer = make(list(masters.values()))
-    losses = []
-    for step, group in enumerate(groups):
-        sums: dict[str, torch.Tensor] = {}
-        row = []
-        for i, batch in enumerate(group):
-            seed_generators(seed_of(step, i))
-            loss = model(**batch).loss
-            (loss / len(group) * scale).backward()
-            row.append(loss.item())
-            for name, p in model.named_parameters():
-                gradient = p.grad.to(accumulate)
-                sums[name] = sums[name] + gradient if name in sums else gradient
-                p.grad = None
-        for name, master in masters.items():
-            master.grad = sums[name].float() / scale
-        if clip is not None:
-            nn.utils.clip_grad_norm_(masters.values(), clip)
-        optimizer.step()
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(masters[name])
-        losses.append(row)
-    return losses
-
-
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_gradients_accumulated_in_bf16(clip: float | None) -> None:
     groups = groups_of(LLAMA, 3, 4)
     plain = LLAMA.build(0.1)
-    losses = train_plainly_half(plain, groups, torch.bfloat16, adamw, clip=clip, accumulate=torch.bfloat16)
+    run = train_plainly_half(plain, groups, adamw, clip=clip, seed_of=seed_of, accumulate=torch.bfloat16)
     model = LLAMA.build(0.1)
     config = config_of(4, clip, {"pack_layers": 2}, data_types={"grad_accum_dtype": "bf16"}, **BF16)
     with engine_for(model, adamw, config) as engine:
-        assert train_groups(engine, groups) == means_of(losses)
+        assert train_groups(engine, groups) == means_of(run.losses)
     # clip_grad_norm_ of fp32 copies adds up the squares in other blocks than a norm of bf16 in fp32 does.
-    for name, (absolute, relative) in differences(model, plain).items():
-        assert relative <= (0.0 if clip is None else 0.008), (name, absolute, relative)
-
-
-def differences(model: nn.Module, plain: nn.Module) -> dict[str, tuple[float, float]]:
-    return largest_difference(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert_same(model, plain, bitwise=clip is None, relative=0.008)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_fp16_with_a_static_loss_scale(clip: float | None) -> None:
     groups = groups_of(LLAMA, 3, 4)
     plain = LLAMA.build(0.0)
-    losses = train_plainly_half(plain, groups, torch.float16, adamw, clip=clip, scale=128.0)
+    run = train_plainly_half(plain, groups, adamw, clip=clip, seed_of=seed_of, dtype=torch.float16, scale=128.0)
     model = LLAMA.build(0.0)
     with engine_for(model, adamw, config_of(4, clip, fp16={"enabled": True, "loss_scale": 128})) as engine:
         assert engine.cur_scale == 128.0
-        assert train_groups(engine, groups) == means_of(losses)
+        assert train_groups(engine, groups) == means_of(run.losses)
         assert engine.skipped_steps == 0
     assert_same(dict(model.named_parameters()), dict(plain.named_parameters()), bitwise=True)
 
@@ -197,18 +156,8 @@ def test_fp16_goes_on_exactly_after_an_overflow(residency: Any) -> None:
         assert engine.cur_scale == scale == 2.0**24 / 2.0**skipped
         assert engine.get_global_grad_norm() > 0.0
     plain = LLAMA.build(0.0)
-    train_plainly_half(plain, groups[:1], torch.float16, adamw, clip=0.5, scale=scale)
+    train_plainly_half(plain, groups[:1], adamw, clip=0.5, seed_of=seed_of, dtype=torch.float16, scale=scale)
     assert_same(dict(model.named_parameters()), dict(plain.named_parameters()), bitwise=True)
-
-
-def test_fp16_doubles_the_scale_after_the_window() -> None:
-    config = config_of(1, None, **fp16(initial_scale_power=4, loss_scale_window=2))
-    with engine_for(LLAMA.build(0.0), adamw, config) as engine:
-        scales = []
-        for index in range(6):
-            engine.train_batch(iter([LLAMA.batch(index)]))
-            scales.append(engine.cur_scale)
-    assert scales == [16.0, 16.0, 32.0, 32.0, 64.0, 64.0]
 
 
 ADAM = {"lr": 1e-3, "betas": [0.8, 0.99], "weight_decay": 0.1, "eps": 1e-5}

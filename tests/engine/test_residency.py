@@ -40,9 +40,9 @@ from tests.engine.drive import (
 from tests.engine.test_failures import Mishap
 from tests.engine.test_ledger import layer_bytes, rounded
 from tests.engine.test_models import decaying_matrices_only
-from tests.engine.test_precision import BF16
+from tests.engine.test_precision import BF16, assert_masters_and_weights_are_plain
 from tests.inside import assembly_of, planner_of
-from tests.oracle import assert_same, train_plainly, train_plainly_bf16
+from tests.oracle import assert_same, train_plainly
 
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 4, 3)
@@ -163,15 +163,8 @@ def test_parameter_groups_and_a_schedule(clip: float | None) -> None:
 @pytest.mark.parametrize(("residency", "clip", "first"), [(2, 0.5, False), (2, None, True), (EVERY, None, False)])
 def test_bf16_with_masters(residency: int, clip: float | None, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "resident_packs", _first_packs if first else resident_packs)
-    plain, model = LLAMA.build(0.1), LLAMA.build(0.1)
-    expected = train_plainly_bf16(plain, GROUPS, adamw, clip=clip, seed_of=seed_of)
-    with engine_for(model, adamw, config_with(residency, clip, **BF16)) as engine:
-        assert train_groups(engine, GROUPS) == means_of(expected.losses)
-        engine.finish_updates()
-        masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
-        for master, wanted in zip(masters, expected.masters.values(), strict=True):
-            assert torch.equal(master, wanted)
-    assert_same(model, plain, bitwise=True)
+    losses, expected = assert_masters_and_weights_are_plain(LLAMA, GROUPS, config_with(residency, clip, **BF16))
+    assert losses == expected
 
 
 # ---- bytes

@@ -217,18 +217,6 @@ def test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices() -> None:
         assert_close(gradients_in(engine.optimizer, model), expected)
 
 
-def test_a_saved_plan_says_how_calls_are_cut(tmp_path: Any) -> None:
-    groups = [group_of(LLAMA, (8, 5))]
-    with engine_for(LLAMA.build(0.0), summing, config_of(2, harmony=slices(4, 2))) as engine:
-        train_groups(engine, groups)
-        saved = engine.plan
-    assert saved is not None
-    (path := tmp_path / "plan.json").write_text(saved.to_json())
-    with engine_for(LLAMA.build(0.0), summing, config_of(2, harmony={"plan": str(path)})) as engine:
-        train_groups(engine, groups)
-        assert engine.plan == saved
-
-
 def test_times_of_all_sizes_are_kept_in_the_profile(tmp_path: Any) -> None:
     groups = [group_of(LLAMA, (8, 8))]
     path = tmp_path / "profile.json"

@@ -35,8 +35,9 @@ from tests.engine.drive import (
     train_groups,
 )
 from tests.engine.test_ledger import layer_bytes, packed
+from tests.engine.test_precision import BF16, assert_masters_and_weights_are_plain
 from tests.families import BUILD_SEED, HIDDEN, VOCABULARY
-from tests.oracle import assert_same, train_plainly, train_plainly_bf16
+from tests.oracle import assert_same, train_plainly
 
 LLAMA = family("llama")
 COUNT = 3
@@ -120,13 +121,9 @@ def test_models_with_habits(name: str) -> None:
 
 
 def test_bf16_sums_are_those_of_plain_mixed_precision() -> None:
-    plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
-    run = train_plainly_bf16(plain, GROUPS, adamw, clip=0.5, seed_of=seed_of)
-    config = config_of(COUNT, 0.5, {"pack_layers": 2, **EVERYTHING.harmony}, bf16={"enabled": True})
-    with engine_for(model, adamw, config) as engine:
-        actual = train_groups(engine, GROUPS)
-    assert_same(model, plain, bitwise=True)
-    assert actual == means_of(run.losses)
+    config = config_of(COUNT, 0.5, {"pack_layers": 2, **EVERYTHING.harmony}, **BF16)
+    losses, expected = assert_masters_and_weights_are_plain(LLAMA, GROUPS, config)
+    assert losses == expected
 
 
 def test_bf16_gradients_halve_their_traffic_and_are_the_same_grouped_or_not() -> None:
