@@ -150,7 +150,6 @@ SLOW = """
     engine/test_slices.py::test_auto_takes_slices_where_whole_micro_batches_do_not_fit
     engine/test_slices.py::test_sizes_as_large_as_the_micro_batch_change_nothing
     engine/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
-    engine/test_surface.py::test_offloaded_states_come_back_with_the_next_step
     engine/test_surface.py::test_one_process_needs_no_launcher_no_environment_and_no_mpi
     engine/test_switches.py::test_models_with_habits
     engine/test_switches.py::test_the_search_finds_a_plan_within_a_budget

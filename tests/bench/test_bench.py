@@ -7,6 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,21 @@ def model(tmp_path: Path) -> str:
 @pytest.fixture
 def task(model: str) -> Workload:
     return Workload(model, DS_CONFIG, rows=2, micro_batch=2, accumulation=4, memory_gib=0.001)
+
+
+@pytest.fixture
+def bench(model: str, tmp_path: Path) -> Callable[..., tuple[str, Results]]:
+    """Runs `harmony-ds bench` over the model on the CPU, with these options, and keys of the ds_config beside its own."""
+
+    def run_it(*options: str, **more: Any) -> tuple[str, Results]:
+        config, output = tmp_path / "ds.json", tmp_path / "bench.json"
+        config.write_text(json.dumps({**DS_CONFIG, **more}), encoding="utf-8")
+        few = ("--ds-config", str(config), "--device", "cpu", "--rounds", "1", "--steps", "1", "--output", str(output))
+        done = shell("bench", model, *few, *options)
+        assert done.exit_code == 0, done.output
+        return done.stdout, Results.load(output)
+
+    return run_it
 
 
 def silent(_: str) -> None:
@@ -224,21 +240,12 @@ def test_resuming_another_comparison_is_refused(task: Workload, tmp_path: Path) 
 # ---- real runs
 
 
-def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path) -> None:
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps(DS_CONFIG))
-    output = tmp_path / "r.json"
-    command = ["bench", model, "--ds-config", str(config), "--device", "cpu", "--device-memory-gib", "0.001",
-               "--engines", "harmony,torch", "--no-sweep", "--rounds", "2", "--steps", "1", "--warmup-steps", "1",
-               "--output", str(output)]  # fmt: skip
-    done = shell(*command, "--limit-s", "1")
-    assert done.exit_code == 0, done.output
-    begun = Results.load(output)
+def test_a_comparison_is_resumed_and_its_losses_agree(bench: Any, tmp_path: Path) -> None:
+    options = ("--device-memory-gib", "0.001", "--engines", "harmony,torch", "--no-sweep", "--warmup-steps", "1")
+    _, begun = bench(*options, "--rounds", "2", "--limit-s", "1")
     assert not begun.finished
     first = {label: dict(row.rounds) for label, row in begun.rows.items()}
-    done = shell(*command, "--resume", "--json")
-    assert done.exit_code == 0, done.output
-    finished = Results.load(output)
+    _, finished = bench(*options, "--rounds", "2", "--resume", "--json")
     assert finished.finished
     for label, measured in first.items():
         assert measured.items() <= finished.rows[label].rounds.items()
@@ -246,7 +253,7 @@ def test_a_comparison_is_resumed_and_its_losses_agree(model: str, tmp_path: Path
     harmony, plain = summarize(finished)
     assert harmony.loss_difference is not None and harmony.loss_difference < 1e-6
     assert harmony.moved["to device"] and harmony.memory["device"]
-    assert "![" in output.with_suffix(".md").read_text() and output.with_suffix(".png").is_file()
+    assert "![" in (tmp_path / "bench.md").read_text() and (tmp_path / "bench.png").is_file()
     assert plain.row.engine == "torch"
 
 
@@ -333,7 +340,7 @@ def test_the_search_ends_where_steps_are_slower_or_memory_ends(
 
 
 def test_other_engines_run_at_their_best_micro_batch_and_resume_with_it(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
@@ -342,18 +349,13 @@ def test_other_engines_run_at_their_best_micro_batch_and_resume_with_it(
         row.task, row.sweep = row.task.cut(8), {"8": {"step_ms": 1.0}}
 
     monkeypatch.setattr("harmony_ds.cli.bench.choose_micro_batch", choose)
-    config, output = tmp_path / "ds.json", tmp_path / "r.json"
-    config.write_text(json.dumps(DS_CONFIG))
-    command = ["bench", model, "--ds-config", str(config), "--device", "cpu", "--engines", "harmony,torch",
-               "--rounds", "1", "--steps", "1", "--warmup-steps", "1", "--output", str(output)]  # fmt: skip
-    for more in (["--limit-s", "1"], ["--resume"]):
-        done = shell(*command, *more)
-        assert done.exit_code == 0, done.output
+    bench("--engines", "harmony,torch", "--warmup-steps", "1", "--limit-s", "1")
+    _, results = bench("--engines", "harmony,torch", "--warmup-steps", "1", "--resume")
     assert asked == ["torch"]
-    ours, theirs = Results.load(output).rows.values()
+    ours, theirs = results.rows.values()
     assert (ours.task.micro_batch, theirs.task.micro_batch) == (2, 8)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
-    assert "1 x 8 (best)" in output.with_suffix(".md").read_text()
+    assert "1 x 8 (best)" in (tmp_path / "bench.md").read_text()
 
 
 # ---- ablation
@@ -394,31 +396,21 @@ def test_engines_of_one_device_are_left_out_of_a_comparison_of_several(task: Wor
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_two_processes_are_compared_as_one_engine(model: str, tmp_path: Path, place: str) -> None:
-    file, output = tmp_path / "ds.json", tmp_path / "bench.json"
-    file.write_text(json.dumps({**DS_CONFIG, "harmony": {"reduce": place}}), encoding="utf-8")
-    arguments = ("bench", model, "--ds-config", str(file), "--device", "cpu", "--processes", "2", "--no-sweep")
-    two = ("--engines", "harmony,deepspeed-zero3-offload", "--rounds", "1", "--steps", "1", "--output", str(output))
-    found = shell(*arguments, *two)
-
-    assert found.exit_code == 0, found.stdout + found.stderr
-    assert "4 micro-batches of 2 rows on each of 2 devices" in " ".join(found.stdout.split())
-    ours, theirs = Results.load(output).rows.values()
+def test_two_processes_are_compared_as_one_engine(bench: Any, place: str) -> None:
+    two = ("--processes", "2", "--no-sweep", "--engines", "harmony,deepspeed-zero3-offload")
+    said, results = bench(*two, harmony={"reduce": place})
+    assert "4 micro-batches of 2 rows on each of 2 devices" in " ".join(said.split())
+    ours, theirs = results.rows.values()
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
-    parameters = Results.load(output).parameters
-    half = 4 * parameters / 2  # of the gradients, once
+    half = 4 * results.parameters / 2  # of the gradients, once
     assert ours.report["sent_bytes"] == (pytest.approx(half, rel=0.2) if place == "device" else 0)
     # Theirs cross for each of 4 micro-batches (weights of this size it does not gather).
     assert theirs.report["sent_bytes"] > 4 * half * 0.8
 
 
-def test_a_pipeline_is_compared_with_one_device(model: str, tmp_path: Path) -> None:
-    file, output = tmp_path / "ds.json", tmp_path / "bench.json"
-    file.write_text(json.dumps({**DS_CONFIG, "harmony": {"pack_layers": 1}}), encoding="utf-8")
-    arguments = ("bench", model, "--ds-config", str(file), "--device", "cpu", "--devices", "2", "--output", str(output))
-    found = shell(*arguments, "--engines", "harmony", "--rounds", "1", "--steps", "1")
-    assert found.exit_code == 0, found.stdout + found.stderr
-    rows = Results.load(output).rows
+def test_a_pipeline_is_compared_with_one_device(bench: Any) -> None:
+    _, results = bench("--devices", "2", "--engines", "harmony", harmony={"pack_layers": 1})
+    rows = results.rows
     assert [*rows] == ["harmony", "harmony, one device"]
     assert rows["harmony"].losses == rows["harmony, one device"].losses
     assert rows["harmony"].report["between_devices"] > 0 == rows["harmony, one device"].report["between_devices"]

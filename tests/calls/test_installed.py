@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +16,6 @@ from harmony_ds.decomposer import Decomposition, find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.residency import Leaves
-from tests.oracle import assert_same
 
 
 class Net(nn.Module):
@@ -83,24 +79,6 @@ def test_a_modules_parameters_cannot_be_replaced(change: Any, installed: bool) -
     ):
         change(one.model)
     assert one.model.first.weight is before
-
-
-def saved_and_loaded(model: nn.Module) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded])
-def test_a_copy_is_a_plain_module_of_its_own(copied: Any) -> None:
-    one = InstalledModel()
-    clone = copied(one.model)
-
-    assert watched(one.model)
-    assert not watched(clone)
-    assert_same(clone, one.model, bitwise=True)
-    assert clone.last.weight is clone.first.weight is not one.model.first.weight
 
 
 # ---- installed: phantoms

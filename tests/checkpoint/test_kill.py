@@ -92,24 +92,6 @@ def test_a_full_disk_leaves_the_last_checkpoint(saved: Any, room_bytes: int, mon
     assert (folder / "latest").read_text() == tag
 
 
-def test_a_file_that_may_not_grow_leaves_the_last_checkpoint(saved: Any) -> None:
-    import resource
-    import signal
-
-    engine, folder, tag, before = saved
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, old[1]))
-        with pytest.raises(CheckpointError, match="File too large"):
-            engine.save_checkpoint(folder, tag=tag)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
-
-    assert_only_the_first_is_there(folder, before)
-
-
 def test_where_nothing_can_be_written_the_reason_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     setup = Setup()

@@ -39,17 +39,23 @@ def tiny(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+def written(folder: Path, **ds_config: Any) -> str:
+    """Write a ds_config; return its file."""
+    file = folder / "ds_config.json"
+    file.write_text(json.dumps(ds_config), encoding="utf-8")
+    return str(file)
+
+
+TORCH_ADAM = {"type": "AdamW", "params": {"torch_adam": True}}
+ON_CPU: dict[str, Any] = {
+    **{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+    **{"optimizer": TORCH_ADAM, "harmony": {"device": "cpu"}},
+}
+
+
 @pytest.fixture
 def on_cpu(tmp_path: Path) -> str:
-    file = tmp_path / "ds_config.json"
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-        "harmony": {"device": "cpu"},
-    }
-    file.write_text(json.dumps(config), encoding="utf-8")
-    return str(file)
+    return written(tmp_path, **ON_CPU)
 
 
 def run_json(*arguments: str) -> dict[str, Any]:
@@ -178,16 +184,14 @@ def test_a_pipeline_is_estimated_planned_and_drawn(tiny: str, tmp_path: Path) ->
     data = run_json("estimate", *asked, "--no-advice")
     assert data["devices"] == data["policy"]["pipeline"] == 2 and data["processes"] == 1
     assert data["tokens_per_step"] == 4 * 32
-    file = tmp_path / "ds.json"
     harmony = {"device": "cpu", "pack_layers": 1}
-    optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
-    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "harmony": harmony}))
-    shown = run("plan", *asked, "--ds-config", str(file))
+    file = written(tmp_path, train_micro_batch_size_per_gpu=1, optimizer=TORCH_ADAM, harmony=harmony)
+    shown = run("plan", *asked, "--ds-config", file)
     assert shown.exit_code == 0 and "through a pipeline of 2 devices: 128 tokens" in shown.stdout
     assert "from device to device" in shown.stdout and "compute 1" in shown.stdout
     assert ", without a bound: fits" in shown.stdout
     drawn = tmp_path / "trace.json"
-    assert run("trace", *asked, "--ds-config", str(file), "--output", str(drawn), "--run").exit_code == 0
+    assert run("trace", *asked, "--ds-config", file, "--output", str(drawn), "--run").exit_code == 0
     events = json.loads(drawn.read_text())["traceEvents"]
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     busy = {(e["pid"], tracks[e["pid"], e["tid"]]) for e in events if e["ph"] == "X"}
@@ -197,10 +201,9 @@ def test_a_pipeline_is_estimated_planned_and_drawn(tiny: str, tmp_path: Path) ->
 
 
 def test_a_batch_that_processes_do_not_divide_is_an_error(tiny: str, tmp_path: Path) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}')
-    assert run_json("estimate", tiny, "--ds-config", str(file), "--processes", "2", "--no-advice")["devices"] == 2
-    found = run("estimate", tiny, "--ds-config", str(file), "--processes", "3")
+    file = written(tmp_path, train_batch_size=8, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=4)
+    assert run_json("estimate", tiny, "--ds-config", file, "--processes", "2", "--no-advice")["devices"] == 2
+    found = run("estimate", tiny, "--ds-config", file, "--processes", "3")
     assert found.exit_code == 1
     assert "8 != 1 * 4 * 3" in found.stderr
 
@@ -224,10 +227,8 @@ def test_a_model_too_large_for_the_device_exits_with_3_and_names_ways_out(tiny: 
 
 
 def test_a_model_too_large_for_the_host_exits_with_3_and_is_forecast_all_the_same(tiny: str, tmp_path: Path) -> None:
-    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "harmony": {"pack_layers": 1}}
-    file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps(config), encoding="utf-8")
-    arguments = ("estimate", tiny, "--ds-config", str(file), "--host-memory-gib", "0.001", "--no-advice")
+    file = written(tmp_path, train_micro_batch_size_per_gpu=1, bf16={"enabled": True}, harmony={"pack_layers": 1})
+    arguments = ("estimate", tiny, "--ds-config", file, "--host-memory-gib", "0.001", "--no-advice")
     data = run_json(*arguments)
 
     assert run(*arguments).exit_code == 3
@@ -249,33 +250,25 @@ def test_masters_and_state_on_a_disk_are_no_host_memory_and_its_rate_is_the_upda
     assert fast["host_bytes"]["masters"] == fast["host_bytes"]["optimizer"] == 0
     assert slow["bottleneck"] == "update" and slow["step_ms"] > 24 * memory["trainable_parameters"] / 1e3
     assert fast["step_ms"] < slow["step_ms"] / 2
-    file = tmp_path / "ds_config.json"
     offload = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
     swapping = {"harmony": {"residency": "off", "pack_layers": 1}}
-    file.write_text(json.dumps({**DEFAULT, "zero_optimization": offload, **swapping}))
-    weights = run_json("estimate", tiny, "--no-advice", "--ds-config", str(file), "--nvme-gb-per-s", "0.001")
+    file = written(tmp_path, **{**DEFAULT, "zero_optimization": offload, **swapping})
+    weights = run_json("estimate", tiny, "--no-advice", "--ds-config", file, "--nvme-gb-per-s", "0.001")
     assert weights["disk_bytes"] == memory["host_bytes"]["weights"] and weights["bottleneck"] == "disk"
     assert weights["host_bytes"]["masters"] == memory["host_bytes"]["masters"]  # the ds_config's word stays
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    file.write_text(json.dumps({"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": offload}))
-    found = run("estimate", tiny, "--ds-config", str(file))
+    bf16 = {"train_batch_size": 1, "bf16": {"enabled": True}}
+    found = run("estimate", tiny, "--ds-config", written(tmp_path, **bf16, zero_optimization=offload))
     assert found.exit_code == 1 and "--nvme-gb-per-s" in found.stderr
 
 
 def test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory(tiny: str, tmp_path: Path) -> None:
-    config = {"train_micro_batch_size_per_gpu": 1, "harmony": {"stash": "host", "pack_layers": 1}}
-    file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps(config), encoding="utf-8")
-    arguments = ("estimate", tiny, "--ds-config", str(file), "--host-memory-gib", "0.001", "--no-advice")
-    way = '"harmony": {"stash": "device"}'
-
-    data = run_json(*arguments)
-    assert data["host_bytes"]["stash"] > 0
-    assert any(one.startswith(way) for one in data["lack"]["ways_out"])
-    config["harmony"]["stash"] = "device"  # type: ignore[index]
-    file.write_text(json.dumps(config), encoding="utf-8")
-    data = run_json(*arguments)
-    assert not any(one.startswith(way) for one in data["lack"]["ways_out"])
+    for stash in ("host", "device"):
+        file = written(tmp_path, train_micro_batch_size_per_gpu=1, harmony={"stash": stash, "pack_layers": 1})
+        data = run_json("estimate", tiny, "--ds-config", file, "--host-memory-gib", "0.001", "--no-advice")
+        assert (data["host_bytes"]["stash"] > 0) == (stash == "host")
+        told = any(one.startswith('"harmony": {"stash": "device"}') for one in data["lack"]["ways_out"])
+        assert told == (stash == "host")
 
 
 @pytest.mark.parametrize(
@@ -429,21 +422,18 @@ def test_trace_draws_the_executed_step_beside_the_predicted(tiny: str, on_cpu: s
 
 
 def test_trace_takes_the_saved_plan_of_the_ds_config(tiny: str, on_cpu: str, tmp_path: Path) -> None:
-    config = json.loads(Path(on_cpu).read_text(encoding="utf-8"))
     profile, saved, file = tmp_path / "profile.json", tmp_path / "plan.json", tmp_path / "trace.json"
     run("profile", tiny, "--ds-config", on_cpu, "--output", str(profile))
     subject = load_subject(tiny, "cpu", 2)
-    engine, *_ = harmony_ds.initialize(
-        model=subject.model, config={**config, "harmony": {"device": "cpu", "pack_layers": 2}}
-    )
+    config = {**ON_CPU, "harmony": {"device": "cpu", "pack_layers": 2}}
+    engine, *_ = harmony_ds.initialize(model=subject.model, config=config)
     engine.train_batch(iter([subject.inputs] * 2))
     assert engine.plan is not None
     saved.write_text(engine.plan.to_json(), encoding="utf-8")
     engine.destroy()
-    with_plan = tmp_path / "with_plan.json"
-    with_plan.write_text(json.dumps({**config, "harmony": {"device": "cpu", "plan": str(saved)}}), encoding="utf-8")
+    with_plan = written(tmp_path, **{**ON_CPU, "harmony": {"device": "cpu", "plan": str(saved)}})
     for more in (("--profile", str(profile)), ("--run", "--steps", "1")):
-        data = run_json("trace", tiny, "--ds-config", str(with_plan), "--output", str(file), *more)
+        data = run_json("trace", tiny, "--ds-config", with_plan, "--output", str(file), *more)
 
         assert data["plan"] == "as saved"
         assert {e["args"]["pack"] for e in events_of(file, "X", 1)} == {0, 1, 2, 3}

@@ -105,6 +105,8 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     (fp16(initial_scale_power="high"), "\"fp16.initial_scale_power\": Input should be a valid integer, .*, not 'high'"),
     (fp16(fp16_master_weights_and_grads=True), "masters are fp32, or bf16 by"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, '"zero_optimization"'),
+    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}, **zero()}, "requires bf16_master_weights_and_grads"),
+    ({"bf16": {"enabled": False, "bf16_master_weights_and_grads": True}, **zero()}, '"enabled": true'),
     ({"data_types": {"grad_accum_dtype": "fp64"}}, "grad_accum_dtype\": Input should be .*'fp32'.* not 'fp64'"),
     ({"data_types": {"grad_accum_dtype": "fp16"}}, '"fp16" but the model computes in torch.float32'),
     (

@@ -13,6 +13,7 @@ from tests.cover import spread
 from tests.engine.drive import WHOLE, adamw, config_of, engine_for, family, groups_of, sgd
 from tests.families import HIDDEN, ragged_length
 
+LLAMA = family("llama")
 LLAMA_CALLS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")
 
 
@@ -35,10 +36,9 @@ def packed(layers: list[int], pack: int) -> list[int]:
 
 def report_of(accumulation: int, harmony: dict[str, Any], **more: Any) -> tuple[SwapReport, nn.Module]:
     """The report of the second step (the first one also measures the model), and the model."""
-    llama = family("llama")
-    model = llama.build(0.0)
+    model = LLAMA.build(0.0)
     with engine_for(model, adamw, config_of(accumulation, None, harmony, **more)) as engine:
-        for group in groups_of(llama, 2, accumulation):
+        for group in groups_of(LLAMA, 2, accumulation):
             engine.train_batch(iter(group))
         return engine.swap_report(), model
 
@@ -108,14 +108,13 @@ def test_zero3_offload_moves_weights_and_gradients_twice_for_every_micro_batch(b
 
 
 def test_frozen_parameters_send_no_gradients() -> None:
-    llama = family("llama")
-    model = llama.build(0.0)
+    model = LLAMA.build(0.0)
     for parameter in model.model.layers[1].parameters():
         parameter.requires_grad_(False)
     for parameter in model.model.embed_tokens.parameters():
         parameter.requires_grad_(False)
     with engine_for(model, adamw, config_of(2, None, {"pack_layers": 1})) as engine:
-        for group in groups_of(llama, 2, 2):
+        for group in groups_of(LLAMA, 2, 2):
             engine.train_batch(iter(group))
         report = engine.swap_report()
 
@@ -131,10 +130,9 @@ def test_frozen_parameters_send_no_gradients() -> None:
 
 @pytest.mark.parametrize("alternate", [False, True])
 def test_requires_grad_set_before_each_call_costs_no_swaps(alternate: bool) -> None:
-    llama = family("llama")
-    model = llama.build(0.0)
+    model = LLAMA.build(0.0)
     with engine_for(model, adamw, config_of(4, None, {"pack_layers": 1})) as engine:
-        for group in groups_of(llama, 2, 4):
+        for group in groups_of(LLAMA, 2, 4):
             for i, batch in enumerate(group):
                 model.model.layers[1].requires_grad_(not alternate or i % 2 == 0)
                 engine.backward(engine(**batch).loss)
@@ -143,9 +141,8 @@ def test_requires_grad_set_before_each_call_costs_no_swaps(alternate: bool) -> N
 
 
 def test_the_first_step_is_reported_without_the_bytes_of_measuring() -> None:
-    llama = family("llama")
-    with engine_for(llama.build(0.0), sgd, config_of(1, None, {"pack_layers": 99})) as engine:
-        engine.train_batch(iter(groups_of(llama, 1, 1)[0]))
+    with engine_for(LLAMA.build(0.0), sgd, config_of(1, None, {"pack_layers": 99})) as engine:
+        engine.train_batch(iter(groups_of(LLAMA, 1, 1)[0]))
         report = engine.swap_report()
         assert report.ratio == 1.0
         assert str(report).startswith("swaps of one step, 1 micro-batch ")
@@ -153,9 +150,8 @@ def test_the_first_step_is_reported_without_the_bytes_of_measuring() -> None:
 
 
 def test_evaluation_between_two_steps_is_not_booked_on_the_next() -> None:
-    llama = family("llama")
-    first, second = groups_of(llama, 2, 2)
-    with engine_for(llama.build(0.0), sgd, config_of(2, None, {"pack_layers": 1})) as engine:
+    first, second = groups_of(LLAMA, 2, 2)
+    with engine_for(LLAMA.build(0.0), sgd, config_of(2, None, {"pack_layers": 1})) as engine:
         engine.train_batch(iter(first))
         with torch.no_grad():
             engine(**first[0])
@@ -165,8 +161,7 @@ def test_evaluation_between_two_steps_is_not_booked_on_the_next() -> None:
 
 
 def test_there_is_no_report_before_the_first_step() -> None:
-    llama = family("llama")
-    with engine_for(llama.build(0.0), sgd, config_of(2)) as engine:
+    with engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine:
         with pytest.raises(RuntimeError, match="no optimizer step"):
             engine.swap_report()
         with pytest.raises(RuntimeError, match="no optimizer step yet"):

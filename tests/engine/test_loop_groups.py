@@ -69,21 +69,6 @@ def test_counters_follow_the_boundary() -> None:
         assert (engine.micro_steps, engine.global_steps, engine.was_step_applied()) == (14, 4, True)
 
 
-def test_unknown_attributes_are_the_models() -> None:
-    model = LLAMA.build(0.0)
-    with engine_for(model, sgd, config_of(1)) as engine:
-        assert engine.model is model.model
-        assert engine.get_input_embeddings() is model.model.embed_tokens
-        assert engine.module is model
-        with pytest.raises(AttributeError):
-            engine.no_such_thing  # noqa: B018
-        engine.eval()
-        assert not model.training
-        engine.train()
-        assert model.training
-        assert {n for n, _ in engine.module.named_parameters()} == {n for n, _ in LLAMA.build(0.0).named_parameters()}
-
-
 def test_backward_and_step_need_an_optimizer() -> None:
     with engine_for(LLAMA.build(0.0), None, config_of(1)) as engine:
         assert engine.optimizer is None
@@ -99,14 +84,14 @@ def test_backward_and_step_need_an_optimizer() -> None:
 
 
 def warmup(optimizer: Any) -> Any:
-    return WarmupLR(optimizer, warmup_min_lr=0.001, warmup_max_lr=0.02, warmup_num_steps=3, warmup_type="linear")
+    return WarmupLR(optimizer, **WARMUP["params"])
 
 
 def halving(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-WARMUP = {
+WARMUP: dict[str, Any] = {
     "type": "WarmupLR",
     "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 3, "warmup_type": "linear"},
 }

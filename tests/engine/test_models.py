@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
-from torch import nn
 
-from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, seed_of, train_groups
-from tests.oracle import assert_same, train_plainly
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups
+from tests.oracle import assert_same
 
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 3, 3)
-
-
-def decaying_matrices_only(model: nn.Module) -> list[dict[str, Any]]:
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.5, "lr": 1e-2},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "lr": 3e-2},
-    ]
-
-
-def test_parameter_groups_of_an_optimizer_by_name() -> None:
-    plain, model = LLAMA.build(0.1), LLAMA.build(0.1)
-    reference = torch.optim.AdamW(decaying_matrices_only(plain), fused=True)
-    train_plainly(plain, GROUPS, reference, clip=0.5, seed_of=seed_of)
-    optimizer = {"type": "AdamW", "params": {"torch_adam": True, "lr": 1.0}}
-    groups = decaying_matrices_only(model)
-    with engine_for(model, None, config_of(3, 0.5, optimizer=optimizer), model_parameters=groups) as engine:
-        assert engine.get_lr() == [1e-2, 3e-2]
-        train_groups(engine, GROUPS)
-    assert_same(model, plain, bitwise=True)
 
 
 def test_unused_parameters_have_no_state_and_do_not_decay() -> None:

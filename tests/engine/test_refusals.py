@@ -6,10 +6,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
 
 import harmony_ds
-from harmony_ds import BatchError, ConfigError, DoesNotFitError, ModelError, OptimizerError, UnsupportedError
+from harmony_ds import BatchError, DoesNotFitError, ModelError, UnsupportedError
 from harmony_ds.device import CpuDevice
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
 from tests.oracle import assert_same
@@ -116,22 +115,6 @@ def test_a_budget_too_small_for_measuring_is_an_error_before_training_that_leave
     with engine_for(model, sgd, config) as engine:
         train_groups(engine, GROUPS)
     assert_same(model, expected, bitwise=True)
-
-
-def test_optimizers_that_cannot_be_meant() -> None:
-    with pytest.raises(ConfigError, match="Adamm"):
-        harmony_ds.initialize(model=LLAMA.build(0.0), config=config_of(1, optimizer={"type": "Adamm", "params": {}}))
-    with pytest.raises(ConfigError, match="does not take"):
-        harmony_ds.initialize(
-            model=LLAMA.build(0.0), config=config_of(1, optimizer={"type": "SGD", "params": {"lrr": 1}})
-        )
-    foreign = adamw([nn.Parameter(torch.zeros(3, 7))])
-    with pytest.raises(OptimizerError, match=r"\(3, 7\)"):
-        harmony_ds.initialize(model=LLAMA.build(0.0), optimizer=foreign, config=config_of(1))
-    model = LLAMA.build(0.0)
-    with pytest.raises(OptimizerError, match="LBFGS"):
-        harmony_ds.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config_of(1))
-    assert torch.isfinite(model(**GROUPS[0][0]).loss)
 
 
 def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

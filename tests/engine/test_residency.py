@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -24,7 +24,6 @@ from harmony_ds.scheduler.search import Choice
 from harmony_ds.stepping import planner
 from tests.cover import spread
 from tests.engine.drive import (
-    Groups,
     adamw,
     assert_trains_like_plain,
     config_of,
@@ -39,7 +38,6 @@ from tests.engine.drive import (
 )
 from tests.engine.test_failures import Mishap
 from tests.engine.test_ledger import layer_bytes, rounded
-from tests.engine.test_models import decaying_matrices_only
 from tests.engine.test_precision import BF16, assert_masters_and_weights_are_plain
 from tests.inside import assembly_of, planner_of
 from tests.oracle import assert_same, train_plainly
@@ -140,6 +138,13 @@ def test_a_pack_that_shares_a_weight_with_one_that_is_not_resident_is_not_reside
         last = engine.plan.packs[-1].index
         assert engine.plan.policy.resident == (last - 1,)
     assert f"pack {last} is not resident: it shares transformer.wte.weight with pack 0" in caplog.text
+
+
+def decaying_matrices_only(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1, "lr": 1e-2},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-2},
+    ]
 
 
 def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
@@ -300,27 +305,6 @@ def test_the_optimizers_state_is_true_whenever_it_is_read(name: str) -> None:
     assert type(engine.optimizer.state).__name__ == "defaultdict"
 
 
-def halve(parameters: Iterable[nn.Parameter]) -> None:
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.mul_(0.5)
-
-
-def test_writes_through_tensors_taken_before_training_count() -> None:
-    plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
-    optimizer = adamw(plain.parameters())
-    train_plainly(plain, GROUPS[:2], optimizer, clip=0.5, seed_of=seed_of)
-    halve(plain.parameters())
-    train_plainly(plain, GROUPS[2:], optimizer, clip=0.5, seed_of=seed_of)
-    with engine_for(model, adamw, config_with(EVERY, 0.5)) as engine:
-        known = list(engine.module.parameters())
-        train_groups(engine, GROUPS[:2])
-        engine.finish_updates()
-        halve(known)
-        train_groups(engine, GROUPS[2:])
-    assert_same(model, plain, bitwise=True)
-
-
 # ---- other passes
 
 
@@ -348,15 +332,6 @@ def test_evaluation_and_streaming_use_resident_packs(residency: int) -> None:
         assert here.isdisjoint(swapped)
         assert {*here, *swapped} == dict(plain.named_parameters()).keys()
         del assembly_of(engine).parts.residency.swap_in
-
-
-def test_larger_batches_are_planned_anew() -> None:
-    groups: Groups = [[LLAMA.batch(0)], [LLAMA.batch(1)], GROUPS[0][:1], [LLAMA.batch(3), LLAMA.batch(5)]]
-    plain, _ = plainly(LLAMA, 0.0, groups, adamw, 0.5)
-    model = LLAMA.build(0.0)
-    with engine_for(model, adamw, config_with(3, 0.5, accumulation=2)) as engine:
-        train_groups(engine, groups)
-    assert_same(model, plain, bitwise=True)
 
 
 # ---- failures

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.config import DeepSpeedConfig
 
 from harmony_ds.config import load_config
 from harmony_ds.engine.settings import Settings, deepspeed_names
@@ -36,21 +35,6 @@ def test_the_data_parallel_rank_is_the_process_s_own() -> None:
     config = load_config({"train_micro_batch_size_per_gpu": 1}, 2)
     assert Settings(config, SingleProcess()).get_data_parallel_rank() == 0
     assert Settings(config, SecondOfTwo()).get_data_parallel_rank() == 1
-
-
-def test_getters_answer_from_deepspeeds_own_view() -> None:
-    ours = settings()
-
-    assert isinstance(ours._config, DeepSpeedConfig)
-    assert (ours.zero_optimization_stage(), ours.zero_optimization_partition_weights()) == (3, True)
-    assert ours.zero_prefetch_bucket_size() == 7
-    assert ours.zero_offload_optimizer().device == "cpu"
-    assert ours.bfloat16_enabled() and not ours.fp16_enabled()
-    assert ours.communication_data_type == torch.bfloat16
-    assert (ours.optimizer_name(), ours.optimizer_params()) == ("adamw", {"lr": 0.1})
-    assert ours.get_data_types() == (torch.bfloat16, torch.float32)
-    assert ours.get_model_parallel_rank() == 0
-    assert ours.mp_world_size == 1
 
 
 def test_the_name_of_the_programs_own_optimizer_comes_first_as_in_deepspeed() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 import subprocess
 import sys
 import threading
@@ -19,7 +18,6 @@ from torch.utils.data import TensorDataset
 import harmony_ds
 from harmony_ds import BatchError, ConfigError, UnsupportedError, UsageError
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, plainly, sgd, train_groups
-from tests.inside import assembly_of
 from tests.oracle import assert_same
 
 LLAMA = family("llama")
@@ -61,17 +59,6 @@ def test_a_changed_batch_size_is_that_of_the_next_group() -> None:
             engine.set_train_micro_batch_size(0)
     assert rows == losses
     assert_same(model, plain, bitwise=True)
-
-
-def test_every_step_is_a_boundary_where_accumulation_is_the_callers() -> None:
-    with engine_for(LLAMA.build(0.0), sgd, config_of(4, managed_gradient_accumulation=False)) as engine:
-        for batch in GROUPS[0][:3]:
-            engine.backward(engine(**batch).loss)
-        assert not engine.is_gradient_accumulation_boundary()
-        engine.step()
-        assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (1, 1, 6)
-        with pytest.raises(UsageError, match="not supported with managed_gradient_accumulation=False"):
-            engine.set_gradient_accumulation_boundary(True)
 
 
 def test_the_engine_goes_on_with_what_the_program_assigns() -> None:
@@ -118,21 +105,6 @@ def test_no_sync_changes_nothing_but_forbids_steps() -> None:
 
 
 # ---- fp16 and backward of the user's own
-
-
-def test_a_scaled_backward_by_hand_is_engine_backward() -> None:
-    models = [LLAMA.build(0.0), LLAMA.build(0.0)]
-    for model, by_hand in zip(models, (False, True), strict=True):
-        with engine_for(model, sgd, config_of(2, **FP16)) as engine:
-            for batch in GROUPS[0][:2]:
-                loss = engine(**batch).loss
-                if by_hand:
-                    engine.scale(loss).backward()
-                else:
-                    engine.backward(loss)
-                engine.step()
-            assert engine.was_step_applied()
-    assert_same(models[1], models[0], bitwise=True)
 
 
 def known_loss(outputs: Any) -> Any:
@@ -212,55 +184,6 @@ def test_weights_changed_by_hand_reach_masters_and_the_device(way: str, more: di
         assert master is not None and not master.any()
         flat = torch.tensor(96.0).log().item()
         assert train_groups(engine, GROUPS[:1])[0] == pytest.approx(flat, rel=1e-2) != pytest.approx(before[0])
-
-
-def test_deepspeeds_helpers_work_on_our_parameters() -> None:
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-
-    model = LLAMA.build(0.0)
-    model.lm_head.requires_grad_(False)
-    weight = model.model.norm.weight
-    with engine_for(model, adamw, config_of(4, bf16={"enabled": True})) as engine:
-        with pytest.raises(ValueError, match="exp_avg not found in optimizer state fragment"):
-            safe_get_full_optimizer_state(weight, "exp_avg")
-        train_groups(engine, GROUPS[:1])
-        safe_set_full_fp32_param(weight, torch.full_like(weight, 2.0, dtype=torch.float32))
-        assert safe_get_full_fp32_param(weight).eq(2.0).all()
-        assert weight.eq(2.0).all()
-        assert safe_get_full_optimizer_state(weight, "exp_avg").any()
-        assert safe_get_full_fp32_param(model.lm_head.weight) is None
-        assert harmony_ds.utils.safe_get_full_fp32_param(nn.Parameter(torch.ones(1))) is None
-        assert harmony_ds.utils.safe_get_full_grad(nn.Parameter(torch.ones(1))) is None
-
-
-def test_links_are_neither_copied_nor_pickled_and_go_with_the_engine() -> None:
-    model = Squares()
-    with engine_for(model, sgd, config_of(1)):
-        assert hasattr(model.line.weight, "_hp_mapping")
-        twin = copy.deepcopy(model)
-        assert harmony_ds.utils.safe_get_full_fp32_param(twin.line.weight) is None
-        again = pickle.loads(pickle.dumps(list(model.parameters())))
-        assert harmony_ds.utils.safe_get_full_fp32_param(again[0]) is None
-    assert not hasattr(model.line.weight, "_hp_mapping")
-    assert not hasattr(model.line.weight, "get_full_hp_param")
-
-
-def test_offloaded_states_come_back_with_the_next_step() -> None:
-    harmony = {"pack_layers": 1, "residency": 2}
-    one, other = LLAMA.build(0.0), LLAMA.build(0.0)
-    with (
-        engine_for(one, adamw, config_of(4, None, harmony)) as left,
-        engine_for(other, adamw, config_of(4, None, harmony)) as right,
-    ):
-        train_groups(left, GROUPS)
-        train_groups(right, GROUPS[:1])
-        assert right.plan is not None and len(right.plan.policy.resident) == 2
-        held = assembly_of(right).device.allocated_bytes()
-        right.offload_states()
-        assert assembly_of(right).device.allocated_bytes() < held
-        right.reload_states()
-        train_groups(right, GROUPS[1:])
-    assert_same(other, one, bitwise=True)
 
 
 # ---- data

@@ -15,19 +15,12 @@ from tests.exactness.sides import Side
 
 @case(*ALL)
 def reused_input_buffer(side: Side) -> Found:
-    """The loop copies every micro-batch into one pair of tensors; the loss is the model's."""
-    bx, by = torch.empty(2, WIDTH), torch.empty(2, dtype=torch.long)
-    return trained(side, Net(), adamw, lambda engine, x, y: engine(bx.copy_(x), labels=by.copy_(y)), steps=3)
-
-
-@case()
-def reused_numpy_buffer(side: Side) -> Found:
-    """Inputs are made by torch.from_numpy over an array that is overwritten for each micro-batch."""
-    array = torch.empty(2, WIDTH).numpy()
+    """The loop copies every micro-batch into a NumPy array and a tensor; the loss is the model's."""
+    array, by = torch.empty(2, WIDTH).numpy(), torch.empty(2, dtype=torch.long)
 
     def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
         array[:] = x.numpy()
-        return engine(torch.from_numpy(array), labels)
+        return engine(torch.from_numpy(array), labels=by.copy_(labels))
 
     return trained(side, Net(), adamw, loss, steps=3)
 

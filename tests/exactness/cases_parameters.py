@@ -263,32 +263,7 @@ def listed_parameters_written(side: Side) -> Found:
     return weights(model)
 
 
-@case()
-def view_of_a_weight_kept(side: Side) -> Found:
-    """`row = model.head.weight.data[0]` is taken once and read after each step."""
-    model = Net()
-    engine = side.initialize(model, slow(model))
-    row = model.head.weight.data[0]
-    seen = []
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        seen.append(row.clone())
-    return {"seen": torch.stack(seen)}
-
-
 # ---- written in place
-
-
-@case()
-def weights_clamped(side: Side) -> Found:
-    """`p.data.clamp_(-0.1, 0.1)` after each step, as WGAN does."""
-    model = Net()
-    engine = side.initialize(model, adamw(model))
-    for step in range(3):
-        train(engine, batches(side.accumulation, seed=step))
-        for p in model.parameters():
-            p.data.clamp_(-0.1, 0.1)
-    return weights(model)
 
 
 @case()

@@ -19,7 +19,7 @@ from harmony_ds.device import CudaDevice, DeviceGroup, Stream
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import engine_for, groups_of, sgd, train_groups
 from tests.engine.test_failures import Mishap, Trap, Trapped
-from tests.families import FAMILIES, Family
+from tests.families import FAMILIES, Family, build_transformer
 from tests.late_device.test_steady import Model
 from tests.oracle import assert_same, largest_difference, with_floating_dtype
 from tests.runtime.test_lane import model_and_lane
@@ -27,13 +27,6 @@ from tests.runtime.test_lane import model_and_lane
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SEED, GROUP, STEPS = 5, 4, 3
 LOW_PRECISION = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "opt")
-ADAM = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": GROUP,
-    "gradient_clipping": 0.5,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "harmony": {"device": "cuda", "seed": SEED, "pack_layers": 2},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -138,32 +131,22 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: P
     whole, first, resumed = llama(), llama(), llama()
     data = batches()
     groups = [[next(data) for _ in range(GROUP)] for _ in range(4)]
-    with engine_for(whole, None, ADAM) as engine:
+    adam = {**config(pack_layers=2), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    with engine_for(whole, None, adam) as engine:
         train_groups(engine, groups)
-    with engine_for(first, None, ADAM) as engine:
+    with engine_for(first, None, adam) as engine:
         train_groups(engine, groups[:2])
         engine.save_checkpoint(str(tmp_path))
-    with engine_for(resumed, None, ADAM) as engine:
+    with engine_for(resumed, None, adam) as engine:
         engine.load_checkpoint(str(tmp_path))
         train_groups(engine, groups[2:])
     assert_close(resumed, whole)
 
 
 def llama(hidden: int = 256, layers: int = 6) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            vocab_size=512,
-            use_cache=False,
-        )
-    ).train()
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers}
+    shape = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "vocab_size": 512}
+    return build_transformer("LlamaForCausalLM", **heads, **shape, use_cache=False)
 
 
 def batches() -> Iterator[dict[str, Any]]:

@@ -35,11 +35,6 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Net(nn.Module):
     """Blocks, and a scale of its own that no layer covers."""
 

@@ -12,26 +12,16 @@ from torch import nn
 
 import harmony_ds
 from tests import simdevice
+from tests.families import build_transformer
 from tests.simdevice.device import SimDevice, engine_of
 
 HIDDEN, VOCABULARY, LAYERS, TOKENS = 64, 128, 12, 16
 
 
 def build(layers: int = LAYERS) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=4 * HIDDEN,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=TOKENS,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": layers}
+    shape = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "vocab_size": VOCABULARY}
+    return build_transformer("LlamaForCausalLM", **heads, **shape, max_position_embeddings=TOKENS, use_cache=False)
 
 
 def batches(tokens: int = TOKENS) -> Any:
