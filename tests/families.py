@@ -167,28 +167,21 @@ def build_seeded(build: Callable[[], nn.Module]) -> nn.Module:
 SPECIAL_TOKENS: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": BEGIN, "eos_token_id": END}
 TEXT: dict[str, Any] = SPECIAL_TOKENS | {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
 BLOCKS: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "initializer_range": INITIALIZER_RANGE,
-}
+}  # fmt: skip
 DECODER = TEXT | BLOCKS
 GROUPED_DECODER: dict[str, Any] = DECODER | {"num_key_value_heads": 2}
+QWEN3_MOE = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4}
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 ENCODER_DECODER: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "d_model": HIDDEN,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
+    "vocab_size": VOCABULARY, "d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
     "init_std": INITIALIZER_RANGE,
-}
+}  # fmt: skip
 ATTENTION = ("attention_dropout",)
 OF_BERT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+BART = {"decoder_start_token_id": END, "forced_eos_token_id": END}
 OF_BART = ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
 
 
@@ -226,157 +219,76 @@ GPT2 = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": HIDDEN, "n_layer"
 WINDOW = {"head_dim": 8, "sliding_window": 4}
 GEMMA3 = {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 GEMMA4: dict[str, Any] = {
-    "num_hidden_layers": 5,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-    "global_head_dim": 16,
-    "num_kv_shared_layers": 3,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCABULARY,
-}
+    "num_hidden_layers": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention",
+    "sliding_attention", "full_attention"], "global_head_dim": 16, "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+}  # fmt: skip
 OPT = {
-    "hidden_size": HIDDEN,
-    "ffn_dim": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "word_embed_proj_dim": 24,
-}
+    "hidden_size": HIDDEN, "ffn_dim": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "word_embed_proj_dim": 24,
+}  # fmt: skip
 T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": HIDDEN,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
-    "pad_token_id": PAD,
-    "eos_token_id": END,
-    "decoder_start_token_id": PAD,
-}
+    "vocab_size": VOCABULARY, "d_model": HIDDEN, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2,
+    "num_heads": 4, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "pad_token_id": PAD,
+    "eos_token_id": END, "decoder_start_token_id": PAD,
+}  # fmt: skip
 WHISPER = {
-    "num_mel_bins": 8,
-    "max_source_positions": 12,
-    "max_target_positions": 16,
-    "decoder_start_token_id": BEGIN,
+    "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 16, "decoder_start_token_id": BEGIN,
     "begin_suppress_tokens": None,
-}
+}  # fmt: skip
+VIT = {"image_size": 16, "patch_size": 4, "num_labels": IMAGE_CLASSES}
 RESNET = {
-    "embedding_size": 8,
-    "hidden_sizes": [16, 32],
-    "depths": [2, 1],
-    "layer_type": "bottleneck",
+    "embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 1], "layer_type": "bottleneck",
     "num_labels": IMAGE_CLASSES,
-}
+}  # fmt: skip
 MAMBA = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "state_size": 4, "num_hidden_layers": 3}
 DEEPSEEK_V3 = {
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
+    "num_key_value_heads": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_routed_experts": 4,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
 
 TIED = False  # the embedding is the output layer too: one parameter, two contributions to each micro-batch's gradient
 SUMMED = False  # an activation feeds three or more places in different layers
 
 FAMILIES: tuple[Family, ...] = (
-    transformer(
-        "gpt2",
-        "GPT2LMHeadModel",
-        SPECIAL_TOKENS | GPT2 | {"initializer_range": INITIALIZER_RANGE},
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        bitwise=TIED,
-    ),
+    transformer("gpt2", "GPT2LMHeadModel", SPECIAL_TOKENS | GPT2 | {"initializer_range": INITIALIZER_RANGE},
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop"), bitwise=TIED),
     transformer("llama", "LlamaForCausalLM", GROUPED_DECODER, bitwise=True),
     transformer("qwen3", "Qwen3ForCausalLM", GROUPED_DECODER | {"head_dim": 8}, bitwise=True),
     transformer("mistral", "MistralForCausalLM", GROUPED_DECODER | {"sliding_window": 4}, bitwise=True),
     transformer("gemma3", "Gemma3ForCausalLM", GROUPED_DECODER | WINDOW | GEMMA3, bitwise=TIED),
     # The last three layers borrow keys and values: two of them from layer 0, which so has three readers, one from 1.
     transformer("gemma4", "Gemma4ForCausalLM", GROUPED_DECODER | WINDOW | GEMMA4, bitwise=TIED and SUMMED),
-    transformer(
-        "phi3", "Phi3ForCausalLM", GROUPED_DECODER, ("resid_pdrop", "embd_pdrop", "attention_dropout"), bitwise=True
-    ),
-    transformer(
-        "opt",
-        "OPTForCausalLM",
-        TEXT | OPT | {"init_std": INITIALIZER_RANGE},
-        ("dropout", "attention_dropout", "layerdrop"),
-        bitwise=TIED,
-    ),
-    transformer(
-        "gpt_neox",
-        "GPTNeoXForCausalLM",
-        DECODER,
-        ("hidden_dropout", "attention_dropout", "classifier_dropout"),
-        bitwise=True,
-    ),
+    transformer("phi3", "Phi3ForCausalLM", GROUPED_DECODER, ("resid_pdrop", "embd_pdrop", "attention_dropout"),
+        bitwise=True),
+    transformer("opt", "OPTForCausalLM", TEXT | OPT | {"init_std": INITIALIZER_RANGE},
+        ("dropout", "attention_dropout", "layerdrop"), bitwise=TIED),
+    transformer("gpt_neox", "GPTNeoXForCausalLM", DECODER,
+        ("hidden_dropout", "attention_dropout", "classifier_dropout"), bitwise=True),
     transformer("bert", "BertForMaskedLM", DECODER, OF_BERT, masked_language_batch, bitwise=TIED),
     transformer("roberta", "RobertaForMaskedLM", DECODER, OF_BERT, masked_language_batch, bitwise=TIED),
     # One embedding for encoder, decoder and output; block 0's position bias and the encoder output feed every block.
-    transformer(
-        "t5",
-        "T5ForConditionalGeneration",
-        T5,
-        ("dropout_rate", "classifier_dropout"),
-        sequence_to_sequence_batch,
-        bitwise=TIED and SUMMED,
-    ),
-    transformer(
-        "bart",
-        "BartForConditionalGeneration",
-        TEXT | ENCODER_DECODER | {"decoder_start_token_id": END, "forced_eos_token_id": END},
-        OF_BART,
-        sequence_to_sequence_batch,
-        bitwise=TIED and SUMMED,  # encoder output, as in T5
-    ),
-    transformer(
-        "whisper",
-        "WhisperForConditionalGeneration",
-        SPECIAL_TOKENS | ENCODER_DECODER | WHISPER,
-        OF_BART,
-        speech_batch,
-        bitwise=TIED and SUMMED,  # encoder output, as in T5
-    ),
-    transformer(
-        "vit",
-        "ViTForImageClassification",
-        BLOCKS | {"image_size": 16, "patch_size": 4, "num_labels": IMAGE_CLASSES},
-        OF_BERT,
-        partial(image_batch, size=16),
-        bitwise=True,
-    ),
+    transformer("t5", "T5ForConditionalGeneration", T5, ("dropout_rate", "classifier_dropout"),
+        sequence_to_sequence_batch, bitwise=TIED and SUMMED),
+    # The encoder's output feeds every block of the decoder, as in T5.
+    transformer("bart", "BartForConditionalGeneration", TEXT | ENCODER_DECODER | BART, OF_BART,
+        sequence_to_sequence_batch, bitwise=TIED and SUMMED),
+    transformer("whisper", "WhisperForConditionalGeneration", SPECIAL_TOKENS | ENCODER_DECODER | WHISPER, OF_BART,
+        speech_batch, bitwise=TIED and SUMMED),
+    transformer("vit", "ViTForImageClassification", BLOCKS | VIT, OF_BERT, partial(image_batch, size=16),
+        bitwise=True),
     # Without dropout of any kind, as Mamba.
     transformer("resnet", "ResNetForImageClassification", RESNET, (), partial(image_batch, size=32), bitwise=True),
     # Router jitter, the other random knob, multiplies the expert inputs by a number in 1 +- dropout, in place.
-    transformer(
-        "mixtral",
-        "MixtralForCausalLM",
-        GROUPED_DECODER | EXPERTS | {"num_local_experts": 4},
-        ("attention_dropout", "router_jitter_noise"),
-        bitwise=True,
-    ),
-    transformer(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        GROUPED_DECODER | EXPERTS | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4},
-        bitwise=True,
-    ),
-    transformer(
-        "mamba", "MambaForCausalLM", SPECIAL_TOKENS | MAMBA | {"initializer_range": INITIALIZER_RANGE}, (), bitwise=TIED
-    ),
+    transformer("mixtral", "MixtralForCausalLM", GROUPED_DECODER | EXPERTS | {"num_local_experts": 4},
+        ("attention_dropout", "router_jitter_noise"), bitwise=True),
+    transformer("qwen3_moe", "Qwen3MoeForCausalLM", GROUPED_DECODER | EXPERTS | QWEN3_MOE, bitwise=True),
+    transformer("mamba", "MambaForCausalLM", SPECIAL_TOKENS | MAMBA | {"initializer_range": INITIALIZER_RANGE}, (),
+        bitwise=TIED),
     Family("clip", build_clip, image_and_text_batch, bitwise=True),
     # The first layer is dense, the other two are mixtures of experts with one shared expert.
     transformer("deepseek_v3", "DeepseekV3ForCausalLM", DECODER | DEEPSEEK_V3, bitwise=True),
-)
+)  # fmt: skip
 
 
 # Modules of our own, each with one habit that an engine gets wrong. B = 2 samples, T positions, WIDTH features.
