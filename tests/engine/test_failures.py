@@ -119,8 +119,8 @@ FAILURES: dict[str, Callable[[int], Trap]] = {
 }
 
 
-SETTINGS = [{"residency": 0}, {"residency": 4}, dict(ABLATIONS[-1].harmony)]
-PLACES = [("forward", 0), ("forward", 2), ("forward", 5), ("backward", 0), ("backward", 2)]
+SETTINGS = [{"residency": 4}, {"residency": 0}, dict(ABLATIONS[-1].harmony)]
+PLACES = [("backward", 2), ("forward", 0), ("forward", 2), ("forward", 5), ("backward", 0)]
 
 
 @pytest.fixture(scope="module")
