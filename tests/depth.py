@@ -71,6 +71,7 @@ RULES: dict[str, Rule] = {
     "tests/docs/test_site.py": none,
     "tests/engine": one,
     "tests/engine/test_exactness.py::test_three_steps_equal_plain_gradient_accumulation": each("one"),
+    "tests/engine/test_failures.py::test_a_failed_step_changes_nothing": each("harmony"),
     "tests/engine/test_host_memory.py": none,
     "tests/engine/test_joined.py::test_several_devices_train_as_one_does_bit_for_bit": each("name"),
     "tests/engine/test_joined.py::test_weights_are_those_of_single_calls_to_rounding": each("name"),
