@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harmony_ds import ConfigError, DoesNotFitError, HarmonyEngine
+from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.offload.residency import Residency
+from harmony_ds.offload.updater import Updater
+from harmony_ds.scheduler.choose import make_plan
+from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.stepping import planner
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups
+from tests.inside import updater_of
 from tests.oracle import assert_same
 
 LLAMA = family("llama")
@@ -164,3 +174,49 @@ def test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any(
     assert engine.plan is not None
     assert engine.plan.policy == plan.policy
     assert_same(model, reference, bitwise=True)
+
+
+def test_a_forward_pack_waits_for_all_the_packs_that_update_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late update waits until the next step either waits for it, or has swapped in without."""
+    _, plain = train(pack_layers=1)
+    going_on, gated = threading.Event(), iter(range(len(GROUPS) - 1))
+    step, wait, swap_in = HostOptimizer.step, Updater.wait, Residency.swap_in
+
+    def found(*args: Any, **more: Any) -> tuple[Choice, ...]:
+        graph, costs, _, element, request = args
+        calls = len(costs.calls)
+        packing = Packer(graph, costs, element, request.policy).packing((*range(calls), calls), (0, calls - 1))
+        return (replace(search(*args, **more)[0], plan=make_plan(packing, costs, request, request.policy)),)
+
+    def late_step(self: HostOptimizer, gradients: Mapping[str, Tensor], hyper: Any) -> None:
+        if any(".1." in name for name in gradients) and next(gated, None) is not None:
+            assert going_on.wait(60)
+            going_on.clear()
+        step(self, gradients, hyper)
+
+    def waiting(self: Updater, pack: int) -> None:
+        if pack and self.is_pending(pack):
+            going_on.set()
+        wait(self, pack)
+
+    def swapped_in(self: Residency, names: Iterable[str], *args: Any, **more: Any) -> Any:
+        names = tuple(names)
+        copy = swap_in(self, names, *args, **more)
+        if any(".0." in name for name in names) and any(".1." in name for name in names) and updating():
+            going_on.set()
+        return copy
+
+    monkeypatch.setattr(planner, "search", found)
+    monkeypatch.setattr(HostOptimizer, "step", late_step)
+    monkeypatch.setattr(Updater, "wait", waiting)
+    monkeypatch.setattr(Residency, "swap_in", swapped_in)
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_of(2, 1.0, {})) as engine:
+        updater = updater_of(engine)
+
+        def updating() -> bool:
+            return updater.is_updating("model.layers.1.mlp.up_proj.weight")
+
+        train_groups(engine, GROUPS)
+    assert next(gated, None) is None
+    assert_same(model, plain, bitwise=True)
