@@ -175,6 +175,14 @@ class Contract:
         """Return the attributes that forward has been seen to set, in words."""
         return ", ".join(map(self._name, sorted(self._written))) or "none that was seen"
 
+    @property
+    def leaves_more(self) -> bool:
+        """Whether forward leaves more than its results: attributes that it was seen to set, or what hooks take."""
+        attributes = any(
+            key != _SET_ONCE and key not in self._held[number]["_buffers"] for number, key in self._written
+        )
+        return attributes or any(held["_forward_hooks"] for held in self._held)
+
     def _modes(self) -> CallModes:
         return CallModes(tuple([module.training for module in self._modules]), self._trained(), read_switches())
 

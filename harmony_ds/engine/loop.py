@@ -15,7 +15,7 @@ from harmony_ds.engine.training import Training
 from harmony_ds.errors import BatchError, UsageError
 from harmony_ds.stepping.direct import EngineBackward
 from harmony_ds.stepping.inputs import Arguments
-from harmony_ds.stepping.pending import PendingLoss
+from harmony_ds.stepping.pending import PendingTensor
 from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 
 
@@ -58,14 +58,14 @@ class Loop:
         _need_scalar(
             loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
         )
-        if isinstance(loss, PendingLoss):
+        if isinstance(loss, PendingTensor):
             loss.check_not_propagated()
         self._training.count_backwards()
         if scale_wrt_gas:
             loss = loss / self._training.settings.gradient_accumulation_steps()
         scaled = self._scaler.scaled(loss)
         with self._scaler.backward(), EngineBackward.entered():
-            if isinstance(scaled, PendingLoss):
+            if isinstance(scaled, PendingTensor):
                 scaled.backward()
             else:
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
@@ -210,8 +210,7 @@ class Loop:
         self._open.apply_user_edits()
         try:
             queued = queue()
-            for micro_batch in queued:
-                micro_batch.backward_from_loss(divisor, self._scaler.scale)
+            losses = [micro_batch.backward_from_loss(divisor, self._scaler.scale) for micro_batch in queued]
             training.count_backwards(len(queued))
             if boundary:
                 self._open.step({})
@@ -222,7 +221,7 @@ class Loop:
             training.rewind()
             raise
         training.begin_group(training.micro_steps + len(queued))
-        return [ticket.loss(attached=False) for ticket in queued]
+        return [loss.node.look().detach() for loss in losses]
 
     # ---- without gradients
 

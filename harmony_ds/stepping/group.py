@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.random_streams import micro_batch_seed
-from harmony_ds.calls.trees import map_tensors, tensors_in
+from harmony_ds.calls.trees import map_tensors
 from harmony_ds.checkpoint.capture import persistent_buffers
 from harmony_ds.errors import BatchError, ModelError, UnsupportedError
 from harmony_ds.measuring.sample import Sample
@@ -28,7 +28,6 @@ from harmony_ds.stepping.first_step import prove
 from harmony_ds.stepping.inputs import Arguments, Inputs
 from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
-from harmony_ds.stepping.pending import PendingLoss
 from harmony_ds.stepping.replaced_forward import ReplacedForward
 from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.same_step import check_same_step
@@ -84,14 +83,14 @@ class StepGroup(Queue):
     # ---- handing over
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take one call of the engine; return pending outputs, or real ones where the model returns no loss."""
+        """Take one call of the engine; return pending outputs, or real ones where they are not known well enough."""
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
-        kind = self._parts.kinds.get(ticket.micro_batch)
-        assert kind is not None
-        if not kind.pending or self._runner.at_their_calls:
-            return ticket.outputs()
-        loss = PendingLoss((ticket,), kind.dtype, self._parts.calls.device.torch_device, kind.shape)
-        return kind.outputs(loss, ticket.outputs)
+        outputs = None
+        if not self._runner.at_their_calls:
+            # Beside what else forward leaves a program may well read it, to go with its outputs into a loss.
+            outputs = self._parts.kinds.outputs(ticket.micro_batch, ticket, losses_only=self._contract.leaves_more)
+        ticket.is_pending = outputs is not None
+        return ticket.outputs() if outputs is None else outputs
 
     def queue(
         self,
@@ -171,27 +170,27 @@ class StepGroup(Queue):
         # Made-up gradients must not reach what the caller propagates through.
         own = map_tensors(_on_its_own, ticket.micro_batch.inputs)
 
+        given = own
+
         def call(inputs: Inputs) -> Any:
+            nonlocal given
+            given = inputs
             return self._parts.calls.run(ticket.call, Arguments(*inputs))
 
         def objective(outputs: Any) -> Tensor | None:
-            self._parts.kinds.learn(ticket.micro_batch, outputs)
-            try:
-                return ticket.loss_fn(outputs)
-            except BatchError:
-                floats = [t for t in tensors_in(outputs) if t.requires_grad]
-                return sum((t.float().sum() for t in floats[1:]), floats[0].float().sum()) if floats else None
+            self._parts.kinds.learn(ticket.micro_batch, outputs, given)
+            return ticket.like_objective(outputs)
 
         one = ticket.micro_batch
-        return Sample(own, call, objective, one.seed, one.state.modes.flags, trains=one.reduce is None)
+        return Sample(own, call, objective, one.seed, ticket.measured_modes, trains=one.reduce is None)
 
     # ---- looking early
 
     def forward_now(self, ticket: QueuedMicroBatch) -> None:
-        kind = self._parts.kinds.get(ticket.micro_batch)
-        if kind is not None and kind.pending:
+        if ticket.is_pending:
             self._parts.looked()
         self._forward(ticket)
+        self._parts.kinds.learn(ticket.micro_batch, ticket.micro_batch.outputs)
 
     def catch_up(self, until: QueuedMicroBatch | None = None) -> None:
         """Run forward passes that wait (of calls before `until`), in order, if they change buffers."""
@@ -303,6 +302,8 @@ class StepGroup(Queue):
         check_same_step(self._world, len(tickets), hyper)
         if not tickets:
             return False
+        while self._world.any("measure a loss", (fresh := self._of_unmeasured_loss(tickets)) is not None):
+            self._measure(fresh or tickets[0])
         if not self._runner.proven and len(tickets) > 1:
             self._runner.proven = prove(self._runner, tickets[:2], self._as_called, self._sample)
         # After the first part of a step each micro-batch runs by itself, so that it can run again without the others.
@@ -313,6 +314,11 @@ class StepGroup(Queue):
         for ticket in tickets:
             ticket.finish_propagation()
         return True
+
+    def _of_unmeasured_loss(self, tickets: Sequence[QueuedMicroBatch]) -> QueuedMicroBatch | None:
+        """Return one whose loss the program computes of outputs, if the memory that this takes is not known."""
+        covers, those = self._runner.planner.covers, [t for t in tickets if t.stage is Stage.QUEUED and t.reads_outputs]
+        return next((t for t in those if not covers(t.micro_batch.inputs, t.measured_modes)), None)
 
     def _run_part(self, run: Callable[[Sequence[MicroBatch]], None], tickets: Sequence[QueuedMicroBatch]) -> None:
         follows_others = self.propagated

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harmony_ds.calls.trees import flatten, unflatten
 from harmony_ds.errors import BatchError
-from harmony_ds.stepping.pending import PendingLoss
+from harmony_ds.stepping.pending import PendingTensor
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -22,6 +22,7 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], take_over: bool = False) -> None:
         """Copy containers; `take_over`: tensors and arrays, too. One tensor stays one; its gradients reach the caller's."""
         leaves, self._shape = flatten((args, kwargs))
+        leaves = [leaf.node.look() if isinstance(leaf, PendingTensor) else leaf for leaf in leaves]
         own = {id(leaf): _own(leaf) if take_over else leaf for leaf in leaves}
         self._leaves = [own[id(leaf)] for leaf in leaves]
 
@@ -77,6 +78,6 @@ def _own(leaf: Any) -> Any:
             f"an argument is an iterator ({type(leaf).__name__}), which can be gone through only once, while forward "
             "passes run again to be measured and recomputed: give a list or a tuple, list(...)."
         )
-    if isinstance(leaf, Tensor) and not isinstance(leaf, PendingLoss):
+    if isinstance(leaf, Tensor):
         return leaf.clone()
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

@@ -1,15 +1,15 @@
 """Outputs that a model returns, by the form of its call, and what stands for them until they are computed.
 
-The loss of pending outputs stays pending, however it is reached; any other use of them computes them.
+Tensors among pending outputs are pending themselves, as far as their shapes are known; any other use computes them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -17,49 +17,96 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from harmony_ds.errors import BatchError
-from harmony_ds.runtime.micro_batch import MicroBatch, loss_of
-from harmony_ds.stepping.pending import PendingLoss
+from harmony_ds.measuring.sample import shapes_of
+from harmony_ds.runtime.micro_batch import MicroBatch
+from harmony_ds.stepping.pending import Node, PendingTensor, Ticket
 
 _MOST_WORDS = 16
 """Combinations of strings among a call's arguments that may name modes; where there are more, they are data."""
+Path = tuple[str, Any]
+"""Way from outputs to a tensor: an "attribute" and its name, an "item" and its key, or "itself"."""
 
 
 @dataclass(frozen=True, slots=True)
+class Like:
+    """Shape and type of an output."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool = True
+
+
+@dataclass(slots=True)
 class OutputKind:
-    """Outputs of calls of one form."""
+    """Outputs of calls of one form.
+
+    Attributes:
+        losses: that have this shape whatever is given.
+        others: by the shapes and modes of a call.
+        items: of a tuple or list of nothing but tensors, their number.
+    """
 
     cls: Any
-    pending: bool = False  # whether the loss can be: it is surely one, and not in a tuple, which may be unpacked
-    dtype: torch.dtype = torch.float32  # of the loss
-    shape: tuple[int, ...] = ()
-    named: bool = False  # whether the loss is an attribute
-    keys: tuple[str | int, ...] = ()  # the loss is found by, of "loss" and 0
+    losses: dict[Path, Like] = field(default_factory=dict)
+    others: dict[object, dict[Path, Like]] = field(default_factory=dict)
+    items: int = 0
 
-    @staticmethod
-    def of(outputs: Any) -> OutputKind:
-        """Return the kind of `outputs`."""
-        try:
-            loss = loss_of(outputs)
-        except BatchError:
-            return OutputKind(type(outputs))
-        keys = () if outputs is loss else tuple(key for key in ("loss", 0) if _item(outputs, key) is loss)
-        named = getattr(outputs, "loss", None) is not None
-        pending = not isinstance(outputs, tuple) and (outputs is not loss or not loss.ndim)  # else one row's logits?
-        return OutputKind(type(outputs), pending, loss.dtype, loss.shape, named, keys)
+    def learn(self, outputs: Any, form: object) -> None:
+        """Learn that a call with shapes and modes `form` returned `outputs`."""
+        found = dict(_tensors_in(outputs))
+        self.cls = type(outputs)
+        items = sum(way == "item" for way, _ in found)
+        self.items = items if _is_sequence(self.cls) and items == len(outputs) else 0
+        # One row's logits have one number, too, but a dimension, or one with other rows.
+        losses = {path: Like(one.shape, one.dtype) for path, one in found.items() if _is_loss(path, one)}
+        self.losses = {path: like for path, like in losses.items() if path in self.losses or not self.others}
+        self.others[form] = {path: Like(one.shape, one.dtype, one.requires_grad) for path, one in found.items()}
 
-    def outputs(self, loss: PendingLoss, compute: Callable[[], Any]) -> Any:
-        """Return what stands for the outputs that `compute` returns, among them `loss`."""
+    def outputs(self, ticket: Ticket, form: object, device: torch.device) -> Any:
+        """Return what stands for the outputs of `ticket`; None: nothing can. `form`: None for losses alone."""
+        pending = _Pending(self.cls, self.others.get(form, {}) | self.losses, ticket, device)
         if issubclass(self.cls, Tensor):
-            return loss
+            return pending.tensor("itself", None)
+        if _is_sequence(self.cls):
+            tensors = [pending.tensor("item", place) for place in range(self.items)]
+            return (
+                getattr(self.cls, "_make", self.cls)(tensors)
+                if tensors and all(one is not None for one in tensors)
+                else None
+            )
+        if not pending.likes:
+            return None
         outputs = object.__new__(_pending_class(self.cls))
-        object.__setattr__(outputs, "_harmony", _Pending(self, loss, compute))
+        object.__setattr__(outputs, "_harmony", pending)
         return outputs
 
 
-def _item(outputs: Any, key: Any) -> Any:
-    with suppress(TypeError, LookupError, AttributeError):
-        return outputs[key]
+def _is_sequence(cls: Any) -> bool:
+    return cls in (tuple, list) or (issubclass(cls, tuple) and hasattr(cls, "_make"))
+
+
+def _is_loss(path: Path, tensor: Tensor) -> bool:
+    return not tensor.ndim or (path[1] == "loss" and tensor.numel() == 1)
+
+
+def _tensors_in(outputs: Any) -> Iterator[tuple[Path, Tensor]]:
+    if isinstance(outputs, Tensor):
+        yield ("itself", None), outputs
+        return
+    names = [*outputs] if isinstance(outputs, Mapping) else [*getattr(outputs, "__dict__", ())]
+    count = len(outputs) if isinstance(outputs, (Mapping, tuple, list)) else 0
+    for path in [
+        *(("attribute", name) for name in dict.fromkeys((*names, "loss"))),
+        *(("item", key) for key in (*names, *range(count))),
+    ]:
+        with suppress(TypeError, LookupError, AttributeError):
+            if isinstance(found := _follow(outputs, path), Tensor):
+                yield path, found
+
+
+def _follow(outputs: Any, path: Path) -> Any:
+    way, key = path
+    return outputs if way == "itself" else getattr(outputs, key) if way == "attribute" else outputs[key]
 
 
 class OutputKinds:
@@ -72,10 +119,17 @@ class OutputKinds:
         known, words = self._of_form(call)
         return known.get(words)
 
-    def learn(self, call: MicroBatch, outputs: Any) -> None:
-        """Learn that `call` returned `outputs`."""
+    def learn(self, call: MicroBatch, outputs: Any, inputs: Any = None) -> None:
+        """Learn that `call` returned `outputs`, or would with `inputs`."""
         known, words = self._of_form(call)
-        known[words] = OutputKind.of(outputs)
+        shapes = shapes_of(call.inputs if inputs is None else inputs)
+        known.setdefault(words, OutputKind(object)).learn(outputs, (shapes, call.state.modes))
+
+    def outputs(self, call: MicroBatch, ticket: Ticket, losses_only: bool) -> Any:
+        """Return what stands for the outputs of `call`; None: nothing can."""
+        kind = self.get(call)
+        assert kind is not None
+        return kind.outputs(ticket, None if losses_only else (shapes_of(call.inputs), call.state.modes), call.home)
 
     def _of_form(self, call: MicroBatch) -> tuple[dict[object, OutputKind], object]:
         """Return what calls returned in the modes of `call` with its arguments and switches, and its strings."""
@@ -89,20 +143,30 @@ class OutputKinds:
 
 @dataclass(slots=True)
 class _Pending:
-    kind: OutputKind
-    loss: PendingLoss
-    compute: Callable[[], Any]
+    cls: Any
+    likes: dict[Path, Like]
+    ticket: Ticket
+    device: torch.device
     computed: Any = None
+    tensors: dict[Path, PendingTensor] = field(default_factory=dict)
 
     def outputs(self) -> Any:
         """Return the outputs themselves."""
         if self.computed is None:
-            self.computed = self.compute()
+            self.computed = self.ticket.outputs()
         return self.computed
 
-    def is_loss(self, key: Any) -> bool:
-        """Return whether `outputs[key]` is the loss, still pending."""
-        return self.computed is None and key in self.kind.keys
+    def tensor(self, way: str, key: Any) -> PendingTensor | None:
+        """Return the tensor at a path, still pending; None: it is not known to be one, or all are computed."""
+        path = way, key
+        like = self.likes.get(path) if self.computed is None and isinstance(key, (str, int, type(None))) else None
+        if like is None:
+            return None
+        if path not in self.tensors:
+            node = Node((self.ticket,), like.shape, like.dtype, self.device, like.requires_grad)
+            node.read = functools.partial(_follow, path=path)
+            self.tensors[path] = PendingTensor(node)
+        return self.tensors[path]
 
 
 class _PendingOutputs:
@@ -113,20 +177,21 @@ class _PendingOutputs:
 
     def __getattr__(self, name: str) -> Any:
         pending = self._harmony
+        if (tensor := pending.tensor("attribute", name)) is not None:
+            return tensor
         if pending.computed is None:
-            if name == "loss" and pending.kind.named:
-                return pending.loss
-            if name == "get" and "loss" in pending.kind.keys:
+            if name == "get" and ("item", "loss") in pending.likes:
                 return functools.partial(Mapping.get, self)
-            if name.startswith("__") and not hasattr(pending.kind.cls, name):  # a protocol is asked for
+            if name.startswith("__") and not hasattr(pending.cls, name):  # a protocol is asked for
                 raise AttributeError(name)
         return getattr(pending.outputs(), name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._harmony.loss if self._harmony.is_loss(key) else self._harmony.outputs()[key]
+        tensor = self._harmony.tensor("item", key)
+        return self._harmony.outputs()[key] if tensor is None else tensor
 
     def __contains__(self, key: Any) -> bool:
-        return (key == "loss" and self._harmony.is_loss(key)) or key in self._harmony.outputs()
+        return self._harmony.tensor("item", key) is not None or key in self._harmony.outputs()
 
 
 _SPECIAL = (

@@ -1,98 +1,211 @@
-"""A loss that has not been computed yet, so that a loop that hands over micro-batches one by one is still grouped.
+"""Tensors that have not been computed yet, so that a loop that hands over micro-batches one by one is still grouped.
 
-What stays pending: arithmetic with numbers, other pending losses, scalars without a graph and penalties over weights,
-`detach`, `float`, `clone`, `mean`, ... and `backward`. Everything else looks at the value, and looking computes it at once:
-`item`, `float(...)`, comparisons, formatting, collectives, adding it in place to a plain tensor (`total += loss`).
+The outputs of a queued call are pending, and so is what is made of them: arithmetic, views, losses (`_LAZY`). `backward` is
+noted. Everything else looks at the value, and looking computes it at once: `item`, `float(...)`, comparisons, formatting,
+collectives, writing in place, adding in place to a plain tensor (`total += loss`).
+
+    outputs of the model ──read──> Node ──function──> Node ──> ...       when the group runs: `Evaluation`
+                                    ↑                  ↑               when the program looks: `Node.look`
+                              PendingTensor      PendingTensor          what the program holds
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from harmony_ds.calls.boundary import next_nodes, reachable_nodes
-from harmony_ds.errors import UnsupportedError
+from harmony_ds.calls.intercept import Autocast
+from harmony_ds.errors import BatchError, UnsupportedError
 
-_LAZY = frozenset(
-    "add sub mul div neg exp float double half bfloat16 to cpu clone detach data mean sum __rsub__ __rdiv__".split()
+_ADDITIVE = frozenset("add sub neg float double half bfloat16 to cpu clone detach data mean sum __rsub__".split())
+_LAZY = _ADDITIVE.union(
+    "mul div exp __rdiv__ pow square sqrt rsqrt abs log log1p sigmoid tanh relu clamp where masked_fill softmax".split(),
+    "log_softmax logsigmoid softplus logsumexp norm normalize cosine_similarity matmul bmm einsum gather cat".split(),
+    "stack __getitem__ view reshape flatten unflatten permute transpose t T mT squeeze unsqueeze contiguous expand".split(),
+    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div".split(),
+    "binary_cross_entropy_with_logits gaussian_nll_loss poisson_nll_loss cosine_embedding_loss".split(),
+    "margin_ranking_loss triplet_margin_loss".split(),
 )
-_ADDITIVE = _LAZY - {"mul", "div", "exp", "__rdiv__"}
-_METADATA = frozenset("shape dtype device ndim layout dim size numel is_floating_point is_cuda".split())
+"""Functions that may run later: they draw no random numbers, and write nothing."""
+_SHAPE = frozenset("shape ndim dim size numel __len__".split())
+_METADATA = _SHAPE | frozenset("dtype device layout is_floating_point is_cuda".split())
 
 
 class Ticket(Protocol):
     """One queued micro-batch."""
 
-    def loss(self, attached: bool) -> Tensor:
-        """Return its loss, computed now if need be; with its graph if `attached` and the step is not over."""
+    nodes: weakref.WeakSet[Node]
+    """All that is made of its outputs."""
+
+    def outputs(self) -> Any:
+        """Return the model's outputs, with their graph; computed now if need be."""
 
     @property
     def resolved(self) -> bool:
-        """Whether its loss is known."""
+        """Whether its forward pass has run."""
 
     def check_not_propagated(self) -> None:
         """Raise UsageError if its backward pass is over."""
 
-    def backward(self, loss: PendingLoss) -> None:
-        """Propagate back from `loss`, to this ticket alone, when the group runs."""
+    def backward(self, node: Node) -> None:
+        """Propagate back from `node`, to this ticket alone, when the group runs."""
 
 
-class PendingLoss(torch.Tensor):
-    """A scalar over the losses of queued micro-batches: the loss of one, or what `_function` makes of `_operands`."""
+@dataclass(eq=False)
+class Node:
+    """An output of a queued micro-batch's model, or what a function makes of such.
 
-    tickets: tuple[Ticket, ...]  # the micro-batches whose losses it depends on
-    is_linear: bool = True  # in each of them, and leads gradients nowhere else: each can propagate its own part
-    divisors: frozenset[float] = frozenset()  # what the program has divided it by
+    Attributes:
+        tickets: the micro-batches that it depends on.
+        shape: as far as calls of the same form tell.
+        read: of an output: from all outputs to it.
+        function, operands: of others: nodes, tensors and anything else, flat.
+        is_separable: each ticket can propagate a part of its own, since it is a sum of parts.
+        divisors: what the program has divided it by.
+        promised: the program knows its shape.
+        value: with its graph, computed because the program looked; what is written into it stays.
+        result: what is left of it when its step is over.
+        owner: the tensor that the program has, or had.
+        number: in the order that nodes are made in; gradients add up in the same bits only if functions run in it.
+    """
+
+    tickets: tuple[Ticket, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
     requires_grad: bool = True
-    _function: Callable[[Iterable[Any]], Tensor] | None = None
-    _operands: Iterable[Any] = ()
-    _known: Tensor | None = None
-
-    def __new__(
-        cls, tickets: tuple[Ticket, ...], dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] = ()
-    ) -> PendingLoss:
-        # requires_grad stays False in C++, so that code which bypasses Python fails loudly instead of losing a gradient.
-        loss: PendingLoss = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        loss.tickets = tickets
-        return loss
+    read: Callable[[Any], Tensor] | None = None
+    function: Callable[[Iterable[Any]], Tensor] | None = None
+    operands: Sequence[Any] = ()
+    is_separable: bool = True
+    divisors: frozenset[float] = frozenset()
+    promised: bool = False
+    value: Tensor | None = None
+    result: Tensor | None = None
+    owner: Callable[[], PendingTensor | None] = lambda: None
+    number: int = field(default_factory=itertools.count().__next__)
 
     @property
     def resolved(self) -> bool:
-        """Whether every loss it depends on is known."""
-        return all(ticket.resolved for ticket in self.tickets)
+        """Whether its value is known, or can be had without a forward pass."""
+        return self.value is not None or self.result is not None or all(ticket.resolved for ticket in self.tickets)
 
-    def evaluate(self, loss: Callable[[Ticket], Tensor]) -> Tensor:
-        """Return its value, given the losses."""
-        operands = [one.evaluate(loss) if isinstance(one, PendingLoss) else one for one in self._operands]
-        value = loss(*self.tickets) if self._function is None else self._function(operands)
+    def look(self) -> Tensor:
+        """Return its value, computed now if need be."""
+        with torch.inference_mode(False), torch.enable_grad():  # though the reader may want no gradient now
+            for node in self.made_from(lambda one: one.value is not None or one._take_result()):
+                if node.read is not None:
+                    value = node.read(node.tickets[0].outputs())
+                    node.value = value if value.ndim else value.clone()  # the step's own loss stays as it is
+                else:
+                    node.value = node.made_of(lambda one: one.value)
+        assert self.value is not None
+        return self.value
+
+    def _take_result(self) -> bool:
+        if self.result is not None:
+            self.value = self.result.to(self.device, copy=True)
+        return self.result is not None
+
+    def made_from(self, known: Callable[[Node], bool]) -> list[Node]:
+        """Return it and all that it is made of, in the program's order, but for nodes that are `known`."""
+        found, waiting = set(), [self]
+        while waiting:
+            node = waiting.pop()
+            if node not in found and not known(node):
+                found.add(node)
+                waiting += [one for one in node.operands if isinstance(one, Node)]
+        return sorted(found, key=lambda node: node.number)
+
+    def made_of(self, value_of: Callable[[Node], Tensor | None], apart: bool = False) -> Tensor:
+        """Return what its function makes of its operands' values; `apart`: no gradient leads to the program's own."""
+        assert self.function is not None
+        given = [one.detach() if apart and isinstance(one, Tensor) else one for one in self.operands]
+        value = self.function([value_of(one) if isinstance(one, Node) else one for one in given])
         return value if self.requires_grad else value.detach()
 
-    def value(self) -> Tensor:
-        """Return its value, computed now if need be. What is written into it stays."""
-        if self._known is None:
-            with torch.inference_mode(False):  # with gradients, though the reader may want none now
-                self._known = self.evaluate(lambda ticket: ticket.loss(self.requires_grad)).clone()
-        return self._known
+    def forget(self) -> None:
+        """Release what it was made of, if that is not needed any more."""
+        if self.value is not None or self.result is not None:
+            self.function, self.operands = None, ()
+
+
+class Evaluation:
+    """Values of nodes, each computed once, given those of `given` nodes; `apart`: see `Node.made_of`."""
+
+    def __init__(self, given: Callable[[Node], Tensor | None], apart: bool = False) -> None:
+        self._given, self._apart = given, apart
+        self.values: dict[Node, Tensor] = {}
+
+    def of(self, node: Node) -> Tensor:
+        """Return the value of `node`; raise BatchError if it has not the shape that the program was told."""
+        for one in node.made_from(self._is_known):
+            self._put(one, one.made_of(self.values.get, self._apart))
+        return self.values[node]
+
+    def _is_known(self, node: Node) -> bool:
+        value = None if node in self.values else self._given(node)
+        if value is not None:
+            self._put(node, value)
+        return node in self.values
+
+    def _put(self, node: Node, value: Tensor) -> None:
+        if node.promised and value.shape != node.shape:
+            raise BatchError(
+                f"the program was told the shape {tuple(node.shape)} of an output, or of what it made of one, as calls "
+                f"with arguments of the same shapes had given, and now it is {tuple(value.shape)}. Read a value of the "
+                "output before its shape, so that it is computed at once, or let the model compute the loss."
+            )
+        self.values[node] = value
+
+
+class PendingTensor(torch.Tensor):
+    """Stand-in for a tensor that is computed when the group runs, or when somebody looks."""
+
+    node: Node
+    requires_grad: bool = True
+
+    @staticmethod
+    def __new__(cls, node: Node) -> PendingTensor:
+        made: PendingTensor = torch.Tensor._make_wrapper_subclass(
+            cls, node.shape, dtype=node.dtype, device=node.device, requires_grad=node.requires_grad
+        )
+        made.node, made.requires_grad = node, node.requires_grad
+        node.owner = weakref.ref(made)
+        if node.requires_grad:  # code that bypasses Python's functions (autograd.Function) propagates back to it
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(lambda gradient: node.look().backward(gradient))  # type: ignore[no-untyped-call]
+        for ticket in node.tickets:
+            ticket.nodes.add(node)
+        return made
 
     def check_not_propagated(self) -> None:
         """Raise UsageError if the backward pass of a micro-batch that it depends on is over."""
-        for ticket in self.tickets:
+        for ticket in self.node.tickets:
             ticket.check_not_propagated()
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Note that the group has to propagate back from this loss; what is known already is propagated at once."""
+        """Note that the group has to propagate back from it; what is known already is propagated at once."""
         self.check_not_propagated()
-        plain = not args and not any(kwargs.values())
-        notes = self.requires_grad and (len(self.tickets) == 1 or self.is_linear)
-        if plain and notes and not any(ticket.resolved for ticket in self.tickets):
-            for ticket in self.tickets:
-                ticket.backward(self)
+        node = self.node
+        plain = not args and not any(kwargs.values()) and node.shape.numel() == 1
+        notes = node.requires_grad and node.is_separable
+        if plain and notes and not any(ticket.resolved for ticket in node.tickets):
+            for ticket in node.tickets:
+                ticket.backward(node)
         else:
-            self.value().backward(*args, **kwargs)
+            node.look().backward(*args, **kwargs)
 
     def __iadd__(self, _: Any) -> Any:  # type: ignore[misc]
         return NotImplemented  # so that Python goes on with `loss = loss + ...`
@@ -100,23 +213,28 @@ class PendingLoss(torch.Tensor):
     __isub__ = __imul__ = __itruediv__ = __iadd__
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"PendingLoss(of {len(self.tickets)} micro-batches, {'known' if self.resolved else 'not computed yet'})"
+        node = self.node
+        known = "known" if node.resolved else "not computed yet"
+        return f"PendingTensor(of shape {tuple(node.shape)}, of {len(node.tickets)} micro-batches, {known})"
 
     @classmethod
+    @_disable_dynamo
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func.__self__, "__name__", "") if func.__name__ == "__get__" else func.__name__
         if name in _METADATA:
+            if name in _SHAPE:
+                args[0].node.promised = True
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
             raise UnsupportedError(
-                "torch.autograd.grad of a loss that an engine computes, outside autograd's graph: call "
-                "engine.backward(loss) and read .grad, of parameters or of inputs that require a gradient."
+                "torch.autograd.grad of what an engine computes, outside autograd's graph: call engine.backward(loss) and "
+                "read .grad, of parameters or of inputs that require a gradient."
             )
-        later = _later(func, args, kwargs) if name in _LAZY else None
+        later = _later(name, func, args, kwargs) if name in _LAZY and "out" not in kwargs else None
         return _now(func, args, kwargs) if later is None else later
 
     @classmethod
@@ -128,34 +246,69 @@ class PendingLoss(torch.Tensor):
 
 
 def _now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    known_args, known_kwargs = tree_map_only(PendingLoss, PendingLoss.value, (args, kwargs))
+    for one in tree_flatten((args, kwargs))[0]:
+        if isinstance(one, PendingTensor):
+            # With all that was made so far: what is written from here on must reach that by views alone.
+            for node in [node for ticket in one.node.tickets for node in ticket.nodes if node.owner() is not None]:
+                node.look()
+    known_args, known_kwargs = tree_map_only(PendingTensor, lambda one: one.node.look(), (args, kwargs))
     return func(*known_args, **known_kwargs)
 
 
-def _later(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingLoss | None:
-    """Return what `func` will return; None if it cannot wait: an operand is no scalar, or leads gradients elsewhere."""
+def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingTensor | None:
+    """Return what `func` will return; None if it cannot wait: an operand leads gradients elsewhere, or values decide.
+
+    Nor do larger tensors with gradients off: an `autograd.Function` may be at work, which takes and returns real ones.
+    """
     leaves, spec = tree_flatten((args, kwargs))
     operands = [_as_it_is(leaf) for leaf in leaves]
-    pending = [one for one in operands if isinstance(one, PendingLoss)]
-    others = [one for one in operands if isinstance(one, Tensor) and not isinstance(one, PendingLoss)]
-    if not pending or any(other.ndim or (other.requires_grad and _leads_elsewhere(other)) for other in others):
+    nodes = [one for one in operands if isinstance(one, Node)]
+    others = [one for one in operands if isinstance(one, Tensor)]
+    grad = torch.is_grad_enabled()
+    if not nodes or any(other.requires_grad and _leads_elsewhere(other) for other in others):
         return None
+    if not grad and any(node.shape for node in nodes):
+        return None
+    autocast = Autocast.current(nodes[0].device.type)
 
-    def function(operands: Iterable[Any]) -> Tensor:
+    def function(operands: Iterable[Any]) -> Any:
         args, kwargs = tree_unflatten(operands, spec)
-        return func(*args, **kwargs)
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), Autocast.entered(autocast):
+            return func(*args, **kwargs)
 
-    like = function(map(_stand_in, operands))
-    tickets = dict.fromkeys(ticket for one in pending for ticket in one.tickets)
-    loss = PendingLoss(tuple(tickets), like.dtype, like.device, like.shape)
-    loss._function, loss._operands, loss.requires_grad = function, operands, like.requires_grad
-    scales = func.__name__ in ("mul", "div") and len(pending) == 1 and operands[0] is pending[0]
-    loss.is_linear = (scales or func.__name__ in _ADDITIVE) and all(one.is_linear for one in pending)
-    loss.is_linear &= not any(other.requires_grad for other in others)
-    loss.divisors = pending[0].divisors.union(*(one.divisors for one in pending))
-    if func.__name__ == "div" and not others:
-        loss.divisors |= {operands[-1]}
-    return loss
+    shapes = [node.shape for node in nodes] + [other.shape for other in others]
+    try:
+        with _without_values() if any(shapes) else nullcontext():
+            like = function(map(_stand_in, operands))
+    except Exception:  # noqa: BLE001 - of values that it needs, or the program's own, which the values will raise
+        return None
+    if not isinstance(like, Tensor):
+        return None
+    tickets = tuple(dict.fromkeys(ticket for one in nodes for ticket in one.tickets))
+    scales = name in ("mul", "div") and len(nodes) == 1 and operands[0] is nodes[0]
+    adds = (scales or name in _ADDITIVE) and all(one.is_separable for one in nodes)
+    divisors = nodes[0].divisors.union(*(one.divisors for one in nodes))
+    return PendingTensor(
+        Node(
+            tickets=tickets,
+            shape=like.shape,
+            dtype=like.dtype,
+            device=like.device,
+            requires_grad=like.requires_grad,
+            function=function,
+            operands=operands,
+            is_separable=len(tickets) == 1 or (adds and not any(other.requires_grad for other in others)),
+            divisors=divisors | {operands[-1]} if name == "div" and not others else divisors,
+        )
+    )
+
+
+@functools.cache
+def _without_values() -> AbstractContextManager[object]:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # which imports the compiler
+
+    mode: AbstractContextManager[object] = FakeTensorMode()
+    return mode
 
 
 def _leads_elsewhere(tensor: Tensor) -> bool:
@@ -167,14 +320,14 @@ def _leads_elsewhere(tensor: Tensor) -> bool:
 
 
 def _as_it_is(operand: Any) -> Any:
-    """Return a scalar as it is now: it may be written into before its micro-batch runs."""
-    if isinstance(operand, PendingLoss):
-        return operand.value() if operand.resolved else operand
-    return operand.clone() if isinstance(operand, Tensor) and not operand.ndim else operand
+    """Return an operand as it is now: a tensor may be written into before its micro-batch runs."""
+    if isinstance(operand, PendingTensor):
+        return operand.node.look() if operand.node.resolved else operand.node
+    return operand.clone() if isinstance(operand, Tensor) else operand
 
 
 def _stand_in(operand: Any) -> Any:
     """Return a tensor that shows what a result will look like."""
-    if not isinstance(operand, PendingLoss):
+    if not isinstance(operand, (Node, Tensor)):
         return operand
     return torch.zeros(operand.shape, dtype=operand.dtype, device=operand.device, requires_grad=operand.requires_grad)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from harmony_ds.calls.boundary import explaining_errors
@@ -16,7 +19,7 @@ from harmony_ds.errors import BatchError, UnsupportedError, UsageError
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.direct import EngineBackward, divided, inputs_of_others
 from harmony_ds.stepping.inputs import Arguments
-from harmony_ds.stepping.pending import PendingLoss
+from harmony_ds.stepping.pending import Evaluation, Node, PendingTensor
 
 LossFunction = Callable[[Any], Tensor]
 DESTROYED = (
@@ -70,38 +73,45 @@ class QueuedMicroBatch:
         self.loss_fn = loss_fn
         self._group: Queue | None = group
         self._destroyed = False  # its engine, before its step was over
-        self._value: Tensor | None = None
-        self._attached: Tensor | None = None
-        self._objectives: list[Callable[[Tensor], Tensor]] = []
-        self.expected: Callable[[Tensor], None] | None = None  # checks its loss, in the first step
+        self.nodes: WeakSet[Node] = WeakSet()
+        self._objectives: list[tuple[Node, int]] = []  # what is propagated back from, and what gradients are divided by
+        self.expected: Callable[[Tensor], None] | None = None  # checks their sum, in the first step
         self.stage = Stage.QUEUED
+        self.is_pending = False  # what its caller has been given
         self._received = False  # a gradient has come to outputs that were computed on their own
         # Who propagates back expects the gradients of what came in as soon as that is done.
         self.leads_outside = any(t.requires_grad for t in arguments.tensors)
 
-    def loss(self, attached: bool) -> Tensor:
-        """Return its loss, computed now if need be; with its graph if `attached` and the step is not over."""
-        outputs = self.outputs() if self._value is None else None
-        if attached and self._attached is not None:
-            return self._attached
-        return self.take_loss(outputs) if self._value is None else self._value  # BatchError, if there is none after all
-
     @property
     def resolved(self) -> bool:
-        return self._value is not None
+        return self.stage is not Stage.QUEUED
 
     @property
     def wanted(self) -> bool:
         """Whether the program propagates back from it, and that has not been done."""
         return (bool(self._objectives) or self._received) and self.stage is not Stage.PROPAGATED
 
-    def backward(self, loss: PendingLoss) -> None:
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether it propagates back from what the program makes of outputs that are no losses."""
+        return any(leaf.shape.numel() != 1 for leaf in self._leaves)
+
+    @property
+    def measured_modes(self) -> bytes:
+        """The modes that measurements of it depend on."""
+        return self.micro_batch.state.modes.flags + (b"a loss of the program's" if self.reads_outputs else b"")
+
+    @property
+    def _leaves(self) -> list[Node]:
+        """Own outputs that it propagates back from."""
+        nodes = [one for node, _ in self._objectives for one in node.made_from(lambda _: False)]
+        return [node for node in nodes if node.read is not None and self in node.tickets]
+
+    def backward(self, node: Node) -> None:
         group = self._open_group()
-        divisor = group.divisor(loss.divisors)
+        divisor = group.divisor(node.divisors)
         self._note_caller()
-        self._objectives.append(
-            lambda own: loss.evaluate(lambda one: divided(own, divisor) if one is self else own.new_zeros(()))
-        )
+        self._objectives.append((node, divisor))
         group.propagating(self)
 
     def receive(self, gradient: Tensor) -> Tensor:
@@ -147,12 +157,20 @@ class QueuedMicroBatch:
                 "require a gradient, so its backward pass ran at once. Propagate back once, from the sum of its losses."
             )
 
-    def backward_from_loss(self, divisor: int, scale: float) -> None:
-        """Do what `backward(loss / divisor * scale)` does."""
+    def backward_from_loss(self, divisor: int, scale: float) -> PendingTensor:
+        """Do what `backward(loss / divisor * scale)` does; return the loss."""
         self._note_caller()
-        self._objectives.append(lambda own: own / divisor if scale == 1.0 else own / divisor * scale)
+        like = torch.Size(), torch.float32, self.micro_batch.home
+        loss = PendingTensor(Node((self,), *like, read=self.loss_fn))
+
+        def scaled(values: Iterable[Tensor]) -> Tensor:
+            (value,) = values
+            return value / divisor if scale == 1.0 else value / divisor * scale
+
+        self._objectives.append((Node((self,), *like, function=scaled, operands=[loss.node]), 1))
         if self.stage is Stage.FORWARDED:
             self._backward_now()
+        return loss
 
     def outputs(self) -> Any:
         """Return the model's outputs, with their graph; computed now if need be."""
@@ -172,21 +190,62 @@ class QueuedMicroBatch:
             )
         self._group.forward_now(self)
 
-    def take_loss(self, outputs: Any) -> Tensor:
-        """Note the loss among `outputs`."""
-        loss = self.loss_fn(outputs)
-        self._value = loss.detach().to(self.micro_batch.home, copy=True)  # a loss may be a view of something large
-        if self.expected is not None:
-            self.expected(self._value)
-        return loss
+    def _sum(self, outputs: Any, apart: bool = False) -> tuple[Tensor | None, dict[Node, Tensor]]:
+        """Return what it propagates back from (None: nothing), and the values of all that it is made of."""
+        evaluations: dict[int, Evaluation] = {}
+        terms = []
+        for node, divisor in self._objectives:
+            if divisor not in evaluations:
+                evaluations[divisor] = Evaluation(partial(self._given, outputs, divisor), apart)
+            terms.append(evaluations[divisor].of(node))
+        values = {node: value for evaluation in evaluations.values() for node, value in evaluation.values.items()}
+        return (sum(terms[1:], terms[0]) if terms else None), values
+
+    def _given(self, outputs: Any, divisor: int, node: Node) -> Tensor | None:
+        """Return the value of `node`, if it is an output of its own, or the part of others; else None."""
+        if self not in node.tickets:
+            return torch.zeros(node.shape, dtype=node.dtype, device=node.device)
+        return None if node.read is None else divided(node.read(outputs), divisor)
+
+    def like_objective(self, outputs: Any) -> Tensor | None:
+        """Return what would be propagated back from if its call had returned `outputs`, or what takes about as long."""
+        leaves = [(leaf, leaf.read) for leaf in self._leaves if leaf.read is not None]
+        try:
+            if not leaves:
+                return self.loss_fn(outputs)
+            if all(leaf.shape.numel() == 1 or read(outputs).shape == leaf.shape for leaf, read in leaves):
+                return self._sum(outputs, apart=True)[0]
+        except BatchError:
+            pass
+        floats = [t for t in tensors_in(outputs) if t.requires_grad]
+        return sum((t.float().sum() for t in floats[1:]), floats[0].float().sum()) if floats else None
 
     def objective(self, outputs: Any) -> Tensor | None:
         """Return what the fused pack propagates back from: nothing, if the forward pass ran on its own."""
         if self.stage is Stage.FORWARDED:
+            self._keep(outputs, {})
             return None
-        loss = self.take_loss(outputs)
-        terms = [objective(loss) for objective in self._objectives]
-        return sum(terms[1:], terms[0]) if terms else None
+        total, values = self._sum(outputs)
+        if self.expected is not None and total is not None:
+            self.expected(total.detach())
+        self._keep(outputs, values)
+        return total
+
+    def _keep(self, outputs: Any, values: dict[Node, Tensor]) -> None:
+        """Keep of `outputs`, and of what was made of them, what the program may still read when the step is over."""
+        held = [node for node in self.nodes if node.owner() is not None]
+        for one in [one for node in held for one in node.made_from(lambda one: self._is_kept(one, values))]:
+            if one.read is not None and self in one.tickets:
+                value = one.read(outputs).detach()
+                # Large ones would need memory of the device that no plan has.
+                one.result = value.to(self.micro_batch.home if value.numel() == 1 else "cpu", copy=True)
+
+    def _is_kept(self, node: Node, values: dict[Node, Tensor]) -> bool:
+        """Return whether nothing else is needed to know `node`, one way or another."""
+        value = values.get(node)
+        if value is not None and value.numel() == 1 and node.tickets == (self,):  # a copy: it may be a view of others
+            node.result = value.detach().to(self.micro_batch.home, copy=True)
+        return node.result is not None or node.value is not None
 
     def forward_ran(self) -> None:
         """Note that the forward pass ran on its own: its loss can be read, and propagated from, until the step is over."""
@@ -197,8 +256,6 @@ class QueuedMicroBatch:
             own = micro_batch.outputs
             micro_batch.outputs = map_tensors(lambda one: one.view_as(one) if id(one) in used else one, own)
         self.stage = Stage.FORWARDED
-        with suppress(BatchError):  # raised where the loss is read
-            self._attached = self.take_loss(micro_batch.outputs)
         if self.wanted:
             self._backward_now()
         for output in {id(o): o for o in tensors_in(micro_batch.outputs) if o.requires_grad}.values():
@@ -210,24 +267,27 @@ class QueuedMicroBatch:
             self.receive(gradient)
 
     def finish_propagation(self) -> None:
-        """Note that its backward pass is done; the value of its loss stays."""
-        self._attached = None
+        """Note that its backward pass is done; what the program still has of it stays."""
         self._objectives.clear()
         self.stage = Stage.PROPAGATED
 
     def _backward_now(self) -> None:
         """Run what `backward` noted before the forward pass was run on its own."""
-        own = self.loss(attached=True)
-        terms = [objective(own) for objective in self._objectives]
+        total, values = self._sum(self.outputs())
+        self._keep(self.outputs(), values)
         self._objectives.clear()
         with EngineBackward.entered(), explaining_errors():
-            sum(terms[1:], terms[0]).backward()
+            assert total is not None
+            total.backward()
         self._received = True
 
     def close(self, destroyed: bool = False) -> None:
-        """Drop graph, outputs and inputs, not the value: the step is over, or the engine `destroyed`."""
+        """Drop graph, outputs and inputs, not what the program still has: the step is over, or the engine `destroyed`."""
         self._destroyed = destroyed
-        self._attached = None
+        if self.stage is Stage.FORWARDED and self.micro_batch.outputs is not None and not destroyed:
+            self._keep(self.micro_batch.outputs, {})
+        for node in self.nodes:
+            node.forget()
         self._objectives.clear()
         self.micro_batch.close()
         self.arguments.forget()

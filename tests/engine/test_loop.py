@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harmony_ds import BatchError, UnsupportedError
+from harmony_ds.stepping.pending import PendingTensor
 from tests.engine.drive import (
     EVERY_FAMILY,
     adamw,
@@ -22,6 +26,7 @@ from tests.engine.drive import (
     optimizer_for,
     plainly,
     same_losses,
+    seed_of,
     sgd,
 )
 from tests.engine.test_ledger import layer_bytes
@@ -76,9 +81,119 @@ def test_scores_are_not_taken_for_a_loss() -> None:
         assert engine.swap_report().ratio == 1.0
         engine.backward(engine(x, scores=0))
         scores = engine(x, scores=1)  # as if it were the number of a step
-        for _ in range(2):
-            with pytest.raises(BatchError, match=r"no scalar loss but a tensor of shape \(2, 5\)"):
-                scores.argmax()
+        assert scores.shape == () and torch.equal(scores.exp(), model(x, 1).exp())
+
+
+class Classifier(nn.Module):
+    """Returns scores, or scores and loss in a tuple, or a dictionary."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.form = form
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        hidden = []
+        for block in self.blocks:
+            x = block(x)
+            hidden.append(x)
+        scores = self.head(x)
+        if self.form == "attribute":
+            self.extra = hidden[1].pow(2).mean()
+        if self.form == "tuple":
+            assert targets is not None
+            return scores, F.cross_entropy(scores, targets)
+        return {"scores": scores, "hidden": hidden[1]} if self.form == "dictionary" else scores
+
+
+def by_shape(model: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    scores = model(x)
+    return scores, F.nll_loss(scores.log_softmax(-1).view(-1, scores.size(-1)), targets.view(scores.shape[0]))
+
+
+def of_two_outputs(model: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    outputs = model(x)
+    loss = F.cross_entropy(outputs["scores"] / 2.0, targets) + 0.1 * outputs["hidden"].pow(2).mean()
+    return outputs["scores"], loss
+
+
+def with_a_penalty(model: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    scores = model(x)
+    return scores, F.cross_entropy(scores, targets) + 0.5 * getattr(model, "module", model).head.bias.pow(2).sum()
+
+
+def with_an_attribute(model: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    scores = model(x)
+    return scores, F.cross_entropy(scores, targets) + getattr(model, "module", model).extra
+
+
+def in_half(model: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = model(x)
+        return scores, F.cross_entropy(scores, targets)
+
+
+OWN: dict[str, tuple[str, Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]]] = {
+    "cross entropy": ("scores", lambda model, x, y: (scores := model(x), F.cross_entropy(scores, y))),
+    "by shape": ("scores", by_shape),
+    "from a tuple": ("tuple", lambda model, x, y: model(x, y)),
+    "of two outputs": ("dictionary", of_two_outputs),
+    "with a penalty": ("scores", with_a_penalty),
+    "in half": ("scores", in_half),
+    "with an attribute": ("attribute", with_an_attribute),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_loss_of_the_programs_own_is_grouped_and_exact(name: str, devices: int) -> None:
+    """And what the program has of the last micro-batch is there after the step."""
+    form, loss_of = OWN[name]
+    source = torch.Generator().manual_seed(7)
+    batches = [(torch.randn(3, 6, generator=source), torch.randint(5, (3,), generator=source)) for _ in range(9)]
+    results = []
+    for engines in (False, True):
+        model, seen = Classifier(form), []
+        with ExitStack() as stack:
+            optimizer = sgd(model.parameters())
+            config = config_of(3, 0.5, {"pack_layers": 1, "devices": devices})
+            engine = stack.enter_context(engine_for(model, lambda _, o=optimizer: o, config)) if engines else None
+            for number, (x, targets) in enumerate(batches):
+                torch.manual_seed(seed_of(number // 3, number % 3))
+                own = targets.clone()
+                scores, loss = loss_of(engine or model, x, own)
+                if engine is not None:
+                    engine.backward(loss)
+                    engine.step()
+                else:
+                    (loss / 3).backward()
+                    if number % 3 == 2:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                seen.append(loss.detach())
+                own.zero_()  # a buffer that is used again
+                if number % 3 == 2:
+                    seen += [scores.argmax(-1), scores.detach().float().sum()]
+            assert engine is None or (engine.swap_report().ratio == 1.0) is (form != "attribute")
+            results.append([torch.tensor(one.tolist()) for one in (*seen, *model.parameters())])
+    rounding = 1e-6 if name == "with a penalty" else 0.0  # its gradient is another summand
+    assert all(torch.allclose(grouped, plain, rounding, rounding) for plain, grouped in zip(*results, strict=True))
+
+
+def test_outputs_of_a_shape_that_no_call_has_shown_are_computed_at_once() -> None:
+    model = Classifier("scores")
+    with engine_for(model, sgd, config_of(2, None, ONE_PACK_EACH)) as engine:
+        for rows, looks in ((4, False), (2, True), (2, False), (4, False)):
+            with warnings.catch_warnings(record=True) as warned:
+                first, second = (engine(torch.ones(rows, 6)) for _ in range(2))
+                assert (type(first), type(second)) == (Tensor if looks else PendingTensor, PendingTensor)
+                for scores in (first, second):
+                    engine.backward(F.mse_loss(scores, torch.ones(rows, 5)))
+                    engine.step()
+            assert not warned
 
 
 def test_the_warning_points_at_the_line_that_reads_the_loss() -> None:

@@ -377,9 +377,9 @@ class Failing(Net):
 
 @case()
 def exception_in_a_forward(side: Side) -> Found:
-    """The model raises for one micro-batch of bad data; the loop catches it, goes on with the next, and steps as usual."""
+    """The model raises for one micro-batch of bad data; the loop looks at losses, catches it, and steps as usual."""
     model = Failing()
-    train_past_bad_data(side, model)
+    train_past_bad_data(side, model, lambda loss: loss.item())
     return weights(model)
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from harmony_ds.scheduler.plan import TaskKind
 from tests.cover import pairs
-from tests.simdevice.peaks import Case, Peak, train
+from tests.engine.drive import config_of, engine_for, small_sgd
+from tests.simdevice.device import SimDevice
+from tests.simdevice.peaks import GROUP, Case, Peak, train
 
 MOST = 1.15
 MODELS = ("gpt2", "llama", "bert", "t5", "mixtral", "opt", "SkipNet", "SharedDepthNet")
@@ -74,3 +78,20 @@ def test_a_budget_is_filled_but_never_exceeded(model: str) -> None:
         peak = train(case)
         assert peak.planned_bytes <= budget
         check(case, peak)
+
+
+def test_the_loss_of_a_loop_is_part_of_the_plan() -> None:
+    """It takes more memory than the layers, and is not known before the loop has computed one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    device = SimDevice()
+    with engine_for(model, small_sgd, config_of(GROUP, None, {"pack_layers": 1}), device=device) as engine:
+        for _ in range(2):
+            for _ in range(GROUP):
+                outputs = engine(torch.ones(8, 16))
+                pairs = (outputs.view(8, 1, 16) * outputs.view(1, 8, 16)).tanh().exp()
+                engine.backward(pairs.log().pow(2).mean())
+                engine.step()
+            report = engine.memory_report()
+            assert engine.swap_report().ratio == 1.0
+            assert report.planned_peak_bytes / MOST <= report.device_peak_bytes <= report.planned_peak_bytes

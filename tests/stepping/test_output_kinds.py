@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,8 @@ from transformers.utils import ModelOutput
 from harmony_ds.calls.contract import Contract
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.output_kinds import OutputKind, OutputKinds
-from harmony_ds.stepping.pending import PendingLoss
-from tests.stepping.test_pending import pending
+from harmony_ds.stepping.pending import PendingTensor
+from tests.stepping.test_pending import FakeTicket
 
 
 class Outputs(dict[str, Any]):
@@ -53,12 +54,21 @@ class Model(ModelOutput):  # type: ignore[misc]
 CLASSES: list[Any] = [dict, Outputs, Model, Plain, Object]
 
 
-def waiting(cls: Any) -> tuple[Any, Any, list[str]]:
-    """Outputs that wait, the real ones, and what was looked at."""
-    looked: list[str] = []
-    loss, _ = pending()
+FORM = "a call's shapes and modes"
+
+
+def outputs_like(real: Any, form: object = FORM) -> tuple[Any, FakeTicket]:
+    """Return what stands for outputs like `real`, of a call of another or the same form, and the call."""
+    kind, ticket = OutputKind(type(real)), FakeTicket(lambda _: real, torch.ones(()))
+    kind.learn(real, FORM)
+    return kind.outputs(ticket, form, torch.device("cpu")), ticket
+
+
+def waiting(cls: Any) -> tuple[Any, Any, FakeTicket]:
+    """Outputs that wait, the real ones, and their call, whose other outputs than the loss are not known."""
     real = cls(loss=torch.tensor(6.0), logits=torch.ones(2))
-    return OutputKind.of(real).outputs(loss, lambda: looked.append("outputs") or real), real, looked
+    output, ticket = outputs_like(real, "another form")
+    return output, real, ticket
 
 
 def logits_of(outputs: Any) -> Any:
@@ -67,13 +77,13 @@ def logits_of(outputs: Any) -> Any:
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_outputs_are_of_the_models_own_class(cls: Any) -> None:
-    output, real, looked = waiting(cls)
+    output, real, ticket = waiting(cls)
 
     assert isinstance(output, cls)
     assert dataclasses.is_dataclass(output) is dataclasses.is_dataclass(real)
-    assert not looked
+    assert not ticket.looked
     assert logits_of(output) is logits_of(real)
-    assert looked == ["outputs"]
+    assert ticket.looked
     assert isinstance(output, cls)
 
 
@@ -87,11 +97,53 @@ WAYS: list[tuple[Any, list[Callable[[Any], Any]]]] = [
 
 @pytest.mark.parametrize(("cls", "way"), [(cls, way) for cls, ways in WAYS for way in ways])
 def test_the_loss_is_found_without_a_look(cls: Any, way: Callable[[Any], Any]) -> None:
-    output, _, looked = waiting(cls)
+    output, _, ticket = waiting(cls)
 
-    assert isinstance(way(output), PendingLoss)
+    assert isinstance(way(output), PendingTensor)
     assert isinstance(output, Plain) or "loss" in output
-    assert not looked
+    assert not ticket.looked
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_tensors_wait_in_calls_of_a_form_that_is_known(cls: Any) -> None:
+    real = cls(loss=torch.tensor(6.0), logits=torch.ones(2, dtype=torch.bfloat16))
+    output, ticket = outputs_like(real)
+    logits = logits_of(output)
+
+    assert isinstance(logits, PendingTensor) and logits is logits_of(output)
+    assert (logits.shape, logits.dtype, logits.requires_grad) == (torch.Size([2]), torch.bfloat16, False)
+    assert not ticket.looked
+    assert logits.tolist() == [1.0, 1.0]
+
+
+Pair = namedtuple("Pair", ["logits", "loss"])
+
+
+@pytest.mark.parametrize(
+    "real", [(torch.ones(2), torch.ones(())), [torch.ones(2)], Pair(torch.ones(2), torch.ones(()))]
+)
+def test_a_sequence_of_tensors_may_be_unpacked(real: Any) -> None:
+    output, ticket = outputs_like(real)
+
+    assert type(output) is type(real) and all(isinstance(one, PendingTensor) for one in output)
+    assert not ticket.looked
+    assert [one.tolist() for one in output] == [one.tolist() for one in real]
+    assert outputs_like(real, "another form")[0] is None
+    assert outputs_like((*real, None))[0] is None
+
+
+def test_one_tensor_waits_in_calls_of_a_form_that_is_known_or_if_it_is_a_loss() -> None:
+    assert outputs_like(torch.ones(2))[0].shape == (2,)
+    assert outputs_like(torch.ones(2), "another form")[0] is None
+    assert outputs_like(torch.ones(()), "another form")[0].shape == ()
+
+
+def test_a_number_that_has_a_dimension_with_other_rows_is_no_loss() -> None:
+    kind = OutputKind(torch.Tensor)
+    kind.learn(torch.ones(()), "one row, squeezed")
+    kind.learn(torch.ones(2), "two rows")
+    kind.learn(torch.ones(()), "one row, squeezed")
+    assert kind.outputs(FakeTicket(torch.exp, torch.ones(())), "another form", torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("cls", [dict, Model])
@@ -127,26 +179,26 @@ def test_what_is_put_on_outputs_stays(cls: Any) -> None:
 
 
 def test_what_the_outputs_do_not_have_is_their_error() -> None:
-    output, _, looked = waiting(Outputs)
+    output, _, ticket = waiting(Outputs)
     assert not hasattr(output, "__array__")
-    assert not looked
+    assert not ticket.looked
     with pytest.raises(KeyError, match="hidden"):
         _ = output.hidden
 
 
 def test_a_loss_that_is_not_first_is_not_found_by_its_place() -> None:
     real = Outputs(logits=torch.ones(2), loss=torch.tensor(6.0))
-    output = OutputKind.of(real).outputs(pending()[0], lambda: real)
+    output, _ = outputs_like(real, "another form")
 
-    assert isinstance(output["loss"], PendingLoss)
+    assert isinstance(output["loss"], PendingTensor)
     assert output[0] is real["logits"]
 
 
 @pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: {"loss": loss}])
 @pytest.mark.parametrize("shape", [(), (1, 1)])
 def test_one_number_that_no_name_calls_a_loss_is_one_only_without_dimensions(wrap: Any, shape: tuple[int, ...]) -> None:
-    kind = OutputKind.of(wrap(torch.zeros(shape)))
-    assert (kind.pending, kind.shape) == (shape == () or kind.cls is dict, shape)
+    output, _ = outputs_like(wrap(torch.zeros(shape)), "another form")
+    assert (output is None) is (shape != () and wrap(1) == 1)
 
 
 def call_of(*args: Any, **kwargs: Any) -> MicroBatch:

@@ -6,45 +6,58 @@ import math
 import operator
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from harmony_ds.stepping.pending import PendingLoss
+from harmony_ds.errors import BatchError
+from harmony_ds.stepping.pending import Evaluation, Node, PendingTensor
 
 
 class FakeTicket:
-    """A micro-batch whose loss is 3 w at w = 2, computed when it is asked for."""
+    """A micro-batch whose model returns `of(w)`, computed when it is asked for."""
 
-    def __init__(self, slope: float = 3.0) -> None:
-        self.weight = torch.tensor(2.0, requires_grad=True)
-        self.slope = slope
+    def __init__(self, of: Callable[[Tensor], Tensor], weight: Tensor) -> None:
+        self.of, self.weight = of, weight.clone().requires_grad_()
         self.looked = 0
         self.known: Tensor | None = None
-        self.noted: list[PendingLoss] = []
+        self.noted: list[Node] = []
+        self.nodes: WeakSet[Node] = WeakSet()
 
     @property
     def resolved(self) -> bool:
         return self.known is not None
 
-    def loss(self, attached: bool) -> Tensor:
+    def outputs(self) -> Tensor:
         if self.known is None:
             self.looked += 1
-            self.known = self.weight * self.slope
-            self.value = self.known.detach().clone()
-        return self.known if attached else self.value
+            self.known = self.of(self.weight)
+        return self.known
 
     def check_not_propagated(self) -> None:
         return None
 
-    def backward(self, loss: PendingLoss) -> None:
-        self.noted.append(loss)
+    def backward(self, node: Node) -> None:
+        self.noted.append(node)
+
+    def part(self, node: Node) -> Tensor | None:
+        """What a step gives to an evaluation for this micro-batch."""
+        if self not in node.tickets:
+            return torch.zeros(node.shape)
+        return None if node.read is None else self.of(self.weight)
 
 
-def pending(slope: float = 3.0) -> tuple[PendingLoss, FakeTicket]:
-    ticket = FakeTicket(slope)
-    return PendingLoss((ticket,), torch.float32, torch.device("cpu")), ticket
+def pending_of(of: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[PendingTensor, FakeTicket]:
+    ticket, like = FakeTicket(of, weight), of(weight)
+    return PendingTensor(Node((ticket,), like.shape, like.dtype, like.device, read=lambda one: one)), ticket
+
+
+def pending(slope: float = 3.0) -> tuple[PendingTensor, FakeTicket]:
+    """A loss of 3 w at w = 2."""
+    return pending_of(lambda weight: weight * slope, torch.tensor(2.0))
 
 
 LAZY: dict[str, tuple[Callable[[Any], Any], float]] = {
@@ -67,7 +80,7 @@ def test_arithmetic_stays_pending_and_has_the_right_value(name: str) -> None:
     function, expected = LAZY[name]
     loss, ticket = pending()
     result = function(loss)
-    assert isinstance(result, PendingLoss)
+    assert isinstance(result, PendingTensor)
     assert ticket.looked == 0
 
     assert result.item() == pytest.approx(expected)
@@ -83,6 +96,7 @@ LOOKING: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "stack": (lambda loss: torch.stack([loss.detach(), torch.tensor(1.0)]).tolist(), [6.0, 1.0]),
     "added to a plain tensor": (lambda loss: torch.zeros(()).add_(loss.detach()).item(), 6.0),
     "vector": (lambda loss: (loss * torch.ones(2)).tolist(), [6.0, 6.0]),
+    "several results": (lambda loss: [one.item() for one in (loss * torch.ones(2)).split(1)], [6.0, 6.0]),
 }
 
 
@@ -103,7 +117,7 @@ def test_metadata_is_that_of_a_scalar_and_neither_it_nor_printing_looks() -> Non
         assert getattr(loss, name) == getattr(torch.tensor(1.0, requires_grad=True), name)
     assert (loss.dim(), loss.numel(), loss.is_floating_point()) == (0, 1, True)
     assert ((loss.double() + 1).dtype, loss.bfloat16().dtype) == (torch.float64, torch.bfloat16)
-    assert repr(loss) == "PendingLoss(of 1 micro-batches, not computed yet)"
+    assert repr(loss) == "PendingTensor(of shape (), of 1 micro-batches, not computed yet)"
     assert len({loss, loss, loss / 2}) == 2
     assert ticket.looked == 0
 
@@ -115,19 +129,19 @@ def test_a_detached_loss_has_no_gradient() -> None:
     assert (loss.requires_grad, (loss / 2).requires_grad, detached.requires_grad) == (True, True, False)
     with torch.no_grad():
         assert not (loss / 2).requires_grad
-    assert not detached.value().requires_grad
+    assert not detached.node.look().requires_grad
     assert ticket.looked == 1
 
 
 def test_sums_over_micro_batches_are_pending_until_all_are_asked_for() -> None:
     losses, tickets = zip(*(pending(slope) for slope in (1.0, 2.0, 3.0)), strict=True)
     total = sum(loss.detach() for loss in losses)
-    assert isinstance(total, PendingLoss)
-    assert total.tickets == tickets
-    assert not total.resolved
+    assert isinstance(total, PendingTensor)
+    assert total.node.tickets == tickets
+    assert not total.node.resolved
 
     assert total.item() == 2.0 + 4.0 + 6.0
-    assert total.resolved
+    assert total.node.resolved
     assert [ticket.looked for ticket in tickets] == [1, 1, 1]
 
 
@@ -146,8 +160,8 @@ def test_backward_of_a_loss_that_is_known_or_with_a_gradient_runs_at_once() -> N
     [
         (lambda first, second: (first / 2 + 1 - second * 3).float(), (0.5, -15.0), 1),
         (lambda first, second: first * second, (10.0, 10.0), 0),
-        (lambda first, second: torch.tensor(40.0) / second + first, (1.0, -2.0), 0),
-        (lambda first, second: (second - 9).exp() + first, (1.0, 5.0 * math.e), 0),
+        (lambda first, second: torch.tensor(40.0) / second + first, (1.0, -2.0), 1),
+        (lambda first, second: (second - 9).exp() + first, (1.0, 5.0 * math.e), 1),
     ],
 )
 def test_backward_is_noted_with_the_arithmetic_before_it_where_each_micro_batch_has_a_part_of_its_own(
@@ -159,9 +173,8 @@ def test_backward_is_noted_with_the_arithmetic_before_it_where_each_micro_batch_
     combine(first, second).backward()
     for ticket in (one, two):
         assert (len(ticket.noted), ticket.looked) == (times, 1 - times)
-        values = {one: torch.zeros(()), two: torch.zeros(()), ticket: ticket.weight * ticket.slope}
         for noted in ticket.noted:
-            noted.evaluate(values.__getitem__).backward()
+            Evaluation(ticket.part).of(noted).backward()
     assert (one.weight.grad.item(), two.weight.grad.item()) == pytest.approx(gradients)
 
 
@@ -187,20 +200,94 @@ def test_hundreds_of_losses_can_be_summed() -> None:
     assert float(sum(pending(1.0)[0].detach() for _ in range(300))) == 600.0
 
 
-WRITING: list[Callable[[Any], Any]] = [lambda loss: loss.div_(4), lambda loss: loss.clamp_(max=1.5)]
+def logits() -> tuple[PendingTensor, FakeTicket]:
+    return pending_of(lambda weight: weight * 2, torch.arange(6.0).view(2, 3))
+
+
+WRITING: list[Callable[[Any], Any]] = [
+    lambda one: one.div_(4),
+    lambda one: one.__setitem__((0, 1), 9.0),
+    lambda one: torch.mul(one.detach(), 3, out=one.detach()),
+]
 
 
 @pytest.mark.parametrize("write", WRITING)
-def test_what_is_written_into_a_loss_stays(write: Callable[[Any], Any]) -> None:
-    loss, ticket = pending()
-    before, detached = loss * 2, loss.detach()
-    with torch.no_grad():
-        write(detached)
-    write(loss)
+@pytest.mark.parametrize("make", [lambda one: one * 2, lambda one: one.view(-1), lambda one: one.detach()[0]])
+def test_what_is_written_reaches_what_was_made_before_where_it_does_in_torch(
+    write: Callable[[Any], Any], make: Callable[[Any], Any]
+) -> None:
+    """That is by views alone."""
+    output, ticket = logits()
+    real = ticket.of(ticket.weight)
+    results = []
+    for one in (output * 1, real * 1):
+        made = make(one)
+        with torch.no_grad():
+            write(one.detach())
+        results += [one.tolist(), made.tolist(), (one + 1).tolist()]
+    assert results[:3] == results[3:]
+    assert ticket.looked == 1
 
-    assert (loss.item(), detached.item(), before.item()) == (1.5, 1.5, 12.0)
+
+TARGETS = torch.tensor([2, 0])
+LOSSES: dict[str, Callable[[Any], Any]] = {
+    "cross entropy": lambda out: F.cross_entropy(out, TARGETS),
+    "a module's": lambda out: nn.CrossEntropyLoss(label_smoothing=0.1)(out, TARGETS),
+    "by shape": lambda out: F.cross_entropy(out.view(-1, out.size(-1)), TARGETS.view(out.shape[0])),
+    "by hand": lambda out: -out.log_softmax(-1).gather(1, TARGETS[:, None]).squeeze(1).mean(),
+    "rows of it": lambda out: sum(F.mse_loss(out[row], torch.ones(3)) for row in range(len(out))) / 2,
+    "several uses": lambda out: (F.log_softmax(out, -1).exp() * F.log_softmax(out, -1)).sum() + out.pow(2).mean(),
+    "in half": lambda out: in_half(lambda: F.linear(out.float(), torch.ones(3, 3)).sum()),
+}
+
+
+def in_half(function: Callable[[], Any]) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return function()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_outputs_stays_pending_and_has_torchs_bits(name: str) -> None:
+    output, ticket = logits()
+    loss = LOSSES[name](output)
     loss.backward()
-    assert ticket.weight.grad.item() in (0.75, 0.0)
+    assert isinstance(loss, PendingTensor) or name == "in half"
+    expected = LOSSES[name](ticket.of(ticket.weight))
+    expected.backward()
+    gradient, ticket.weight.grad = ticket.weight.grad, None
+    assert ticket.looked == (name == "in half")
+    for noted in ticket.noted:
+        Evaluation(ticket.part).of(noted).backward()
+    assert torch.equal(loss.detach().node.look() if ticket.noted else loss, expected)
+    assert name == "in half" or torch.equal(ticket.weight.grad, gradient)
+
+
+def test_a_shape_that_the_program_was_told_and_that_is_another_one_now_is_an_error() -> None:
+    output, ticket = logits()
+    told, untold = output.reshape(output.shape[0], -1).sum(), logits()[0].pow(2)
+    ticket.of = lambda weight: weight[:1] * 2
+    untold.node.tickets[0].of = ticket.of
+    assert Evaluation(untold.node.tickets[0].part).of(untold.node).shape == (1, 3)
+    with pytest.raises(BatchError, match=r"told the shape \(2, 3\) .* now it is \(1, 3\)"):
+        Evaluation(ticket.part).of(told.node)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return given.clone() * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 5
+
+
+def test_gradients_go_through_an_autograd_function() -> None:
+    output, ticket = logits()
+    tripled: Any = Tripled.apply(output)
+    tripled.sum().backward()
+    assert tripled.tolist() == (ticket.weight * 6).tolist()
+    assert torch.equal(ticket.weight.grad, torch.full((2, 3), 10.0))
 
 
 def test_operands_are_those_of_the_moment() -> None:
