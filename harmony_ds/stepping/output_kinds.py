@@ -69,11 +69,8 @@ class OutputKind:
             return pending.tensor("itself", None)
         if _is_sequence(self.cls):
             tensors = [pending.tensor("item", place) for place in range(self.items)]
-            return (
-                getattr(self.cls, "_make", self.cls)(tensors)
-                if tensors and all(one is not None for one in tensors)
-                else None
-            )
+            whole = bool(tensors) and all(isinstance(one, PendingTensor) for one in tensors)
+            return getattr(self.cls, "_make", self.cls)(tensors) if whole else None
         if not pending.likes:
             return None
         outputs = object.__new__(_pending_class(self.cls))
@@ -95,10 +92,8 @@ def _tensors_in(outputs: Any) -> Iterator[tuple[Path, Tensor]]:
         return
     names = [*outputs] if isinstance(outputs, Mapping) else [*getattr(outputs, "__dict__", ())]
     count = len(outputs) if isinstance(outputs, (Mapping, tuple, list)) else 0
-    for path in [
-        *(("attribute", name) for name in dict.fromkeys((*names, "loss"))),
-        *(("item", key) for key in (*names, *range(count))),
-    ]:
+    attributes = [("attribute", name) for name in dict.fromkeys((*names, "loss"))]
+    for path in [*attributes, *(("item", key) for key in (*names, *range(count)))]:
         with suppress(TypeError, LookupError, AttributeError):
             if isinstance(found := _follow(outputs, path), Tensor):
                 yield path, found
