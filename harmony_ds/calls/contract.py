@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -181,7 +181,7 @@ class Contract:
         attributes = any(
             key != _SET_ONCE and key not in self._held[number]["_buffers"] for number, key in self._written
         )
-        return attributes or any(held["_forward_hooks"] for held in self._held)
+        return attributes or any(map(_forward_hooks, self._held))
 
     def _modes(self) -> CallModes:
         return CallModes(tuple([module.training for module in self._modules]), self._trained(), read_switches())
@@ -237,6 +237,9 @@ class Contract:
 
     def _name(self, key: Key) -> str:
         return ".".join(filter(None, (self._names[key[0]], key[1])))
+
+
+_forward_hooks = itemgetter("_forward_hooks")
 
 
 def _version(tensor: Tensor) -> int:

@@ -24,16 +24,22 @@ class UserGradients:
 
     def exist(self, names: Iterable[str] | None = None) -> bool:
         """Return whether any of `names` (None: any parameter) has such a gradient."""
-        return any(self.find(name) is not None for name in (self._store.parameters if names is None else names))
+        return any(self.find(name) is not None for name in self._with_gradient(names))
 
     def pop(self, names: Iterable[str]) -> dict[str, Tensor]:
         taken: dict[str, Tensor] = {}
-        with ungated():
-            for name in names:
-                if (gradient := self.find(name)) is not None:
-                    taken[name], self._store.parameters[name].grad = gradient, None
+        for name in self._with_gradient(names):
+            if (gradient := self.find(name)) is not None:
+                taken[name] = gradient
+                with ungated():
+                    self._store.parameters[name].grad = None
         self.popped += len(taken)
         return taken
+
+    def _with_gradient(self, names: Iterable[str] | None) -> list[str]:
+        parameters = self._store.parameters
+        with ungated():
+            return [name for name in (parameters if names is None else names) if parameters[name].grad is not None]
 
     def find(self, name: str) -> Tensor | None:
         with ungated():  # asks first: an update that ends in between drops its own
