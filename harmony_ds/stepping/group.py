@@ -85,10 +85,9 @@ class StepGroup(Queue):
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take one call of the engine; return pending outputs, or real ones where they are not known well enough."""
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
-        outputs = None
-        if not self._runner.at_their_calls:
-            # Beside what else forward leaves a program may well read it, to go with its outputs into a loss.
-            outputs = self._parts.kinds.outputs(ticket.micro_batch, ticket, losses_only=self._contract.leaves_more)
+        waits = not self._runner.at_their_calls
+        # Beside what else forward leaves a program may well read it, to go with its outputs into a loss.
+        outputs = self._parts.kinds.outputs(ticket.micro_batch, ticket, self._contract.leaves_more) if waits else None
         ticket.is_pending = outputs is not None
         return ticket.outputs() if outputs is None else outputs
 
@@ -316,9 +315,9 @@ class StepGroup(Queue):
         return True
 
     def _of_unmeasured_loss(self, tickets: Sequence[QueuedMicroBatch]) -> QueuedMicroBatch | None:
-        """Return one whose loss the program computes of outputs, if the memory that this takes is not known."""
-        covers, those = self._runner.planner.covers, [t for t in tickets if t.stage is Stage.QUEUED and t.reads_outputs]
-        return next((t for t in those if not covers(t.micro_batch.inputs, t.measured_modes)), None)
+        """Return one whose loss the program makes of outputs, if the memory that this takes is not known."""
+        covers, those = self._runner.planner.covers, [one for one in tickets if one.stage is Stage.QUEUED]
+        return next((one for one in those if not covers(one.micro_batch.inputs, one.measured_modes)), None)
 
     def _run_part(self, run: Callable[[Sequence[MicroBatch]], None], tickets: Sequence[QueuedMicroBatch]) -> None:
         follows_others = self.propagated

@@ -27,13 +27,8 @@ Path = tuple[str, Any]
 """Way from outputs to a tensor: an "attribute" and its name, an "item" and its key, or "itself"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Like:
-    """Shape and type of an output."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool = True
+Like = tuple[torch.Size, torch.dtype, bool]
+"""Shape and dtype of an output, and whether gradients come to it."""
 
 
 @dataclass(slots=True)
@@ -58,9 +53,9 @@ class OutputKind:
         items = sum(way == "item" for way, _ in found)
         self.items = items if _is_sequence(self.cls) and items == len(outputs) else 0
         # One row's logits have one number, too, but a dimension, or one with other rows.
-        losses = {path: Like(one.shape, one.dtype) for path, one in found.items() if _is_loss(path, one)}
-        self.losses = {path: like for path, like in losses.items() if path in self.losses or not self.others}
-        self.others[form] = {path: Like(one.shape, one.dtype, one.requires_grad) for path, one in found.items()}
+        losses = {p: t for p, t in found.items() if not t.ndim or (p[1] == "loss" and t.numel() == 1)}
+        self.losses = {p: (t.shape, t.dtype, True) for p, t in losses.items() if p in self.losses or not self.others}
+        self.others[form] = {p: (t.shape, t.dtype, t.requires_grad) for p, t in found.items()}
 
     def outputs(self, ticket: Ticket, form: object, device: torch.device) -> Any:
         """Return what stands for the outputs of `ticket`; None: nothing can. `form`: None for losses alone."""
@@ -80,10 +75,6 @@ class OutputKind:
 
 def _is_sequence(cls: Any) -> bool:
     return cls in (tuple, list) or (issubclass(cls, tuple) and hasattr(cls, "_make"))
-
-
-def _is_loss(path: Path, tensor: Tensor) -> bool:
-    return not tensor.ndim or (path[1] == "loss" and tensor.numel() == 1)
 
 
 def _tensors_in(outputs: Any) -> Iterator[tuple[Path, Tensor]]:
@@ -158,9 +149,9 @@ class _Pending:
         if like is None:
             return None
         if path not in self.tensors:
-            node = Node((self.ticket,), like.shape, like.dtype, self.device, like.requires_grad)
-            node.read = functools.partial(_follow, path=path)
-            self.tensors[path] = PendingTensor(node)
+            shape, dtype, grad = like
+            read = functools.partial(_follow, path=path)
+            self.tensors[path] = PendingTensor(Node((self.ticket,), shape, dtype, self.device, grad, read))
         return self.tensors[path]
 
 

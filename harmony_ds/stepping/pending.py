@@ -11,11 +11,10 @@ collectives, writing in place, adding in place to a plain tensor (`total += loss
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -104,19 +103,19 @@ class Node:
     def look(self) -> Tensor:
         """Return its value, computed now if need be."""
         with torch.inference_mode(False), torch.enable_grad():  # though the reader may want no gradient now
-            for node in self.made_from(lambda one: one.value is not None or one._take_result()):
-                if node.read is not None:
-                    value = node.read(node.tickets[0].outputs())
-                    node.value = value if value.ndim else value.clone()  # the step's own loss stays as it is
-                else:
-                    node.value = node.made_of(lambda one: one.value)
-        assert self.value is not None
-        return self.value
+            evaluation = Evaluation(Node._at_hand)
+            value = evaluation.of(self)
+        for node, one in evaluation.values.items():
+            node.value = one
+        return value
 
-    def _take_result(self) -> bool:
+    def _at_hand(self) -> Tensor | None:
+        if self.value is not None:
+            return self.value
         if self.result is not None:
-            self.value = self.result.to(self.device, copy=True)
-        return self.result is not None
+            return self.result.to(self.device, copy=True)
+        value = None if self.read is None else self.read(self.tickets[0].outputs())
+        return value if value is None or value.ndim else value.clone()  # the step's own loss stays as it is
 
     def made_from(self, known: Callable[[Node], bool]) -> list[Node]:
         """Return it and all that it is made of, in the program's order, but for nodes that are `known`."""
@@ -128,21 +127,16 @@ class Node:
                 waiting += [one for one in node.operands if isinstance(one, Node)]
         return sorted(found, key=lambda node: node.number)
 
-    def made_of(self, value_of: Callable[[Node], Tensor | None], apart: bool = False) -> Tensor:
+    def made_of(self, values: Mapping[Node, Tensor], apart: bool) -> Tensor:
         """Return what its function makes of its operands' values; `apart`: no gradient leads to the program's own."""
         assert self.function is not None
         given = [one.detach() if apart and isinstance(one, Tensor) else one for one in self.operands]
-        value = self.function([value_of(one) if isinstance(one, Node) else one for one in given])
+        value = self.function([values[one] if isinstance(one, Node) else one for one in given])
         return value if self.requires_grad else value.detach()
-
-    def forget(self) -> None:
-        """Release what it was made of, if that is not needed any more."""
-        if self.value is not None or self.result is not None:
-            self.function, self.operands = None, ()
 
 
 class Evaluation:
-    """Values of nodes, each computed once, given those of `given` nodes; `apart`: see `Node.made_of`."""
+    """Values of nodes, each computed once. `given`: the values that are known; `apart`: see `Node.made_of`."""
 
     def __init__(self, given: Callable[[Node], Tensor | None], apart: bool = False) -> None:
         self._given, self._apart = given, apart
@@ -151,7 +145,7 @@ class Evaluation:
     def of(self, node: Node) -> Tensor:
         """Return the value of `node`; raise BatchError if it has not the shape that the program was told."""
         for one in node.made_from(self._is_known):
-            self._put(one, one.made_of(self.values.get, self._apart))
+            self._put(one, one.made_of(self.values, self._apart))
         return self.values[node]
 
     def _is_known(self, node: Node) -> bool:
@@ -200,8 +194,8 @@ class PendingTensor(torch.Tensor):
         self.check_not_propagated()
         node = self.node
         plain = not args and not any(kwargs.values()) and node.shape.numel() == 1
-        notes = node.requires_grad and node.is_separable
-        if plain and notes and not any(ticket.resolved for ticket in node.tickets):
+        plain &= node.requires_grad and node.is_separable
+        if plain and not any(ticket.resolved for ticket in node.tickets):
             for ticket in node.tickets:
                 ticket.backward(node)
         else:
@@ -213,9 +207,8 @@ class PendingTensor(torch.Tensor):
     __isub__ = __imul__ = __itruediv__ = __iadd__
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        node = self.node
-        known = "known" if node.resolved else "not computed yet"
-        return f"PendingTensor(of shape {tuple(node.shape)}, of {len(node.tickets)} micro-batches, {known})"
+        known, of = "known" if self.node.resolved else "not computed yet", len(self.node.tickets)
+        return f"PendingTensor(of shape {tuple(self.node.shape)}, of {of} micro-batches, {known})"
 
     @classmethod
     @_disable_dynamo
@@ -226,7 +219,7 @@ class PendingTensor(torch.Tensor):
         name = getattr(func.__self__, "__name__", "") if func.__name__ == "__get__" else func.__name__
         if name in _METADATA:
             if name in _SHAPE:
-                args[0].node.promised = True
+                next(iter((*args, *kwargs.values()))).node.promised = True
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
@@ -260,14 +253,15 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
     Nor do larger tensors with gradients off: an `autograd.Function` may be at work, which takes and returns real ones.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # which imports the compiler
+
     leaves, spec = tree_flatten((args, kwargs))
     operands = [_as_it_is(leaf) for leaf in leaves]
     nodes = [one for one in operands if isinstance(one, Node)]
     others = [one for one in operands if isinstance(one, Tensor)]
     grad = torch.is_grad_enabled()
-    if not nodes or any(other.requires_grad and _leads_elsewhere(other) for other in others):
-        return None
-    if not grad and any(node.shape for node in nodes):
+    elsewhere = any(other.requires_grad and _leads_elsewhere(other) for other in others)
+    if not nodes or elsewhere or (not grad and any(node.shape for node in nodes)):
         return None
     autocast = Autocast.current(nodes[0].device.type)
 
@@ -278,7 +272,7 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
     shapes = [node.shape for node in nodes] + [other.shape for other in others]
     try:
-        with _without_values() if any(shapes) else nullcontext():
+        with FakeTensorMode() if any(shapes) else nullcontext():
             like = function(map(_stand_in, operands))
     except Exception:  # noqa: BLE001 - of values that it needs, or the program's own, which the values will raise
         return None
@@ -301,14 +295,6 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             divisors=divisors | {operands[-1]} if name == "div" and not others else divisors,
         )
     )
-
-
-@functools.cache
-def _without_values() -> AbstractContextManager[object]:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # which imports the compiler
-
-    mode: AbstractContextManager[object] = FakeTensorMode()
-    return mode
 
 
 def _leads_elsewhere(tensor: Tensor) -> bool:

@@ -92,14 +92,10 @@ class QueuedMicroBatch:
         return (bool(self._objectives) or self._received) and self.stage is not Stage.PROPAGATED
 
     @property
-    def reads_outputs(self) -> bool:
-        """Whether it propagates back from what the program makes of outputs that are no losses."""
-        return any(leaf.shape.numel() != 1 for leaf in self._leaves)
-
-    @property
     def measured_modes(self) -> bytes:
-        """The modes that measurements of it depend on."""
-        return self.micro_batch.state.modes.flags + (b"a loss of the program's" if self.reads_outputs else b"")
+        """What measurements of it depend on: its modes, and whether the program makes its loss of other outputs."""
+        own = any(leaf.shape.numel() != 1 for leaf in self._leaves)
+        return self.micro_batch.state.modes.flags + (b"a loss of the program's" if own else b"")
 
     @property
     def _leaves(self) -> list[Node]:
@@ -222,10 +218,7 @@ class QueuedMicroBatch:
 
     def objective(self, outputs: Any) -> Tensor | None:
         """Return what the fused pack propagates back from: nothing, if the forward pass ran on its own."""
-        if self.stage is Stage.FORWARDED:
-            self._keep(outputs, {})
-            return None
-        total, values = self._sum(outputs)
+        total, values = (None, {}) if self.stage is Stage.FORWARDED else self._sum(outputs)
         if self.expected is not None and total is not None:
             self.expected(total.detach())
         self._keep(outputs, values)
@@ -287,7 +280,8 @@ class QueuedMicroBatch:
         if self.stage is Stage.FORWARDED and self.micro_batch.outputs is not None and not destroyed:
             self._keep(self.micro_batch.outputs, {})
         for node in self.nodes:
-            node.forget()
+            if node.value is not None or node.result is not None:
+                node.function, node.operands = None, ()
         self._objectives.clear()
         self.micro_batch.close()
         self.arguments.forget()

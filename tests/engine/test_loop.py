@@ -80,8 +80,11 @@ def test_scores_are_not_taken_for_a_loss() -> None:
             engine.step()
         assert engine.swap_report().ratio == 1.0
         engine.backward(engine(x, scores=0))
-        scores = engine(x, scores=1)  # as if it were the number of a step
-        assert scores.shape == () and torch.equal(scores.exp(), model(x, 1).exp())
+        told = engine(x, scores=1)  # as if it were the number of a step
+        assert told.shape == ()
+        with pytest.raises(BatchError, match=r"told the shape \(\) .* now it is \(2, 5\)"):
+            told.argmax()
+        assert torch.equal(engine(x, scores=1).argmax(), model(x, 1).argmax())
 
 
 class Classifier(nn.Module):
