@@ -93,7 +93,7 @@ class QueuedMicroBatch:
 
     @property
     def measured_modes(self) -> bytes:
-        """What measurements of it depend on: its modes, and whether the program makes its loss of other outputs."""
+        """Key of its measurements: its modes, and whether the program makes its loss of other outputs."""
         own = any(leaf.shape.numel() != 1 for leaf in self._leaves)
         return self.micro_batch.state.modes.flags + (b"a loss of the program's" if own else b"")
 
