@@ -48,13 +48,13 @@ class OutputKind:
 
     def learn(self, outputs: Any, form: object) -> None:
         """Learn that a call with shapes and modes `form` returned `outputs`."""
-        found = dict(_tensors_in(outputs))
-        self.cls = type(outputs)
+        self.cls, found = type(outputs), dict(_tensors_in(outputs))
         items = sum(way == "item" for way, _ in found)
         self.items = items if _is_sequence(self.cls) and items == len(outputs) else 0
         # One row's logits have one number, too, but a dimension, or one with other rows.
         losses = {p: t for p, t in found.items() if not t.ndim or (p[1] == "loss" and t.numel() == 1)}
-        self.losses = {p: (t.shape, t.dtype, True) for p, t in losses.items() if p in self.losses or not self.others}
+        known = {p: (t.shape, t.dtype, t.is_floating_point()) for p, t in losses.items()}
+        self.losses = {p: like for p, like in known.items() if p in self.losses or not self.others}
         self.others[form] = {p: (t.shape, t.dtype, t.requires_grad) for p, t in found.items()}
 
     def outputs(self, ticket: Ticket, form: object, device: torch.device) -> Any:
@@ -149,9 +149,8 @@ class _Pending:
         if like is None:
             return None
         if path not in self.tensors:
-            shape, dtype, grad = like
             read = functools.partial(_follow, path=path)
-            self.tensors[path] = PendingTensor(Node((self.ticket,), shape, dtype, self.device, grad, read))
+            self.tensors[path] = PendingTensor(Node((self.ticket,), *like[:2], self.device, like[2], read))
         return self.tensors[path]
 
 

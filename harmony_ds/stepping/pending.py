@@ -171,6 +171,7 @@ class PendingTensor(torch.Tensor):
     requires_grad: bool = True
 
     @staticmethod
+    @_disable_dynamo
     def __new__(cls, node: Node) -> PendingTensor:
         made: PendingTensor = torch.Tensor._make_wrapper_subclass(
             cls, node.shape, dtype=node.dtype, device=node.device, requires_grad=node.requires_grad

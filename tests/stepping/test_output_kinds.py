@@ -135,7 +135,9 @@ def test_a_sequence_of_tensors_may_be_unpacked(real: Any) -> None:
 def test_one_tensor_waits_in_calls_of_a_form_that_is_known_or_if_it_is_a_loss() -> None:
     assert outputs_like(torch.ones(2))[0].shape == (2,)
     assert outputs_like(torch.ones(2), "another form")[0] is None
-    assert outputs_like(torch.ones(()), "another form")[0].shape == ()
+    assert outputs_like(torch.ones(()), "another form")[0].requires_grad
+    count = outputs_like((torch.ones(()), torch.tensor(3)), "another form")[0][1]  # of tokens
+    assert (count.dtype, count.requires_grad) == (torch.int64, False)
 
 
 def test_a_number_that_has_a_dimension_with_other_rows_is_no_loss() -> None:
