@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
+from torch import Tensor
 
 from harmony_ds import BatchError, UsageError
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, seed_of, sgd, train_groups, weights_of
@@ -21,6 +23,22 @@ def test_train_batch_refuses_to_drop_queued_micro_batches() -> None:
         engine.backward(engine(**GROUPS[0][0]).loss)
         with pytest.raises(BatchError, match=r"still queued \(1\)"):
             engine.train_batch(iter(GROUPS[0]))
+
+
+def test_an_iterator_may_yield_one_buffer_again_and_again() -> None:
+    buffers = {key: value.clone() for key, value in GROUPS[0][0].items()}
+
+    def again() -> Iterator[dict[str, Tensor]]:
+        for batch in GROUPS[0]:
+            for key, value in batch.items():
+                buffers[key].copy_(value)
+            yield buffers
+
+    losses = []
+    for batches in (iter(GROUPS[0]), again()):
+        with engine_for(LLAMA.build(0.0), sgd, config_of(4)) as engine:
+            losses.append(engine.train_batch(batches).item())
+    assert losses[0] == losses[1]
 
 
 def test_backward_wants_a_scalar() -> None:
