@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from harmony_ds.calls.boundary import next_nodes, reachable_nodes
 from harmony_ds.calls.intercept import Autocast
@@ -73,8 +73,7 @@ class Node:
         is_separable: each ticket can propagate a part of its own, since it is a sum of parts.
         divisors: what the program has divided it by.
         promised: the program knows its shape.
-        value: with its graph, computed because the program looked; what is written into it stays.
-        result: what is left of it when its step is over.
+        value: with its graph if the program has looked, else what is kept of it; what is written into it stays.
         owner: the tensor that the program has, or had.
         number: in the order that nodes are made in; gradients add up in the same bits only if functions run in it.
     """
@@ -91,14 +90,13 @@ class Node:
     divisors: frozenset[float] = frozenset()
     promised: bool = False
     value: Tensor | None = None
-    result: Tensor | None = None
     owner: Callable[[], PendingTensor | None] = lambda: None
     number: int = field(default_factory=itertools.count().__next__)
 
     @property
     def resolved(self) -> bool:
         """Whether its value is known, or can be had without a forward pass."""
-        return self.value is not None or self.result is not None or all(ticket.resolved for ticket in self.tickets)
+        return self.value is not None or all(ticket.resolved for ticket in self.tickets)
 
     def look(self) -> Tensor:
         """Return its value, computed now if need be."""
@@ -111,9 +109,7 @@ class Node:
 
     def _at_hand(self) -> Tensor | None:
         if self.value is not None:
-            return self.value
-        if self.result is not None:
-            return self.result.to(self.device, copy=True)
+            return self.value.to(self.device)  # large ones are kept on the host
         value = None if self.read is None else self.read(self.tickets[0].outputs())
         return value if value is None or value.ndim else value.clone()  # the step's own loss stays as it is
 
@@ -240,13 +236,14 @@ class PendingTensor(torch.Tensor):
 
 
 def _now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for one in tree_flatten((args, kwargs))[0]:
+    leaves, spec = tree_flatten((args, kwargs))
+    for one in leaves:
         if isinstance(one, PendingTensor):
             # With all that was made so far: what is written from here on must reach that by views alone.
             for node in [node for ticket in one.node.tickets for node in ticket.nodes if node.owner() is not None]:
                 node.look()
-    known_args, known_kwargs = tree_map_only(PendingTensor, lambda one: one.node.look(), (args, kwargs))
-    return func(*known_args, **known_kwargs)
+    args, kwargs = tree_unflatten([one.node.look() if isinstance(one, PendingTensor) else one for one in leaves], spec)
+    return func(*args, **kwargs)
 
 
 def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingTensor | None:
@@ -254,8 +251,6 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
     Nor do larger tensors with gradients off: an `autograd.Function` may be at work, which takes and returns real ones.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # which imports the compiler
-
     leaves, spec = tree_flatten((args, kwargs))
     operands = [_as_it_is(leaf) for leaf in leaves]
     nodes = [one for one in operands if isinstance(one, Node)]
@@ -272,8 +267,13 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             return func(*args, **kwargs)
 
     shapes = [node.shape for node in nodes] + [other.shape for other in others]
+    without_values: Any = nullcontext()
+    if any(shapes):
+        from torch._subclasses.fake_tensor import FakeTensorMode  # which imports the compiler
+
+        without_values = FakeTensorMode()
     try:
-        with FakeTensorMode() if any(shapes) else nullcontext():
+        with without_values:
             like = function(map(_stand_in, operands))
     except Exception:  # noqa: BLE001 - of values that it needs, or the program's own, which the values will raise
         return None

@@ -226,19 +226,19 @@ class QueuedMicroBatch:
 
     def _keep(self, outputs: Any, values: dict[Node, Tensor]) -> None:
         """Keep of `outputs`, and of what was made of them, what the program may still read when the step is over."""
-        held = [node for node in self.nodes if node.owner() is not None]
-        for one in [one for node in held for one in node.made_from(lambda one: self._is_kept(one, values))]:
-            if one.read is not None and self in one.tickets:
-                value = one.read(outputs).detach()
-                # Large ones would need memory of the device that no plan has.
-                one.result = value.to(self.micro_batch.home if value.numel() == 1 else "cpu", copy=True)
 
-    def _is_kept(self, node: Node, values: dict[Node, Tensor]) -> bool:
-        """Return whether nothing else is needed to know `node`, one way or another."""
-        value = values.get(node)
-        if value is not None and value.numel() == 1 and node.tickets == (self,):  # a copy: it may be a view of others
-            node.result = value.detach().to(self.micro_batch.home, copy=True)
-        return node.result is not None or node.value is not None
+        def is_kept(node: Node) -> bool:
+            value = values.get(node)
+            if node.value is None and value is not None and value.numel() == 1 and node.tickets == (self,):
+                node.value = value.detach().to(self.micro_batch.home, copy=True)  # it may be a view of others
+            return node.value is not None
+
+        for held in [node for node in self.nodes if node.owner() is not None]:
+            for one in held.made_from(is_kept):
+                if one.read is not None and self in one.tickets:
+                    value = one.read(outputs).detach()
+                    # Large ones would need memory of the device that no plan has.
+                    one.value = value.to(self.micro_batch.home if value.numel() == 1 else "cpu", copy=True)
 
     def forward_ran(self) -> None:
         """Note that the forward pass ran on its own: its loss can be read, and propagated from, until the step is over."""
@@ -280,7 +280,7 @@ class QueuedMicroBatch:
         if self.stage is Stage.FORWARDED and self.micro_batch.outputs is not None and not destroyed:
             self._keep(self.micro_batch.outputs, {})
         for node in self.nodes:
-            if node.value is not None or node.result is not None:
+            if node.value is not None:
                 node.function, node.operands = None, ()
         self._objectives.clear()
         self.micro_batch.close()
