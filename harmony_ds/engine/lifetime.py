@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.optimizer_override import OptimizerOverride
-from harmony_ds.parameters import ParameterLinks, gate
+from harmony_ds.parameters.engine_parameter import ParameterLinks, gate
 
 
 def release(links: ParameterLinks, override: OptimizerOverride | None, assembly: Assembly) -> None:

@@ -40,7 +40,7 @@ class Loop:
         """
         if not torch.is_grad_enabled():
             with self.streaming():
-                return self._open.parts.calls.run(self._model, Arguments(args, kwargs))
+                return self._open.parts.call(self._model, Arguments(args, kwargs))
         with self._world.reporting_failures():
             self._open.apply_user_edits()
             return self._open.group.add(args, kwargs)
@@ -247,7 +247,7 @@ class Loop:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `generate`, its weights streamed layer by layer."""
         with self.streaming():
-            return self._open.parts.calls.run(self._model.generate, Arguments(args, kwargs))  # type: ignore[arg-type]
+            return self._open.parts.call(self._model.generate, Arguments(args, kwargs))  # type: ignore[arg-type]
 
     @contextmanager
     def streaming(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.engine.lifetime import while_alive
+from harmony_ds.engine.model_calls import ModelCalls
 from harmony_ds.engine.one_time_warnings import DIVIDED_TWICE, EARLY_READ
 from harmony_ds.engine.optimizer_override import OptimizerOverride
 from harmony_ds.engine.schedules import check_schedule
@@ -24,10 +25,9 @@ from harmony_ds.engine.training import Training
 from harmony_ds.engine.used_gradients import check_dropped
 from harmony_ds.errors import ModelError, UnsupportedError, UsageError
 from harmony_ds.offload.updater import Clipping
-from harmony_ds.parameters import ParameterLinks, gate
+from harmony_ds.parameters.engine_parameter import ParameterLinks, gate
 from harmony_ds.runtime.updates import Outcome
 from harmony_ds.stepping.group import GroupParts, StepGroup
-from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.replaced_forward import ReplacedForward
 
@@ -61,15 +61,13 @@ class OpenStep:
     def _group_parts(self) -> GroupParts:
         training, assembly, config = self._training, self._assembly, self._training.settings.now
         device, seed, warn = assembly.device, config.harmony.seed, while_alive(training.warnings.warn)
-        dtype = config.autocast_dtype
+        dtype, ledger = config.autocast_dtype, assembly.ledger
+        autocast = None if dtype is None else Autocast(device.torch_device.type, dtype)
+        casts = config.values["fp16.enabled"] and config.values["fp16.auto_cast"]
         return GroupParts(
             module=training.model,
-            calls=ModelCalls(
-                device,
-                assembly.ledger,
-                None if dtype is None else Autocast(device.torch_device.type, dtype),
-                casts=config.values["fp16.enabled"] and config.values["fp16.auto_cast"],
-            ),
+            call=ModelCalls(device, ledger, autocast, casts).run,
+            ledger=ledger,
             runner=self._runner,
             kinds=OutputKinds(),
             replaced_forward=ReplacedForward(training.model),

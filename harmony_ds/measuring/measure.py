@@ -26,11 +26,10 @@ from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.errors import ModelError
-from harmony_ds.measuring.flow_watch import FlowWatch
 from harmony_ds.measuring.measured import Seen, SeenCall
 from harmony_ds.measuring.passes import Passes
-from harmony_ds.measuring.routing import RoutingWatch, extremes
 from harmony_ds.measuring.sample import Sample
+from harmony_ds.measuring.watches import FlowWatch, RoutingWatch, extremes
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiler.costs import CostTable
 

@@ -1,4 +1,7 @@
-"""Parameters of a model that an engine trains: every use of one goes through its link."""
+"""Parameters of a model that an engine trains: every use of one passes a gate, which waits for pending updates.
+
+Before a step's first call, masters take over what was written into their weights.
+"""
 
 from __future__ import annotations
 

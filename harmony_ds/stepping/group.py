@@ -20,17 +20,16 @@ from harmony_ds.checkpoint.capture import persistent_buffers
 from harmony_ds.errors import BatchError, ModelError, UnsupportedError
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parallel import PeerDiverged
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
 from harmony_ds.stepping.direct import EngineBackward
-from harmony_ds.stepping.first_step import prove
 from harmony_ds.stepping.inputs import Arguments, Inputs
-from harmony_ds.stepping.model_calls import ModelCalls
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.replaced_forward import ReplacedForward
 from harmony_ds.stepping.runner import Runner
-from harmony_ds.stepping.same_step import check_same_step
+from harmony_ds.stepping.step_checks import check_same_step, prove
 from harmony_ds.stepping.ticket import LossFunction, Queue, QueuedMicroBatch, Stage
 
 _ATTEMPTS = 8
@@ -42,6 +41,7 @@ class GroupParts:
     """Parts that every group of an engine works with.
 
     Attributes:
+        call: calls the model, or what stands for it, with arguments on the device.
         looked, propagating: called when an output is looked at, and propagated back from, before its boundary.
         accumulation: the accumulation steps, by which a backward pass of the program's own divides.
         divided_by_hand: called when a loss that the program has divided by them is about to be divided again.
@@ -49,7 +49,8 @@ class GroupParts:
     """
 
     module: nn.Module
-    calls: ModelCalls
+    call: Callable[[Callable[..., Any], Arguments], Any]
+    ledger: Ledger
     runner: Runner
     kinds: OutputKinds
     replaced_forward: ReplacedForward
@@ -125,7 +126,7 @@ class StepGroup(Queue):
     ) -> MicroBatch:
         """Make a micro-batch; `reduce`: of one without gradients, what is kept of its outputs."""
         args, kwargs = inputs = arguments.tree
-        home = self._parts.calls.device.torch_device
+        home = self._runner.parts.device.torch_device
         if not arguments.tensors:
             raise BatchError(
                 f"micro-batch {index} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
@@ -140,7 +141,7 @@ class StepGroup(Queue):
             index=index,
             # As if one process had taken the micro-batches of all in turn.
             seed=micro_batch_seed(self._parts.seed, self._step, index * self._world.size + self._world.rank),
-            forward=lambda: self._parts.calls.run(call, arguments),
+            forward=lambda: self._parts.call(call, arguments),
             objective=lambda outputs: None,
             autocast=Autocast.current(home.type),
             state=self._contract.take(),
@@ -157,7 +158,7 @@ class StepGroup(Queue):
     def _as_called(self, ticket: QueuedMicroBatch) -> Iterator[None]:
         """Run forward passes as `ticket` was called, not counted, while open."""
         with (
-            self._parts.calls.ledger.excluded(),
+            self._parts.ledger.excluded(),
             ticket.aside(),
             Autocast.entered(ticket.micro_batch.autocast),
             self._contract.running(),
@@ -167,21 +168,15 @@ class StepGroup(Queue):
 
     def _sample(self, ticket: QueuedMicroBatch) -> Sample:
         # Made-up gradients must not reach what the caller propagates through.
-        own = map_tensors(_on_its_own, ticket.micro_batch.inputs)
-
-        given = own
+        one = ticket.micro_batch
+        own = map_tensors(_on_its_own, one.inputs)
 
         def call(inputs: Inputs) -> Any:
-            nonlocal given
-            given = inputs
-            return self._parts.calls.run(ticket.call, Arguments(*inputs))
+            outputs = self._parts.call(ticket.call, Arguments(*inputs))
+            self._parts.kinds.learn(one, outputs, inputs)
+            return outputs
 
-        def objective(outputs: Any) -> Tensor | None:
-            self._parts.kinds.learn(ticket.micro_batch, outputs, given)
-            return ticket.like_objective(outputs)
-
-        one = ticket.micro_batch
-        return Sample(own, call, objective, one.seed, ticket.measured_modes, trains=one.reduce is None)
+        return Sample(own, call, ticket.like_objective, one.seed, ticket.measured_modes, trains=one.reduce is None)
 
     # ---- looking early
 
@@ -380,7 +375,7 @@ class StepGroup(Queue):
             if self._world.any("evaluate", not self._runner.planner.covers(micro_batch.inputs)):
                 self._measure(QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._parts.module))
             micro_batches.append(micro_batch)
-        with self._parts.calls.ledger.excluded():
+        with self._parts.ledger.excluded():
             self._runner.evaluate(micro_batches)
         return [micro_batch.outputs.detach() for micro_batch in micro_batches]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -156,14 +156,10 @@ class QueuedMicroBatch:
     def backward_from_loss(self, divisor: int, scale: float) -> PendingTensor:
         """Do what `backward(loss / divisor * scale)` does; return the loss."""
         self._note_caller()
-        like = torch.Size(), torch.float32, self.micro_batch.home
-        loss = PendingTensor(Node((self,), *like, read=self.loss_fn))
-
-        def scaled(values: Iterable[Tensor]) -> Tensor:
-            (value,) = values
-            return value / divisor if scale == 1.0 else value / divisor * scale
-
-        self._objectives.append((Node((self,), *like, function=scaled, operands=[loss.node]), 1))
+        like = (self,), torch.Size(), torch.float32, self.micro_batch.home
+        loss = PendingTensor(Node(*like, read=self.loss_fn))
+        scaled = Node(*like, function=lambda values: next(iter(values)) / divisor * scale, operands=[loss.node])
+        self._objectives.append((scaled, 1))
         if self.stage is Stage.FORWARDED:
             self._backward_now()
         return loss

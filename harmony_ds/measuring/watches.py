@@ -1,8 +1,13 @@
-"""Watch which tensors a forward pass hands from layer to layer."""
+"""Observers of the operations of a forward pass: which tensors go from layer to layer, and which layers route rows.
+
+Layers whose tensors have as many rows as the data says (mixtures of experts, selections by a mask) may be sent every token
+by the next micro-batch. They are known by the operators that they dispatch, and measured with inputs that all take one way
+as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +20,7 @@ from harmony_ds.calls.arguments import collector_here
 from harmony_ds.calls.crossing import writes
 from harmony_ds.calls.intercept import Request, is_between_layers
 from harmony_ds.calls.trees import tensors_in
-from harmony_ds.device.live_bytes import tensors_among
+from harmony_ds.device.live_bytes import EagerDispatchMode, tensors_among
 from harmony_ds.profiler.flow import Event, Flow, Kind
 
 
@@ -79,3 +84,41 @@ class FlowWatch(TorchFunctionMode):
             self._returns.append(tensor.requires_grad)
         number: int = self._numbers[tensor]
         return number
+
+
+class RoutingWatch(EagerDispatchMode):
+    """Observer of operators whose output shape depends on data (nonzero, masked_select, unique, ...)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen = self.seen or torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+        return func(*args, **(kwargs or {}))
+
+
+def extremes(inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Return `inputs` as they make routing most uneven: rows all alike, and all but the last one alike.
+
+    A router decides row by row, so rows that are alike go one way, as many as there are. The odd one keeps a second
+    way in use.
+    """
+    for but_last in (False, True):
+        yield [_alike(tensor, but_last) for tensor in inputs]
+
+
+def _alike(tensor: Tensor, but_last: bool) -> Tensor:
+    if tensor.dim() < 2 or tensor.numel() == 0:
+        return tensor
+    if tensor.dtype is torch.bool:
+        return torch.ones_like(tensor)
+    if not tensor.is_floating_point():
+        return tensor
+    first, last = (0,) * (tensor.dim() - 1), (-1,) * (tensor.dim() - 1)
+    rows = torch.empty_like(tensor).copy_(tensor[first].expand_as(tensor))
+    if but_last:
+        rows[last] = tensor[last]
+    return rows

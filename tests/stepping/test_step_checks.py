@@ -9,7 +9,7 @@ import torch
 
 from harmony_ds.errors import UsageError
 from harmony_ds.parallel import SingleProcess
-from harmony_ds.stepping.same_step import check_same_step
+from harmony_ds.stepping.step_checks import check_same_step
 
 MANY = 500
 
