@@ -142,7 +142,8 @@ class LayerCalls:
         layer, given = self.layers[request.layer], CallInputs.of(request)
         given.tensors = self._crossings.to_current(given.tensors)
         targets = [inter_layer.target(t) if t.requires_grad else None for t in given.tensors]
-        call = RecordedCall(replace(request, args=(), kwargs={}), number, given.arguments, targets)
+        request.args, request.kwargs = (), {}  # not kept
+        call = RecordedCall(request, number, given.arguments, targets)
         before = [t._version for t in given.tensors]
         keeps_graph = rows is None and layer.may_keep_graphs
         if keeps_graph:

@@ -42,7 +42,7 @@ def build(folder: Path, quick: bool = False) -> None:
 
 def _write(file: Path, text: str) -> None:
     """Write a page as HTML; links between pages follow."""
-    html = markdown2.markdown(text, extras=["fenced-code-blocks", "tables", "header-ids"])
+    html = markdown2.markdown(text, extras=["code-friendly", "fenced-code-blocks", "tables", "header-ids"])
     html = re.sub(r'href="(?!https?:)([^"#]*)\.md(#[^"]*)?"', r'href="\1.html\2"', html)
     file.parent.mkdir(parents=True, exist_ok=True)
     head = f'<!doctype html><meta charset="utf-8"><title>{file.stem}</title><style>{_STYLE}</style>'
