@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.host_store import ungated
@@ -28,7 +29,8 @@ _logger = logging.getLogger(__name__)
 
 _NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_flat_weight_refs"}
 """Attributes that are not compared: parameters, hooks, modes, and those that engines and wrappers put on modules."""
-_SET_ONCE = "_output_capturing_hooks_installed"  # by transformers, when hidden states are first asked for
+_CAPTURING = "transformers.utils.output_capturing"  # whose hooks put hidden states into the outputs
+_SET_ONCE = "_output_capturing_hooks_installed"  # by it, when they are first asked for
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, OrderedDict)
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
@@ -82,6 +84,7 @@ class Contract:
         self._held = [module.__dict__ for module in self._modules]
         self._parameters = list(model.parameters())
         self._written: set[Key] = set()  # by forward
+        self._leaves_graphs = False  # some of them hold tensors with a graph
         self._is_said = False
         self.is_running = False  # by the engine
         self._record()
@@ -177,11 +180,9 @@ class Contract:
 
     @property
     def leaves_more(self) -> bool:
-        """Whether forward leaves more than its results: attributes that it was seen to set, or what hooks take."""
-        attributes = any(
-            key != _SET_ONCE and key not in self._held[number]["_buffers"] for number, key in self._written
-        )
-        return attributes or any(map(_forward_hooks, self._held))
+        """Whether forward leaves what a loss may be made of, beside its results: attributes with graphs, or for hooks."""
+        hooks = chain.from_iterable(map(dict.values, map(_forward_hooks, self._held)))
+        return self._leaves_graphs or any(getattr(hook, "__module__", "") != _CAPTURING for hook in hooks)
 
     def _modes(self) -> CallModes:
         return CallModes(tuple([module.training for module in self._modules]), self._trained(), read_switches())
@@ -225,7 +226,8 @@ class Contract:
         }
 
     def _note_written(self, keys: set[Key]) -> None:
-        names = sorted(self._name(key) for key in keys - self._written if key[1] not in self._held[key[0]]["_buffers"])
+        told = {key for key in keys - self._written if key[1] not in (_SET_ONCE, *self._held[key[0]]["_buffers"])}
+        names = sorted(map(self._name, told))
         if names and not self._is_said:
             self._is_said = True
             _logger.warning(
@@ -234,6 +236,8 @@ class Contract:
                 ", ".join([*names[:4], "..."] if len(names) > 4 else names),
             )
         self._written |= keys
+        values = [self._held[number].get(name) for number, name in keys]
+        self._leaves_graphs |= any(isinstance(one, Tensor) and one.requires_grad for one in tree_iter(values))
 
     def _name(self, key: Key) -> str:
         return ".".join(filter(None, (self._names[key[0]], key[1])))

@@ -308,9 +308,7 @@ def _run_again(
 
 
 def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
-    edges, arrived = [], []
-    for edge, gradient in zip(call.graph, gradients, strict=True):
-        if edge is not None and gradient is not None:
-            edges.append(edge)
-            arrived.append(gradient)
-    propagate(edges, arrived)
+    came = [
+        (edge, one) for edge, one in zip(call.graph, gradients, strict=True) if edge is not None and one is not None
+    ]
+    propagate([edge for edge, _ in came], [gradient for _, gradient in came])

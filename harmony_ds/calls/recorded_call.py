@@ -33,9 +33,10 @@ class SavedTensor:
     version: int
     layer: str
 
-    def check(self) -> None:
-        """Raise ModelError if the argument has been changed in place, so that the layer cannot be recomputed."""
+    def check(self) -> Tensor:
+        """Return the argument; raise ModelError if it has been changed in place, so that nothing can be recomputed of it."""
         check_unwritten(self.tensor, self.version, self.layer)
+        return self.tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -88,9 +89,8 @@ class RecordedCall:
 
     def propagated(self) -> None:
         """Refuse gradients of the outputs from now on."""
-        for output_gradient in self.output_gradients:
-            if output_gradient is not None:
-                output_gradient.propagated = True
+        for output_gradient in filter(None, self.output_gradients):
+            output_gradient.propagated = True
 
     def check(self, outputs: list[Tensor], name: str) -> None:
         """Raise ModelError if outputs of a recomputation differ from forward's in number, dtypes, shapes or kept norms."""
@@ -125,13 +125,7 @@ def save_input(stash: Stash, tensor: Tensor, layer: str) -> StashEntry | SavedTe
 
 def saved_inputs(stash: Stash, kept: Iterable[StashEntry | SavedTensor], apart: bool) -> list[Tensor]:
     """Return the saved inputs, detached; raise ModelError if one was changed in place. `apart`: return copies."""
-    tensors = []
-    for one in kept:
-        if isinstance(one, StashEntry):
-            tensors.append(stash.tensor(one).detach())
-        else:
-            one.check()
-            tensors.append(one.tensor)
+    tensors = [stash.tensor(one).detach() if isinstance(one, StashEntry) else one.check() for one in kept]
     return [t.detach().clone() for t in tensors] if apart else tensors
 
 

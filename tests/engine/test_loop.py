@@ -105,6 +105,8 @@ class Classifier(nn.Module):
         scores = self.head(x)
         if self.form == "attribute":
             self.extra = hidden[1].pow(2).mean()
+        if self.form == "detached":
+            self.extra = hidden[1].detach()
         if self.form == "tuple":
             assert targets is not None
             return scores, F.cross_entropy(scores, targets)
@@ -146,6 +148,7 @@ OWN: dict[str, tuple[str, Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]
     "with a penalty": ("scores", with_a_penalty),
     "in half": ("scores", in_half),
     "with an attribute": ("attribute", with_an_attribute),
+    "beside a detached attribute": ("detached", lambda model, x, y: (scores := model(x), F.cross_entropy(scores, y))),
 }
 
 
