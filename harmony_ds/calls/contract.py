@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from harmony_ds.calls.trees import LIBRARIES
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.host_store import ungated
 
@@ -29,8 +30,7 @@ _logger = logging.getLogger(__name__)
 
 _NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_flat_weight_refs"}
 """Attributes that are not compared: parameters, hooks, modes, and those that engines and wrappers put on modules."""
-_CAPTURING = "transformers.utils.output_capturing"  # whose hooks put hidden states into the outputs
-_SET_ONCE = "_output_capturing_hooks_installed"  # by it, when they are first asked for
+_SET_ONCE = "_output_capturing_hooks_installed"  # by transformers, when hidden states are first asked for
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, OrderedDict)
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
@@ -180,9 +180,11 @@ class Contract:
 
     @property
     def leaves_more(self) -> bool:
-        """Whether forward leaves what a loss may be made of, beside its results: attributes with graphs, or for hooks."""
+        """Whether forward leaves more than its results for a loss: attributes with graphs, or what hooks take."""
+        # Libraries' own make inputs require gradients, or put hidden states into the results.
         hooks = chain.from_iterable(map(dict.values, map(_forward_hooks, self._held)))
-        return self._leaves_graphs or any(getattr(hook, "__module__", "") != _CAPTURING for hook in hooks)
+        modules = [getattr(hook, "__module__", None) or "" for hook in hooks]
+        return self._leaves_graphs or any(name.partition(".")[0] not in LIBRARIES for name in modules)
 
     def _modes(self) -> CallModes:
         return CallModes(tuple([module.training for module in self._modules]), self._trained(), read_switches())

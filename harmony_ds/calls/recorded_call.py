@@ -34,7 +34,7 @@ class SavedTensor:
     layer: str
 
     def check(self) -> Tensor:
-        """Return the argument; raise ModelError if it has been changed in place, so that nothing can be recomputed of it."""
+        """Return the argument; raise ModelError if it has been changed in place, so that the call cannot be recomputed."""
         check_unwritten(self.tensor, self.version, self.layer)
         return self.tensor
 

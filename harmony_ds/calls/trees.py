@@ -76,7 +76,7 @@ _OBJECT = _Kind(_open_object, _make_object)
 _LEAF_TYPES = (Tensor, nn.Module, type, enum.Enum, types.ModuleType, torch.Size, BaseException)
 _OPENED_MODULES = ("types", "collections", "argparse")
 """Modules of the standard library whose objects are data; others (loggers, locks, paths) are leaves."""
-_LIBRARIES = ("transformers", "diffusers", "peft", "timm")
+LIBRARIES = ("transformers", "diffusers", "peft", "timm", "accelerate", "trl")
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def _is_data(cls: type) -> bool:
     made_plainly = new in (object.__new__, types.SimpleNamespace.__new__) and not hasattr(cls, "__del__")
     module = cls.__module__.partition(".")[0]
     tool = module in sys.stdlib_module_names and module not in _OPENED_MODULES
-    settings = cls.__name__.endswith("Config") and module in _LIBRARIES
+    settings = cls.__name__.endswith("Config") and module in LIBRARIES
     return made_plainly and not tool and not settings and bool(cls.__dictoffset__ or _slots_of(cls))
 
 

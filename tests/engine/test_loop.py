@@ -189,6 +189,16 @@ def test_a_loss_of_the_programs_own_is_grouped_and_exact(name: str, devices: int
     assert all(torch.allclose(grouped, plain, rounding, rounding) for plain, grouped in zip(*results, strict=True))
 
 
+def test_a_hook_of_a_library_takes_nothing_for_a_loss() -> None:
+    model = LLAMA.build(0.0)
+    model.enable_input_require_grads()
+    with engine_for(model, sgd, config_of(2, None, ONE_PACK_EACH)) as engine:
+        for batch in GROUPS[0][:2]:
+            engine.backward(engine(**batch).logits.square().mean())
+            engine.step()
+        assert engine.swap_report().ratio == 1.0
+
+
 def test_outputs_of_a_shape_that_no_call_has_shown_are_computed_at_once() -> None:
     model = Classifier("scores")
     with engine_for(model, sgd, config_of(2, None, ONE_PACK_EACH)) as engine:
