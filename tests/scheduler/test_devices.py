@@ -51,11 +51,20 @@ def test_every_device_has_whole_grains_of_each_parameter() -> None:
     assert alone.swap_out_bytes(0) == alone.swap_out_bytes() == alone.gradient_bytes
 
 
-def test_gradients_are_reduced_in_front_of_each_swap_out() -> None:
-    packing = reused(packs_of(True, True))
-    tasks = text(compose_step(packing, Group.of(1), replace(DEFERRED, deferred_update=False)))
-    assert tasks == "I0 F0.0 E0 I1 L1.0 R1 O1 U1 E1 I0 B0.0 G1 R0 O0 U0 E0 G0"
-    assert " R" not in text(compose_step(packing, Group.of(1), replace(DEFERRED, devices=1)))
+@pytest.mark.parametrize(
+    ("policy", "tasks"),
+    [
+        (replace(DEFERRED, devices=1), "I0 F0.0 E0 I1 L1.0 O1 U1 E1 I0 B0.0 G1 O0 U0 E0 G0"),
+        (DEFERRED, "I0 F0.0 E0 I1 L1.0 R1 O1 U1 E1 I0 B0.0 G1 R0 O0 U0 E0 G0"),
+        (ON_HOST, "I0 F0.0 E0 I1 L1.0 O1 R1 U1 E1 I0 B0.0 G1 O0 R0 U0 E0 G0"),
+        (SHARED, "I0 A0 F0.0 E0 I1 A1 L1.0 R1 O1 U1 E1 I0 A0 B0.0 G1 R0 O0 U0 E0 G0"),
+        (replace(SHARED, prefetch=True), "I0 A0 I1 A1 F0.0 E0 I0 A0 L1.0 R1 O1 U1 E1 B0.0 G1 R0 O0 U0 E0 G0"),
+    ],
+    ids=["one device", "reduced before swap-outs", "reduced after them", "gathered after swap-ins", "and ahead"],
+)
+def test_a_step_of_several_devices_is_composed(policy: Policy, tasks: str) -> None:
+    step = compose_step(reused(packs_of(True, True)), Group.of(1), replace(policy, deferred_update=False))
+    assert text(step) == tasks
 
 
 def test_bytes_do_not_depend_on_the_number_of_micro_batches() -> None:
@@ -111,12 +120,6 @@ def test_gradients_that_are_reduced_on_the_host_leave_whole() -> None:
     assert swaps_of(plan, costs).sent == 0 and swaps_of(plan, costs).total == lower_bound_bytes(plan)
 
 
-def test_they_are_reduced_behind_each_swap_out() -> None:
-    packing = reused(packs_of(True, True))
-    tasks = text(compose_step(packing, Group.of(1), replace(ON_HOST, deferred_update=False)))
-    assert tasks == "I0 F0.0 E0 I1 L1.0 O1 R1 U1 E1 I0 B0.0 G1 O0 R0 U0 E0 G0"
-
-
 def test_the_host_reads_all_gradients_and_writes_their_sum() -> None:
     plan, costs = planned(replace(ON_HOST, deferred_update=False), layers=3)
     spans = {span.name: span for span in simulate(plan, costs, GPU).spans}
@@ -166,15 +169,6 @@ def test_the_faster_way_to_reduce_is_taken() -> None:
             for place in ("device", "host")
         ]
         assert choices[0].prediction.step_ms == min(one.prediction.step_ms for one in both)
-
-
-def test_shares_come_in_and_are_gathered_before_a_pack_runs() -> None:
-    packing = reused(packs_of(True, True))
-    shared = replace(DEFERRED, deferred_update=False, shared=True)
-    tasks = text(compose_step(packing, Group.of(1), shared))
-    assert tasks == "I0 A0 F0.0 E0 I1 A1 L1.0 R1 O1 U1 E1 I0 A0 B0.0 G1 R0 O0 U0 E0 G0"
-    ahead = text(compose_step(packing, Group.of(1), replace(shared, prefetch=True)))
-    assert ahead.startswith("I0 A0 I1 A1 F0.0 E0 I0 A0 L1.0")
 
 
 def test_a_share_is_whole_grains_and_what_is_left_comes_to_all() -> None:

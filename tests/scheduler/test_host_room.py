@@ -27,12 +27,9 @@ def gradients(*policies: Policy) -> list[int]:
     return [gradient_bytes(PACKING, policy) for policy in policies]
 
 
-def test_all_gradients_wait_for_their_norm_but_those_of_resident_packs() -> None:
-    assert gradients(Policy(), Policy(resident=(1,))) == [sum(OWN), sum(OWN) - OWN[1]]
-
-
-def test_without_a_norm_a_few_wait() -> None:
+def test_all_gradients_wait_for_their_norm_but_those_of_resident_packs_and_a_few_without_a_norm() -> None:
     few = Policy(deferred_update=False, gradient_slabs=2)
+    assert gradients(Policy(), Policy(resident=(1,))) == [sum(OWN), sum(OWN) - OWN[1]]
     assert gradients(few, replace(few, resident=(1,)), replace(few, resident=(0, 1, 2))) == [
         2 * max(OWN),
         2 * OWN[3],

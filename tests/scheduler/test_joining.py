@@ -47,7 +47,8 @@ def memory_bound(share: float) -> Machine:
     return replace(CPU, host_bytes_per_ms=4 * ELEMENTS / share)
 
 
-def test_calls_bound_by_the_traffic_of_weights_are_advised_to_be_joined() -> None:
+def test_calls_bound_by_the_traffic_of_weights_are_advised_to_be_joined_and_those_bound_by_rows_are_not() -> None:
+    assert advice(memory_bound(0.01)) is None
     found = advice(memory_bound(0.5))
 
     assert found is not None
@@ -55,10 +56,6 @@ def test_calls_bound_by_the_traffic_of_weights_are_advised_to_be_joined() -> Non
     assert found.step_ms < 0.5 * found.now_ms
     assert f'"harmony": {{"micro_batch": {GROUP * ROWS}}}' in str(found)
     assert "predicted (not measured)" in str(found)
-
-
-def test_calls_bound_by_their_rows_are_not() -> None:
-    assert advice(memory_bound(0.01)) is None
 
 
 def test_joined_calls_that_do_not_fit_are_not_advised() -> None:

@@ -201,10 +201,10 @@ def test_gradients_of_a_parameter_that_two_layers_of_a_fused_pack_share_wait_for
 
 
 def test_gradients_of_another_dtype_than_their_sums_wait_for_the_end_of_the_pack() -> None:
-    packs = (replace(TWO[0], positions=(0, 1)), replace(TWO[1], positions=(2,)))
+    packs = (replace(TWO[0], positions=(0, 1, 2)), replace(TWO[1], positions=(3,)))
     cost = CallCost(backward_bytes=5_000, leaf_bytes=700, needs_backward=True)
 
-    assert peaks(packs, costs_of((0, 1, 2), cost), "B0.0", ON_DEVICE) == [2 * 500 + 700 + 5_000]
+    assert peaks(packs, costs_of((0, 1, 2, 3), cost), "B0.0", ON_DEVICE) == [2 * 500 + 2 * 700 + 5_000]
 
 
 def test_sums_of_gradients_come_with_the_first_micro_batch_call_by_call() -> None:

@@ -34,18 +34,13 @@ def test_only_the_first_pack_is_smaller(pack_layers: int, positions: list[tuple[
     assert [one.index for one in packs] == list(range(len(positions)))
 
 
-def test_bytes_are_those_of_aligned_slabs() -> None:
+def test_bytes_are_those_of_aligned_slabs_and_of_a_layer_called_twice_once() -> None:
     (one,) = pack(graph_of([16, 17, 1]), 3, ElementBytes(weight=2, gradient=4))
+    (twice,) = pack(graph_of([16, 16], calls=(0, 1, 0)), 3)
 
     assert one.weight_bytes == 64 + 64 + 64
     assert one.gradient_bytes == 64 + 128 + 64
-
-
-def test_a_layer_called_twice_in_a_pack_is_swapped_in_once() -> None:
-    (one,) = pack(graph_of([16, 16], calls=(0, 1, 0)), 3)
-
-    assert one.layers == (0, 1)
-    assert one.weight_bytes == 2 * 64
+    assert (twice.layers, twice.weight_bytes) == ((0, 1), 2 * 64)
 
 
 def test_a_layer_called_in_two_packs_is_owned_by_the_first() -> None:
@@ -63,16 +58,11 @@ def tied() -> LayerGraph:
     return LayerGraph(layers, specs, (0, 1, 2), ())
 
 
-def test_a_tied_parameter_is_swapped_with_both_packs_and_owned_by_the_first() -> None:
-    packs = pack(tied(), 1)
+def test_a_tied_parameter_is_swapped_with_both_packs_and_owned_by_the_first_and_counts_once_in_a_common_one() -> None:
+    packs, (one,) = pack(tied(), 1), pack(tied(), 3)
 
     assert [one.parameters for one in packs] == [("e",), ("b",), ("e", "h")]
     assert [one.owned for one in packs] == [("e",), ("b",), ("h",)]
-
-
-def test_a_tied_parameter_in_one_pack_counts_once() -> None:
-    (one,) = pack(tied(), 3)
-
     assert one.parameters == one.owned == ("e", "b", "h")
     assert one.weight_bytes == 3 * 64
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +43,8 @@ def test_a_task_prints_as_kind_pack_and_micro_batch_and_is_parsed(task: Task, pr
 def test_what_no_task_prints_as_is_not_parsed(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         Task.parse(text)
+    with pytest.raises(ValueError, match="'X' is not a valid TaskKind"):
+        Plan.from_json(plan_of().to_json().replace('"N"', '"X"'))
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 7), st.booleans())
@@ -53,6 +57,8 @@ def test_any_chosen_plan_survives_json(numels: list[int], micro_batches: int, pa
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_an_unknown_kind_in_json_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'X' is not a valid TaskKind"):
-        Plan.from_json(plan_of().to_json().replace('"N"', '"X"'))
+def test_gradients_of_each_pack_that_shares_a_parameter_with_an_earlier_one_wait_on_the_host() -> None:
+    packs = list(packs_of(True, True, True, True, True))
+    packs[3], packs[4] = (replace(pack, parameters=(*pack.parameters, f"p{pack.index - 3}")) for pack in packs[3:])
+    plan = replace(plan_of(), packing=reused(tuple(packs)))
+    assert [replace(plan, policy=Policy(deferred_update=late)).held_transfers for late in (False, True)] == [2, 5]

@@ -12,7 +12,7 @@ from harmony_ds.profiler.costs import CallCost
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.memory import walk_memory
-from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.resident import resident_packs, why_not_resident
 from harmony_ds.scheduler.search import search
@@ -78,3 +78,5 @@ def test_a_plan_counts_weights_masters_state_and_the_update_of_resident_packs() 
     assert plan.resident_bytes == 7 + 2 * (64 + 1000)
     assert plan.peak_bytes >= plan.resident_bytes + 5000
     assert pack_uniformly(graph, costs, FP32, 3)[0].resident_bytes == 3 * (64 + 1000)
+    (in_bf16,) = pack_uniformly(graph, costs, ElementBytes(weight=2, gradient=2), 3)
+    assert in_bf16.update_bytes == 3 * 16 * 4 + 5000  # all gradients in fp32, before the first parameter is stepped

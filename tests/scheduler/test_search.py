@@ -23,6 +23,7 @@ from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.compose import Group
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Policy
+from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search, steps
 from harmony_ds.scheduler.simulate import simulate
 from tests.cover import pairs
@@ -76,6 +77,13 @@ def plan_with(pack_layers: int, stash_on_host: bool) -> Plan:
     packing = reused(pack_uniformly(GRAPH, COSTS, FP32, pack_layers))
     policy = Policy(stash_on_host=len(packing.forward) if stash_on_host else 0)
     return make_plan(packing, COSTS, request(None), policy)
+
+
+def test_a_saved_plan_needs_what_is_measured_now_whatever_it_needed_when_it_was_saved() -> None:
+    saved = replace(plan_with(1, stash_on_host=False), peak_bytes=0)
+    needed = adopt(saved, GRAPH, COSTS, GPU, FP32, request(None)).plan.peak_bytes
+    with pytest.raises(DoesNotFitError, match=rf"needs {needed:,} bytes .*{needed - 1:,}: 1 too many"):
+        adopt(saved, GRAPH, COSTS, GPU, FP32, request(needed - 1))
 
 
 def largest_pack(plan: Plan) -> int:

@@ -123,7 +123,7 @@ def test_memory_is_drawn_as_it_was_planned() -> None:
 
 def test_an_executed_step_ends_with_its_last_work_but_updates() -> None:
     task = Task(TaskKind.FORWARD, 0, 0)
-    spans = (Span("compute", 1.0, 6.0, (task,)), Span("update", 5.0, 20.0, (task,)))
+    spans = (Span("compute", 1.0, 2.0, (task,)), Span("compute", 2.0, 6.0, (task,)), Span("update", 5.0, 20.0, (task,)))
     step = ExecutedStep(replace(plan_of(), tasks=(task,)), ((0.5, 2.0),), (1,), spans)
 
     assert step.step_ms == 6.0

@@ -34,9 +34,7 @@ def test_they_are_there_from_the_first_task_to_the_last_backward_pass() -> None:
     assert text(compose_step(TWO, Group((0,)), SOON)) == IMMEDIATE
     assert text(compose_step(TWO, Group((0,)), LATE)) == DEFERRED
     assert text(compose_end(TWO, LATE)) == "O2 G2 E2 N U0 U1 U2"
-
-
-def test_what_the_model_does_not_use_is_only_updated() -> None:
+    # What the model does not use is only updated.
     assert text(compose_step(with_uncalled(TWO), Group((0,)), SOON)) == IMMEDIATE + " U3"
     assert text(compose_step(with_uncalled(TWO), Group((0,)), LATE)) == DEFERRED + " U3"
 
