@@ -15,7 +15,8 @@ from torch.utils import cpp_extension
 from harmony_ds import OptimizerError
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.native import gil_free_op, make_native
-from tests.offload.examples import gradients_for, odd_sizes
+from harmony_ds.offload.optimizers import Masters
+from tests.offload.examples import gradients_for, odd_sizes, stored
 
 Make = Callable[[Any], torch.optim.Optimizer]
 ELEMENTWISE: dict[str, Make] = {
@@ -83,6 +84,16 @@ def test_steps_layer_by_layer_equal_one_step_in_weights_and_state(name: str) -> 
             assert torch.equal(torch.as_tensor(state["state"][index][key]), torch.as_tensor(value))
     tensors = [value for values in optimizer.state.values() for value in values.values() if value is not None]
     assert host.state_bytes() == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def test_state_of_steps_before_the_engine_is_that_of_the_masters() -> None:
+    model = odd_sizes()
+    optimizer = torch.optim.AdamW(model.parameters())
+    at_once(optimizer, parameters_of(model), 0)
+    states = {name: optimizer.state[p] for name, p in parameters_of(model).items()}
+    store = stored(model, torch.bfloat16).store
+    Masters(store.parameters, store.masters).adopt(optimizer)
+    assert optimizer.state == {store.masters[name]: state for name, state in states.items()}
 
 
 def test_hyper_parameters_are_those_of_the_time_they_were_read() -> None:

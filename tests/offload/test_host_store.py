@@ -109,8 +109,10 @@ def test_a_tied_parameter_lies_with_its_first_layer() -> None:
     assert [name for piece in pieces for name in piece.places] == ["transformer.wte.weight", "transformer.ln_f.weight"]
 
 
-def test_parameters_stay_readable_after_release() -> None:
-    one = stored(odd_sizes())
+def test_a_release_unlocks_every_slab_and_parameters_stay_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, freed = stored(odd_sizes()), []
+    monkeypatch.setattr(one.device, "host_free", freed.append)
     one.store.release()
 
+    assert [slab.data_ptr() for slab in freed] == [layer.weight.data_ptr() for layer in one.model]
     assert_same(one.model, odd_sizes(), bitwise=True)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harmony_ds.device import CpuDevice, Event, Stream
-from harmony_ds.offload.ledger import Ledger
+from harmony_ds.offload.ledger import Kind, Ledger
 from harmony_ds.offload.residency import DeviceCopy, Leaves, Residency
+from tests.offload.examples import stored
 
 
 class Operators(TorchDispatchMode):
@@ -70,6 +71,17 @@ def test_strides_of_a_gradient_are_kept() -> None:
     residency.accumulate(copy)
     assert list(copy.gradients) == ["p3"]
     assert copy.gradients["p3"].stride() == (1, 3)
+
+
+def test_each_of_several_devices_swaps_in_its_share_and_the_rest_that_makes_no_whole_share() -> None:
+    one, ledger = stored(nn.Sequential(nn.Linear(20, 30))), Ledger()
+    names, residency = list(one.store.parameters), Residency(one.device, one.store, ledger, torch.float32)
+    whole = residency.swap_in(names).buffer
+    for rank, share in enumerate((slice(256), slice(256, 512))):
+        ledger.drain()
+        buffer = residency.swap_in(names, rank=rank, devices=2).buffer
+        assert torch.equal(buffer[share], whole[share]) and torch.equal(buffer[512:], whole[512:])
+        assert ledger.drain().host_to_device[Kind.WEIGHTS] == 4 * (256 + 128)
 
 
 class Interrupted(Future[Event]):

@@ -254,22 +254,25 @@ def test_after_a_failure_nothing_hangs_and_later_jobs_fail() -> None:
             b.updater.norm(Clipping())
 
 
-def test_an_update_that_fails_while_a_step_is_discarded_leaves_that_step_its_own_error(
+def test_updates_go_on_while_a_step_is_discarded_and_one_that_fails_leaves_that_step_its_own_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with bench() as b:
         wait_for = b.updater._wait_for
 
-        def fail_and_wait(done: Callable[[], bool], fails: bool = True) -> None:
+        def step_and_wait(done: Callable[[], bool], fails: bool = True) -> None:
             b.optimizer.gate.set()
             wait_for(done, fails)
 
-        monkeypatch.setattr(b.updater, "_wait_for", fail_and_wait)
-        b.optimizer.before = failing
-        b.optimizer.gate.clear()
-        b.deliver(0, random_gradients())
-        b.update(0)
-        b.updater.discard()
+        monkeypatch.setattr(b.updater, "_wait_for", step_and_wait)
+        for packs, before in (((0, 1), lambda: None), ((2,), failing)):
+            b.optimizer.gate.clear()
+            b.optimizer.before = before
+            for pack in packs:
+                b.deliver(pack, random_gradients())
+                b.update(pack)
+            b.updater.discard()
+            assert b.optimizer.stepped == [*PACKS[0], *PACKS[1]]
         with pytest.raises(NoLuckError):
             b.updater.raise_failure()
 
