@@ -193,8 +193,8 @@ def test_a_hook_of_a_library_takes_nothing_for_a_loss() -> None:
     model = LLAMA.build(0.0)
     model.enable_input_require_grads()
     with engine_for(model, sgd, config_of(2, None, ONE_PACK_EACH)) as engine:
-        for batch in GROUPS[0][:2]:
-            engine.backward(engine(**batch).logits.square().mean())
+        for _ in range(2):
+            engine.backward(engine(**GROUPS[0][0]).logits.square().mean())
             engine.step()
         assert engine.swap_report().ratio == 1.0
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import threading
 
+import pytest
 import torch
 
+from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.offload.updater import Updater
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups
 from tests.oracle import assert_same
 
@@ -39,3 +43,16 @@ def test_generate_leaves_training_unchanged_and_is_the_models_own() -> None:
                     engine.train()
                     assert torch.equal(words, expected)
     assert_same(models[0], models[1], bitwise=True)
+
+
+def test_an_evaluation_is_of_weights_that_the_step_before_has_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update takes until something waits for all of them."""
+    waited, step, wait_all = threading.Event(), HostOptimizer.step, Updater.wait_all
+    monkeypatch.setattr(HostOptimizer, "step", lambda *given: (waited.wait(60), step(*given)))
+    with engine_for(LLAMA.build(0.0), adamw, config_of(3, 0.5, {"residency": "off"})) as engine:
+        train_groups(engine, GROUPS[:1])
+        monkeypatch.setattr(Updater, "wait_all", lambda updater: (waited.set(), wait_all(updater)))
+        with torch.no_grad():
+            seen = engine(**GROUPS[1][0]).loss
+            engine.finish_updates()
+            assert torch.equal(seen, engine(**GROUPS[1][0]).loss)

@@ -13,16 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds import HarmonyEngine, TaskKind
+from harmony_ds import HarmonyEngine, Plan, Task, TaskKind
 from harmony_ds.device import CpuDevice
 from harmony_ds.device.base import HOME, Stream
 from harmony_ds.device.group import DeviceGroup
 from harmony_ds.runtime.timeline import StepTimeline
+from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.spans import STREAMS
 from harmony_ds.scheduler.trace import ExecutedStep
 from tests.engine.drive import adamw, config_of, engine_for, weights_of
 from tests.inside import assembly_of
 from tests.oracle import assert_same
+from tests.scheduler.examples import packs_of, reused
 
 RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD, TaskKind.UPDATE_ON_DEVICE)
 COPIES = {TaskKind.SWAP_IN: "swap_in", TaskKind.SWAP_OUT: "swap_out"}
@@ -148,6 +150,19 @@ def test_a_second_recording_at_once_is_refused_and_nothing_is_left_of_the_first(
         with pytest.raises(KeyError, match="mine"), engine.record_steps():
             raise KeyError("mine")
         assert nothing_is_watched(engine)
+
+
+def test_a_span_begins_with_the_first_copy_of_its_task_and_ends_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, ticks, task = CpuDevice(), iter(range(6)), Task(TaskKind.SWAP_IN, 0)
+    monkeypatch.setattr(device, "timestamp", lambda stream: float(next(ticks)))
+    timeline, plan = StepTimeline(device), Plan(reused(packs_of(True)), Policy(), (task,), 1, 0, 0)
+    with timeline.recording(lambda: None) as steps, timeline.step(plan), timeline.task(task):
+        for _ in range(3):
+            with device.on(Stream.SWAP_IN):
+                pass
+    (span,) = steps[0].spans
+    assert (span.stream, span.tasks) == ("swap_in", (task,))
+    assert span.end_ms - span.begin_ms == pytest.approx(5.0)
 
 
 def test_copies_that_a_thread_issues_meanwhile_leave_the_current_device_its_timestamps() -> None:

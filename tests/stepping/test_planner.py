@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from harmony_ds.stepping import group_plans
 from tests.engine.drive import config_of, engine_for, sgd
@@ -21,6 +22,15 @@ def test_a_plan_for_all_processes_is_made_with_the_slowest_rates(monkeypatch: py
         others = [replace(GPU, swap_in_bytes_per_ms=1.0), replace(GPU, update_ms=77.0)]
         monkeypatch.setattr(one._parts.world, "all", lambda kind, value: [value, *others])
         assert one._machine() == replace(GPU, swap_in_bytes_per_ms=1.0, update_ms=77.0)
+
+
+def test_micro_batches_that_are_larger_in_any_dimension_than_all_before_are_not_covered() -> None:
+    with engine_for(built(Net), sgd, config_of(1)) as engine:
+        engine.train_batch(iter([batch_of(0)]))
+        rows, columns = batch_of(0)["x"].shape
+        sizes = [(rows, columns), (rows - 1, columns - 1), (rows + 1, columns), (rows, columns + 1)]
+        found = [planner_of(engine).covers([torch.empty(size)] * 2) for size in sizes]
+        assert found == [True, True, False, False]
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
