@@ -6,7 +6,6 @@ Tensors among pending outputs are pending themselves, as far as their shapes are
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -24,8 +23,8 @@ from harmony_ds.stepping.pending import Node, PendingTensor, Ticket
 
 _MOST_WORDS = 16
 """Combinations of strings among a call's arguments that may name modes; where there are more, they are data."""
-Path = tuple[Any, ...]
-"""Way from outputs to a tensor: an "attribute" and its name, an "item" and its key, or "itself"; its place in a tuple."""
+Path = tuple[str, Any]
+"""Way from outputs to a tensor: an "attribute" and its name, an "item" and its key, or "itself"."""
 
 
 Like = tuple[torch.Size, torch.dtype, bool]
@@ -39,7 +38,7 @@ class OutputKind:
     Attributes:
         losses: that have this shape whatever is given.
         others: by the shapes and modes of a call.
-        items: of a tuple or list of nothing but tensors and tuples of such, their number.
+        items: of a tuple or list of nothing but tensors, their number.
     """
 
     cls: Any
@@ -50,12 +49,10 @@ class OutputKind:
     def learn(self, outputs: Any, form: object) -> None:
         """Learn that a call with shapes and modes `form` returned `outputs`."""
         self.cls, found = type(outputs), dict(_tensors_in(outputs))
-        items = len({key for way, key, *_ in found if way == "item"})
+        items = sum(way == "item" for way, _ in found)
         self.items = items if _is_sequence(self.cls) and items == len(outputs) else 0
         # One row's logits have one number, too, but a dimension, or one with other rows.
-        losses = {
-            p: t for p, t in found.items() if (not t.ndim and len(p) == 2) or (p[1:] == ("loss",) and t.numel() == 1)
-        }
+        losses = {p: t for p, t in found.items() if not t.ndim or (p[1] == "loss" and t.numel() == 1)}
         known = {p: (t.shape, t.dtype, t.is_floating_point()) for p, t in losses.items()}
         self.losses = {p: like for p, like in known.items() if p in self.losses or not self.others}
         self.others[form] = {p: (t.shape, t.dtype, t.requires_grad) for p, t in found.items()}
@@ -67,8 +64,8 @@ class OutputKind:
             return pending.tensor("itself", None)
         if _is_sequence(self.cls):
             tensors = [pending.tensor("item", place) for place in range(self.items)]
-            known = tensors and all(one is not None for one in tensors)
-            return getattr(self.cls, "_make", self.cls)(tensors) if known else None
+            whole = bool(tensors) and all(isinstance(one, PendingTensor) for one in tensors)
+            return getattr(self.cls, "_make", self.cls)(tensors) if whole else None
         if not pending.likes:
             return None
         outputs = object.__new__(_pending_class(self.cls))
@@ -89,17 +86,13 @@ def _tensors_in(outputs: Any) -> Iterator[tuple[Path, Tensor]]:
     attributes = [("attribute", name) for name in dict.fromkeys((*names, "loss"))]
     for path in [*attributes, *(("item", key) for key in (*names, *range(count)))]:
         with suppress(TypeError, LookupError, AttributeError):
-            found = _follow(outputs, path)
-            if isinstance(found, Tensor):
+            if isinstance(found := _follow(outputs, path), Tensor):
                 yield path, found
-            elif type(found) is tuple and all(isinstance(one, Tensor) for one in found):
-                yield from (((*path, place), one) for place, one in enumerate(found))
 
 
 def _follow(outputs: Any, path: Path) -> Any:
-    way, key, *place = path
-    found = outputs if way == "itself" else getattr(outputs, key) if way == "attribute" else outputs[key]
-    return found[place[0]] if place else found
+    way, key = path
+    return outputs if way == "itself" else getattr(outputs, key) if way == "attribute" else outputs[key]
 
 
 class OutputKinds:
@@ -141,7 +134,7 @@ class _Pending:
     ticket: Ticket
     device: torch.device
     computed: Any = None
-    tensors: dict[Path, Any] = field(default_factory=dict)
+    tensors: dict[Path, PendingTensor] = field(default_factory=dict)
 
     def outputs(self) -> Any:
         """Return the outputs themselves."""
@@ -149,21 +142,16 @@ class _Pending:
             self.computed = self.ticket.outputs()
         return self.computed
 
-    def tensor(self, way: str, key: Any) -> Any:
-        """Return the tensor at a path, or a tuple of such, still pending; None: it is not known, or all are computed."""
+    def tensor(self, way: str, key: Any) -> PendingTensor | None:
+        """Return the tensor at a path, still pending; None: it is not known to be one, or all are computed."""
         path = way, key
-        likes = self.likes if self.computed is None and isinstance(key, (str, int, type(None))) else {}
-        if path in likes and path not in self.tensors:
-            self.tensors[path] = self._pending(path)
-        elif (*path, 0) in likes and path not in self.tensors:
-            inside = itertools.takewhile(likes.__contains__, ((*path, place) for place in itertools.count()))
-            self.tensors[path] = tuple(map(self._pending, inside))
-        return self.tensors.get(path) if likes else None
-
-    def _pending(self, path: Path) -> PendingTensor:
-        shape, dtype, requires_grad = self.likes[path]
-        read = functools.partial(_follow, path=path)
-        return PendingTensor(Node((self.ticket,), shape, dtype, self.device, requires_grad, read))
+        like = self.likes.get(path) if self.computed is None and isinstance(key, (str, int, type(None))) else None
+        if like is None:
+            return None
+        if path not in self.tensors:
+            read = functools.partial(_follow, path=path)
+            self.tensors[path] = PendingTensor(Node((self.ticket,), *like[:2], self.device, like[2], read))
+        return self.tensors[path]
 
 
 class _PendingOutputs:
