@@ -86,15 +86,12 @@ def test_calls_bound_by_issuing_are_advised_to_be_joined(share: float) -> None:
     assert (advice(machine, costs, graph) is not None) == (share == 1.0)
 
 
-def test_costs_of_one_micro_batch_are_its_own() -> None:
-    graph, costs = graph_of([ELEMENTS] * LAYERS), costs_of(tuple(range(LAYERS)), COST)
-    assert JoinedCosts(graph, costs, memory_bound(0.5), FP32).of(1) == costs
-
-
 def test_bytes_grow_with_rows_but_for_the_gradient_that_waits() -> None:
     graph, costs = graph_of([ELEMENTS] * LAYERS), costs_of(tuple(range(LAYERS)), COST, tail_bytes=10, held_bytes=20)
-    joined = JoinedCosts(graph, costs, memory_bound(0.5), FP32).of(3)
+    of = JoinedCosts(graph, costs, memory_bound(0.5), FP32).of
+    joined = of(3)
 
+    assert of(1) == costs
     assert joined.costs[0].backward_bytes == 4 * ELEMENTS + 3 * 1_600
     assert joined.costs[0].stash_bytes == 3 * COST.stash_bytes
     assert (joined.tail_bytes, joined.held_bytes) == (30, 60)

@@ -125,18 +125,12 @@ def test_updates_that_are_not_deferred_run_under_the_backward_pass() -> None:
     assert simulate(immediate, costs, slow).step_ms < simulate(deferred, costs, slow).step_ms
 
 
-def test_compute_alone_is_never_slowed_down() -> None:
-    policy = Policy(prefetch=False)
-    plan, costs = planned(1, 1, policy, numel=0)
-    free = simulate(plan, costs, replace(CPU, beside_update=1.0)).step_ms
-    assert simulate(plan, costs, replace(CPU, beside_update=0.3)).step_ms == pytest.approx(free)
+def test_compute_and_updates_slow_each_other_down_where_they_share_cores_and_compute_alone_is_not() -> None:
+    both, only = planned(4, 1, Policy(deferred_update=False)), planned(1, 1, Policy(prefetch=False), numel=0)
+    shared = replace(CPU, beside_update=0.3)
 
-
-def test_compute_and_updates_slow_each_other_down_where_they_share_cores() -> None:
-    plan, costs = planned(4, 1, Policy(deferred_update=False))
-
-    alone = simulate(plan, costs, CPU).step_ms
-    assert simulate(plan, costs, replace(CPU, beside_update=0.5)).step_ms > alone
+    assert simulate(*both, shared).step_ms > simulate(*both, CPU).step_ms
+    assert simulate(*only, shared).step_ms == pytest.approx(simulate(*only, CPU).step_ms)
 
 
 def test_weights_come_at_the_pace_of_a_slower_disk_which_updates_use_too_and_stash_at_that_of_the_link() -> None:
