@@ -11,7 +11,7 @@ import enum
 import functools
 import sys
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -42,7 +42,7 @@ class Arguments:
     places: list[list[int]]  # per distinct tensor: the leaves that it stands for
     caches: dict[int, Any]  # arguments that the layer may fill, and that are emptied again
     containers: list[int]  # arguments that the layer may write into for later layers
-    collects: bool  # whether the layer may append to a collector
+    collected: dict[str, int]  # what the layer may append to a collector: by key, how many are there before
 
     def rebuild(self, tensors: list[Tensor]) -> list[Any]:
         """Return positional, then keyword arguments, made of `tensors` in fresh containers."""
@@ -127,7 +127,8 @@ class CallInputs:
             leaves[place] = None
         containers = [place for place, branch in enumerate(shape) if branch and _is_container(values[place].__class__)]
         keywords, collector = tuple(request.kwargs), _collector(request)
-        taken = (leaves, shape, len(request.args), keywords, list(places.values()), caches, containers, bool(collector))
+        before = {key: len(value) for key, value in (collector or {}).items() if isinstance(value, list)}
+        taken = (leaves, shape, len(request.args), keywords, list(places.values()), caches, containers, before)
         return CallInputs(Arguments(*taken), tensors, values, collector)
 
     def deliver(self, outcome: CallOutputs, leaves: list[Any]) -> Any:
@@ -199,9 +200,11 @@ def _collector(request: Request) -> Collector | None:
     return None if variable is None else request.context.get(variable)
 
 
-def collect(request: Request) -> dict[str, list[Any]]:
-    """Return the lists that a run of `request` appends collected tensors to: its context gets a collector of its own."""
-    collector = _collector(request) or {}
-    collected: dict[str, list[Any]] = {key: [] for key, value in collector.items() if isinstance(value, list)}
-    request.context.run(_variable().set, {**collector, **collected})
+def collect(request: Request, before: Mapping[str, int]) -> dict[str, list[Any]]:
+    """Return the lists that a run of `request` appends collected tensors to: its context gets a collector of its own.
+
+    They begin with as many None as were there `before`: hooks decide by the number what they append.
+    """
+    collected: dict[str, list[Any]] = {key: [None] * count for key, count in before.items()}
+    request.context.run(_variable().set, {**(_collector(request) or {}), **collected})
     return collected

@@ -93,7 +93,7 @@ class CalledLayer:
             inputs[place] = tensor
         values = arguments.rebuild(inputs)
         held = [contents(values[place]) for place in arguments.containers] if arguments.containers else []
-        collected = collect(request) if arguments.collects else {}
+        collected = collect(request, arguments.collected) if arguments.collected else {}
         caches = snapshot_caches(arguments.caches.values()) if arguments.caches else []
         before = versions(self.buffered) if self.buffered else []
         tracked = inputs if request.grad else []  # tensors of inference mode have no versions
@@ -101,6 +101,8 @@ class CalledLayer:
         kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
         with self.parameters.installed(copies), self.aligned():
             result = request.run(values[: arguments.positional], kwargs)
+        for key, count in arguments.collected.items():
+            del collected[key][:count]
         if caches:
             restore_caches(caches)
         if self.buffered:

@@ -59,7 +59,7 @@ class Joined:
     request: Request
     dims: RowDims | None = None
     collectors: tuple[Collector | None, ...] = ()
-    collected: dict[str, int] = field(default_factory=dict)
+    collected: Mapping[str, int] = field(default_factory=dict)
 
 
 class Joins:
@@ -124,9 +124,8 @@ class Joins:
             if joined is None:
                 made += [Joined((place,), requests[place]) for place in places]
             else:
-                held = (members[0].collector or {}).items()
-                before = {key: len(value) for key, value in held if isinstance(value, list)}
-                made.append(Joined(tuple(places), joined, dims, tuple(one.collector for one in members), before))
+                collectors, before = tuple(one.collector for one in members), members[0].arguments.collected
+                made.append(Joined(tuple(places), joined, dims, collectors, before))
         return made
 
     def _may_be_joined(self, layer: int) -> bool:
@@ -261,5 +260,5 @@ def _signature(request: Request, given: CallInputs, place: int) -> Any:
         f"{type(leaf)} {leaf!r}" if leaf is None or isinstance(leaf, PLAIN) else id(leaf) for leaf in arguments.leaves
     ]
     tensors = [(t.shape, t.dtype, t.requires_grad) for t in given.tensors]
-    called = request.grad, arguments.positional, arguments.keywords, tuple(given.collector or ())
+    called = request.grad, arguments.positional, arguments.keywords, tuple(arguments.collected.items())
     return called, tuple(plain), tuple(tensors), repr((arguments.places, arguments.shape, list(arguments.caches)))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.exactness.case import ALL, ONE, PAIRS, Found, Tolerance, case
+from tests.exactness.case import ALL, ONE, PAIRS, REGROUPED, Found, Tolerance, case
 from tests.exactness.models import (
     CLASSES,
     WIDTH,
@@ -143,6 +143,24 @@ def adapters_disabled_for_a_reference(side: Side) -> Found:
         return -F.logsigmoid(reference - policy)
 
     return trained(side, model, lambda _: optimizer, loss)
+
+
+@case(Setting(2, 0.0), Setting(2, 1.0, Stay.GRAPHS), tolerance=REGROUPED)
+def hidden_states_of_a_layer_within_a_layer(side: Side) -> Found:
+    """The loss of a tiny ALBERT, which calls one layer three times, is made of its hidden states: hooks count them."""
+    from transformers import AlbertConfig, AlbertModel
+
+    shape = {"hidden_size": 16, "embedding_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model = AlbertModel(AlbertConfig(vocab_size=CLASSES, intermediate_size=32, **shape), add_pooling_layer=False)
+    group = model.encoder.albert_layer_groups[0]
+    group.albert_layers[0].attention.key.bias.requires_grad_(False)  # its gradient is nothing but rounding
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        ids = (labels[:, None] + torch.arange(8)) % CLASSES
+        states = engine(input_ids=ids, output_hidden_states=True).hidden_states
+        return torch.stack([len(states) * one.cos().mean() for one in states]).sum()
+
+    return trained(side, model, sgd, loss)
 
 
 def llama() -> nn.Module:
