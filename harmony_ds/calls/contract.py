@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -182,7 +182,7 @@ class Contract:
     def leaves_more(self) -> bool:
         """Whether forward leaves more than its results for a loss: attributes with graphs, or what hooks take."""
         # Libraries' own make inputs require gradients, or put hidden states into the results.
-        hooks = chain.from_iterable(map(dict.values, map(_forward_hooks, self._held)))
+        hooks = chain.from_iterable(held["_forward_hooks"].values() for held in self._held)
         modules = [getattr(hook, "__module__", None) or "" for hook in hooks]
         return self._leaves_graphs or any(name.partition(".")[0] not in LIBRARIES for name in modules)
 
@@ -243,9 +243,6 @@ class Contract:
 
     def _name(self, key: Key) -> str:
         return ".".join(filter(None, (self._names[key[0]], key[1])))
-
-
-_forward_hooks = itemgetter("_forward_hooks")
 
 
 def _version(tensor: Tensor) -> int:
