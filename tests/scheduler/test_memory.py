@@ -267,6 +267,10 @@ def test_micro_batches_whose_forward_pass_ran_before_hold_their_stash_where_they
     assert at["B0.0"] == 2 * 500 + HELD + 60_000 + 8_000
 
 
+SEEN = "alive_after_forward alive_and_stashed stash_again stash_again_at_cut stash_base".split()
+ANY = [*SEEN, *"shared kept settle backward leaf gradient".split()]
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[tuple[Pack, ...], CostTable, Policy]:
     count = draw(st.integers(1, 6))
@@ -279,21 +283,11 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Pack, ...], CostTable, Policy]:
             CallCost(
                 alive_bytes=stash + draw(nbytes),
                 stash_bytes=stash,
-                alive_after_forward_bytes=draw(nbytes),
-                alive_and_stashed_bytes=draw(nbytes),
-                stash_again_bytes=draw(nbytes),
-                stash_again_at_cut_bytes=draw(nbytes),
-                stash_base_bytes=draw(nbytes),
-                shared_bytes=draw(nbytes),
                 forward_bytes=graph_bytes + draw(nbytes),
                 graph_bytes=graph_bytes,
-                kept_bytes=draw(nbytes),
-                settle_bytes=draw(nbytes),
-                backward_bytes=draw(nbytes),
-                leaf_bytes=draw(nbytes),
-                gradient_bytes=draw(nbytes),
                 needs_backward=draw(st.booleans()),
                 keeps_graph=draw(st.booleans()),
+                **{f"{name}_bytes": draw(nbytes) for name in ANY},
             )
         )
     table = CostTable(graph.calls, tuple(costs), *(draw(nbytes) for _ in range(5)))
