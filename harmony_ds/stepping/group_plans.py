@@ -100,8 +100,7 @@ class GroupPlans:
 
     def evaluation(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
         """Return the forward passes of a group without gradients, each pack swapped in once for all of them."""
-        policy = self._policy_for(micro_batches, begun, 1)
-        return self._of_group(compose_evaluation, micro_batches, begun, policy)
+        return self._of_group(compose_evaluation, micro_batches, begun, self._policy_for(micro_batches, begun, 1))
 
     def _policy_for(self, micro_batches: Sequence[MicroBatch], begun: bool, count: int) -> Policy:
         """Return the policy for a group of all processes: they share swap-ins unless some of it has run in one."""

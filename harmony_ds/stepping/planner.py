@@ -298,11 +298,11 @@ class Planner:
         excess = self._parts.world.max("end a step", max(0, peak_bytes - self.plan.peak_bytes))
         if excess <= 0:
             return
+        those = f"{self.plan.peak_bytes + excess:,}", f"{excess:,}"
         _logger.warning(
             "this step took %s bytes of device memory, %s more than planned: the model takes more with some data than "
             "with what it was measured with. From now on plans hold a margin for it.",
-            f"{self.plan.peak_bytes + excess:,}",
-            f"{excess:,}",
+            *those,
         )
         self._sized, self._outgrown = self._sized.with_margin(excess), True
 
@@ -310,19 +310,13 @@ class Planner:
 def _tell_of_replicas(choices: tuple[Choice, ...]) -> None:
     best, last = choices[0], choices[-1]
     if last.prediction.step_ms < best.prediction.step_ms:
-        _logger.warning(
-            "a step is predicted to take %.1f ms with the plan that runs, %s, and %.1f with %s",
-            best.prediction.step_ms,
-            best.reason,
-            last.prediction.step_ms,
-            last.reason,
-        )
+        those = best.prediction.step_ms, best.reason, last.prediction.step_ms, last.reason
+        _logger.warning("a step is predicted to take %.1f ms with the plan that runs, %s, and %.1f with %s", *those)
 
 
 def others_bytes(parts: Parts) -> int:
     """Return device memory beside buffers and resident packs: tensors of the program's own, and losses that were read."""
-    ours = parts.installation.buffers.copied_bytes + parts.device_store.nbytes
-    return max(0, parts.device.allocated_bytes() - ours)
+    return max(0, parts.device.allocated_bytes() - parts.installation.buffers.copied_bytes - parts.device_store.nbytes)
 
 
 def host_room_bytes(parts: Parts) -> int | None:

@@ -266,12 +266,11 @@ class Runner:
                 raise error
             there = device.available_bytes()
             device.budget_bytes = there if there is not None and there < budget else budget * _SMALLER[0] // _SMALLER[1]
+            those = str(error).splitlines()[0], f"{device.budget_bytes:,}", f"{budget:,}"
             _logger.warning(
                 "the device ran out of memory in the middle of a step (%s). The step is undone and run again, planned for "
                 "%s bytes instead of %s; set harmony.device_memory_gib lower to begin with that.",
-                str(error).splitlines()[0],
-                f"{device.budget_bytes:,}",
-                f"{budget:,}",
+                *those,
             )
 
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -23,8 +23,7 @@ from harmony_ds.stepping.pending import Evaluation, Node, PendingTensor
 
 LossFunction = Callable[[Any], Tensor]
 DESTROYED = (
-    "this engine has been destroyed, and its model is a plain one again: call harmony_ds.initialize to train it "
-    "further."
+    "this engine has been destroyed, and its model is a plain one again: to train it, call harmony_ds.initialize."
 )
 
 
@@ -187,9 +186,8 @@ class QueuedMicroBatch:
         evaluations: dict[int, Evaluation] = {}
         terms = []
         for node, divisor in self._objectives:
-            if divisor not in evaluations:
-                evaluations[divisor] = Evaluation(partial(self._given, outputs, divisor), apart)
-            terms.append(evaluations[divisor].of(node))
+            evaluation = Evaluation(partial(self._given, outputs, divisor), apart)
+            terms.append(evaluations.setdefault(divisor, evaluation).of(node))
         values = {node: value for evaluation in evaluations.values() for node, value in evaluation.values.items()}
         return (sum(terms[1:], terms[0]) if terms else None), values
 
@@ -202,13 +200,11 @@ class QueuedMicroBatch:
     def like_objective(self, outputs: Any) -> Tensor | None:
         """Return what would be propagated back from if its call had returned `outputs`, or what takes about as long."""
         leaves = [(leaf, leaf.read) for leaf in self._leaves if leaf.read is not None]
-        try:
+        with suppress(BatchError):
             if not leaves:
                 return self.loss_fn(outputs)
             if all(leaf.shape.numel() == 1 or read(outputs).shape == leaf.shape for leaf, read in leaves):
                 return self._sum(outputs, apart=True)[0]
-        except BatchError:
-            pass
         floats = [t for t in tensors_in(outputs) if t.requires_grad]
         return sum((t.float().sum() for t in floats[1:]), floats[0].float().sum()) if floats else None
 
@@ -221,20 +217,24 @@ class QueuedMicroBatch:
         return total
 
     def _keep(self, outputs: Any, values: dict[Node, Tensor]) -> None:
-        """Keep of `outputs`, and of what was made of them, what the program may still read when the step is over."""
+        """Keep of `outputs`, and of what was made of them, what the program may still read when the step is over.
+
+        Where it has what is much smaller than they are, such as losses of rows and predictions, they are not kept for that.
+        """
+        evaluation = Evaluation(lambda node: values.get(node, node.read and node.read(outputs).detach()))
+        small = max((tensor.numel() // 8 for tensor in tensors_in(outputs)), default=0)
 
         def is_kept(node: Node) -> bool:
-            value = values.get(node)
-            if node.value is None and value is not None and value.numel() == 1 and node.tickets == (self,):
-                node.value = value.detach().to(self.micro_batch.home, copy=True)  # it may be a view of others
+            if node.value is None and node.tickets == (self,) and node.shape.numel() <= max(1, small):
+                value = evaluation.of(node).detach()
+                node.value = value.to(self.micro_batch.home, copy=True)  # it may be a view of others
             return node.value is not None
 
         for held in [node for node in self.nodes if node.owner() is not None]:
             for one in held.made_from(is_kept):
                 if one.read is not None and self in one.tickets:
-                    value = one.read(outputs).detach()
                     # Large ones would need memory of the device that no plan has.
-                    one.value = value.to(self.micro_batch.home if value.numel() == 1 else "cpu", copy=True)
+                    one.value = one.read(outputs).detach().to("cpu", copy=True)
 
     def forward_ran(self) -> None:
         """Note that the forward pass ran on its own: its loss can be read, and propagated from, until the step is over."""
@@ -275,9 +275,8 @@ class QueuedMicroBatch:
         self._destroyed = destroyed
         if self.stage is Stage.FORWARDED and self.micro_batch.outputs is not None and not destroyed:
             self._keep(self.micro_batch.outputs, {})
-        for node in self.nodes:
-            if node.value is not None:
-                node.function, node.operands = None, ()
+        for node in [one for one in self.nodes if one.value is not None]:
+            node.function, node.operands = None, ()
         self._objectives.clear()
         self.micro_batch.close()
         self.arguments.forget()

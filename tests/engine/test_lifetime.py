@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import harmony_ds
 from harmony_ds import HarmonyEngine, ModelError, UnsupportedError, UsageError
@@ -24,6 +25,7 @@ from harmony_ds.device import CpuDevice
 from harmony_ds.offload.disk import DiskFile
 from tests.cover import spread
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, plainly, train_groups, weights_of
+from tests.families import VOCABULARY
 from tests.inside import assembly_of, updater_of
 from tests.oracle import assert_same
 
@@ -492,3 +494,20 @@ def test_a_loss_that_is_kept_does_not_keep_its_inputs(no_collections: None) -> N
             engine.step()
         assert alive() == before
         assert all(loss.item() > 0 for loss in losses)
+
+
+def test_losses_of_tokens_that_are_kept_do_not_keep_logits(no_collections: None) -> None:
+    def alive() -> int:
+        return sum(type(o) is torch.Tensor and o.shape[-1:] == (VOCABULARY,) and o.dim() == 3 for o in gc.get_objects())
+
+    batch, kept = LLAMA.batch(0), []
+    with engine_for(LLAMA.build(0.0), adamw, CONFIG) as engine:
+        before = alive()
+        for _ in range(4):
+            losses = F.cross_entropy(engine(**batch).logits.mT, batch["labels"], reduction="none")
+            engine.backward(losses.mean())
+            kept.append(losses.detach())
+            del losses
+            engine.step()
+        assert alive() == before
+        assert all(one.sum() > 0 for one in kept)
