@@ -59,7 +59,8 @@ class Loop:
             loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
         )
         if isinstance(loss, PendingTensor):
-            loss.check_not_propagated()
+            for ticket in loss.node.tickets:
+                ticket.check_not_propagated()
         self._training.count_backwards()
         if scale_wrt_gas:
             loss = loss / self._training.settings.gradient_accumulation_steps()

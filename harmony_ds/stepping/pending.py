@@ -1,8 +1,8 @@
 """Tensors that have not been computed yet, so that a loop that hands over micro-batches one by one is still grouped.
 
 The outputs of a queued call are pending, and so is what is made of them: arithmetic, views, losses (`_LAZY`). `backward` is
-noted. Everything else looks at the value, and looking computes it at once: `item`, `float(...)`, comparisons, formatting,
-collectives, writing in place, adding in place to a plain tensor (`total += loss`).
+noted. Everything else looks at the value, and looking computes it at once: `item`, `float(...)`, `if loss > 5`, formatting,
+collectives, writing in place where another tensor may share the memory, adding in place to a plain tensor.
 
     outputs of the model ──read──> Node ──function──> Node ──> ...       when the group runs: `Evaluation`
                                     ↑                  ↑               when the program looks: `Node.look`
@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -27,14 +28,19 @@ from harmony_ds.calls.boundary import next_nodes, reachable_nodes
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.errors import BatchError, UnsupportedError
 
-_ADDITIVE = frozenset("add sub neg float double half bfloat16 to cpu clone detach data mean sum __rsub__".split())
+_VIEWS = frozenset(
+    "to float double half bfloat16 cpu type_as detach data contiguous view view_as reshape reshape_as flatten".split()
+    + "unflatten permute transpose t T mT squeeze unsqueeze expand expand_as select __getitem__ split chunk unbind".split()
+)
+"""Functions whose results may share memory with their operand."""
+_ADDITIVE = _VIEWS.union("add sub neg clone mean sum stack cat __rsub__".split())
 _LAZY = _ADDITIVE.union(
-    "mul div exp __rdiv__ pow square sqrt rsqrt abs log log1p sigmoid tanh relu clamp where masked_fill softmax".split(),
-    "log_softmax logsigmoid softplus logsumexp norm normalize cosine_similarity matmul bmm einsum gather cat".split(),
-    "stack __getitem__ view reshape flatten unflatten permute transpose t T mT squeeze unsqueeze contiguous expand".split(),
-    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div".split(),
-    "binary_cross_entropy_with_logits gaussian_nll_loss poisson_nll_loss cosine_embedding_loss".split(),
-    "margin_ranking_loss triplet_margin_loss".split(),
+    "mul div exp __rdiv__ pow square sqrt rsqrt abs log log1p sigmoid tanh relu gelu silu clamp clamp_min where".split(),
+    "maximum minimum max min amax amin masked_fill softmax log_softmax log_sigmoid softplus logsumexp norm".split(),
+    "normalize cosine_similarity matmul mm bmm linear einsum gather index_select cumsum var std diag zeros_like".split(),
+    "ones_like full_like cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss".split(),
+    "binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss margin_ranking_loss".split(),
+    "cosine_embedding_loss hinge_embedding_loss triplet_margin_loss".split(),
 )
 """Functions that may run later: they draw no random numbers, and write nothing."""
 _SHAPE = frozenset("shape ndim dim size numel __len__".split())
@@ -75,6 +81,7 @@ class Node:
         promised: the program knows its shape.
         value: with its graph if the program has looked, else what is kept of it; what is written into it stays.
         owner: the tensor that the program has, or had.
+        memory: the same for tensors that may share theirs.
         number: in the order that nodes are made in; gradients add up in the same bits only if functions run in it.
     """
 
@@ -91,6 +98,7 @@ class Node:
     promised: bool = False
     value: Tensor | None = None
     owner: Callable[[], PendingTensor | None] = lambda: None
+    memory: object = field(default_factory=object)
     number: int = field(default_factory=itertools.count().__next__)
 
     @property
@@ -175,21 +183,18 @@ class PendingTensor(torch.Tensor):
         made.node, made.requires_grad = node, node.requires_grad
         node.owner = weakref.ref(made)
         if node.requires_grad:  # code that bypasses Python's functions (autograd.Function) propagates back to it
+            now = vars(made)
             with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(lambda gradient: node.look().backward(gradient))  # type: ignore[no-untyped-call]
+                made.register_hook(lambda gradient: now["node"].look().backward(gradient))  # type: ignore[no-untyped-call]
         for ticket in node.tickets:
             ticket.nodes.add(node)
         return made
 
-    def check_not_propagated(self) -> None:
-        """Raise UsageError if the backward pass of a micro-batch that it depends on is over."""
-        for ticket in self.node.tickets:
-            ticket.check_not_propagated()
-
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Note that the group has to propagate back from it; what is known already is propagated at once."""
-        self.check_not_propagated()
         node = self.node
+        for ticket in node.tickets:
+            ticket.check_not_propagated()
         plain = not args and not any(kwargs.values()) and node.shape.numel() == 1
         plain &= node.requires_grad and node.is_separable
         if plain and not any(ticket.resolved for ticket in node.tickets):
@@ -198,14 +203,9 @@ class PendingTensor(torch.Tensor):
         else:
             node.look().backward(*args, **kwargs)
 
-    def __iadd__(self, _: Any) -> Any:  # type: ignore[misc]
-        return NotImplemented  # so that Python goes on with `loss = loss + ...`
-
-    __isub__ = __imul__ = __itruediv__ = __iadd__
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        known, of = "known" if self.node.resolved else "not computed yet", len(self.node.tickets)
-        return f"PendingTensor(of shape {tuple(self.node.shape)}, of {of} micro-batches, {known})"
+        waiting = f"PendingTensor(of shape {tuple(self.node.shape)}, not computed yet)"
+        return repr(self.node.look()) if self.node.resolved else waiting
 
     @classmethod
     @_disable_dynamo
@@ -215,16 +215,16 @@ class PendingTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func.__self__, "__name__", "") if func.__name__ == "__get__" else func.__name__
         if name in _METADATA:
-            if name in _SHAPE:
-                next(iter((*args, *kwargs.values()))).node.promised = True
+            next(iter((*args, *kwargs.values()))).node.promised |= name in _SHAPE
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
             raise UnsupportedError(
                 "torch.autograd.grad of what an engine computes, outside autograd's graph: call engine.backward(loss) and "
-                "read .grad, of parameters or of inputs that require a gradient."
+                "read .grad, of parameters or inputs. For a penalty on gradients engine.module(...) computes at once."
             )
-        later = _later(name, func, args, kwargs) if name in _LAZY and "out" not in kwargs else None
+        waits = kwargs.get("out") is None and not kwargs.get("inplace")
+        later = (_later if name in _LAZY else _written)(name, func, args, kwargs) if waits else None
         return _now(func, args, kwargs) if later is None else later
 
     @classmethod
@@ -237,19 +237,37 @@ class PendingTensor(torch.Tensor):
 
 def _now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
-    for one in leaves:
-        if isinstance(one, PendingTensor):
-            # With all that was made so far: what is written from here on must reach that by views alone.
-            for node in [node for ticket in one.node.tickets for node in ticket.nodes if node.owner() is not None]:
-                node.look()
+    pending = [one for one in leaves if isinstance(one, PendingTensor)]
+    # With all that was made so far: what is written from here on must reach that by views alone.
+    held = [node for one in pending for ticket in one.node.tickets for node in ticket.nodes if node.owner() is not None]
+    for node in held:
+        node.look()
     args, kwargs = tree_unflatten([one.node.look() if isinstance(one, PendingTensor) else one for one in leaves], spec)
-    return func(*args, **kwargs)
+    made = func(*args, **kwargs)
+    return next((one for one in pending if one.node.value is made), made)  # what is written in place stays what it was
 
 
-def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingTensor | None:
+def _written(name: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingTensor | None:
+    """Let the first operand be what it is after `name`; None: now, since another tensor may share its memory."""
+    if name[:-1] not in _LAZY or not args or not isinstance(args[0], PendingTensor):
+        return None
+    tensor, node = args[0], args[0].node
+    held = {one for ticket in node.tickets for one in ticket.nodes if one.owner() is not None} - {node}
+    shares = bool(node.shape and node.read is not None) or any(one.memory is node.memory for one in held)
+    later = None if shares else _later(name[:-1], getattr(Tensor, name[:-1]), args, kwargs)
+    made = later.node if isinstance(later, PendingTensor) else node
+    alike = (made.shape, made.dtype) == (node.shape, node.dtype) and made.requires_grad >= tensor.requires_grad
+    if made is node or not alike:
+        return None
+    tensor.node, tensor.requires_grad = made, made.requires_grad
+    node.owner, made.owner = made.owner, node.owner
+    return tensor
+
+
+def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what `func` will return; None if it cannot wait: an operand leads gradients elsewhere, or values decide.
 
-    Nor do larger tensors with gradients off: an `autograd.Function` may be at work, which takes and returns real ones.
+    Nor do tensors with gradients while they are off: an `autograd.Function` may be at work, which returns real ones.
     """
     leaves, spec = tree_flatten((args, kwargs))
     operands = [_as_it_is(leaf) for leaf in leaves]
@@ -257,7 +275,8 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     others = [one for one in operands if isinstance(one, Tensor)]
     grad = torch.is_grad_enabled()
     elsewhere = any(other.requires_grad and _leads_elsewhere(other) for other in others)
-    if not nodes or elsewhere or (not grad and any(node.shape for node in nodes)):
+    in_function = not grad and any(node.shape or (node.requires_grad and name != "detach") for node in nodes)
+    if not nodes or elsewhere or in_function:
         return None
     autocast = Autocast.current(nodes[0].device.type)
 
@@ -266,9 +285,8 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         with torch.inference_mode(False), torch.set_grad_enabled(grad), Autocast.entered(autocast):
             return func(*args, **kwargs)
 
-    shapes = [node.shape for node in nodes] + [other.shape for other in others]
     without_values: Any = nullcontext()
-    if any(shapes):
+    if any(one.shape for one in operands if isinstance(one, (Node, Tensor))):
         from torch._subclasses.fake_tensor import FakeTensorMode  # which imports the compiler
 
         without_values = FakeTensorMode()
@@ -277,25 +295,19 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             like = function(map(_stand_in, operands))
     except Exception:  # noqa: BLE001 - of values that it needs, or the program's own, which the values will raise
         return None
+    if name in _VIEWS and isinstance(like, tuple) and len(like) <= 8:  # `func` runs once for each
+        return tuple(_later(name, lambda *a, i=i, **k: func(*a, **k)[i], args, kwargs) for i in range(len(like)))
     if not isinstance(like, Tensor):
         return None
     tickets = tuple(dict.fromkeys(ticket for one in nodes for ticket in one.tickets))
     scales = name in ("mul", "div") and len(nodes) == 1 and operands[0] is nodes[0]
     adds = (scales or name in _ADDITIVE) and all(one.is_separable for one in nodes)
-    divisors = nodes[0].divisors.union(*(one.divisors for one in nodes))
-    return PendingTensor(
-        Node(
-            tickets=tickets,
-            shape=like.shape,
-            dtype=like.dtype,
-            device=like.device,
-            requires_grad=like.requires_grad,
-            function=function,
-            operands=operands,
-            is_separable=len(tickets) == 1 or (adds and not any(other.requires_grad for other in others)),
-            divisors=divisors | {operands[-1]} if name == "div" and not others else divisors,
-        )
-    )
+    made = Node(tickets, like.shape, like.dtype, like.device, like.requires_grad, function=function, operands=operands)
+    made.is_separable = len(tickets) == 1 or (adds and not any(other.requires_grad for other in others))
+    divided_by = operands[-1:] if name == "div" and not others else ()
+    made.divisors = frozenset(divided_by).union(*(one.divisors for one in nodes))
+    made.memory = nodes[0].memory if name in _VIEWS else made.memory
+    return PendingTensor(made)
 
 
 def _leads_elsewhere(tensor: Tensor) -> bool:
@@ -307,9 +319,10 @@ def _leads_elsewhere(tensor: Tensor) -> bool:
 
 
 def _as_it_is(operand: Any) -> Any:
-    """Return an operand as it is now: a tensor may be written into before its micro-batch runs."""
+    """Return an operand as it is now: a tensor or an array may be written into before its micro-batch runs."""
     if isinstance(operand, PendingTensor):
         return operand.node.look() if operand.node.resolved else operand.node
+    operand = operand.copy() if isinstance(operand, np.ndarray) else operand
     return operand.clone() if isinstance(operand, Tensor) else operand
 
 
