@@ -113,9 +113,9 @@ class OutputKinds:
 
     def outputs(self, call: MicroBatch, ticket: Ticket, losses_only: bool) -> Any:
         """Return what stands for the outputs of `call`; None: nothing can."""
-        kind = self.get(call)
-        assert kind is not None
-        return kind.outputs(ticket, None if losses_only else (shapes_of(call.inputs), call.state.modes), call.home)
+        known, words = self._of_form(call)
+        form = None if losses_only else (shapes_of(call.inputs), call.state.modes)
+        return known[words].outputs(ticket, form, call.home)
 
     def _of_form(self, call: MicroBatch) -> tuple[dict[object, OutputKind], object]:
         """Return what calls returned in the modes of `call` with its arguments and switches, and its strings."""
@@ -164,11 +164,10 @@ class _PendingOutputs:
         pending = self._harmony
         if (tensor := pending.tensor("attribute", name)) is not None:
             return tensor
-        if pending.computed is None:
-            if name == "get" and ("item", "loss") in pending.likes:
-                return functools.partial(Mapping.get, self)
-            if name.startswith("__") and not hasattr(pending.cls, name):  # a protocol is asked for
-                raise AttributeError(name)
+        if name == "get" and pending.computed is None and ("item", "loss") in pending.likes:
+            return functools.partial(Mapping.get, self)
+        if name.startswith("__") and not hasattr(pending.cls, name):  # a protocol is asked for
+            raise AttributeError(name)
         return getattr(pending.outputs(), name)
 
     def __getitem__(self, key: Any) -> Any:
@@ -179,16 +178,14 @@ class _PendingOutputs:
         return self._harmony.tensor("item", key) is not None or key in self._harmony.outputs()
 
 
-_SPECIAL = (
-    "__bool__ __delattr__ __delitem__ __eq__ __hash__ __iter__ __len__ __or__ __reduce_ex__ __repr__ __reversed__ __ror__ "
-    "__setattr__ __setitem__".split()
-)
+_SPECIAL = "bool delattr delitem eq hash iter len or reduce_ex repr reversed ror setattr setitem".split()
 
 
 @functools.cache
 def _pending_class(cls: Any) -> type[_PendingOutputs]:
     """Return a class with the special methods that `cls` has: Python looks for them in the class alone."""
-    namespace: dict[str, Any] = {name: _handing_on(name) for name in _SPECIAL if hasattr(cls, name)}
+    special = [f"__{name}__" for name in _SPECIAL]
+    namespace: dict[str, Any] = {name: _handing_on(name) for name in special if hasattr(cls, name)}
     namespace |= {"__slots__": (), "__class__": cls, "__new__": lambda _, *args, **kwargs: cls(*args, **kwargs)}
     if is_dataclass(cls):
         namespace["__dataclass_fields__"] = cls.__dataclass_fields__

@@ -37,12 +37,14 @@ _ADDITIVE = _VIEWS.union("add sub neg clone mean sum stack cat __rsub__".split()
 _LAZY = _ADDITIVE.union(
     "mul div exp __rdiv__ pow square sqrt rsqrt abs log log1p sigmoid tanh relu gelu silu clamp clamp_min where".split(),
     "maximum minimum max min amax amin masked_fill softmax log_softmax log_sigmoid softplus logsumexp norm".split(),
-    "normalize cosine_similarity matmul mm bmm linear einsum gather index_select cumsum var std diag zeros_like".split(),
-    "ones_like full_like cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss".split(),
+    "normalize cosine_similarity matmul mm bmm linear einsum gather index_select cumsum var std diag".split(),
+    "cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss".split(),
     "binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss margin_ranking_loss".split(),
     "cosine_embedding_loss hinge_embedding_loss triplet_margin_loss".split(),
 )
 """Functions that may run later: they draw no random numbers, and write nothing."""
+_LIKE = frozenset("zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full".split())
+"""Functions that read nothing of their operand but what is known."""
 _SHAPE = frozenset("shape ndim dim size numel __len__".split())
 _METADATA = _SHAPE | frozenset("dtype device layout is_floating_point is_cuda".split())
 
@@ -218,6 +220,9 @@ class PendingTensor(torch.Tensor):
             next(iter((*args, *kwargs.values()))).node.promised |= name in _SHAPE
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name in _LIKE and args and isinstance(args[0], PendingTensor):
+            node, args[0].node.promised = args[0].node, True
+            return func(torch.empty((), dtype=node.dtype, device=node.device).expand(node.shape), *args[1:], **kwargs)
         if func is torch.autograd.grad:
             raise UnsupportedError(
                 "torch.autograd.grad of what an engine computes, outside autograd's graph: call engine.backward(loss) and "
