@@ -13,10 +13,9 @@ from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.step_log import StepLog
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import BatchError, UsageError
-from harmony_ds.stepping.direct import EngineBackward
 from harmony_ds.stepping.inputs import Arguments
 from harmony_ds.stepping.pending import PendingTensor
-from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
+from harmony_ds.stepping.ticket import EngineBackward, LossFunction, QueuedMicroBatch
 
 
 class Loop:

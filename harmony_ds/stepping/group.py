@@ -24,13 +24,12 @@ from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parallel import PeerDiverged
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
-from harmony_ds.stepping.direct import EngineBackward
 from harmony_ds.stepping.inputs import Arguments, Inputs
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.replaced_forward import ReplacedForward
 from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.step_checks import check_same_step, prove
-from harmony_ds.stepping.ticket import LossFunction, Queue, QueuedMicroBatch, Stage
+from harmony_ds.stepping.ticket import EngineBackward, LossFunction, Queue, QueuedMicroBatch, Stage
 
 _ATTEMPTS = 8
 """How often a step is run again because a micro-batch showed layers that were not measured."""

@@ -290,16 +290,7 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         with torch.inference_mode(False), torch.set_grad_enabled(grad), Autocast.entered(autocast):
             return func(*args, **kwargs)
 
-    without_values: Any = nullcontext()
-    if any(one.shape for one in operands if isinstance(one, (Node, Tensor))):
-        from torch._subclasses.fake_tensor import FakeTensorMode  # which imports the compiler
-
-        without_values = FakeTensorMode()
-    try:
-        with without_values:
-            like = function(map(_stand_in, operands))
-    except Exception:  # noqa: BLE001 - of values that it needs, or the program's own, which the values will raise
-        return None
+    like = _shown(function, operands)
     if name in _VIEWS and isinstance(like, tuple) and len(like) <= 8:  # `func` runs once for each
         return tuple(_later(name, lambda *a, i=i, **k: func(*a, **k)[i], args, kwargs) for i in range(len(like)))
     if not isinstance(like, Tensor):
@@ -313,6 +304,20 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     made.divisors = frozenset(divided_by).union(*(one.divisors for one in nodes))
     made.memory = nodes[0].memory if name in _VIEWS else made.memory
     return PendingTensor(made)
+
+
+def _shown(function: Callable[[Iterable[Any]], Any], operands: Sequence[Any]) -> Any:
+    """Return what shows the shape and dtype of `function`'s result; None: it needs values, or fails."""
+    without_values: Any = nullcontext()
+    if any(one.shape for one in operands if isinstance(one, (Node, Tensor))):
+        from torch._subclasses.fake_tensor import FakeTensorMode  # which imports the compiler
+
+        without_values = FakeTensorMode()
+    try:
+        with without_values:
+            return function(map(_stand_in, operands))
+    except Exception:  # noqa: BLE001 - the program's own, too: the values will raise it
+        return None
 
 
 def _leads_elsewhere(tensor: Tensor) -> bool:

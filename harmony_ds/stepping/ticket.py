@@ -1,23 +1,27 @@
-"""One micro-batch in its group's queue: its loss is known now, later, or never."""
+"""One micro-batch in its group's queue: its loss is known now, later, or never.
+
+The program may start backward passes itself: `loss.backward()` in the place of `engine.backward(loss)`, which divides its
+loss. As in DeepSpeed, gradients that come to a model's outputs from outside are divided by the accumulation steps then,
+each once, where it enters: an output that another one was made of (`logits` and their `loss`) is returned as an alias.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import explaining_errors
+from harmony_ds.calls.boundary import explaining_errors, reachable_nodes
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.errors import BatchError, UnsupportedError, UsageError
 from harmony_ds.runtime.micro_batch import MicroBatch
-from harmony_ds.stepping.direct import EngineBackward, divided, inputs_of_others
 from harmony_ds.stepping.inputs import Arguments
 from harmony_ds.stepping.pending import Evaluation, Node, PendingTensor
 
@@ -25,6 +29,22 @@ LossFunction = Callable[[Any], Tensor]
 DESTROYED = (
     "this engine has been destroyed, and its model is a plain one again: to train it, call harmony_ds.initialize."
 )
+
+
+class EngineBackward:
+    """Count of the calls of `engine.backward` under way, of all engines: one may lead through another."""
+
+    under_way: ClassVar[int] = 0
+
+    @classmethod
+    @contextmanager
+    def entered(cls) -> Iterator[None]:
+        """Run a backward pass whose loss has been divided."""
+        cls.under_way += 1
+        try:
+            yield
+        finally:
+            cls.under_way -= 1
 
 
 class Stage(enum.Enum):
@@ -195,7 +215,7 @@ class QueuedMicroBatch:
         """Return the value of `node`, if it is an output of its own, or the part of others; else None."""
         if self not in node.tickets:
             return torch.zeros(node.shape, dtype=node.dtype, device=node.device)
-        return None if node.read is None else divided(node.read(outputs), divisor)
+        return None if node.read is None else _divided(node.read(outputs), divisor)
 
     def like_objective(self, outputs: Any) -> Tensor | None:
         """Return what would be propagated back from if its call had returned `outputs`, or what takes about as long."""
@@ -240,7 +260,7 @@ class QueuedMicroBatch:
         """Note that the forward pass ran on its own: its loss can be read, and propagated from, until the step is over."""
         micro_batch = self.micro_batch
         micro_batch.cut_outputs()
-        used = inputs_of_others(tensors_in(micro_batch.outputs))
+        used = _inputs_of_others(tensors_in(micro_batch.outputs))
         if used:  # others were computed from them; gradients that come to aliases of them are the program's alone
             own = micro_batch.outputs
             micro_batch.outputs = map_tensors(lambda one: one.view_as(one) if id(one) in used else one, own)
@@ -281,3 +301,18 @@ class QueuedMicroBatch:
         self.micro_batch.close()
         self.arguments.forget()
         self._group = None
+
+
+def _divided(tensor: Tensor, divisor: int) -> Tensor:
+    """Return `tensor` so that gradients which come to it are divided."""
+    if divisor == 1 or not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(lambda gradient: gradient / divisor)
+    return alias
+
+
+def _inputs_of_others(outputs: Sequence[Tensor]) -> set[int]:
+    """Return the ids of those `outputs` that others were computed from."""
+    edges = {edge for node in reachable_nodes(output.grad_fn for output in outputs) for edge in node.next_functions}
+    return {id(output) for output in outputs if (output.grad_fn, output.output_nr) in edges}

@@ -95,7 +95,6 @@ def test_estimate_keeps_its_garbage_meanwhile(tiny: str, monkeypatch: pytest.Mon
 def test_help_fits_a_terminal(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     found = run(*command, "--help")
-
     assert found.exit_code == 0
     assert found.stdout.startswith("usage: harmony-ds")
     assert max(map(len, found.stdout.splitlines())) <= 80
@@ -121,7 +120,6 @@ def test_the_version_is_the_packages() -> None:
 )
 def test_a_wrong_command_line_says_what_is_wrong(arguments: tuple[str, ...], said: str) -> None:
     found = run(*arguments)
-
     assert found.exit_code == 2
     assert said in found.stderr
     assert not found.stdout
@@ -130,7 +128,6 @@ def test_a_wrong_command_line_says_what_is_wrong(arguments: tuple[str, ...], sai
 def test_a_closed_pipe_ends_the_command_quietly() -> None:
     command = f"{sys.executable} -m harmony_ds.cli machines | head -n 1"
     found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=True)
-
     assert "GPU" in found.stdout
     assert not found.stderr
 
@@ -156,7 +153,6 @@ def test_estimate_prints_fit_speed_and_bottleneck(tiny: str) -> None:
 
 def test_estimate_as_json(tiny: str) -> None:
     data = run_json("estimate", tiny, "--micro-batch", "2", "--accumulation", "4", "--sequence", "32")
-
     assert data["fits"] is True
     assert data["tokens_per_step"] == 2 * 4 * 32
     assert data["tokens_per_s"] == pytest.approx(data["tokens_per_step"] / data["step_ms"] * 1e3)
@@ -287,7 +283,6 @@ def test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory(tin
 )
 def test_wrong_input_is_one_sentence_and_exits_with_1(tiny: str, arguments: tuple[str, ...], message: str) -> None:
     found = run("estimate", *(argument.format(tiny=tiny) for argument in arguments))
-
     assert found.exit_code == 1
     *progress, error = found.stderr.strip().splitlines()
     assert message in error
@@ -298,7 +293,6 @@ def test_wrong_input_is_one_sentence_and_exits_with_1(tiny: str, arguments: tupl
 def test_a_config_unknown_to_transformers_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobody"}', encoding="utf-8")
     found = run("estimate", str(tmp_path))
-
     assert found.exit_code == 1
     assert "describes no model" in found.stderr
 
@@ -328,14 +322,12 @@ def net() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def test_a_function_may_make_the_model_and_its_inputs() -> None:
     data = run_json("estimate", "tests.cli.test_commands:net", "--no-advice")
-
     assert data["model"] == "Net"
     assert data["samples_per_step"] == 8 * 16
 
 
 def test_the_ds_config_is_read_as_the_engine_reads_it(tiny: str, on_cpu: str) -> None:
     data = run_json("estimate", tiny, "--ds-config", on_cpu, "--no-advice")
-
     assert (data["micro_batch"], data["accumulation"]) == (2, 2)
     assert data["host_bytes"]["masters"] == 0  # fp32
 
@@ -358,7 +350,6 @@ def test_a_profile_is_saved_and_planned_with(tiny: str, on_cpu: str, tmp_path: P
 
 def test_a_profile_that_cannot_be_written(tiny: str, on_cpu: str, tmp_path: Path) -> None:
     found = run("profile", tiny, "--ds-config", on_cpu, "--output", str(tmp_path / "missing" / "profile.json"))
-
     assert found.exit_code == 1
     assert "No such file" in found.stderr
 
@@ -369,7 +360,6 @@ def test_a_file_without_a_profile_is_an_error(tiny: str, tmp_path: Path, text: s
     if text is not None:
         file.write_text(text, encoding="utf-8")
     found = run("plan", tiny, "--profile", str(file))
-
     assert found.exit_code == 1
     assert message in found.stderr
 
@@ -379,7 +369,6 @@ def test_a_file_without_a_profile_is_an_error(tiny: str, tmp_path: Path, text: s
 
 def test_machines_are_listed_with_their_sources() -> None:
     found = run("machines")
-
     assert found.exit_code == 0
     assert max(map(len, found.stdout.splitlines())) <= 80
     for word in ("rtx4090", "pcie4", "desktop-ddr5"):
@@ -415,7 +404,6 @@ def test_trace_draws_the_predicted_step(tiny: str, on_cpu: str, tmp_path: Path) 
 def test_trace_draws_the_executed_step_beside_the_predicted(tiny: str, on_cpu: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     data = run_json("trace", tiny, "--ds-config", on_cpu, "--run", "--steps", "2", "--output", str(file))
-
     assert data["executed"]["step_ms"] >= data["executed"]["busy_ms"]["compute"] > 0
     names = [{e["name"] for e in events_of(file, "X", pid) if e["args"]["micro_batch"] >= 0} for pid in (1, 2)]
     assert names[0] == names[1] != set()
@@ -456,6 +444,5 @@ def test_trace_of_a_model_that_does_not_fit_exits_with_3(tiny: str, on_cpu: str,
 )
 def test_trace_of_wrong_input(tiny: str, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     found = run("trace", tiny, "--output", str(tmp_path / "trace.json"), *arguments)
-
     assert found.exit_code == 1
     assert message in found.stderr

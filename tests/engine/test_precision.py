@@ -28,12 +28,7 @@ from tests.engine.drive import (
 )
 from tests.engine.test_ledger import layer_bytes
 from tests.families import Family
-from tests.oracle import (
-    assert_same,
-    train_plainly,
-    train_plainly_half,
-    with_floating_dtype,
-)
+from tests.oracle import assert_same, train_plainly, train_plainly_half, with_floating_dtype
 
 LLAMA = family("llama")
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}

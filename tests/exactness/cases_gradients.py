@@ -106,16 +106,6 @@ def penalty_outside(side: Side) -> Found:
 
 
 @case(tolerance=REGROUPED)
-def penalty_on_a_pending_loss(side: Side) -> Found:
-    """The same penalty on a loss that the model itself computed."""
-
-    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
-        return engine(x, labels=labels) + 0.1 * sum(p.abs().sum() for p in engine.module.parameters())
-
-    return trained(side, Net(), sgd, loss)
-
-
-@case(tolerance=REGROUPED)
 def penalty_inside(side: Side) -> Found:
     """The model's own forward adds an L2 penalty over its parameters to the loss."""
 

@@ -39,7 +39,6 @@ def free_bytes(root: Path) -> list[int]:
 def test_the_machines_room_is_available_memory_and_swap(tmp_path: Path) -> None:
     assert host_rooms(tmp_path) == []  # a system without /proc
     (room,) = host_rooms(write(tmp_path, {"proc/meminfo": MEMINFO}))
-
     assert (room.free_bytes, room.swap_bytes) == (600 * 1024, 200 * 1024)
     assert "1,024,000" in room.source
 
@@ -85,7 +84,6 @@ def test_cgroup_1_and_its_large_number_for_unlimited(tmp_path: Path) -> None:
 def test_in_a_container_without_its_own_path_the_root_counts(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/../outside\n", "sys/fs/cgroup/memory.max": "100\n"}
     current = "sys/fs/cgroup/memory.current"
-
     assert free_bytes(write(tmp_path, {**files, current: "30\n"})) == [70]
     assert free_bytes(write(tmp_path, {current: "130\n"})) == [0]  # more is in use than is allowed
 

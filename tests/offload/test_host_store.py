@@ -18,7 +18,6 @@ def test_parameters_are_equal_before_and_after(one: Family) -> None:
     model = one.build(0.0)
     ids = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     stored(model)
-
     assert_same(model, one.build(0.0), bitwise=True)
     assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == ids
 
@@ -26,7 +25,6 @@ def test_parameters_are_equal_before_and_after(one: Family) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_parameter_starts_at_a_multiple_of_64_bytes(dtype: torch.dtype) -> None:
     one = stored(odd_sizes(), dtype)
-
     assert {p.data_ptr() % 64 for p in one.model.parameters()} == {0}
     assert {p.dtype for p in one.model.parameters()} == {dtype}
 
@@ -34,7 +32,6 @@ def test_every_parameter_starts_at_a_multiple_of_64_bytes(dtype: torch.dtype) ->
 def test_parameters_are_views_of_one_slab_per_layer() -> None:
     one = stored(odd_sizes())
     storages = {name: p.untyped_storage().data_ptr() for name, p in one.model.named_parameters()}
-
     assert storages["0.weight"] == storages["0.bias"]
     assert len(set(storages.values())) == 3
     assert one.store.host_bytes() == {"weights": 2 * (128 + 64) + (64 + 64), "masters": 0}
@@ -42,7 +39,6 @@ def test_parameters_are_views_of_one_slab_per_layer() -> None:
 
 def test_in_fp32_parameters_are_their_own_masters() -> None:
     one = stored(odd_sizes())
-
     assert one.store.masters.keys() == dict(one.model.named_parameters()).keys()
     assert all(one.store.masters[name] is p for name, p in one.model.named_parameters())
     assert one.store.compute_copy("0.weight") is None
@@ -71,7 +67,6 @@ def test_a_transposed_parameter_becomes_contiguous_with_the_same_values() -> Non
     values = torch.arange(15.0).view(3, 5)
     model[0].weight = nn.Parameter(values.t())
     one = stored(model)
-
     assert torch.equal(one.model[0].weight, values.t())
     assert one.model[0].weight.is_contiguous()
 
@@ -103,7 +98,6 @@ def test_a_gap_makes_two_parts() -> None:
 def test_a_tied_parameter_lies_with_its_first_layer() -> None:
     gpt2 = next(one for one in FAMILIES if one.name == "gpt2")
     one = stored(gpt2.build(0.0))
-
     assert one.model.lm_head.weight is one.model.transformer.wte.weight
     pieces = one.store.parts_of(["transformer.wte.weight", "transformer.ln_f.weight"])
     assert [name for piece in pieces for name in piece.places] == ["transformer.wte.weight", "transformer.ln_f.weight"]
@@ -113,6 +107,5 @@ def test_a_release_unlocks_every_slab_and_parameters_stay_readable(monkeypatch: 
     one, freed = stored(odd_sizes()), []
     monkeypatch.setattr(one.device, "host_free", freed.append)
     one.store.release()
-
     assert [slab.data_ptr() for slab in freed] == [layer.weight.data_ptr() for layer in one.model]
     assert_same(one.model, odd_sizes(), bitwise=True)

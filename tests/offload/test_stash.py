@@ -53,7 +53,6 @@ def test_on_the_device_nothing_is_copied() -> None:
     one, ledger = stash()
     tensor = torch.randn(3, 4)
     entry = one.put(tensor, "block")
-
     assert one.tensor(entry).data_ptr() == tensor.data_ptr()
     assert ledger.drain().device_to_host[Kind.ACTIVATIONS] == one.host_bytes == 0
     assert entry.nbytes == 48

@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 
 from harmony_ds.calls.contract import Contract
 from harmony_ds.runtime.micro_batch import MicroBatch
+from harmony_ds.stepping.inputs import Arguments
 from harmony_ds.stepping.output_kinds import OutputKind, OutputKinds
 from harmony_ds.stepping.pending import PendingTensor
 from tests.stepping.test_pending import FakeTicket
@@ -231,3 +232,10 @@ def test_strings_that_are_data_are_not_learned_one_by_one() -> None:
             learned = number
             kinds.learn(call, torch.zeros(()))
     assert 2 <= learned < 50
+
+
+def test_a_tensor_that_is_given_twice_is_one_on_the_device_and_not_the_caller_s() -> None:
+    ids = torch.arange(3)
+    args, kwargs = Arguments((ids,), {"labels": ids}, take_over=True).mapped(torch.clone)
+    assert args[0] is kwargs["labels"] and args[0] is not ids
+    assert torch.equal(args[0], ids)
