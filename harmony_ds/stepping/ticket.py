@@ -206,8 +206,9 @@ class QueuedMicroBatch:
         evaluations: dict[int, Evaluation] = {}
         terms = []
         for node, divisor in self._objectives:
-            evaluation = Evaluation(partial(self._given, outputs, divisor), apart)
-            terms.append(evaluations.setdefault(divisor, evaluation).of(node))
+            if divisor not in evaluations:
+                evaluations[divisor] = Evaluation(partial(self._given, outputs, divisor), apart)
+            terms.append(evaluations[divisor].of(node))
         values = {node: value for evaluation in evaluations.values() for node, value in evaluation.values.items()}
         return (sum(terms[1:], terms[0]) if terms else None), values
 
@@ -237,24 +238,24 @@ class QueuedMicroBatch:
         return total
 
     def _keep(self, outputs: Any, values: dict[Node, Tensor]) -> None:
-        """Keep of `outputs`, and of what was made of them, what the program may still read when the step is over.
-
-        Where it has what is much smaller than they are, such as losses of rows and predictions, they are not kept for that.
-        """
+        """Keep of `outputs`, and of what was made of them, what the program may still read when the step is over."""
+        # Where it has what is much smaller than they are (losses of rows, predictions), they are not kept for that.
         evaluation = Evaluation(lambda node: values.get(node, node.read and node.read(outputs).detach()))
         small = max((tensor.numel() // 8 for tensor in tensors_in(outputs)), default=0)
 
+        def to_keep(value: Tensor) -> Tensor:  # a copy: it may be a view of others
+            # More than a number would need memory of the device that no plan has.
+            return value.detach().to(self.micro_batch.home if value.numel() == 1 else "cpu", copy=True)
+
         def is_kept(node: Node) -> bool:
             if node.value is None and node.tickets == (self,) and node.shape.numel() <= max(1, small):
-                value = evaluation.of(node).detach()
-                node.value = value.to(self.micro_batch.home, copy=True)  # it may be a view of others
+                node.value = to_keep(evaluation.of(node))
             return node.value is not None
 
         for held in [node for node in self.nodes if node.owner() is not None]:
             for one in held.made_from(is_kept):
                 if one.read is not None and self in one.tickets:
-                    # Large ones would need memory of the device that no plan has.
-                    one.value = one.read(outputs).detach().to("cpu", copy=True)
+                    one.value = to_keep(one.read(outputs))
 
     def forward_ran(self) -> None:
         """Note that the forward pass ran on its own: its loss can be read, and propagated from, until the step is over."""

@@ -41,14 +41,12 @@ def check(jobs: list[Job], timeline: Timeline) -> None:
 
 def test_a_stream_is_in_order_and_streams_go_on_together() -> None:
     timeline = run_jobs([Job(("copy",), 3), Job(("compute",), 5, after=(0,)), Job(("copy",), 4), Job(("copy",), 1)])
-
     assert timeline.begin_ms == (0, 3, 3, 7)
     assert timeline.makespan_ms == 8
 
 
 def test_a_job_on_two_streams_begins_when_both_are_free() -> None:
     timeline = run_jobs([Job(("send",), 2), Job(("receive",), 5), Job(("send", "receive"), 1), Job(("send",), 1)])
-
     assert timeline.begin_ms == (0, 0, 5, 6)
 
 
@@ -64,7 +62,6 @@ def test_no_job_waits_for_one_behind_it() -> None:
 )
 def test_two_share_a_link(first_ms: float, capacity: float, ends: tuple[float, float]) -> None:
     jobs = [Job((way,), ms, demands=(("link", 10.0),)) for way, ms in (("in", first_ms), ("out", 4))]
-
     assert run_jobs(jobs, {"link": capacity}).end_ms == pytest.approx(ends)
 
 
@@ -89,6 +86,5 @@ def test_a_link_carries_no_more_than_it_can(jobs: list[Job], capacity: float) ->
 @given(job_lists(), st.floats(0.5, 8))
 def test_alone_is_as_with_room_for_all_and_never_later(jobs: list[Job], capacity: float) -> None:
     alone, all_at_once, slowed = run_alone(jobs), run_jobs(jobs), run_jobs(jobs, {"link": capacity})
-
     assert (*alone.begin_ms, *alone.end_ms) == pytest.approx((*all_at_once.begin_ms, *all_at_once.end_ms))
     assert all(one <= other + 1e-6 for one, other in zip(alone.end_ms, slowed.end_ms, strict=True))

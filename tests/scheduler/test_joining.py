@@ -67,7 +67,6 @@ def test_joined_calls_that_do_not_fit_are_not_advised() -> None:
 def test_fewer_micro_batches_are_joined_where_all_do_not_fit() -> None:
     wide = costs_of(tuple(range(LAYERS)), replace(COST, forward_bytes=10_000))
     found = advice(memory_bound(0.5), wide, budget_bytes=60_000)
-
     assert found is not None
     assert found.rows == GROUP * ROWS // 4
 

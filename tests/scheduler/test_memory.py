@@ -45,7 +45,6 @@ def activations(
 
 def test_weights_are_there_from_swap_in_to_evict() -> None:
     tasks, profile = walk(TWO, costs_of((0, 1)), 1, Policy(prefetch=False, deferred_update=False))
-
     assert tasks == "I0 F0.0 E0 I1 L1.0 O1 U1 E1 I0 B0.0 G1 O0 U0 E0 G0"
     assert profile.weight_bytes == (*[1000] * 14, 0)
 

@@ -108,6 +108,19 @@ def test_nothing_stays_on_the_device_between_steps() -> None:
     engine.destroy()
 
 
+def test_what_a_program_keeps_of_its_own_losses_waits_on_the_host() -> None:
+    engine, device = engine_under(None, group=1, pack_layers=1)
+    kept, held = [], []
+    for batch in itertools.islice(batches(), 3):
+        kept.append(engine(**batch).logits.logsumexp(-1))  # a number for each token
+        engine.backward(kept[-1].mean())
+        engine.step()
+        engine.finish_updates()
+        held.append(device.allocated_bytes())
+    engine.destroy()
+    assert held[1] == held[2] and kept[0].device == device.torch_device
+
+
 def test_larger_batches_are_measured_and_planned_before_they_run() -> None:
     engine, _ = engine_under(None, group=2, pack_layers=1)
     engine.train_batch(batches(tokens=8))
