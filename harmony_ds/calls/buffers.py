@@ -132,9 +132,9 @@ class DeviceBuffers:
 
     def _is_fresh(self, module: nn.Module) -> bool:
         """Return whether the program has not written to the module's host buffers since they were copied."""
-        known = [(self._copies.get(id(buffer)), buffer) for buffer in buffers_of([module])]
-        return all(copy is not None and copy.is_fresh(buffer) for copy, buffer in known)
+        return all((copy := self._copies.get(id(b))) is not None and copy.is_fresh(b) for b in buffers_of([module]))
 
+    @torch.inference_mode(False)  # passes outside of it use the same copies, and read their versions
     def _copies_of(self, module: nn.Module) -> dict[str, _Copy]:
         self._device.enter(self._places.get(module, HOME))
         return {key: self._copy(host) for key, host in module._buffers.items() if host is not None}
@@ -149,6 +149,7 @@ class DeviceBuffers:
             self._ledger.book_in(Kind.DATA, host.nbytes)
         return known
 
+    @torch.inference_mode(False)
     def _copy_back(self, module: nn.Module, host: dict[str, Tensor | None], copies: dict[str, _Copy]) -> None:
         """Copy device buffers into the host's, or put them in their place where shape or dtype changed."""
         self.are_written = True

@@ -225,6 +225,7 @@ class Loop:
 
     # ---- without gradients
 
+    @torch.inference_mode(False)  # the model may be measured, with gradients
     def eval_batch(self, data_iter: Iterator[Any] | Sequence[Any], loss_fn: LossFunction | None = None) -> Tensor:
         """Return the mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
 

@@ -127,6 +127,7 @@ class DeviceStore(GradientSums):
             if self._store.compute_copy(name) is not None:
                 yield self._store.masters[name], stepped.detach()
 
+    @torch.inference_mode(False)  # optimizer state that is made meanwhile will be stepped in place
     def sync_to_device(self) -> None:
         """Copy to the device what may have changed on the host."""
         self._notice_replaced_state()
@@ -166,6 +167,7 @@ class DeviceStore(GradientSums):
         self.drop()
         self._norm_buffers.destroy()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def sync_to_host(self, to_be_read: bool = False) -> None:
         """Bring the host's weights, masters and optimizer state up to date. `to_be_read`: they will not be written."""

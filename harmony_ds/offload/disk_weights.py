@@ -46,7 +46,7 @@ class DiskWeights:
         device = self.device.current_member()
         return submit(self._reader, partial(self._copy, copies, device, free, device.on(Stream.DISK)))
 
-    @torch.no_grad()
+    @torch.inference_mode()  # of the caller, too: then targets of it are written from this thread
     def _copy(self, copies: Copies, device: Device, free: Event, context: StreamContext) -> Event:
         device.wait(Stream.DISK, free)
         try:

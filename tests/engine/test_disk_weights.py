@@ -120,9 +120,10 @@ def test_16_bit_weights_that_are_their_own_masters_are_stepped_in_the_file(tmp_p
 
 
 def test_evaluation_reads_each_layer_once(tmp_path: Path) -> None:
-    with engine_at(on(tmp_path, WEIGHTS), BF16, None, "") as engine, torch.no_grad():
+    with engine_at(on(tmp_path, WEIGHTS), BF16, None, "") as engine, torch.inference_mode():
         before = file_of(engine).read_bytes
         engine.eval()
         engine(**LLAMA.batch(0))
         weights = sum(slab.nbytes for slab in assembly_of(engine).store._slabs)
         assert file_of(engine).read_bytes - before == weights
+        assert engine.eval_batch(iter(groups_of(LLAMA, 1, 3)[0])).isfinite()  # measures first, with gradients

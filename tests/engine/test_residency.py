@@ -309,29 +309,28 @@ def test_the_optimizers_state_is_true_whenever_it_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("residency", [2, EVERY])
-def test_evaluation_and_streaming_use_resident_packs(residency: int) -> None:
+def test_evaluation_and_streaming_use_resident_packs(residency: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = plainly(LLAMA, 0.0, GROUPS[:2], adamw)
     expected = [plain.eval()(**batch).loss.item() for batch in GROUPS[2]]
     model = LLAMA.build(0.0)
     with engine_for(model, adamw, config_with(residency)) as engine:
         train_groups(engine, GROUPS[:2])
-        swapped = []
-        swap_in = assembly_of(engine).parts.residency.swap_in
-
-        def noting(names: Any, *more: Any, **options: Any) -> Any:
-            swapped.extend(names)
-            return swap_in(names, *more, **options)
-
-        assembly_of(engine).parts.residency.swap_in = noting  # type: ignore[method-assign]
+        swapped: list[str] = []
+        swap_in = (store := assembly_of(engine).parts.residency).swap_in
+        monkeypatch.setattr(
+            store, "swap_in", lambda names, *more, **by: (swapped.extend(names), swap_in(names, *more, **by))[1]
+        )
         assert engine.eval_batch(iter(GROUPS[2])).item() == torch.tensor(expected).mean().item()
         model.eval()
-        with torch.no_grad():
+        with torch.inference_mode():
+            assert engine.optimizer.state_dict()["state"]  # and the device gets it again
             assert [engine(**batch).loss.item() for batch in GROUPS[2]] == expected
         here = {n for index in engine.plan.policy.resident for n in engine.plan.packs[index].parameters}
         assert here
         assert here.isdisjoint(swapped)
         assert {*here, *swapped} == dict(plain.named_parameters()).keys()
-        del assembly_of(engine).parts.residency.swap_in
+        train_groups(engine, GROUPS[2:])  # steps that state
+        monkeypatch.undo()
 
 
 # ---- failures
