@@ -63,11 +63,12 @@ class CallModes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallState:
-    """State of the model at a call. Calls with the same attributes share one `attributes` object."""
+    """State of the model at a call. Calls with the same attributes share one `attributes` object. `own`: its `vars`."""
 
     modes: CallModes
     attributes: Attributes
     trained_now: Callable[[], tuple[bool, ...]]
+    own: dict[str, Any]
 
     def at_backward(self) -> CallState:
         """Return the state for a backward pass that is asked for now: parameters frozen since get no gradient."""
@@ -97,7 +98,7 @@ class Contract:
                 self._record()
             modes = self._modes()
             self.modes = self.modes if modes == self.modes else modes
-        return CallState(self.modes, self._attributes, self._trained)
+        return CallState(self.modes, self._attributes, self._trained, self._held[0])
 
     def check(self, states: Sequence[CallState]) -> None:
         """Raise ModelError if the program has changed attributes since calls in `states` that run now."""

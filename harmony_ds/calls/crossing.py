@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from harmony_ds.calls.arguments import change_contents
-from harmony_ds.calls.row_parts import parts_moved
+from harmony_ds.calls.slices import parts_moved
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.device.group import DeviceGroup

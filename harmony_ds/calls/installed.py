@@ -83,8 +83,9 @@ class FixedParameters(dict[str, Any]):
         return dict, (dict(self),)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if value is not self.get(key, self):
+        if value is not self.get(key, vars(self).get(key, self)):
             self._refuse(key)
+        dict.__setitem__(self, key, value)
 
     def _refuse(self, key: str, *_: Any) -> Any:
         raise ModelError(
@@ -94,6 +95,15 @@ class FixedParameters(dict[str, Any]):
         )
 
     __delitem__ = pop = _refuse
+
+
+class CallParameters(FixedParameters):
+    """A module's parameters in a layer call: one may be taken out and put back (PEFT's LoRA of parameters)."""
+
+    def __delitem__(self, key: str) -> None:
+        vars(self)[key] = taken = self[key]
+        dict.__delitem__(self, key)
+        torch._C._autograd._unsafe_set_version_counter((taken,), (0,))  # parametrize has set it to itself
 
 
 def belongs_to_engine(model: nn.Module) -> bool:
@@ -191,7 +201,7 @@ class LayerParameters:
         items: list[Item] = []
         for module, names in self._names.items():
             own = {key: copies[name] for key, name in names.items() if name in copies}
-            parameters = FixedParameters({**module._parameters, **own})
+            parameters = CallParameters({**module._parameters, **own})
             items.append((module.__dict__, "_parameters", parameters))
             if isinstance(module, nn.RNNBase):
                 # It computes with a list. If it made that itself, it would move parameters into cuDNN's memory.

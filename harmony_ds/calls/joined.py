@@ -26,8 +26,8 @@ from harmony_ds.calls.called_layer import CalledLayer
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.row_parts import parts_of, whole_of
 from harmony_ds.calls.sameness import equal
+from harmony_ds.calls.slices import parts_of, whole_of
 from harmony_ds.calls.trees import flatten_all, unflatten_all
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
@@ -110,7 +110,9 @@ class Joins:
             CannotJoinError: what all rows share differs.
         """
         layer = requests[0].layer
-        if len(requests) < 2 or layer not in self.dims or not self._may_be_joined(layer):
+        called = self._layers[layer]  # whose hooks see each micro-batch's gradient
+        known = layer in self.dims and layer not in self._refused and called.treats_rows_alike
+        if len(requests) < 2 or not known or self._residency.are_hooked(called.names):
             return [Joined((place,), request) for place, request in enumerate(requests)]
         alike: dict[Any, list[int]] = {}
         given = [CallInputs.of(request) for request in requests]
@@ -127,11 +129,6 @@ class Joins:
                 collectors, before = tuple(one.collector for one in members), members[0].arguments.collected
                 made.append(Joined(tuple(places), joined, dims, collectors, before))
         return made
-
-    def _may_be_joined(self, layer: int) -> bool:
-        called = self._layers[layer]  # whose hooks see each micro-batch's gradient
-        known = layer not in self._refused and called.treats_rows_alike
-        return known and not self._residency.are_hooked(called.names)
 
     def _joined(self, first: Request, given: Sequence[CallInputs], dims: RowDims) -> Request | None:
         """Return one call for those that were `given` alike, `first` among them; None: they cannot be joined."""

@@ -18,13 +18,12 @@ from harmony_ds.calls.arguments import CallInputs, CallOutputs
 from harmony_ds.calls.boundary import propagate
 from harmony_ds.calls.buffers import clone_buffers, substituted_buffers
 from harmony_ds.calls.caches import extract_caches, restore_caches, snapshot_caches
-from harmony_ds.calls.called_layer import CalledLayer
+from harmony_ds.calls.called_layer import CalledLayer, copy_with_gradient, cut_outputs, storage_of, storages_of
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.outputs import copy_with_gradient, cut_outputs, storage_of, storages_of
 from harmony_ds.calls.random_streams import State, states_differ
 from harmony_ds.calls.recorded_call import RecordedCall, SavedTensor, norms_of, save_input, saved_inputs
 from harmony_ds.calls.slices import Piece, SliceAssembler, Slicing, slicing_of

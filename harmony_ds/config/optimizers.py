@@ -87,6 +87,7 @@ OPTIMIZERS = (
     OptimizerRow(("adafactor",), classes=("Adafactor",)),
     OptimizerRow(("lbfgs",), classes=("LBFGS",), whole=True),
     OptimizerRow(("sparseadam",), ("exp_avg", "exp_avg_sq"), classes=("SparseAdam",), whole=True),
+    OptimizerRow((), classes=("LoraFAOptimizer",), whole=True),
     OptimizerRow(("lamb",), refusal="its kernel is CUDA's and steps whole layers on the device"),
     OptimizerRow(("muadam", "muadamw", "musgd"), refusal=_MUP),
     OptimizerRow(

@@ -355,11 +355,13 @@ class HarmonyTrainer(HarmonyMixin, Trainer):  # type: ignore[misc]
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a container, and of those in a dict; other values, and the items of a list, as they are."""
+    """Return a copy of a container or a tensor, and of those in a dict; other values, and a list's items, as they are."""
     if type(value) in (dict, defaultdict):
         copied = copy.copy(value)
         copied.update((key, _copied(one)) for key, one in value.items())
         return copied
+    if isinstance(value, Tensor) and not value.requires_grad:
+        return value.clone()
     return copy.copy(value) if type(value) in (list, deque, set) else value
 
 

@@ -78,7 +78,6 @@ class Measurement(Passes):
         seen = self._seen
         seen.scalar, seen.grain = self._allocation(torch.float32), self._allocation(torch.uint8)
         self._stretch.begin()
-        version = self._resident.buffer._version
         with self._flow or nullcontext():
             outputs = self._forward(sample)
             if self._flow is not None:
@@ -87,7 +86,7 @@ class Measurement(Passes):
         if self._flow is not None:
             seen.flow = self._flow.flow
         self._check_seen()
-        self._check_unwritten(self._resident, self._resident.buffer._version != version)
+        self._check_unwritten(self._resident)
         seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
         if loss is not None and loss.requires_grad:
             with explaining_errors():
@@ -203,14 +202,14 @@ class Measurement(Passes):
             "and draw from torch's, Python's or NumPy's global generators."
         )
 
-    def _check_unwritten(self, copy: DeviceCopy, is_written: bool = False) -> None:
-        """Raise ModelError if values of `copy` have changed; `is_written`: or were written to, equal ones perhaps."""
+    def _check_unwritten(self, copy: DeviceCopy) -> None:
+        """Raise ModelError if values of `copy` have changed, or were written to, equal ones perhaps."""
         names = self._parts.residency.modified_names(copy) if self._parts.device.has_values else []
-        if names or is_written:
-            which = " or ".join(names[:1] or list(copy.leaves)[:9])
+        names += [name for name, leaf in copy.leaves.items() if leaf._version]
+        if names:
             raise ModelError(
-                f"forward writes into the parameter {which}, which is a copy on the device there: what is written would be "
-                "lost. Change parameters between steps (engine.module.parameters()), or compute with a changed copy "
+                f"forward writes into the parameter {names[0]}, a copy on the device there: what is written would be lost. "
+                "Change parameters between steps (engine.module.parameters()), or compute with a changed copy "
                 "(self.weight.clamp(...))."
             )
 

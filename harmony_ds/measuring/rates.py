@@ -23,6 +23,7 @@ from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
 
 _SCRATCH_ELEMENTS = 2**20
+_FEW_ELEMENTS = 2**16
 _SCRATCH_ROWS = 2**10
 _MOST_ELEMENTS = 2**25
 """So many elements take half a GiB to update with Adam, which no cache holds: servers' have up to 300 MiB."""
@@ -74,8 +75,10 @@ def _measured(
 ) -> Machine:
     """Measure all rates but those of swap-ins."""
     swap_out, link, copied = _device_bytes_per_ms(device)
-    update = _update_of(optimizer, weight_dtype, elements)
     with computing_with(threads):
+        few = _typical_ms(None, _update_of(optimizer, weight_dtype, _FEW_ELEMENTS))
+        elements = elements if few * elements < 1e3 * _FEW_ELEMENTS else _FEW_ELEMENTS  # Muon, where bf16 is slow
+        update = _update_of(optimizer, weight_dtype, elements)
         updated = elements / _typical_ms(None, update)
     beside = 1.0 if device.copies_overlap or optimizer is None else _beside(update)
     host, normed = _host_rates(elements)

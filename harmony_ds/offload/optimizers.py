@@ -68,6 +68,9 @@ class Masters:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace parameters by masters in the groups and the state of the user's optimizer."""
         for group in optimizer.param_groups:
+            if "param_names" in group:
+                pairs = zip(group["params"], group["param_names"], strict=True)
+                group["param_names"] = [name for p, name in pairs if self._master_of.get(id(p)) is not None]
             group["params"] = self._masters(group["params"])
         for key in list(optimizer.state):
             master = self._master_of.get(id(key)) if isinstance(key, torch.Tensor) else None

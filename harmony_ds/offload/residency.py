@@ -42,7 +42,8 @@ class Leaves(dict[str, nn.Parameter]):
 
 def leaf_over(memory: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """Return a leaf over `memory` with the attributes that the program has put on `parameter`, and its `requires_grad`."""
-    leaf = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+    # `data`: what is written into a parameter raises its own version, not that of all that share the memory.
+    leaf = nn.Parameter(memory.data, requires_grad=parameter.requires_grad)
     vars(leaf).update(_attributes(parameter))
     return leaf
 

@@ -31,11 +31,10 @@ from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.runtime.garbage import collection_within_steps
-from harmony_ds.runtime.gathered import GatheredGradients
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.parts import Parts
-from harmony_ds.runtime.updates import Outcome, Updates
+from harmony_ds.runtime.updates import GatheredGradients, Outcome, Updates
 from harmony_ds.runtime.waiting import WaitingSwapIns
 from harmony_ds.scheduler.plan import NOTHING, Pack, Plan, Task, TaskKind
 

@@ -112,7 +112,7 @@ class JointMicroBatch(MicroBatch):
 
     def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Any:
         assert self.joins is not None
-        lanes = [Lane(m.forward, True, m.autocast, device, m.context, between_layers) for m in self.members]
+        lanes = [member.new_lane(device, between_layers) for member in self.members]
         self.lane = JointLane(lanes, self.joins)  # type: ignore[assignment]
         for lane in lanes:
             lane.resume()

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from harmony_ds.calls.intercept import Autocast, Request, handled_by
 from harmony_ds.calls.trees import tensors_in
-from harmony_ds.device.base import Device
 from harmony_ds.runtime.thread_state import OnTop, ThreadState
 
 Place = Callable[[Request], int]
@@ -45,18 +44,18 @@ class Lane:
         function: Callable[[], Any],
         grad: bool,
         autocast: Autocast | None,
-        device: Device,
+        thread: ThreadState,
         context: contextvars.Context,
         between_layers: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         """Make a lane that will run in `context`; `between_layers` makes the context of the code between layer calls."""
-        self.device = device
+        self.device = thread.device
         self.request: Request | None = None
         self.result: Any = None
         self._function = function
         self._grad = grad
         self._autocast = autocast
-        self._thread = ThreadState(device)
+        self._thread = thread
         self._between_layers = between_layers
         self._on_top: OnTop | None = None  # while it is suspended
         self._reply: Any = None  # to the call that it waits at; not held elsewhere while the lane runs

@@ -20,6 +20,7 @@ from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError
 from harmony_ds.runtime.lane import Lane
+from harmony_ds.runtime.thread_state import ThreadState
 from harmony_ds.scheduler.plan import Pack
 
 Objective = Callable[[Any], Tensor | None]
@@ -75,9 +76,14 @@ class MicroBatch:
 
     def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Lane:
         """Run forward up to the first layer call; `between_layers` makes the context of the code between layer calls."""
-        self.lane = Lane(self.forward, self.reduce is None, self.autocast, device, self.context, between_layers)
+        self.lane = self.new_lane(device, between_layers)
         self.lane.resume()
         return self.lane
+
+    def new_lane(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Lane:
+        """Return a lane for its forward pass."""
+        thread = ThreadState(device, self.state.own)
+        return Lane(self.forward, self.reduce is None, self.autocast, thread, self.context, between_layers)
 
     def place(self, order: tuple[int, ...], request: Request) -> int:
         """Return the position of `request`, its next layer call, in the call order.

@@ -44,15 +44,17 @@ class OnTop:
 
 
 class ThreadState:
-    """Inference and grad mode, hooks on saved tensors, open modes, torch's switches, autocast, and the current stream."""
+    """Inference and grad mode, hooks on saved tensors, modes, torch's switches, autocast, stream, the model's `forward`."""
 
-    def __init__(self, device: Device) -> None:
-        """Exchange the host's autocast, and that of `device` with its current stream."""
+    def __init__(self, device: Device, own: dict[str, Any]) -> None:
+        """Exchange the host's autocast, that of `device` with its current stream, and `forward` in `own`."""
+        self.device = device
         values: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
             (read_switches, set_switches),
             (torch.is_grad_enabled, _C._set_grad_enabled),
             (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
             (device.current, device.make_current),
+            (partial(own.get, "forward"), partial(put_forward, own)),  # MatryoshkaLoss replaces it for each micro-batch
         ]
         for kind in filter(torch.amp.is_autocast_available, {"cpu", device.torch_device.type}):
             values.append((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)))
@@ -91,6 +93,13 @@ class ThreadState:
     def _write(self, values: list[Any]) -> None:
         for write, value in zip(self._writes, values, strict=True):
             write(value)
+
+
+def put_forward(own: dict[str, Any], forward: Any) -> None:
+    """Set `forward` among a module's own attributes; None: it has none."""
+    own["forward"] = forward
+    if forward is None:
+        del own["forward"]
 
 
 @contextmanager

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
+from harmony_ds.errors import BatchError
 from harmony_ds.measuring.sample import shapes_of
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.pending import Node, PendingTensor, Ticket
 
 _MOST_WORDS = 16
 """Combinations of strings among a call's arguments that may name modes; where there are more, they are data."""
-Path = tuple[str, Any]
-"""Way from outputs to a tensor: an "attribute" and its name, an "item" and its key, or "itself"."""
-
+Path = tuple[Any, ...]
+"""Way from outputs to a tensor: an "attribute" and its name, an "item" and its key, or "itself" and None. Where a tuple of
+tensors lies (hidden states), its length and the place in it follow."""
 
 Like = tuple[torch.Size, torch.dtype, bool]
 """Shape and dtype of an output, and whether gradients come to it."""
@@ -38,7 +39,7 @@ class OutputKind:
     Attributes:
         losses: that have this shape whatever is given.
         others: by the shapes and modes of a call.
-        items: of a tuple or list of nothing but tensors, their number.
+        items: of a tuple or list of nothing but tensors, and tuples of such, their number.
     """
 
     cls: Any
@@ -49,10 +50,10 @@ class OutputKind:
     def learn(self, outputs: Any, form: object) -> None:
         """Learn that a call with shapes and modes `form` returned `outputs`."""
         self.cls, found = type(outputs), dict(_tensors_in(outputs))
-        items = sum(way == "item" for way, _ in found)
+        items = len({path[:2] for path in found if path[0] == "item"})
         self.items = items if _is_sequence(self.cls) and items == len(outputs) else 0
         # One row's logits have one number, too, but a dimension, or one with other rows.
-        losses = {p: t for p, t in found.items() if not t.ndim or (p[1] == "loss" and t.numel() == 1)}
+        losses = {p: t for p, t in found.items() if len(p) == 2 and (not t.ndim or (p[1] == "loss" and t.numel() == 1))}
         known = {p: (t.shape, t.dtype, t.is_floating_point()) for p, t in losses.items()}
         self.losses = {p: like for p, like in known.items() if p in self.losses or not self.others}
         self.others[form] = {p: (t.shape, t.dtype, t.requires_grad) for p, t in found.items()}
@@ -64,7 +65,7 @@ class OutputKind:
             return pending.tensor("itself", None)
         if _is_sequence(self.cls):
             tensors = [pending.tensor("item", place) for place in range(self.items)]
-            whole = bool(tensors) and all(isinstance(one, PendingTensor) for one in tensors)
+            whole = bool(tensors) and all(one is not None for one in tensors)
             return getattr(self.cls, "_make", self.cls)(tensors) if whole else None
         if not pending.likes:
             return None
@@ -88,11 +89,18 @@ def _tensors_in(outputs: Any) -> Iterator[tuple[Path, Tensor]]:
         with suppress(TypeError, LookupError, AttributeError):
             if isinstance(found := _follow(outputs, path), Tensor):
                 yield path, found
+            elif type(found) is tuple and all(isinstance(one, Tensor) for one in found):
+                yield from (((*path, len(found), place), one) for place, one in enumerate(found))
 
 
 def _follow(outputs: Any, path: Path) -> Any:
-    way, key = path
-    return outputs if way == "itself" else getattr(outputs, key) if way == "attribute" else outputs[key]
+    way, key, *place = path
+    found = outputs if way == "itself" else getattr(outputs, key) if way == "attribute" else outputs[key]
+    if place and len(found) != place[0]:
+        raise BatchError(
+            f"{key!r} of the outputs has {len(found)} tensors, not {place[0]} as before: read a value of it first."
+        )
+    return found[place[1]] if place else found
 
 
 class OutputKinds:
@@ -142,13 +150,17 @@ class _Pending:
             self.computed = self.ticket.outputs()
         return self.computed
 
-    def tensor(self, way: str, key: Any) -> PendingTensor | None:
-        """Return the tensor at a path, still pending; None: it is not known to be one, or all are computed."""
-        path = way, key
-        like = self.likes.get(path) if self.computed is None and isinstance(key, (str, int, type(None))) else None
-        if like is None:
+    def tensor(self, way: str, key: Any) -> PendingTensor | tuple[PendingTensor, ...] | None:
+        """Return the tensor, or tensors, at a path, still pending; None: not known to be such, or all are computed."""
+        if self.computed is not None or not isinstance(key, (str, int, type(None))):
             return None
+        paths = [path for path in self.likes if path[:2] == (way, key)]
+        tensors = tuple(map(self._at, paths))
+        return tensors[0] if (way, key) in paths else tensors or None
+
+    def _at(self, path: Path) -> PendingTensor:
         if path not in self.tensors:
+            like = self.likes[path]
             read = functools.partial(_follow, path=path)
             self.tensors[path] = PendingTensor(Node((self.ticket,), *like[:2], self.device, like[2], read))
         return self.tensors[path]

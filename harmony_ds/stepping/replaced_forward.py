@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from harmony_ds.calls.intercept import InterceptedForward
+from harmony_ds.runtime.thread_state import put_forward
 
 
 class ReplacedForward:
@@ -30,24 +31,19 @@ class ReplacedForward:
         put = self._standing()
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._stand(put)
+            put_forward(vars(self._module), put)
             outputs = self._module(*args, **kwargs)
             self._left.setdefault(_code(put), self._standing())
             return outputs
 
         left = self._left.get(_code(put), put)
         if _code(left) != _code(put):
-            self._stand(left)
+            put_forward(vars(self._module), left)
         return self._module if put is None else call
 
     def _standing(self) -> Any:
         put = self._module.__dict__.get("forward")
         return None if isinstance(put, InterceptedForward) else put
-
-    def _stand(self, forward: Any) -> None:
-        self._module.__dict__["forward"] = forward
-        if forward is None:
-            del self._module.__dict__["forward"]
 
 
 def _code(forward: Any) -> object:

@@ -7,7 +7,7 @@ import pickle
 
 import torch
 
-from harmony_ds.calls.row_parts import whole_of
+from harmony_ds.calls.slices import whole_of
 
 
 def test_what_was_joined_is_joined_once_until_a_part_changes() -> None:

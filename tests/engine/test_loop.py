@@ -110,7 +110,7 @@ class Classifier(nn.Module):
         if self.form == "tuple":
             assert targets is not None
             return scores, F.cross_entropy(scores, targets)
-        return {"scores": scores, "hidden": hidden[1]} if self.form == "dictionary" else scores
+        return {"scores": scores, "hidden": tuple(hidden)} if self.form == "dictionary" else scores
 
 
 def by_shape(model: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ def by_shape(model: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def of_two_outputs(model: Any, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     outputs = model(x)
-    loss = F.cross_entropy(outputs["scores"] / 2.0, targets) + 0.1 * outputs["hidden"].pow(2).mean()
+    loss = F.cross_entropy(outputs["scores"] / 2.0, targets) + 0.1 * outputs["hidden"][1].pow(2).mean()
     return outputs["scores"], loss
 
 

@@ -325,3 +325,15 @@ def test_a_failing_initialize_leaves_no_thread_and_a_usable_model() -> None:
             harmony_ds.initialize(model=model, optimizer=sgd(model.parameters()), config=config_of(1, **scheduler))
     assert threading.active_count() == before
     assert torch.isfinite(model(**GROUPS[0][0]).loss)
+
+
+def test_throughput_counts_the_samples_that_a_short_group_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    with engine_for(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), sgd, config_of(4)) as engine:
+        timer = engine.tput_timer
+        monkeypatch.setattr(timer, "stop", lambda global_step: told.append(timer.batch_size))
+        batches = iter([(torch.ones(2, 2),)] * 6)
+        for _ in range(2):
+            engine.train_batch(batches, loss_fn=torch.mean)
+
+    assert told == [8, 4]

@@ -121,9 +121,23 @@ def used_within_a_group(side: Side, use: Callable[[nn.Module], None]) -> Found:
 @case(Setting(2, 0.0), Setting(2, 1.0, Stay.RESIDENT))
 def prefix_tuning(side: Side) -> Found:
     """PEFT's prefix tuning of a tiny Llama: every layer is handed a cache that holds a trained prefix."""
-    from peft import PrefixTuningConfig, TaskType, get_peft_model
+    from peft import PrefixTuningConfig
 
-    model = get_peft_model(llama(), PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3))
+    return adapted(side, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+@case(Setting(2, 0.0), Setting(2, 1.0, Stay.GRAPHS))
+def adapters_of_parameters(side: Side) -> Found:
+    """PEFT's LoRA of parameters (`target_parameters`) of a tiny Llama: each call takes a weight out and puts it back."""
+    from peft import LoraConfig
+
+    return adapted(side, LoraConfig(target_modules=[], target_parameters=["q_proj.weight"], r=2))
+
+
+def adapted(side: Side, config: Any) -> Found:
+    from peft import get_peft_model
+
+    model = get_peft_model(llama(), config)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     return trained(side, model, lambda _: optimizer, of_tokens)
 

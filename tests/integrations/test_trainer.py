@@ -231,7 +231,7 @@ class Noisy(Trainer):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.prepared, self.told, self.events = 0, [], Events()
+        self.prepared, self.told, self.events, self.rows = 0, [], Events(), torch.zeros(())
         self.add_callback(self.events)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -243,6 +243,7 @@ class Noisy(Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
         self.told.append(self.accelerator.sync_gradients)
+        self.rows += 1  # in place
         return loss
 
 
@@ -250,7 +251,7 @@ def test_inputs_are_prepared_once_in_order_and_callbacks_and_boundaries_are_the_
     stock, ours = both(tmp_path, llama(), text(), Noisy)
     assert_same(stock, ours)
     assert stock.prepared == ours.prepared == 22
-    assert stock.told == ours.told
+    assert stock.told == ours.told and stock.rows == ours.rows == 22
     assert stock.told[:5] == [False, False, False, True, False]
     assert stock.events.heard == ours.events.heard != []
 

@@ -1,13 +1,22 @@
-"""What follows from what a measurement saw: sums written out by hand. Bytes are small numbers, a place is a call."""
+"""What follows from what a measurement saw: sums written out by hand (bytes are small, a place is a call); and its file."""
 
 from __future__ import annotations
+
+import os
+from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
 
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
+from harmony_ds.device import CpuDevice
 from harmony_ds.measuring.measured import Seen, SeenCall
+from harmony_ds.measuring.profile_cache import ProfileFile
 from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.profiler.profile import Profile
+from tests.scheduler.examples import CPU, graph_of
+from tests.scheduler.examples import costs_of as table_of
 
 TRAINED = CallCost(needs_backward=True)
 
@@ -124,3 +133,22 @@ def test_gradients_of_resident_parameters_wait_for_those_of_earlier_calls() -> N
 def test_a_fused_pack_that_begins_within_a_shared_inter_layer_graph_keeps_its_graphs() -> None:
     costs = costs_of(*(SeenCall() for _ in range(5)), spans={(1, 3)})
     assert [cost.keeps_graph for cost in costs] == [False, False, True, True, False]
+
+
+def test_two_processes_that_write_at_once_both_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, path = graph_of([4, 4]), tmp_path / "profile.json"
+    file = ProfileFile(path, graph, "float32", CpuDevice(None))
+    profile = Profile(CPU, ((1, table_of(graph.calls)),), file.key(graph.calls, ()))
+    replaced, pids = Path.replace, count(100)
+    monkeypatch.setattr(os, "getpid", lambda: next(pids))
+
+    def in_between(beside: Path, target: Path) -> Path:
+        """Another process has written, and renamed, since this one has written."""
+        monkeypatch.setattr(Path, "replace", replaced)
+        file.save(profile)
+        return replaced(beside, target)
+
+    monkeypatch.setattr(Path, "replace", in_between)
+    file.save(profile)
+    assert file.load(profile.key) == profile
+    assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]

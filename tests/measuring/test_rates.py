@@ -55,16 +55,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Reading:
 
 
 class SlowUpdates(HostOptimizer):
-    """8 ms a step, on the clock of `device`."""
+    """`ms` for a step, on the clock of `device`."""
 
-    def __init__(self, device: Machinery) -> None:
+    def __init__(self, device: Machinery, ms: float = 8.0) -> None:
         master = nn.Parameter(torch.zeros(4))
         super().__init__(torch.optim.SGD([master], lr=0.1), {"weight": master})
-        self._device = device
+        self._device, self._ms = device, ms
 
     def scratch_optimizer(self, master: nn.Parameter) -> torch.optim.Optimizer:
         scratch = super().scratch_optimizer(master)
-        scratch.register_step_post_hook(lambda *_: self._device.spend(8.0))
+        scratch.register_step_post_hook(lambda *_: self._device.spend(self._ms))
         return scratch
 
 
@@ -90,10 +90,11 @@ def test_where_copies_do_not_overlap_the_link_carries_the_sum_of_both_ways(clock
     assert machine.beside_update == 1.0  # without an optimizer nothing runs beside compute
 
 
-def test_updates_take_what_the_optimizer_takes(clock: Reading) -> None:
+@pytest.mark.parametrize(("ms", "elements"), [(8.0, 2**20), (80.0, 2**16)], ids=["", "few, where many would take long"])
+def test_updates_take_what_the_optimizer_takes(clock: Reading, ms: float, elements: int) -> None:
     device = Machinery(copies_overlap=True)
-    machine = measured(device, clock, SlowUpdates(device))
-    assert machine.update_elements_per_ms == pytest.approx(2**20 / 8.0)
+    machine = measured(device, clock, SlowUpdates(device, ms))
+    assert machine.update_elements_per_ms == pytest.approx(elements / ms)
     assert machine.beside_update == 1.0
 
 
@@ -107,7 +108,7 @@ def test_updates_of_a_large_model_are_timed_from_memory_and_not_from_caches(
     monkeypatch.setattr(rates, "_host_rates", lambda elements: (1.0, 1.0))
     device = Machinery(copies_overlap=True)
     measured(device, clock, SlowUpdates(device))
-    assert set(seen) == {timed}
+    assert set(seen) == {2**16, timed}
 
 
 def test_the_optimizer_of_a_device_whose_copies_overlap_is_as_fast_as_its_memory(

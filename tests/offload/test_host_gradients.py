@@ -1,8 +1,10 @@
-"""Gradients arrive on the host whole, in buffers that are reused."""
+"""Gradients arrive on the host whole, in buffers that are reused; the program's own are told from those of an update."""
 
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from harmony_ds.device import CpuDevice
 from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
 from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.user_gradients import UserGradients
 
 
 def host(limit: int | None = None, dtype: torch.dtype = torch.float32) -> tuple[HostGradients, Ledger]:
@@ -124,3 +127,28 @@ def test_a_buffer_that_cannot_be_allocated_takes_no_room(monkeypatch: pytest.Mon
 
 def full(numel: int, dtype: torch.dtype) -> torch.Tensor:
     raise MemoryError
+
+
+class Updating:
+    """A parameter with a pending update, which the update thread ends right after somebody has read `.grad`."""
+
+    def __init__(self) -> None:
+        self.is_updating, self.value = True, torch.ones(2)
+
+    @property
+    def grad(self) -> Any:
+        value, self.value, self.is_updating = self.value, None, False
+        return value
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self.value = value
+
+
+def test_a_gradient_whose_update_ends_meanwhile_is_not_the_programs() -> None:
+    for ask, answer in ((lambda own: own.exist(), False), (lambda own: own.pop(["w"]), {})):
+        parameter = Updating()
+        store = SimpleNamespace(parameters={"w": parameter})
+        own = UserGradients(store, SimpleNamespace(is_updating=lambda _, p=parameter: p.is_updating))  # type: ignore[arg-type]
+        assert ask(own) == answer
+        assert own.popped == 0

@@ -123,10 +123,13 @@ def test_parameters_that_the_optimizer_does_not_have_are_not_trained() -> None:
     assert [host.trains(name) for name in ("0.bias", "1.bias")] == [True, False]
 
 
-def test_lbfgs_is_refused_by_name() -> None:
+@pytest.mark.parametrize("cls", [torch.optim.LBFGS, type("LoraFAOptimizer", (torch.optim.SGD,), {})])
+def test_those_that_need_all_parameters_are_refused_by_name(cls: Any) -> None:
     model = odd_sizes()
-    with pytest.raises(OptimizerError, match=r"LBFGS does not treat parameters one by one.*torch.optim.AdamW"):
-        HostOptimizer(torch.optim.LBFGS(model.parameters()), parameters_of(model))
+    with pytest.raises(
+        OptimizerError, match=rf"{cls.__name__} does not treat parameters one by one.*torch.optim.AdamW"
+    ):
+        HostOptimizer(cls(model.parameters()), parameters_of(model))
 
 
 def test_a_foreign_parameter_is_refused_with_its_group_and_shape() -> None:

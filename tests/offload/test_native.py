@@ -56,6 +56,16 @@ def test_waiting_for_a_compilation_is_logged(
     assert f"delete {tmp_path / 'cpu_adam' / 'lock'}" in caplog.text
 
 
+def test_names_in_an_optimizer_go_with_the_parameters_that_are_trained() -> None:
+    named = dict(odd_sizes().named_parameters())
+    trained = [*named.items()][1:]
+    optimizer = torch.optim.SGD(named.items())
+    Masters(named, dict(trained)).adopt(optimizer)
+    assert dict(zip(*(optimizer.param_groups[0][key] for key in ("param_names", "params")), strict=True)) == dict(
+        trained
+    )
+
+
 def test_the_ds_configs_torch_adam_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "import_module", lambda _: type("ops", (), {"DeepSpeedCPUAdam": failing}))
     model = odd_sizes()

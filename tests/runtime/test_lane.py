@@ -16,6 +16,7 @@ from harmony_ds.decomposer import find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.device.base import Device
 from harmony_ds.runtime.lane import Lane
+from harmony_ds.runtime.thread_state import ThreadState
 
 FLAVOUR: contextvars.ContextVar[str] = contextvars.ContextVar("flavour", default="none")
 
@@ -31,7 +32,8 @@ def model_and_lane(
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     device = device or CpuDevice()
     interception = Interception(find_layers(model).layers, model, device)
-    lane = Lane(lambda: forward(model), grad, autocast, device, contextvars.copy_context())
+    thread = ThreadState(device, vars(model))
+    lane = Lane(lambda: forward(model), grad, autocast, thread, contextvars.copy_context())
     try:
         yield lane
     finally:
@@ -87,6 +89,22 @@ def test_it_is_suspended_at_every_layer_call_and_goes_on_with_the_reply() -> Non
         assert lane.request is None
         assert lane.result.tolist() == [[31.0, 31.0]]
         assert other.request.layer == 1
+
+
+def test_a_forward_that_it_puts_on_the_model_is_its_own() -> None:
+    models = []
+
+    def replacing(model: nn.Module) -> Tensor:
+        models.append(model)
+        model.forward = lambda x: nn.Sequential.forward(model, x) + 1  # type: ignore[arg-type, method-assign]
+        return whole(model) + whole(model)
+
+    with model_and_lane(replacing) as lane:
+        lane.resume()
+        while lane.request is not None:
+            assert "forward" not in vars(models[0])
+            lane.resume(torch.zeros(1, 2))
+        assert lane.result.tolist() == [[2.0, 2.0]]
 
 
 class NoLuckError(Exception):

@@ -33,7 +33,7 @@ class Dispatches(TorchDispatchMode):
 
 def state() -> tuple[Any, ...]:
     """What code that runs now would see."""
-    return ThreadState(CpuDevice()).read()
+    return ThreadState(CpuDevice(), {}).read()
 
 
 Context = Callable[[], AbstractContextManager[Any]]

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from harmony_ds.calls.contract import Contract
+from harmony_ds.errors import BatchError
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.inputs import Arguments
 from harmony_ds.stepping.output_kinds import OutputKind, OutputKinds
@@ -131,6 +132,15 @@ def test_a_sequence_of_tensors_may_be_unpacked(real: Any) -> None:
     assert [one.tolist() for one in output] == [one.tolist() for one in real]
     assert outputs_like(real, "another form")[0] is None
     assert outputs_like((*real, None))[0] is None
+
+
+def test_a_tuple_that_turns_out_to_have_another_length_is_refused() -> None:
+    real = {"hidden": (torch.ones(2), torch.ones(3))}
+    hidden = outputs_like(real)[0]["hidden"]
+    assert [one.shape.numel() for one in hidden] == [2, 3]
+    real["hidden"] = real["hidden"][1:]
+    with pytest.raises(BatchError, match=r"'hidden' of the outputs has 1 tensors, not 2"):
+        hidden[0].tolist()
 
 
 def test_one_tensor_waits_in_calls_of_a_form_that_is_known_or_if_it_is_a_loss() -> None:

@@ -1,13 +1,15 @@
-"""Every link on a page leads somewhere: to a file that is there, and to a heading that is on it."""
+"""Every link leads to a file that is there and a heading that is on it, nothing has to be decoded, the site is built."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.docs.english import CHECKED, in_python, in_text, offences
 from tests.docs.pages import DOCUMENTS, EXAMPLES, ROOT
 
 PAGES = [*DOCUMENTS, *EXAMPLES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -40,3 +42,34 @@ def test_the_index_leads_to_every_page() -> None:
     reached = {(INDEX.parent / link.partition("#")[0]).resolve() for link in links(INDEX)}
 
     assert {page for page in DOCUMENTS if page.parent == INDEX.parent} - {INDEX} <= reached
+
+
+@pytest.mark.skipif(find_spec("pdoc") is None, reason="the extra docs is not installed")
+def test_the_site_has_every_page_and_every_public_name(tmp_path: Path) -> None:
+    from tests.docs import site
+
+    site.build(tmp_path, quick=True)  # `reference` asserts that the public names are there
+
+    pages = [tmp_path / page.relative_to(ROOT).with_suffix(".html") for page in DOCUMENTS]
+    assert all(
+        page.is_file() for page in [*pages, tmp_path / "docs" / "files.html", tmp_path / "api" / "harmony_ds.html"]
+    )
+    for page in pages:
+        for link in re.findall(r'href="([^"#:]+\.html)', page.read_text(encoding="utf-8")):
+            assert (page.parent / link).is_file(), f"{page.name} links to {link}"
+
+
+def test_nothing_has_to_be_decoded() -> None:
+    found = list(offences(CHECKED))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text", ['"""What it is."""\n', '"""A."""\n\n\ndef f() -> None:\n    """Those that wait."""\n']
+)
+def test_an_opening_is_found(text: str) -> None:
+    assert len(list(in_python(text))) == 1
+
+
+def test_a_place_for_a_time_is_found() -> None:
+    assert len(list(in_text("one thing behind another\nand one after it"))) == 1
