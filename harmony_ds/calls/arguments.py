@@ -51,8 +51,8 @@ class Arguments:
             for place in places:
                 leaves[place] = tensor
         values = unflatten_all(leaves, self.shape)
-        for place, cache in self.caches.items():
-            values[place] = cache
+        for place in self.caches:
+            values[place] = self.caches[place]
         return values
 
     @property
@@ -125,11 +125,19 @@ class CallInputs:
                 places[key] = [place]
                 tensors.append(leaf)
             leaves[place] = None
-        containers = [place for place, branch in enumerate(shape) if branch and _is_container(values[place].__class__)]
-        keywords, collector = tuple(request.kwargs), _collector(request)
-        before = {key: len(value) for key, value in (collector or {}).items() if isinstance(value, list)}
-        taken = (leaves, shape, len(request.args), keywords, list(places.values()), caches, containers, before)
-        return CallInputs(Arguments(*taken), tensors, values, collector)
+        containers = [place for place, value in enumerate(values) if _is_container(value.__class__)]
+        collector = _collector(request)
+        arguments = Arguments(
+            leaves,
+            shape,
+            positional=len(request.args),
+            keywords=tuple(request.kwargs),
+            places=list(places.values()),
+            caches=caches,
+            containers=containers,
+            collected={key: len(value) for key, value in (collector or {}).items() if isinstance(value, list)},
+        )
+        return CallInputs(arguments, tensors, values, collector)
 
     def deliver(self, outcome: CallOutputs, leaves: list[Any]) -> Any:
         """Return the result, made of the output `leaves`; write collected tensors and containers where they belong."""

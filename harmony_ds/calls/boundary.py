@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -84,10 +84,14 @@ def explaining_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        for said, explanation in _EXPLANATIONS.items():
-            if said in str(error):
-                raise ModelError(f"{explanation} torch says: {error}") from error
-        raise
+        _raise_explained(error)
+
+
+def _raise_explained(error: RuntimeError) -> NoReturn:
+    for said, explanation in _EXPLANATIONS.items():
+        if said in str(error):
+            raise ModelError(f"{explanation} torch says: {error}") from error
+    raise error
 
 
 _EXPLANATIONS = {
@@ -104,10 +108,12 @@ _EXPLANATIONS = {
 def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], retain_graph: bool = False) -> None:
     """Run a backward pass from `edges`, whose tensors have the shapes and dtypes of `gradients`."""
     # torch.autograd.backward without its checks of shapes, which take as long as a small layer does.
-    with explaining_errors():
+    try:
         torch.autograd.Variable._execution_engine.run_backward(
             tuple(edges), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
         )
+    except RuntimeError as error:
+        _raise_explained(error)
 
 
 def next_nodes(node: Node | None) -> list[Node]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from harmony_ds.calls.boundary import cut, targets_of
 from harmony_ds.calls.buffers import reads_statistics, updates_statistics, versions
 from harmony_ds.calls.caches import restore_caches, snapshot_caches
 from harmony_ds.calls.installed import LayerParameters
+from harmony_ds.calls.intercept import Around
 from harmony_ds.calls.recorded_call import RecordedCall, SharedOutput
 from harmony_ds.calls.targets import DeadEnd, OutputGradient, Targets
 from harmony_ds.calls.trees import flatten_all
@@ -29,7 +29,7 @@ class CalledLayer:
         inputs_change: the code between layers was seen to write to an input after the call, so that copies are saved.
         draws: a call was seen to draw random numbers that measuring had not found.
         replayed: it depends on buffers that it changes, so that a recomputation starts from their former values.
-        aligned: makes the context that it runs in: with several devices, one that moves operands from the others.
+        aligned: makes the context that it runs in, if it needs one: with several devices, one that moves operands.
     """
 
     def __init__(self, layer: Layer, parameters: LayerParameters) -> None:
@@ -42,7 +42,7 @@ class CalledLayer:
         self.changes_buffers = False
         self.replayed = False
         self.draws = False
-        self.aligned: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.aligned: Around | None = None
         self._gathering: set[nn.Module] = set()  # normalization modules seen to update running statistics
         self._reading: set[nn.Module] = set()  # and those seen to read them
         self.names = layer.parameters
@@ -100,10 +100,10 @@ class CalledLayer:
         tracked = inputs if request.grad else []  # tensors of inference mode have no versions
         written_to = [tensor._version for tensor in tracked]
         kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
-        with self.parameters.installed(copies), self.aligned():
-            result = request.run(values[: arguments.positional], kwargs)
-        for key, count in arguments.collected.items():
-            del collected[key][:count]
+        with self.parameters.installed(copies):
+            result = request.run(values[: arguments.positional], kwargs, self.aligned)
+        for key in collected:
+            del collected[key][: arguments.collected[key]]
         if caches:
             restore_caches(caches)
         if self.buffered:
@@ -146,36 +146,26 @@ def cut_outputs(call: RecordedCall, outcome: CallOutputs, inputs: list[Tensor], 
 
     Sets the output gradients and views of `call`. Outputs in storages `own`, which will be evicted, are copied.
     """
-    leaves = list(outcome.leaves)
-    returned = dict(zip(map(id, outcome.inputs), inputs, strict=True))
-    places: list[int] = []  # of leaves that are cut
-    memories: list[int | None] = []
-    gradients: list[OutputGradient] = []
-    first_of: dict[int, int] = {}
-    for place, leaf in enumerate(outcome.leaves):
-        if not isinstance(leaf, Tensor):
+    # What the model gets, by the id of what the layer has returned.
+    made = dict(zip(map(id, outcome.inputs), inputs, strict=True))
+    tensors = outcome.tensors
+    gradients: dict[int, OutputGradient] = {}
+    memories: dict[int, int | None] = {}
+    for leaf in tensors:
+        key = id(leaf)
+        if key in made:
             continue
-        gradient = None
-        if id(leaf) in returned:
-            leaves[place] = returned[id(leaf)]
-        elif first_of.setdefault(id(leaf), place) == place:
-            lies_in = storage_of(leaf)
-            leaves[place] = leaf.detach() if lies_in not in own else copy_strided(leaf.detach())
-            if leaf.requires_grad:
-                gradient = OutputGradient(call.number, leaf)
-                gradients.append(gradient)
-                places.append(place)
-                memories.append(lies_in if lies_in not in own else None)
-        call.output_gradients.append(gradient)
-    for place, tensor in zip(places, cut([leaves[p] for p in places], gradients), strict=True):
-        leaves[place] = tensor
-    for place, leaf in enumerate(outcome.leaves):
-        if (first := first_of.get(id(leaf), place)) != place:
-            leaves[place] = leaves[first]
+        memory = storage_of(leaf)
+        made[key] = copy_strided(leaf.detach()) if memory in own else leaf.detach()
+        if leaf.requires_grad:
+            gradients[key] = OutputGradient(call.number, leaf)
+            memories[key] = None if memory in own else memory
+    made |= zip(gradients, cut([made[key] for key in gradients], [*gradients.values()]), strict=True)
+    call.output_gradients = [gradients.get(id(leaf)) for leaf in tensors]
     if memories:
-        shared = _shared(memories, outcome)
-        call.views = [SharedOutput(name, leaves[p]) for p, one in zip(places, memories, strict=True) if one in shared]
-    return leaves
+        shared = _shared([*memories.values()], outcome)
+        call.views = [SharedOutput(name, made[key]) for key, memory in memories.items() if memory in shared]
+    return [made[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in outcome.leaves]
 
 
 def _shared(memories: list[int | None], outcome: CallOutputs) -> set[int | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -129,12 +129,12 @@ class Contract:
         """Return whether the modes of `state` are set already."""
         return state.modes is self.modes
 
+    def entered(self, state: CallState) -> AbstractContextManager[None]:
+        """Return a context in which the modes of `state` are set."""
+        return nullcontext() if self.is_current(state) else self._with_modes(state)
+
     @contextmanager
-    def entered(self, state: CallState) -> Iterator[None]:
-        """Set the modes of `state` while the context is open."""
-        if self.is_current(state):
-            yield
-            return
+    def _with_modes(self, state: CallState) -> Iterator[None]:
         before, self.modes = self.modes, state.modes
         self._set_modes(state.modes)
         try:
@@ -183,7 +183,7 @@ class Contract:
     def leaves_more(self) -> bool:
         """Whether forward leaves more than its results for a loss: attributes with graphs, or what hooks take."""
         # Libraries' own make inputs require gradients, or put hidden states into the results.
-        hooks = chain.from_iterable(held["_forward_hooks"].values() for held in self._held)
+        hooks = chain.from_iterable([hooks.values() for held in self._held if (hooks := held["_forward_hooks"])])
         modules = [getattr(hook, "__module__", None) or "" for hook in hooks]
         return self._leaves_graphs or any(name.partition(".")[0] not in LIBRARIES for name in modules)
 

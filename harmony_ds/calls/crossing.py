@@ -13,8 +13,8 @@ by an attribute that a tensor gets when it is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from harmony_ds.calls.arguments import change_contents
+from harmony_ds.calls.intercept import Around
 from harmony_ds.calls.slices import parts_moved
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device, Event, Stream
@@ -53,7 +54,7 @@ class Crossings:
         self._input_copies: list[tuple[Tensor, Tensor, int]] = []  # of the running layer: tensor, copy, its version
 
     @property
-    def between_layers(self) -> Callable[[], AbstractContextManager[object]] | None:
+    def between_layers(self) -> Around | None:
         """A maker of the context that code between layers runs in; None: it needs none."""
         return None if self._group is None else lambda: _Alignment(self)
 

@@ -20,13 +20,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.device.base import Device
 from harmony_ds.errors import UnsupportedError
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+Around = Callable[[], AbstractContextManager[object]]
+"""Maker of a context."""
+_dynamo: Any = torch._C._dynamo.eval_frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +82,21 @@ class Request:
     context: contextvars.Context
     grad: bool
     autocast: Autocast | None
-    around: Callable[[], AbstractContextManager[None]] | None = None
+    around: Around | None = None
     raised: list[int] = field(default_factory=list)
 
-    def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the layer's forward with these arguments, and the caller's grad mode, autocast and context variables."""
+    def run(self, args: Iterable[Any], kwargs: Mapping[str, Any], aligned: Around | None = None) -> Any:
+        """Run the layer's forward with these arguments, and the caller's grad mode, autocast and context variables.
+
+        Args:
+            aligned: makes another context to run it in; None: there is none.
+        """
         same = torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters)
         try:
-            if same and self.around is None:  # the common case
+            if same and self.around is aligned is None:  # the common case
                 return self.context.run(self.forward, *args, **kwargs)
-            around = nullcontext() if self.around is None else self.around()
-            with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast), around:
+            around, inside = ((make or nullcontext)() for make in (self.around, aligned))
+            with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast), around, inside:
                 return self.context.run(self.forward, *args, **kwargs)
         except BaseException as error:
             self.raised.append(id(error))
@@ -135,6 +141,14 @@ class handled_by:  # noqa: N801 - used as a function; a class, because it is ent
         _active.handler = self._before
 
 
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Do what `torch.compiler.disable` does, at no cost for a call of `function`."""
+    skipped = _dynamo._FrameAction.SKIP
+    _dynamo.set_code_exec_strategy(function.__code__, _dynamo._FrameExecStrategy(skipped, skipped))
+    vars(function)["_torchdynamo_disable"] = True
+    return function
+
+
 class InterceptedForward:
     """Replacement of a layer's `forward`, among its instance attributes. A copied or pickled layer gets its own forward."""
 
@@ -152,7 +166,7 @@ class InterceptedForward:
             self._compiler = compiler
             self._handled = self._forward if compiler is None else compiler(self._forward)
 
-    @_disable_dynamo  # compiled code around a layer ends here, and begins again with the layer's own forward
+    @_untraced  # compiled code around a layer ends here, and begins again with the layer's own forward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler, layer = _active.handler, self._layer
         if handler is None or handler.device is not self._device:  # no engine runs, or another one's
@@ -178,23 +192,36 @@ class Interception:
     def __init__(self, layers: tuple[Layer, ...], model: nn.Module, device: Device) -> None:
         self._device = device
         self._forwards: dict[Layer, InterceptedForward] = {}
-        self._asked = CompileRequests(model, (layer.name for layer in layers))
         self._compiler: Compiler | None = None
+        self._inside: dict[nn.Module, list[Layer]] = {}  # layers by modules around them, outer modules first
+        modules = dict(model.named_modules(remove_duplicate=False))
         for layer in layers:
             self._intercept(layer)
+            if "dynamo_ctx" not in vars(modules[layer.name]):  # else it has a compiled forward already
+                for around in accumulate(
+                    ["", *layer.name.split(".")], lambda outer, name: f"{outer}.{name}".strip(".")
+                ):
+                    self._inside.setdefault(modules[around], []).append(layer)
 
     def _intercept(self, layer: Layer) -> None:
         layer.module.__dict__["forward"] = self._forwards[layer] = InterceptedForward(layer, self._device)
 
-    def adopt_replaced(self) -> bool:
-        """Intercept layers again whose `forward` the program has replaced; return whether there are any."""
-        replaced = [one for one, own in self._forwards.items() if one.module.__dict__.get("forward") is not own]
-        for layer in replaced:
+    def replaced(self) -> list[Layer]:
+        """Return the layers whose `forward` the program has replaced."""
+        return [one for one, own in self._forwards.items() if one.module.__dict__.get("forward") is not own]
+
+    def adopt_replaced(self) -> None:
+        """Intercept replaced forwards, and compile layers as the innermost module around each is compiled by now:
+        by `torch.compile(module)` or `module.compile()`.
+        """
+        for layer in self.replaced():
             self._intercept(layer)
-        asked = self._asked.compilers()
-        for layer, forward in self._forwards.items():
-            forward.compile(asked.get(layer.name) or self._compiler)
-        return bool(replaced)
+        compilers = dict.fromkeys(self._forwards, self._compiler)
+        for module, layers in self._inside.items():
+            if (compiler := _compiler_of(module)) is not None:
+                compilers |= dict.fromkeys(layers, compiler)
+        for layer, compiler in compilers.items():
+            self._forwards[layer].compile(compiler)
 
     def compile(self, compiler: Compiler) -> None:
         """Compile layers by `compiler` that the program does not compile itself, from the engine's next call on."""
@@ -209,26 +236,6 @@ class Interception:
                 if intercepted.before is not None:
                     own["forward"] = intercepted.before
         self._forwards.clear()
-
-
-class CompileRequests:
-    """Compilers wanted for layers of one model: by `torch.compile(module)` or `module.compile()` of modules around them."""
-
-    def __init__(self, model: nn.Module, layers: Iterable[str]) -> None:
-        modules = dict(model.named_modules(remove_duplicate=False))
-        self._inside: dict[nn.Module, list[str]] = {}  # layers by modules around them, outer modules first
-        for layer in layers:
-            if "dynamo_ctx" not in vars(modules[layer]):  # else it has a compiled forward already
-                for around in accumulate(["", *layer.split(".")], lambda outer, name: f"{outer}.{name}".strip(".")):
-                    self._inside.setdefault(modules[around], []).append(layer)
-
-    def compilers(self) -> dict[str, Compiler]:
-        """Return the compilers of layers as of now: that of the innermost module counts."""
-        found: dict[str, Compiler] = {}
-        for module, inside in self._inside.items():
-            if (compiler := _compiler_of(module)) is not None:
-                found |= dict.fromkeys(inside, compiler)
-        return found
 
 
 def _compiler_of(module: nn.Module) -> Compiler | None:

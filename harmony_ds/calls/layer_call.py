@@ -25,14 +25,14 @@ from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.random_streams import State, states_differ
-from harmony_ds.calls.recorded_call import RecordedCall, SavedTensor, norms_of, save_input, saved_inputs
+from harmony_ds.calls.recorded_call import RecordedCall, norms_of
 from harmony_ds.calls.slices import Piece, SliceAssembler, Slicing, slicing_of
 from harmony_ds.calls.targets import GradientSum, OutputGradient, Targets
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.errors import ModelError
+from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.offload.residency import Leaves
-from harmony_ds.offload.stash import Stash
+from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
 
 ReadState = Callable[[], State]
@@ -73,11 +73,11 @@ class LayerCalls:
 
         Operands are aligned for layers that several devices run, or that use `unlayered` parameters, which are on HOME.
         """
-        shared, places, aligned = set(unlayered), {}, self._crossings.between_layers
+        shared, places = set(unlayered), {}
         for index, numbers in devices.items():
             layer = self.layers[index]
             odd = not shared.isdisjoint(layer.names) or (len(set(numbers)) > 1 and layer.buffered)
-            layer.aligned = aligned if odd and aligned is not None else nullcontext
+            layer.aligned = self._crossings.between_layers if odd else None
             places.update(dict.fromkeys(layer.buffered, numbers[0]))
         return places
 
@@ -102,8 +102,8 @@ class LayerCalls:
         held = snapshot_caches(caches.values())
         values = self._crossings.values_to_current(values)
         kwargs = dict(zip(request.kwargs, values[len(request.args) :], strict=True))
-        with layer.parameters.installed(copies), layer.aligned():
-            outputs = request.run(values[: len(request.args)], kwargs)
+        with layer.parameters.installed(copies):
+            outputs = request.run(values[: len(request.args)], kwargs, layer.aligned)
         restore_caches(held)
         self._crossings.check_input_copies(layer.name)
         own = layer.parameter_storages(copies)
@@ -173,17 +173,18 @@ class LayerCalls:
         self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState
     ) -> CallOutputs:
         """Run the call with `tensors`, which are saved for its recomputation."""
+        if sparse := [t.layout for t in tensors if t.layout is not torch.strided]:
+            raise UnsupportedError(
+                f"layer {layer.name} is given a tensor of layout {sparse[0]}, which the engine cannot keep for backward. "
+                "Give it a dense one, or indices and values of a sparse one, to be put together in the layer's forward."
+            )
         call.buffers = clone_buffers(layer.buffered) if layer.replayed else None
+        saved = tensors
         if layer.changes_inputs or layer.inputs_change:
-            copied = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-            call.tensors = [save_input(self._stash, tensor, layer.name) for tensor in copied]
-            inputs = [t.detach() for t in tensors]
-        else:
-            call.tensors = [save_input(self._stash, tensor, layer.name) for tensor in tensors]
-            pairs = zip(call.tensors, tensors, strict=True)
-            inputs = [k.tensor if type(k) is SavedTensor else t.detach() for k, t in pairs]
+            saved = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        call.tensors = [self._stash.put(tensor, layer.name) for tensor in saved]
         try:
-            outcome = self._run_slices(call, inputs, copies, state)
+            outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
         except BaseException:
             self.discard(call)
             raise
@@ -218,7 +219,7 @@ class LayerCalls:
             _propagate(call, gradients)
         elif came:
             with _apart(layer, call):
-                tensors = saved_inputs(self._stash, call.tensors, apart=layer.changes_inputs)
+                tensors = self._saved_inputs(layer, call)
                 pieces: Iterable[Piece] = [(tensors, call.targets, gradients)]
                 if call.slicing is not None:
                     pieces = call.slicing.propagated(tensors, call.targets, gradients)
@@ -235,8 +236,12 @@ class LayerCalls:
         layer = self.layers[call.request.layer]
         with _apart(layer, call):
             replay(call.states[0])
-            tensors = saved_inputs(self._stash, call.tensors, apart=layer.changes_inputs)
-            return [t.detach() for t in _run_again(layer, call, tensors, copies, call.targets)]
+            return [t.detach() for t in _run_again(layer, call, self._saved_inputs(layer, call), copies, call.targets)]
+
+    def _saved_inputs(self, layer: CalledLayer, call: RecordedCall) -> list[Tensor]:
+        """Return the call's inputs, detached; raise ModelError if one was changed in place."""
+        tensors = [self._stash.tensor(entry) for entry in call.tensors]
+        return [t.clone() for t in tensors] if layer.changes_inputs else tensors
 
     def trial(
         self, request: Request, copies: Leaves, slicing: Slicing | None = None
@@ -248,8 +253,7 @@ class LayerCalls:
         call = RecordedCall(request, 0, given.arguments, targets, slicing)
         outputs = self._run_slices(call, [t.detach() for t in given.tensors], copies, State).tensors
         call.output_gradients = [OutputGradient(0, t) if t.requires_grad else None for t in outputs]
-        name = self.layers[request.layer].name
-        call.tensors = [SavedTensor(t.detach(), t._version, name) for t in given.tensors]
+        call.tensors = [StashEntry(t, self.layers[request.layer].name) for t in given.tensors]
         return call, [t.detach() for t in outputs]
 
     def propagate_trial(self, call: RecordedCall, copies: Leaves) -> list[Tensor | None]:

@@ -1,13 +1,8 @@
-"""Records of layer calls, for their backward passes: data that `layer_call` works with.
-
-Inputs that require gradients are saved in the stash, others where they are: outputs of layers are large and belong to one
-micro-batch; masks, position ids and rotary tables are small and used by every layer.
-"""
+"""Records of layer calls, for their backward passes: data that `layer_call` works with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,22 +16,8 @@ from harmony_ds.calls.random_streams import State
 from harmony_ds.calls.sameness import is_exact
 from harmony_ds.calls.slices import Slicing
 from harmony_ds.calls.targets import OutputGradient, Targets
-from harmony_ds.errors import ModelError, UnsupportedError
-from harmony_ds.offload.stash import Stash, StashEntry, check_unwritten
-
-
-@dataclass(slots=True, eq=False)  # not frozen: made for each layer call, and that is faster
-class SavedTensor:
-    """Alias of a tensor argument of `layer` that is not stashed, and its version when the layer was called."""
-
-    tensor: Tensor
-    version: int
-    layer: str
-
-    def check(self) -> Tensor:
-        """Return the argument; raise ModelError if it has been changed in place, so that the call cannot be recomputed."""
-        check_unwritten(self.tensor, self.version, self.layer)
-        return self.tensor
+from harmony_ds.errors import ModelError
+from harmony_ds.offload.stash import StashEntry
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +30,7 @@ class RecordedCall:
         targets: per tensor argument: the target of its gradient, or None.
         slicing: how the call is sliced; None: not at all.
         buffers: the layer's before the call; None unless the call depends on buffers that it changes.
-        tensors: per tensor argument: its stash entry, or the saved tensor where it is not worth stashing.
+        tensors: per tensor argument: its stash entry.
         states: random state before the call, or before each of its slices if it draws random numbers.
         output_gradients: per tensor output: the sum of its gradients, or None where none flows.
         graph: per tensor output: its edge in the graph, if that is kept and a gradient flows; empty: to be recomputed.
@@ -63,7 +44,7 @@ class RecordedCall:
     targets: Targets
     slicing: Slicing | None = None
     buffers: Buffers | None = None
-    tensors: list[StashEntry | SavedTensor] = field(default_factory=list)
+    tensors: list[StashEntry] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     output_gradients: list[OutputGradient | None] = field(default_factory=list)
     graph: list[GradientEdge | None] = field(default_factory=list)
@@ -72,13 +53,13 @@ class RecordedCall:
 
     @property
     def entries(self) -> list[StashEntry]:
-        return [t for t in self.tensors if type(t) is StashEntry]
+        """The entries that are swapped."""
+        return [entry for entry in self.tensors if not entry.stays]
 
     @property
     def on_device(self) -> list[Tensor]:
         """The saved tensors, where none has left the device."""
-        kept = [t.tensor if isinstance(t, SavedTensor) else t.device_tensor for t in self.tensors]
-        return [tensor for tensor in kept if tensor is not None]
+        return [entry.device_tensor for entry in self.tensors if entry.device_tensor is not None]
 
     def keep_graph(self, outputs: list[Tensor]) -> None:
         """Keep the graph edges of `outputs`, but not their memory, which autograd may not need."""
@@ -94,11 +75,10 @@ class RecordedCall:
 
     def check(self, outputs: list[Tensor], name: str) -> None:
         """Raise ModelError if outputs of a recomputation differ from forward's in number, dtypes, shapes or kept norms."""
-        whole, pairs = self.slicing is None, zip(self.output_gradients, outputs, strict=False)
-        alike = [s is None or (s.dtype == o.dtype and (not whole or s.shape == o.shape)) for s, o in pairs]
-        if len(outputs) != len(self.output_gradients) or not all(alike):
-            given = [s and (s.dtype, s.shape if whole else None) for s in self.output_gradients]
-            found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(given, outputs, strict=False)]
+        whole = self.slicing is None
+        given = [s and (s.dtype, s.shape if whole else None) for s in self.output_gradients]
+        found = [s and (o.dtype, o.shape if whole else None) for s, o in zip(given, outputs, strict=False)]
+        if len(outputs) != len(given) or found != given:
             raise ModelError(
                 f"layer {name} returned {len(given)} tensors in forward, {given}, and {len(outputs)} when it was "
                 f"recomputed, {found}: outputs must depend on arguments, parameters, buffers and random numbers alone."
@@ -109,24 +89,6 @@ class RecordedCall:
                 "reads what another micro-batch's forward has set meanwhile (an attribute, a global variable). Pass such "
                 "values as arguments: docs/contract.md."
             )
-
-
-def save_input(stash: Stash, tensor: Tensor, layer: str) -> StashEntry | SavedTensor:
-    """Save `tensor`, an input of `layer`; raise UnsupportedError if it is not dense."""
-    if tensor.layout is not torch.strided:
-        raise UnsupportedError(
-            f"layer {layer} is given a tensor of layout {tensor.layout}, which the engine cannot keep for backward. "
-            "Give it a dense one, or indices and values of a sparse one, to be put together in the layer's forward."
-        )
-    if tensor.requires_grad:
-        return stash.put(tensor, layer)
-    return SavedTensor(tensor.detach(), tensor._version, layer)
-
-
-def saved_inputs(stash: Stash, kept: Iterable[StashEntry | SavedTensor], apart: bool) -> list[Tensor]:
-    """Return the saved inputs, detached; raise ModelError if one was changed in place. `apart`: return copies."""
-    tensors = [stash.tensor(one).detach() if isinstance(one, StashEntry) else one.check() for one in kept]
-    return [t.detach().clone() for t in tensors] if apart else tensors
 
 
 def norms_of(outputs: list[Tensor]) -> list[float]:

@@ -11,7 +11,7 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,12 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 from harmony_ds.errors import UnsupportedError
 
-Shape = list["Branch | None"]
-"""The structure of trees: for each None (a leaf), or a branch."""
-Branch = tuple[Callable[[Any, Any], Any], Any, Shape]
-"""A function that makes a value of its children and a context; the context; the children."""
+Shape = list["Branch"]
+"""The structure of trees: the branches among their leaves."""
+Branch = tuple[int, int, Callable[[Any, Any], Any], Any, Shape]
+"""The first of its leaves, and how many; a function that makes a value of its children and a context; the context; the
+structure of the children.
+"""
 
 
 class _Kind(NamedTuple):
@@ -109,12 +111,8 @@ def flatten(tree: Any) -> tuple[list[Any], Shape]:
 
 def flatten_all(trees: Iterable[Any]) -> tuple[list[Any], Shape]:
     """Return all leaves of `trees` and their structure; raise UnsupportedError if a tree contains itself."""
-    values = list(trees)
-    if not any(map(_kind_of, map(type, values))):  # the common case
-        return values, [None] * len(values)
-    leaves: list[Any] = []
     try:
-        return leaves, _opened(values, leaves)
+        return _opened(trees)
     except RecursionError:
         raise UnsupportedError(
             "an argument or a result of the model, or of one of its layers, contains itself (an attribute that leads back "
@@ -122,17 +120,19 @@ def flatten_all(trees: Iterable[Any]) -> tuple[list[Any], Shape]:
         ) from None
 
 
-def _opened(values: Iterable[Any], leaves: list[Any]) -> Shape:
-    found: Shape = []
+def _opened(values: Iterable[Any]) -> tuple[list[Any], Shape]:
+    leaves: list[Any] = []
+    branches: Shape = []
     for value in values:
         kind = _kind_of(type(value))  # type: ignore[arg-type]
         if kind is None:
             leaves.append(value)
-            found.append(None)
         else:
             children, known = kind.open(value)
-            found.append((kind.make, known, _opened(children, leaves)))
-    return found
+            own, shape = _opened(children)
+            branches.append((len(leaves), len(own), kind.make, known, shape))
+            leaves += own
+    return leaves, branches
 
 
 def unflatten(leaves: Sequence[Any], shape: Shape) -> Any:
@@ -141,11 +141,11 @@ def unflatten(leaves: Sequence[Any], shape: Shape) -> Any:
 
 def unflatten_all(leaves: Sequence[Any], shape: Shape) -> list[Any]:
     """Return the trees of `shape`, made of as many other leaves, in fresh containers."""
-    return list(leaves) if not any(shape) else _made(shape, iter(leaves))
-
-
-def _made(shape: Shape, leaves: Iterator[Any]) -> list[Any]:
-    return [next(leaves) if one is None else one[0](_made(one[2], leaves), one[1]) for one in shape]
+    values = list(leaves)
+    for first, count, make, known, children in reversed(shape):
+        own = slice(first, first + count)
+        values[own] = [make(unflatten_all(values[own], children), known)]
+    return values
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

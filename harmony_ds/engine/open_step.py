@@ -104,9 +104,11 @@ class OpenStep:
         Raises:
             ModelError: they cannot.
         """
+        interception = self._assembly.interception
         if not self.group.is_open:
             self.links.apply_user_writes()
-        if self._assembly.interception.adopt_replaced() and self.group.is_open:
+            interception.adopt_replaced()
+        elif interception.replaced():
             raise ModelError(
                 "the forward of a layer was replaced while micro-batches wait that were called before: replace it before "
                 "the first micro-batch of a step."

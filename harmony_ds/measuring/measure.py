@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from harmony_ds.calls.boundary import explaining_errors
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Request
-from harmony_ds.calls.recorded_call import RecordedCall, SavedTensor, WriteCheck
+from harmony_ds.calls.recorded_call import RecordedCall, WriteCheck
 from harmony_ds.calls.sameness import comparison
 from harmony_ds.calls.targets import InterLayerGradient, OutputGradient
 from harmony_ds.calls.trees import tensors_in
@@ -31,6 +31,7 @@ from harmony_ds.measuring.passes import Passes
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.measuring.watches import FlowWatch, RoutingWatch, extremes
 from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.stash import StashEntry
 from harmony_ds.profiler.costs import CostTable
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Measurement(Passes):
         super().__init__(*model)
         self._stretch: _Stretch
         self._seen = Seen()
-        self._kept: list[SavedTensor] = []
+        self._kept: list[StashEntry] = []
         self._recorded: list[RecordedCall] = []  # until the forward pass is over, as in a step
         self._stashed: list[_Stashed] = []
         self._resident: DeviceCopy
@@ -216,7 +217,7 @@ class Measurement(Passes):
     def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
         # In a step these would be there until the call is propagated through.
         self._recorded.append(recorded)
-        self._kept += [kept for kept in recorded.tensors if isinstance(kept, SavedTensor)]
+        self._kept += [entry for entry in recorded.tensors if entry.stays]
         earlier = {stashed.storage.cdata for stashed in self._stashed if not stashed.storage.expired()}
         first = again = again_at_cut = 0
         bases: dict[int, int] = {}
@@ -255,7 +256,7 @@ class Measurement(Passes):
         tensors = list(recorded.tensors)
         unevenly = routes and self._parts.device.has_values
         for inputs in extremes(recorded.on_device) if unevenly else ():
-            recorded.tensors = [SavedTensor(tensor, tensor._version, "measured") for tensor in inputs]
+            recorded.tensors = [StashEntry(tensor, self._layers[call.layer].name) for tensor in inputs]
             try:
                 self._backward(call, recorded, copy)
             except (RuntimeError, ValueError, IndexError, ModelError) as error:

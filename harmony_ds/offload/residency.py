@@ -44,7 +44,7 @@ def leaf_over(memory: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """Return a leaf over `memory` with the attributes that the program has put on `parameter`, and its `requires_grad`."""
     # `data`: what is written into a parameter raises its own version, not that of all that share the memory.
     leaf = nn.Parameter(memory.data, requires_grad=parameter.requires_grad)
-    vars(leaf).update(_attributes(parameter))
+    leaf.__dict__.update(_attributes(parameter))
     return leaf
 
 
@@ -95,10 +95,6 @@ class Residency:
     @property
     def dtype(self) -> torch.dtype:
         return self._store.dtype
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._store.parameters
 
     @property
     def disk_bytes_per_ms(self) -> float:
@@ -220,17 +216,17 @@ class Residency:
             return
         copy.modes = modes
         with ungated():
-            parameters = [self._store.parameters[name] for name in copy.leaves]
-            done = [(p._backward_hooks, p.requires_grad, _attributes(p)) for p in parameters]
-        for (name, leaf), (hooks, trained, attributes) in zip(copy.leaves.items(), done, strict=True):
-            new = {key: value for key, value in attributes.items() if vars(leaf).get(key) is not value}
-            if leaf.requires_grad is not trained or new:
-                leaf.requires_grad_(trained)
-                vars(leaf).update(new)
-                copy.leaves.cache.clear()
-            if hooks and trained and name not in copy.hooked:
-                leaf.register_hook(partial(_run_hooks, hooks))
-                copy.hooked.add(name)
+            for name, leaf in copy.leaves.items():
+                parameter, known = self._store.parameters[name], leaf.__dict__
+                hooks, trained, attributes = parameter._backward_hooks, parameter.requires_grad, _attributes(parameter)
+                new = [key for key in attributes if known.get(key) is not attributes[key]]
+                if leaf.requires_grad is not trained or new:
+                    leaf.requires_grad_(trained)
+                    known.update(attributes)
+                    copy.leaves.cache.clear()
+                if hooks and trained and name not in copy.hooked:
+                    leaf.register_hook(partial(_run_hooks, hooks))
+                    copy.hooked.add(name)
 
     def are_hooked(self, names: Iterable[str]) -> bool:
         """Return whether the user has registered hooks on parameters among `names`."""
@@ -265,7 +261,8 @@ class Residency:
 
 
 def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
-    return {key: value for key, value in vars(parameter).items() if key != "_hp_mapping"}  # the engine's
+    own = parameter.__dict__
+    return {key: own[key] for key in own if key != "_hp_mapping"}  # the engine's
 
 
 def _own_parts(total: int, rank: int, devices: int) -> tuple[slice, ...]:

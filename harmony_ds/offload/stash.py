@@ -1,7 +1,8 @@
 """The stash: inputs of layer calls, kept from forward to backward on the device or the host, as the plan says.
 
-A tensor that several calls use (an encoder's output) is stashed once. Device memory of a tensor that is still referenced
-elsewhere is freed only with the last reference.
+Inputs that require no gradient (masks, position ids, rotary tables: small, and used by every layer) stay on the device.
+A tensor that several calls use is stashed once. Device memory of a tensor that is still referenced elsewhere is freed only
+with the last reference.
 """
 
 from __future__ import annotations
@@ -20,28 +21,30 @@ from harmony_ds.offload.ledger import Kind, Ledger
 _ENTRY = "_harmony_stash_entry"
 
 
-def check_unwritten(tensor: Tensor, version: int, layer: str) -> None:
-    """Raise ModelError if `tensor`, an input of `layer`, has been changed in place since it had `version`."""
-    if tensor._version != version:
-        raise ModelError(
-            f"the input of layer {layer} was changed in place after the layer was called: it cannot be recomputed. "
-            "Use an operation out of place (x = x + y), or let harmony.layers name the module around both."
-        )
-
-
 class StashEntry:
-    """A stashed tensor: `device_tensor` or `host_tensor` is set, or both while it moves."""
+    """A stashed tensor, an input of `layer`: `device_tensor` or `host_tensor` is set, or both while it moves."""
 
-    __slots__ = ("__weakref__", "arrived", "buffer", "device_tensor", "host_tensor", "users", "version", "what")
+    __slots__ = (
+        "__weakref__",
+        "arrived",
+        "buffer",
+        "device_tensor",
+        "host_tensor",
+        "layer",
+        "stays",
+        "users",
+        "version",
+    )
 
-    def __init__(self, tensor: Tensor, what: str) -> None:
-        self.device_tensor: Tensor | None = tensor
+    def __init__(self, tensor: Tensor, layer: str) -> None:
+        self.device_tensor: Tensor | None = tensor.detach()
+        self.stays = not tensor.requires_grad  # and is not released
         self.host_tensor: Tensor | None = None
         self.buffer: HostBuffer | None = None  # of the host tensor
         self.arrived: Event | None = None
         self.users = 0
         self.version = tensor._version
-        self.what = what
+        self.layer = layer
 
     @property
     def nbytes(self) -> int:
@@ -50,8 +53,11 @@ class StashEntry:
 
     def check(self) -> None:
         """Raise ModelError if it has been changed in place on the device, so that its layer cannot be recomputed."""
-        if self.device_tensor is not None:
-            check_unwritten(self.device_tensor, self.version, self.what)
+        if self.device_tensor is not None and self.device_tensor._version != self.version:
+            raise ModelError(
+                f"the input of layer {self.layer} was changed in place after the layer was called: it cannot be "
+                "recomputed. Use an operation out of place (x = x + y), or let harmony.layers name the module around both."
+            )
 
 
 class Stash:
@@ -67,11 +73,11 @@ class Stash:
     def host_bytes(self) -> int:
         return self._buffers.nbytes
 
-    def put(self, tensor: Tensor, what: str) -> StashEntry:
-        """Return the entry of `tensor`, made at its first use; `what`: the layer, for errors."""
+    def put(self, tensor: Tensor, layer: str) -> StashEntry:
+        """Return the entry of `tensor`, made when it is first an input of a `layer`."""
         entry: StashEntry | None = getattr(tensor, _ENTRY, None)
         if entry is None or entry.device_tensor is None or entry.version != tensor._version:
-            entry = StashEntry(tensor.detach(), what)
+            entry = StashEntry(tensor, layer)
             setattr(tensor, _ENTRY, entry)
         entry.users += 1
         return entry
@@ -127,7 +133,7 @@ class Stash:
             entry.arrived = device.record(Stream.SWAP_IN)
 
     def tensor(self, entry: StashEntry) -> Tensor:
-        """Return the entry's tensor on the device, ready for the compute stream."""
+        """Return an alias of the entry's tensor on the device, ready for the compute stream."""
         if entry.device_tensor is None:
             self.swap_in([entry])
         tensor = entry.device_tensor
@@ -136,7 +142,7 @@ class Stash:
             self._device.wait(Stream.COMPUTE, entry.arrived)
             entry.arrived = None
         entry.check()
-        return tensor
+        return tensor if entry.stays else tensor.detach()
 
     def release(self, entry: StashEntry) -> None:
         """Release `entry` for one of its users: frees the device copy, and with the last user the host copy."""

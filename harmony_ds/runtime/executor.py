@@ -71,8 +71,8 @@ class Executor:
             TaskKind.FORWARD_FOR_GRAPH: self._forward,
             TaskKind.BACKWARD_FROM_GRAPH: self._backward,
             TaskKind.EVICT: self._evict,
-            TaskKind.STASH_OUT: self._stash_out,
-            TaskKind.STASH_IN: self._stash_in,
+            TaskKind.STASH_OUT: lambda task: parts.stash.swap_out(self._entries(task)),
+            TaskKind.STASH_IN: lambda task: parts.stash.swap_in(self._entries(task)),
             TaskKind.MOVE: self._move,
             TaskKind.MOVE_BACK: self._move_back,
             **self.updates.handlers,
@@ -134,7 +134,7 @@ class Executor:
             parts.device.enter(self._plan.packs[task.pack].device)
             parts.device.charge(nbytes, "the activations and gradients of a task")
             try:
-                with parts.timeline.task(task) if parts.timeline.is_recording else nullcontext():
+                with parts.timeline.task(task):
                     self._handle(task)
             finally:
                 parts.device.discharge(nbytes)
@@ -157,7 +157,7 @@ class Executor:
         What earlier plans of the same step have left is as it was.
         """
         for pack, copy in list(self._copies.items()):
-            if not any(copy is one for one in self._before):
+            if copy not in self._before:
                 self._free(pack)
         self._parts.stash.abandon()
 
@@ -372,14 +372,6 @@ class Executor:
         micro_batch = self._micro_batches[task.micro_batch]
         if calls := micro_batch.calls_in(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(calls[-1].number)
-
-    # ---- stash
-
-    def _stash_out(self, task: Task) -> None:
-        self._parts.stash.swap_out(self._entries(task))
-
-    def _stash_in(self, task: Task) -> None:
-        self._parts.stash.swap_in(self._entries(task))
 
     def _entries(self, task: Task) -> list[StashEntry]:
         calls = self._micro_batches[task.micro_batch].calls_in(self._plan.packs[task.pack])

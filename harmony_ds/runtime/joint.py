@@ -6,8 +6,7 @@ where they can be; the code between layers, and the loss, see single ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.calls.contract import UnseenError
-from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.intercept import Around, Request
 from harmony_ds.calls.joined import RAISED, Joined, Joins
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
@@ -110,7 +109,7 @@ class JointMicroBatch(MicroBatch):
         objective = partial(_sum_of, members)
         return JointMicroBatch(objective=objective, count=len(members), members=members, joins=joins, **first)
 
-    def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Any:
+    def start(self, device: Device, between_layers: Around | None) -> Any:
         assert self.joins is not None
         lanes = [member.new_lane(device, between_layers) for member in self.members]
         self.lane = JointLane(lanes, self.joins)  # type: ignore[assignment]

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from harmony_ds.calls.intercept import Autocast, Request, handled_by
+from harmony_ds.calls.intercept import Around, Autocast, Request, handled_by
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.runtime.thread_state import OnTop, ThreadState
 
@@ -46,7 +45,7 @@ class Lane:
         autocast: Autocast | None,
         thread: ThreadState,
         context: contextvars.Context,
-        between_layers: Callable[[], AbstractContextManager[object]] | None = None,
+        between_layers: Around | None = None,
     ) -> None:
         """Make a lane that will run in `context`; `between_layers` makes the context of the code between layer calls."""
         self.device = thread.device

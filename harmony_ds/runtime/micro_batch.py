@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from harmony_ds.calls.boundary import cut, explaining_errors
 from harmony_ds.calls.contract import CallState
 from harmony_ds.calls.inter_layer import InterLayerGraph
-from harmony_ds.calls.intercept import Autocast, Request
+from harmony_ds.calls.intercept import Around, Autocast, Request
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import Device
@@ -74,13 +73,13 @@ class MicroBatch:
 
     # ---- its forward pass
 
-    def start(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Lane:
+    def start(self, device: Device, between_layers: Around | None) -> Lane:
         """Run forward up to the first layer call; `between_layers` makes the context of the code between layer calls."""
         self.lane = self.new_lane(device, between_layers)
         self.lane.resume()
         return self.lane
 
-    def new_lane(self, device: Device, between_layers: Callable[[], AbstractContextManager[object]] | None) -> Lane:
+    def new_lane(self, device: Device, between_layers: Around | None) -> Lane:
         """Return a lane for its forward pass."""
         thread = ThreadState(device, self.state.own)
         return Lane(self.forward, self.reduce is None, self.autocast, thread, self.context, between_layers)
@@ -135,8 +134,10 @@ class MicroBatch:
 
     def check_unwritten(self) -> None:
         """Raise ModelError if what was kept of its calls, or a view that one gave, has been changed in place since."""
-        for kept in {kept for _, call in self.calls for kept in (*call.tensors, *call.views)}:
-            kept.check()
+        for entry in {entry for _, call in self.calls for entry in call.tensors}:
+            entry.check()
+        for view in [view for _, call in self.calls for view in call.views]:
+            view.check()
 
     def settle(self) -> None:
         """Propagate what is left after all layers: to unlayered parameters and to the user's own leaves."""

@@ -52,11 +52,6 @@ class StepTimeline:
         self._step: _Step | None = None
         self._open: _Entry | None = None
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether a step runs that is being recorded."""
-        return self._step is not None
-
     @contextmanager
     def recording(self, finish: Callable[[], None]) -> Iterator[list[ExecutedStep]]:
         """Record the steps of a context; they are in the list when it has been left.
@@ -92,12 +87,14 @@ class StepTimeline:
         finally:
             self._step = self._open = None
 
+    def task(self, task: Task) -> AbstractContextManager[None]:
+        """Around the handler of `task`."""
+        return nullcontext() if self._step is None else self._recorded(self._step, task)
+
     @contextmanager
-    def task(self, task: Task) -> Iterator[None]:
-        """Around the handler of `task`, while recording."""
+    def _recorded(self, step: _Step, task: Task) -> Iterator[None]:
         entry = self._open = _Entry(task, _now_ms())
-        assert self._step is not None
-        self._step.entries.append(entry)
+        step.entries.append(entry)
         yield
         if Stream.COMPUTE in entry.moments:
             self.computes()

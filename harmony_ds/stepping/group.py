@@ -310,8 +310,9 @@ class StepGroup(Queue):
 
     def _of_unmeasured_loss(self, tickets: Sequence[QueuedMicroBatch]) -> QueuedMicroBatch | None:
         """Return one whose loss the program makes of outputs, if the memory that this takes is not known."""
-        covers, those = self._runner.planner.covers, [one for one in tickets if one.stage is Stage.QUEUED]
-        return next((one for one in those if not covers(one.micro_batch.inputs, one.measured_modes)), None)
+        covers = self._runner.planner.covers
+        queued = [one for one in tickets if one.stage is Stage.QUEUED]
+        return next((one for one in queued if not covers(one.micro_batch.inputs, one.measured_modes)), None)
 
     def _run_part(self, run: Callable[[Sequence[MicroBatch]], None], tickets: Sequence[QueuedMicroBatch]) -> None:
         follows_others = self.propagated

@@ -298,11 +298,11 @@ class Planner:
         excess = self._parts.world.max("end a step", max(0, peak_bytes - self.plan.peak_bytes))
         if excess <= 0:
             return
-        those = f"{self.plan.peak_bytes + excess:,}", f"{excess:,}"
         _logger.warning(
             "this step took %s bytes of device memory, %s more than planned: the model takes more with some data than "
             "with what it was measured with. From now on plans hold a margin for it.",
-            *those,
+            f"{self.plan.peak_bytes + excess:,}",
+            f"{excess:,}",
         )
         self._sized, self._outgrown = self._sized.with_margin(excess), True
 
@@ -310,8 +310,13 @@ class Planner:
 def _tell_of_replicas(choices: tuple[Choice, ...]) -> None:
     best, last = choices[0], choices[-1]
     if last.prediction.step_ms < best.prediction.step_ms:
-        those = best.prediction.step_ms, best.reason, last.prediction.step_ms, last.reason
-        _logger.warning("a step is predicted to take %.1f ms with the plan that runs, %s, and %.1f with %s", *those)
+        _logger.warning(
+            "a step is predicted to take %.1f ms with the plan that runs, %s, and %.1f with %s",
+            best.prediction.step_ms,
+            best.reason,
+            last.prediction.step_ms,
+            last.reason,
+        )
 
 
 def others_bytes(parts: Parts) -> int:

@@ -154,7 +154,6 @@ class Runner:
         Raises:
             OffPlanError, UnseenError: the step must be measured and run again; nothing has been updated.
         """
-        self.check_usable()
         self._check_can_run(micro_batches)
         sets = self.plans.sets(micro_batches)
         plan = self.plans.step(sets, self.executor.begun)
@@ -173,7 +172,6 @@ class Runner:
 
     def part(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
         """Run forward and backward of a part of an optimizer step, whose gradients wait; `end` ends the step."""
-        self.check_usable()
         self._check_can_run(micro_batches)
         part, end = self.plans.part_of_step(micro_batches, self.executor.begun, first=self._end is None)
         with self._recovering(micro_batches, part=True):
@@ -187,7 +185,6 @@ class Runner:
 
     def end(self, hyper: Hyper, clipping: Clipping) -> None:
         """Measure the norm, and update, in the step that `part` ran the parts of."""
-        self.check_usable()
         end, self._end = self._end, None
         assert end is not None
         with self._recovering(()):
@@ -216,6 +213,7 @@ class Runner:
 
     def _check_can_run(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Refuse what cannot run, before anything does."""
+        self.check_usable()
         self.parts.contract.check([micro_batch.state for micro_batch in micro_batches])
         for micro_batch in micro_batches:
             self.parts.layer_calls.check_replayed(call for _, call in micro_batch.calls)
@@ -225,13 +223,11 @@ class Runner:
 
     def forward_now(self, micro_batch: MicroBatch) -> None:
         """Run the forward pass of one micro-batch, whose outputs are read."""
-        self.check_usable()
         with self._recovering([micro_batch], part=True):
             self.executor.run(self.plans.forward(micro_batch, self.executor.begun), [micro_batch])
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run the forward passes of a group without gradients, each pack swapped in once for all of them."""
-        self.check_usable()
         with self._recovering(micro_batches):
             self.executor.run(self.plans.evaluation(micro_batches, self.executor.begun), micro_batches)
 
@@ -266,11 +262,12 @@ class Runner:
                 raise error
             there = device.available_bytes()
             device.budget_bytes = there if there is not None and there < budget else budget * _SMALLER[0] // _SMALLER[1]
-            those = str(error).splitlines()[0], f"{device.budget_bytes:,}", f"{budget:,}"
             _logger.warning(
                 "the device ran out of memory in the middle of a step (%s). The step is undone and run again, planned for "
                 "%s bytes instead of %s; set harmony.device_memory_gib lower to begin with that.",
-                *those,
+                str(error).splitlines()[0],
+                f"{device.budget_bytes:,}",
+                f"{budget:,}",
             )
 
         try:
@@ -285,6 +282,7 @@ class Runner:
     @contextmanager
     def _recovering(self, micro_batches: Sequence[MicroBatch], part: bool = False) -> Iterator[None]:
         """Drop the step on an error; of a `part` of one before anything was propagated back, that part alone."""
+        self.check_usable()
         self.executor.begin()
         with self.parts.contract.running():
             try:
