@@ -98,17 +98,6 @@ def test_flattening_and_unflattening_gives_equal_trees_in_fresh_containers(tree:
     assert not isinstance(tree, (list, dict, collections.deque, Carried, Frozen)) or back is not tree
 
 
-@given(TREES)
-def test_mapping_two_functions_equals_mapping_their_composition(tree: Any) -> None:
-    before = [t.tolist() for t in tensors_in(tree)]
-    twice = map_tensors(lambda t: t * 3, map_tensors(lambda t: t + 1, tree))
-    once = map_tensors(lambda t: (t + 1) * 3, tree)
-    assert [t.tolist() for t in tensors_in(twice)] == [t.tolist() for t in tensors_in(once)]
-    assert [t.tolist() for t in tensors_in(once)] == [[3 * value + 3 for value in t] for t in before]
-    assert [t.tolist() for t in tensors_in(tree)] == before
-    assert same(map_tensors(lambda t: t, tree), tree)
-
-
 def test_attributes_that_are_not_fields_are_kept() -> None:
     original = Carried(torch.ones(1))
     original.extra = "kept"  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
@@ -69,13 +70,21 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 
 SEVERAL = ["llama", "SkipNet", "BatchNormNet", "LayerDropNet", "UntouchedNet"]
+REGROUPED = ["gpt2", "t5", "gemma4", "SharedDepthNet", "TwoPassNet", "OutsideParameterNet"]
+"""Their additions are regrouped by other packs."""
 
 
-@pytest.mark.parametrize(("name", "clip"), spread(SEVERAL, CLIPS))
-def test_no_plan_changes_a_bit(name: str, clip: float | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "clip", "pack", "plans"),
+    [
+        *((*setting, 1, PLANS) for setting in spread(SEVERAL, CLIPS)),
+        *((name, 0.5, pack, [{"pack_layers": pack, "stash": "host"}]) for name, pack in spread(REGROUPED, (1, 2))),
+    ],
+)
+def test_no_plan_changes_a_bit(name: str, clip: float | None, pack: int, plans: Sequence[dict[str, Any]]) -> None:
     one = family(name)
-    losses, weights = outcome(one, clip, {"pack_layers": 1, "prefetch": False, "stash": "device"})
-    for plan in PLANS:
+    losses, weights = outcome(one, clip, {"pack_layers": pack, "prefetch": False, "stash": "device"})
+    for plan in plans:
         other_losses, other_weights = outcome(one, clip, plan)
         assert other_losses == losses, plan
         assert_same(other_weights, weights, bitwise=True)
@@ -90,18 +99,6 @@ def test_an_inter_layer_graph_that_several_packs_share_outlives_the_fused_one(na
     assert_trains_like_plain(
         one, 0.0, groups_of(one, 2, 2), config_of(2, 0.5, {"pack_layers": pack}), optimizer_for(one)
     )
-
-
-REGROUPED = ["gpt2", "t5", "gemma4", "SharedDepthNet", "TwoPassNet", "OutsideParameterNet"]
-
-
-@pytest.mark.parametrize(("name", "pack"), spread(REGROUPED, (1, 2)))
-def test_neither_prefetch_nor_stash_changes_a_bit_where_additions_are_regrouped(name: str, pack: int) -> None:
-    one = family(name)
-    losses, weights = outcome(one, 0.5, {"pack_layers": pack, "prefetch": False, "stash": "device"})
-    other_losses, other_weights = outcome(one, 0.5, {"pack_layers": pack, "prefetch": True, "stash": "host"})
-    assert other_losses == losses
-    assert_same(other_weights, weights, bitwise=True)
 
 
 @pytest.mark.parametrize("name", REGROUPED[1:4])

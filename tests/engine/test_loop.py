@@ -393,18 +393,3 @@ def test_values_the_warning_and_the_ledger(every: int, expected: tuple[nn.Module
     assert report.device_to_host["gradients"] == sum(layers)
     assert report.micro_batches == MICRO_BATCHES
     assert (report.ratio == 1.0) is (looks == 0)
-
-
-def test_the_cost_of_an_early_read_does_not_depend_on_its_moment() -> None:
-    swapped = set()
-    for position in (0, 7, MICRO_BATCHES - 1):
-        with engine_for(LLAMA.build(0.0), adamw, config_of(MICRO_BATCHES, 0.5, {"pack_layers": 2})) as engine:
-            for i, batch in enumerate(LONG[0]):
-                loss = engine(**batch).loss
-                if i == position:
-                    with pytest.warns(RuntimeWarning, match=LOOKED):
-                        assert torch.isfinite(loss)
-                engine.backward(loss)
-                engine.step()
-            swapped.add(engine.swap_report().swap_bytes)
-    assert len(swapped) == 1

@@ -78,25 +78,12 @@ def test_one_tensor_that_grows_otherwise_is_enough_to_tell_nothing(few: tuple[in
     assert row_dims((rest[0], [torch.Size(few)]), (rest[1], [torch.Size(more)]), (2, 3)) is None
 
 
-@given(kinds(), ROWS, SIZES)
-def test_slices_cover_every_row_once_and_in_order(kind: Kind, rows: int, size: int) -> None:
-    cut = Slicing(RowDims((kind.dim,), (), 0), rows, size, size)
-    slices = list(cut.slices(size))
-    assert [row for part in slices for row in range(part.first, part.last)] == list(range(rows))
-    assert all(part.last - part.first == size for part in slices[:-1])
-    tensor = kind.tensor(rows)
-    parts = [cut.inputs_of(part, [tensor])[0] for part in slices]
-    if kind.dim is None:
-        assert all(part is tensor for part in parts)
-    else:
-        assert torch.equal(torch.cat(parts, dim=kind.dim), tensor)
-
-
 @given(st.lists(kinds(), min_size=1, max_size=3), ROWS, SIZES)
 def test_what_slices_give_is_put_together_as_the_whole(outputs: list[Kind], rows: int, size: int) -> None:
     cut = Slicing(RowDims((), tuple(kind.dim for kind in outputs), 0), rows, size, size)
     whole = [kind.tensor(rows) for kind in outputs]
     together = SliceAssembler(cut, [])
+    assert all(part.last - part.first == size for part in [*cut.slices(size)][:-1])
     for part in cut.slices(size):
         together.add(part, [], [*_part(cut, part, whole), "said"])
     assert together.leaves[-1] == "said"

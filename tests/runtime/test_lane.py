@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.intercept import Autocast, Interception, Request, is_between_layers
+from harmony_ds.calls.intercept import Autocast, Interception, Request
 from harmony_ds.decomposer import find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.device.base import Device
@@ -149,14 +149,6 @@ def test_what_a_layer_raises_surfaces_with_the_models_own_lines_if_nothing_deals
         assert lane.finished
 
 
-def test_what_else_came_up_in_a_layer_call_is_not_the_models() -> None:
-    with model_and_lane(falling_back) as lane:
-        lane.resume()
-        with pytest.raises(NoLuckError, match="the engine's own"):
-            lane.run_on(layer_of, Answers(NoLuckError("the engine's own")))
-        assert not lane.finished
-
-
 def test_a_call_that_is_to_wait_is_answered_when_its_turn_comes_and_not_before() -> None:
     with model_and_lane(whole) as lane:
         lane.resume()
@@ -201,20 +193,6 @@ def test_what_a_layer_raises_is_the_models_to_deal_with(waits: bool) -> None:
         assert lane.result == 3.0
 
 
-def test_calls_within_an_answer_are_the_engines() -> None:
-    """A layer that calls another one runs it as it always did."""
-    with model_and_lane(whole) as lane:
-        lane.resume()
-        nested: list[bool] = []
-
-        def answer(request: Request, _: int) -> Any:
-            nested.append(is_between_layers())
-            return torch.ones(1, 2)
-
-        lane.run_on(layer_of, answer)
-        assert nested == [False, False, False]
-
-
 def test_closing_unwinds_with_blocks_past_blanket_handlers() -> None:
     left: list[str] = []
 
@@ -257,22 +235,6 @@ def test_context_variables_are_inherited_and_kept_apart() -> None:
             assert FLAVOUR.get() == "the caller's"
     finally:
         FLAVOUR.reset(token)
-
-
-def test_autocast_is_entered_on_the_lane_and_seen_in_its_requests() -> None:
-    state = Autocast("cpu", torch.bfloat16)
-
-    def product(model: nn.Module) -> torch.dtype:
-        model[0](torch.ones(2))
-        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-    with model_and_lane(product, autocast=state) as lane:
-        lane.resume()
-        assert lane.request is not None
-        assert lane.request.autocast == state
-        assert not torch.is_autocast_enabled("cpu")
-        lane.resume()
-        assert lane.result == torch.bfloat16
 
 
 def test_the_current_autocast_is_found_and_one_that_is_off_is_entered() -> None:

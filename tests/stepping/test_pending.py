@@ -136,6 +136,9 @@ def test_a_detached_loss_has_no_gradient() -> None:
         assert not (loss / 2).requires_grad
     assert not detached.node.look().requires_grad
     assert ticket.looked == 1
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        detached.backward()
+    assert ticket.weight.grad is None
 
 
 def test_sums_over_micro_batches_are_pending_until_all_are_asked_for() -> None:
@@ -182,14 +185,6 @@ def test_backward_is_noted_with_the_arithmetic_before_it_where_each_micro_batch_
         for noted in ticket.noted:
             Evaluation(ticket.part).of(noted).backward()
     assert (one.weight.grad.item(), two.weight.grad.item()) == pytest.approx(gradients)
-
-
-def test_backward_of_a_detached_loss_is_torchs_error() -> None:
-    loss, ticket = pending()
-    loss.item()
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        loss.detach().backward()
-    assert ticket.weight.grad is None
 
 
 def test_losses_of_later_steps_are_added_to_a_known_sum_without_a_look() -> None:
