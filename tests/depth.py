@@ -139,7 +139,6 @@ SLOW = """
     engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_a_saved_model
     engine/test_lifetime.py::test_an_engine_that_waits_for_garbage_collection_does_not_hold_its_model
     engine/test_loop.py::test_another_way_through_the_model_beside_a_look_is_refused_by_name_and_training_goes_on
-    engine/test_loop.py::test_the_cost_of_an_early_read_does_not_depend_on_its_moment
     engine/test_planning.py::test_a_kept_profile_is_used_again_and_a_foreign_one_replaced
     engine/test_planning.py::test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any
     engine/test_planning.py::test_a_saved_plan_that_does_not_match_is_refused

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.device.base import Device
@@ -28,7 +29,6 @@ from harmony_ds.errors import UnsupportedError
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 Around = Callable[[], AbstractContextManager[object]]
 """Maker of a context."""
-_dynamo: Any = torch._C._dynamo.eval_frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +141,6 @@ class handled_by:  # noqa: N801 - used as a function; a class, because it is ent
         _active.handler = self._before
 
 
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Do what `torch.compiler.disable` does, at no cost for a call of `function`."""
-    skipped = _dynamo._FrameAction.SKIP
-    _dynamo.set_code_exec_strategy(function.__code__, _dynamo._FrameExecStrategy(skipped, skipped))
-    vars(function)["_torchdynamo_disable"] = True
-    return function
-
-
 class InterceptedForward:
     """Replacement of a layer's `forward`, among its instance attributes. A copied or pickled layer gets its own forward."""
 
@@ -166,7 +158,7 @@ class InterceptedForward:
             self._compiler = compiler
             self._handled = self._forward if compiler is None else compiler(self._forward)
 
-    @_untraced  # compiled code around a layer ends here, and begins again with the layer's own forward
+    @_disable_dynamo  # compiled code around a layer ends here, and begins again with the layer's own forward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler, layer = _active.handler, self._layer
         if handler is None or handler.device is not self._device:  # no engine runs, or another one's
