@@ -61,7 +61,7 @@ class HarmonySettings:
     """Several processes add gradients up in the order of their ranks. See [parallel.md](parallel.md)."""
     split_masters: StrictBool = False
     """Keep fp32 masters of bf16 weights as the 16 bits below the weights: 2 bytes a parameter less on the host, and the
-    same bits. Updates take longer where cores, not memory, bound them. See [memory.md](memory.md)."""
+    same bits. Updates by torch's fused optimizers take longer. See [memory.md](memory.md)."""
     weights: Literal["auto", "whole", "share"] = "auto"
     """What each of several processes swaps in: the whole pack, or a share, with the rest from its peers; `"auto"`: a
     share where devices reach each other faster than the host. See [parallel.md](parallel.md)."""

@@ -15,17 +15,20 @@ class Native:
     """DeepSpeed's compiled optimizer for the host.
 
     Attributes:
-        cls, module: its class, and the module of it.
-        op, update: the attribute that holds its compiled op, and the update function in it.
+        cls, kind: its class, and the part of the names of its module, compiled op and functions.
         numbers, tensors: parameters of the C++ function: types of numbers, as compilers mangle them, and so many tensors.
     """
 
     cls: str
-    module: str
-    op: str
-    update: str
+    kind: str
     numbers: str
     tensors: int
+
+    @property
+    def symbol(self) -> str:
+        """The C++ function of a step, as compilers spell it."""
+        function = f"ds_{self.kind}_step"
+        return f"_Z{len(function)}{function}{self.numbers}RN2at6TensorE" + "S1_" * (self.tensors - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +65,21 @@ OPTIMIZERS = (
         ("adam", "adamw"),
         ("exp_avg", "exp_avg_sq"),
         classes=("DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam", "AdamW", "Adam"),
-        native=Native("DeepSpeedCPUAdam", "deepspeed.ops.adam", "ds_opt_adam", "adam_update", "imfffffb", 4),
+        native=Native("DeepSpeedCPUAdam", "adam", "imfffffb", 4),
         on_device="AdamW",
     ),
     OptimizerRow(
         ("lion",),
         ("exp_avg",),
         classes=("DeepSpeedCPULion", "FusedLion"),
-        native=Native("DeepSpeedCPULion", "deepspeed.ops.lion", "ds_opt_lion", "lion_update", "imffff", 3),
+        native=Native("DeepSpeedCPULion", "lion", "imffff", 3),
         on_device="RMSprop",
     ),
     OptimizerRow(
         ("adagrad",),
         ("exp_avg_sq",),
         classes=("DeepSpeedCPUAdagrad",),
-        native=Native("DeepSpeedCPUAdagrad", "deepspeed.ops.adagrad", "ds_opt_adagrad", "adagrad_update", "imfff", 3),
+        native=Native("DeepSpeedCPUAdagrad", "adagrad", "imfff", 3),
         on_device="Adagrad",
         kept_as={"exp_avg_sq": "sum"},
     ),

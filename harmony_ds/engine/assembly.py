@@ -21,7 +21,7 @@ from harmony_ds.device import Device, make_devices
 from harmony_ds.engine import admission
 from harmony_ds.engine.incoming import accept
 from harmony_ds.errors import ModelError
-from harmony_ds.offload.block_optimizer import BlockOptimizer, DiskOptimizer
+from harmony_ds.offload.block_optimizer import DiskOptimizer, SplitOptimizer
 from harmony_ds.offload.cores import update_threads
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.device_store import DeviceStore
@@ -189,7 +189,7 @@ def _share_buffers(model: nn.Module, world: SingleProcess) -> None:
 
 def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess) -> HostOptimizer:
     if store.split is not None:
-        return BlockOptimizer(optimizer, store.parameters, store.split)
+        return SplitOptimizer(optimizer, store.parameters, store.split)
     apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
     if store.disk is not None:
         return DiskOptimizer(optimizer, store.masters, store.disk, apart)

@@ -9,48 +9,38 @@ back after the step.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.disk import DiskMasters, submit
-from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
+from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper, partial_optimizer
 from harmony_ds.offload.layout import blocks_of
+from harmony_ds.offload.native import GilFreeOp, gil_free_op
 from harmony_ds.offload.piece_optimizer import check_elementwise, is_kept_for_each
+from harmony_ds.offload.split_masters import SplitMasters
 from harmony_ds.offload.synced_state import plain_state
 
 Tensors = dict[str, Tensor]
+Parameters = Mapping[str, nn.Parameter]
 _AHEAD = 2
 """Blocks that are read while one is stepped; as many may still be written."""
-
-
-class BlockMasters(Protocol):
-    """Masters whose values are read and written block by block. `block`: numbers of a parameter, as a slice."""
-
-    block: int
-    where: str
-
-    def read_block(self, name: str, block: slice, buffer: Tensor) -> Tensor: ...  # fp32, in the buffer or not
-    def write_block(self, name: str, block: slice, values: Tensor) -> None: ...
 
 
 class BlockOptimizer(HostOptimizer):
     """`HostOptimizer` that steps block by block, with state in host memory."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        masters: Mapping[str, nn.Parameter],
-        blocks: BlockMasters,
-        apart: Iterable[str] = (),
+        self, optimizer: Optimizer, masters: Parameters, blocks: SplitMasters | DiskMasters, apart: Iterable[str] = ()
     ) -> None:
         """Raise OptimizerError if the step of `optimizer` is not elementwise."""
         super().__init__(optimizer, masters, apart)
@@ -70,11 +60,10 @@ class BlockOptimizer(HostOptimizer):
         return super().hyper()
 
     def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
-        names = [name for name in gradients if self.trains(name)]
-        before = {name: dict(self._state(name)) for name in names}
-        whole = {name: {k: v for k, v in before[name].items() if self._is_numbered(name, k, v)} for name in names}
-        once = {name: {k: v for k, v in before[name].items() if k not in whole[name]} for name in names}
-        after: dict[str, dict[str, Any]] = {name: {} for name in names}
+        before = {name: dict(self._state(name)) for name in filter(self.trains, gradients)}
+        whole = {n: {k: v for k, v in state.items() if self._is_numbered(n, k, v)} for n, state in before.items()}
+        once = {name: {k: v for k, v in state.items() if k not in whole[name]} for name, state in before.items()}
+        after: dict[str, dict[str, Any]] = {name: {} for name in before}
         for name, block, values, parts in self._read(whole):
             piece = nn.Parameter(values)
             known = {**parts, **{k: v.clone() if isinstance(v, Tensor) else v for k, v in once[name].items()}}
@@ -120,16 +109,34 @@ class BlockOptimizer(HostOptimizer):
                 part.copy_(value)
 
 
+class SplitOptimizer(BlockOptimizer):
+    """`BlockOptimizer` of split masters, which DeepSpeed's compiled optimizers step a whole parameter at a time."""
+
+    def __init__(self, optimizer: Optimizer, masters: Parameters, split: SplitMasters) -> None:
+        super().__init__(optimizer, masters, split)
+        self._split, self._whole = split, partial_optimizer(self.part)
+        attribute, self._op = gil_free_op(optimizer) if self.native else ("", None)
+        if isinstance(self._op, GilFreeOp):
+            self._op.add_twins(optimizer, torch.get_num_threads())
+            setattr(self._whole, attribute, self._op)
+
+    def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
+        if not isinstance(self._op, GilFreeOp):
+            super()._step(gradients, hyper)
+            return
+        for name in filter(self.trains, gradients):
+            gradient = gradients[name].contiguous()
+            piece = nn.Parameter(gradient)  # of the master's shape, for states like it; its values are not used
+            self._whole.state = defaultdict(dict, {piece: self._state(name)})
+            self._op.run = partial(self._split.step, name, self._op)
+            self.step_part(self._whole, {name: piece}, {name: gradient}, hyper)
+        self._whole.state.clear()
+
+
 class DiskOptimizer(BlockOptimizer):
     """`BlockOptimizer` with masters and state in a file, which threads read before a block's step and write after it."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        masters: Mapping[str, nn.Parameter],
-        disk: DiskMasters,
-        apart: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, masters: Parameters, disk: DiskMasters, apart: Iterable[str] = ()) -> None:
         """Raise OptimizerError if the step of `optimizer` is not elementwise."""
         super().__init__(optimizer, masters, disk, apart)
         self._disk = disk

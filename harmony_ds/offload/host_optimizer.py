@@ -241,8 +241,7 @@ class HostOptimizer:
 
     def state_bytes(self) -> int:
         states = list(plain_state(self.optimizer.state).values())
-        tensors: Iterable[Any] = (value for state in states for value in state.values())
-        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def unallocated_bytes(self) -> int:
         """Return the bytes of optimizer state not yet allocated, which the first updates allocate; 0: not known."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from harmony_ds.config.optimizers import OPTIMIZERS, Native, OptimizerRow, of_cl
 from harmony_ds.errors import OptimizerError
 
 _logger = logging.getLogger(__name__)
-_KINDS = {"i": ctypes.c_int, "m": ctypes.c_size_t, "f": ctypes.c_float, "b": ctypes.c_bool}
+_TYPES = {"i": ctypes.c_int, "m": ctypes.c_size_t, "f": ctypes.c_float, "b": ctypes.c_bool}
 
 
 def native_of(optimizer: torch.optim.Optimizer) -> OptimizerRow | None:
@@ -33,9 +34,9 @@ def native_of(optimizer: torch.optim.Optimizer) -> OptimizerRow | None:
 def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
     """Make DeepSpeed's optimizer `name`, compiled if need be (minutes, once per machine), or raise OptimizerError."""
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
-    cls = getattr(import_module(native.module), name)
+    cls = getattr(import_module(f"deepspeed.ops.{native.kind}"), name)
     check_params("optimizer.params", cls, options)
-    _warn_if_locked(f"cpu_{native.update.removesuffix('_update')}")
+    _warn_if_locked(f"cpu_{native.kind}")
     try:
         optimizer: torch.optim.Optimizer = cls(parameter_groups, **options)
     except (RuntimeError, OSError, ImportError) as error:
@@ -57,46 +58,52 @@ def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
     """
     row = native_of(optimizer)
     assert row is not None and row.native is not None
-    op = getattr(optimizer, row.native.op)
+    name = f"ds_opt_{row.native.kind}"
+    op = getattr(optimizer, name)
     try:
-        return row.native.op, GilFreeOp(op, row.native)
+        return name, GilFreeOp(op, row.native)
     except (AttributeError, OSError) as error:
         _logger.warning("updates of %s hold Python's lock, so that device work may wait: %s", row.native.cls, error)
-        return row.native.op, op
+        return name, op
 
 
 class GilFreeOp:
     """Wrapper of a compiled op of DeepSpeed, whose update releases the GIL and depends on its arguments alone."""
 
     def __init__(self, op: Any, native: Native) -> None:
-        self._op = op
-        kinds: list[Any] = [_KINDS[letter] for letter in native.numbers]
-        self._numbers = len(kinds)
-        tensors = "RN2at6TensorE" + "S1_" * (native.tensors - 1)  # as C++ compilers spell it
-        function = f"{native.update.removesuffix('_update')}_step"
-        self._step = ctypes.CDLL(op.__file__)[f"_Z{len(function) + 3}ds_{function}{native.numbers}{tensors}"]
-        self._step.argtypes = [*kinds, *[ctypes.c_void_p] * native.tensors]
-        self._counts_powers = "b" in native.numbers
-        self._nothing = torch.empty(0)
-        self._nowhere = [ctypes.c_void_p(self._nothing._cdata)] * native.tensors
-        self.__dict__[native.update] = self._update
+        self._op, self.kind = op, native.kind
+        self.types: list[Any] = [_TYPES[letter] for letter in native.numbers]
+        self.step = ctypes.CDLL(op.__file__)[native.symbol]
+        self.step.argtypes = [*self.types, *[ctypes.c_void_p] * native.tensors]
+        self.run: Callable[[Any, Any], None] = self._run
+        self._nowhere = [torch.empty(0)] * native.tensors
+        self.__dict__[f"{native.kind}_update"] = self._update
+
+    def add_twins(self, optimizer: Any, threads: int) -> None:
+        """Make compiled objects like that of `optimizer`, one for each thread of a step, which writes to its object."""
+        first = -1 - 4096 * optimizer.opt_id  # DeepSpeed counts ids up from 0
+        self.twins = (ctypes.c_int * threads)(*range(first, first - threads, -1))
+        modes = [optimizer.adam_w_mode] if self.kind == "adam" else []
+        for twin in self.twins:
+            getattr(self._op, f"create_{self.kind}")(twin, *[0.0] * self.types.count(ctypes.c_float), *modes, False)
 
     def _update(self, *given: Any) -> None:
-        numbers, tensors = given[: self._numbers], given[self._numbers :]
+        numbers, tensors = given[: len(self.types)], given[len(self.types) :]
         # It takes gradients of another dtype for its own and skips what is not contiguous; what it raises ends the process.
         weight, gradient, *states = tensors
         assert weight.dtype is gradient.dtype and all(tensor.is_contiguous() for tensor in tensors)
-        assert {state.dtype for state in states} <= {torch.float32} or {state.dtype for state in states} == {
-            weight.dtype
-        }
-        if self._counts_powers:
+        assert {state.dtype for state in states} in ({torch.float32}, {weight.dtype})
+        if self.kind == "adam":
             # DeepSpeed's Adam multiplies up the powers of its betas from step to step, but computes them anew after a jump
             # to another step, which rounds differently: results would depend on the step at which the process began. An
             # empty call with another step first makes it jump every time.
-            self._step(numbers[0], numbers[1] + 2, *numbers[2:], *map(ctypes.addressof, self._nowhere))
+            self._run([numbers[0], numbers[1] + 2, *numbers[2:]], self._nowhere)
+        self.run(numbers, tensors)
+
+    def _run(self, numbers: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         # A C++ tensor is a pointer to the implementation, whose address Python's tensor knows.
         places = [ctypes.c_void_p(tensor._cdata) for tensor in tensors]
-        self._step(*numbers, *map(ctypes.addressof, places))
+        self.step(*numbers, *map(ctypes.addressof, places))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._op, name)

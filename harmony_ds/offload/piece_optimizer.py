@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_memory import trim_allocator
@@ -57,11 +58,7 @@ class PieceOptimizer(HostOptimizer):
     """`HostOptimizer` of one of several processes."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        masters: Mapping[str, nn.Parameter],
-        world: World,
-        apart: Iterable[str] = (),
+        self, optimizer: Optimizer, masters: Mapping[str, nn.Parameter], world: World, apart: Iterable[str] = ()
     ) -> None:
         """Raise OptimizerError if the step of `optimizer` is not elementwise."""
         super().__init__(optimizer, masters, apart)

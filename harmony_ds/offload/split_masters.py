@@ -8,7 +8,8 @@ together, instead of 6.
     weight    sign exponent fraction, one more if the rest is at least half
     low                                rest
 
-The loops are compiled at first use, as DeepSpeed's optimizers are, in about a second.
+The loops are compiled at first use, as DeepSpeed's optimizers are, in some seconds. They call the steps of these
+optimizers themselves, for so few values at a time that a core's cache holds them from joining to splitting.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,34 +27,24 @@ from torch.utils import cpp_extension
 
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.layout import blocks_of
-
-_ONE_WEIGHT_UP = 2**16
-"""The distance of two neighbouring weights, as the bits of an fp32 number."""
+from harmony_ds.offload.native import GilFreeOp
 
 
 @functools.cache
 def _compiled() -> ctypes.CDLL:
     """Return the compiled loops; OptimizerError: they cannot be compiled here."""
-    source = Path(__file__).with_suffix(".cpp")
+    sources = [str(Path(__file__).with_suffix(".cpp"))]
     flags = ["-O3", "-march=native", "-fopenmp"]
     try:
         path = cpp_extension.load(
-            "harmony_split_masters",
-            [str(source)],
-            extra_cflags=flags,
-            extra_ldflags=["-fopenmp"],
-            is_python_module=False,
+            "harmony_split_masters", sources, extra_cflags=flags, extra_ldflags=["-fopenmp"], is_python_module=False
         )
     except (RuntimeError, OSError) as error:
         raise OptimizerError(
             f"harmony.split_masters is compiled on first use, and that failed ({error}). Install a C++ compiler and ninja, "
             "or leave it out."
         ) from error
-    loops = ctypes.CDLL(path)
-    loops.harmony_join.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64]
-    loops.harmony_split.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64, ctypes.c_void_p]
-    loops.harmony_split.restype = ctypes.c_int64
-    return loops
+    return ctypes.CDLL(path)
 
 
 class SplitMasters:
@@ -63,55 +56,59 @@ class SplitMasters:
 
     def __init__(self) -> None:
         self._loops = _compiled()
-        self._shapes: dict[str, torch.Size] = {}
         self._weights: dict[str, Tensor] = {}  # flat, the weights' own memory
         self._low: dict[str, Tensor] = {}
-        self.versions: Counter[str] = Counter()
-        """How often a block of each parameter has been written."""
-        self._ties: dict[str, dict[int, Tensor]] = {}  # by block, where there are any
-        self._places = torch.empty(self.block, dtype=torch.int64)
+        self.versions: Counter[str] = Counter()  # how often a block of each parameter has been written
+        self._ties: dict[str, Tensor] = {}  # indices, in order
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the low halves, and of the ties' indices."""
-        ties = sum(places.nbytes for blocks in self._ties.values() for places in blocks.values())
-        return sum(low.nbytes for low in self._low.values()) + ties
+        return sum(tensor.nbytes for tensors in (self._low, self._ties) for tensor in tensors.values())
 
     def add(self, name: str, weight: Tensor, values: Tensor) -> None:
         """Split `values`, of any dtype, into `weight` (bf16, contiguous) and its low half."""
-        self._weights[name], self._shapes[name] = weight.view(-1), weight.shape
-        self._low[name] = torch.empty(weight.numel(), dtype=torch.int16)
-        self._ties[name] = {}
+        self._weights[name], self._low[name] = weight.view(-1), torch.empty(weight.shape, dtype=torch.int16)
+        self._ties[name] = torch.empty(0, dtype=torch.int64)
         self.write(name, values)
 
     def read_block(self, name: str, block: slice, buffer: Tensor) -> Tensor:
         """Write the fp32 values of a block to the begin of `buffer`, and return them."""
-        weights, low, values = self._weights[name][block], self._low[name][block], buffer[: block.stop - block.start]
-        self._loops.harmony_join(weights.data_ptr(), low.data_ptr(), values.data_ptr(), values.numel())
-        ties = self._ties[name].get(block.start)
-        if ties is not None:
-            values.view(torch.int32)[ties] += _ONE_WEIGHT_UP
-        return values
+        self._loops.harmony_join(self._at(name, block), ctypes.c_void_p(buffer.data_ptr()))
+        return buffer[: block.stop - block.start]
 
     def write_block(self, name: str, block: slice, values: Tensor) -> None:
         """Make `values` (fp32, contiguous) a block's, and round its weights from them."""
-        places = (values, self._weights[name][block], self._low[name][block])
-        found = self._loops.harmony_split(*(t.data_ptr() for t in places), values.numel(), self._places.data_ptr())
-        self._ties[name].pop(block.start, None)
-        if found:
-            self._ties[name][block.start] = self._places[:found].clone()
+        self._write(name, block, self._loops.harmony_split, ctypes.c_void_p(values.data_ptr()))
+
+    def step(self, name: str, op: GilFreeOp, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        """Step a parameter as `op` would, given `tensors` of its shape; the first one's values are not used."""
+        places = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors[1:]))
+        typed = [one(number) for one, number in zip(op.types, numbers, strict=True)]
+        loop, threads = getattr(self._loops, f"harmony_{op.kind}_step"), min(len(op.twins), torch.get_num_threads())
+        self._write(name, slice(0, tensors[0].numel()), loop, places, op.twins, threads, op.step, *typed[1:])
+
+    def _write(self, name: str, block: slice, loop: Callable[..., int], *arguments: Any) -> None:
+        """Let a compiled loop write a block, and keep the ties that there are then."""
+        ties = torch.empty(loop(self._at(name, block), *arguments), dtype=torch.int64)
+        self._loops.harmony_ties(ctypes.c_void_p(ties.data_ptr()))
+        self._ties[name] = ties
         self.versions[name] += 1
+
+    def _at(self, name: str, block: slice) -> ctypes.Array[ctypes.c_int64]:
+        """Return what the loops call a block."""
+        ties = self._ties[name]
+        places = (self._weights[name].data_ptr(), self._low[name].data_ptr(), ties.data_ptr())
+        return (ctypes.c_int64 * 6)(*places, ties.numel(), block.start, block.stop - block.start)
 
     def read(self, name: str) -> Tensor:
         """Return a copy of the fp32 values of a parameter, flat."""
         values = torch.empty(self._weights[name].numel())
-        for block in blocks_of(values.numel(), self.block):
-            self.read_block(name, block, values[block])
-        return values
+        return self.read_block(name, slice(0, values.numel()), values)
 
     def write(self, name: str, values: Tensor) -> None:
         """Make `values`, of the parameter's shape and any dtype, the parameter's."""
-        flat = values.detach().expand(self._shapes[name]).reshape(-1)
+        flat = values.detach().expand(self._low[name].shape).reshape(-1)
         for block in blocks_of(flat.numel(), self.block):
             self.write_block(name, block, flat[block].to("cpu", torch.float32, copy=True))
 
@@ -121,7 +118,6 @@ class SplitMasters:
         for block in blocks_of(flat.numel(), self.block):
             where = flat[block]
             if where.any():
-                values = torch.empty(where.numel())
-                self.read_block(name, block, values)
+                values = self.read_block(name, block, torch.empty(where.numel()))
                 weights = self._weights[name][block].to(torch.float32)
                 self.write_block(name, block, torch.where(where, weights, values))

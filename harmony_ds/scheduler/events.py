@@ -40,10 +40,6 @@ class Timeline:
     begin_ms: tuple[float, ...]
     end_ms: tuple[float, ...]
 
-    @property
-    def makespan_ms(self) -> float:
-        return max(self.end_ms, default=0.0)
-
 
 def run_jobs(
     jobs: Sequence[Job], capacities: Mapping[str, float] | None = None, crowded: Collection[str] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from harmony_ds.offload.split_masters import SplitMasters
 from harmony_ds.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.checkpoint.runs import Setup, assert_equal, train_and_resume
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, train_groups
-from tests.families import Family
+from tests.families import Family, build_seeded
 
 LLAMA = family("llama")
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def trained(
@@ -48,19 +53,33 @@ def values_of(engine: HarmonyEngine) -> dict[str, Tensor]:
     return found
 
 
+def both(
+    configs: Iterable[Any], optimizer: Any = None, model: Any = lambda: LLAMA.build(0.0)
+) -> Iterator[HarmonyEngine]:
+    """Yield an engine with each of two configs, for training that gives the same."""
+    results = []
+    for config in configs:
+        with engine_for(model(), optimizer, config) as engine:
+            yield engine
+            results.append(values_of(engine))
+    assert_equal(*results)
+
+
+def split_or_not(accumulation: int, **more: Any) -> Iterator[Any]:
+    return (config_of(accumulation, None, {"split_masters": split}, **BF16, **more) for split in (True, False))
+
+
 @pytest.mark.parametrize("one", [LLAMA, family("t5"), family("mixtral")], ids=str)
-@pytest.mark.parametrize(
-    "optimizer", [None, adamw, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)]
-)
+@pytest.mark.parametrize("optimizer", [None, adamw, momentum])
 def test_weights_masters_and_states_are_those_of_masters_apart(one: Family, optimizer: Any) -> None:
     assert_equal(trained(one, True, optimizer), trained(one, False, optimizer))
 
 
 def test_gradients_in_bf16_and_parameters_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"clip": None, "data_types": {"grad_accum_dtype": "bf16"}}
-    apart = trained(LLAMA, False), trained(LLAMA, False, **more)
-    monkeypatch.setattr(SplitMasters, "block", 128)  # in which DeepSpeed's vectors fit
-    assert_equal(trained(LLAMA, True), apart[0])
+    apart = trained(LLAMA, False, adamw), trained(LLAMA, False, **more)
+    monkeypatch.setattr(SplitMasters, "block", 128)
+    assert_equal(trained(LLAMA, True, adamw), apart[0])
     assert_equal(trained(LLAMA, True, **more), apart[1])
 
 
@@ -75,18 +94,12 @@ class Gated(nn.Module):
         return (self.layer(x) * self.scale).square().mean()
 
 
-@pytest.mark.parametrize("optimizer", [adamw, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("optimizer", [adamw, momentum])
 def test_a_parameter_without_dimensions(optimizer: Any) -> None:
-    results = []
-    for split in (True, False):
-        torch.manual_seed(0)
-        model, batch = Gated(), torch.ones(2, 8, dtype=torch.bfloat16)
-        with engine_for(model, optimizer, config_of(1, None, {"split_masters": split}, **BF16)) as engine:
-            for _ in range(3):
-                engine.backward(engine(batch))
-                engine.step()
-            results.append(values_of(engine))
-    assert_equal(*results)
+    for engine in both(split_or_not(1), optimizer, lambda: build_seeded(Gated)):
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)))
+            engine.step()
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -130,41 +143,31 @@ def not_at_all(parameter: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("write", [by_alias, in_place, by_name, not_at_all])
 def test_what_is_written_by_hand_between_steps_is_trained_on(write: Any) -> None:
-    results = []
-    for split in (True, False):
-        config = config_of(2, None, {"split_masters": split}, **BF16, optimizer=ADAM)
-        with engine_for(LLAMA.build(0.0), None, config) as engine:
-            groups = groups_of(LLAMA, 3, 2)
-            parameter = engine.module.model.layers[1].mlp.up_proj.weight
-            kept = parameter.data
-            for group in groups:
-                train_groups(engine, [group])
-                write(parameter)
-            kept[0, 0] = 0.125  # through memory that was taken before all steps
-            train_groups(engine, groups[:1])
-            results.append(values_of(engine))
-    assert_equal(*results)
+    for engine in both(split_or_not(2, optimizer=ADAM)):
+        groups = groups_of(LLAMA, 3, 2)
+        parameter = engine.module.model.layers[1].mlp.up_proj.weight
+        kept = parameter.data
+        for group in groups:
+            train_groups(engine, [group])
+            write(parameter)
+        kept[0, 0] = 0.125  # through memory that was taken before all steps
+        train_groups(engine, groups[:1])
 
 
 def test_reading_a_weight_within_a_step_leaves_its_master_alone() -> None:
-    results = []
-    for split in (True, False):
-        config = config_of(2, None, {"split_masters": split}, **BF16, optimizer=ADAM)
-        with engine_for(LLAMA.build(0.0), None, config) as engine:
-            parameter = engine.module.model.layers[1].mlp.up_proj.weight
-            parameter.register_hook(lambda gradient, p=parameter: gradient + 0.01 * p.detach().to(gradient.dtype))
-            kept = parameter.data
-            for group in groups_of(LLAMA, 3, 2):
-                for batch in group:
-                    engine.backward(engine(**batch).loss)
-                    parameter.detach().norm().item()
-                    engine.step()
-            del kept
-            train_groups(engine, groups_of(LLAMA, 1, 2))
-            parameter.detach().norm().item()
-            train_groups(engine, groups_of(LLAMA, 1, 2))
-            results.append(values_of(engine))
-    assert_equal(*results)
+    for engine in both(split_or_not(2, optimizer=ADAM)):
+        parameter = engine.module.model.layers[1].mlp.up_proj.weight
+        parameter.register_hook(lambda gradient, p=parameter: gradient + 0.01 * p.detach().to(gradient.dtype))
+        kept = parameter.data
+        for group in groups_of(LLAMA, 3, 2):
+            for batch in group:
+                engine.backward(engine(**batch).loss)
+                parameter.detach().norm().item()
+                engine.step()
+        del kept
+        train_groups(engine, groups_of(LLAMA, 1, 2))
+        parameter.detach().norm().item()
+        train_groups(engine, groups_of(LLAMA, 1, 2))
 
 
 @pytest.mark.parametrize("split", [True, False])

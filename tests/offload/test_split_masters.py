@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from harmony_ds.offload import native
+from harmony_ds.offload.block_optimizer import SplitOptimizer
+from harmony_ds.offload.cores import computing_with
+from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.offload.native import make_native
 from harmony_ds.offload.split_masters import SplitMasters
 
 FEW_LOW_BITS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
@@ -14,8 +21,7 @@ FEW_LOW_BITS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 def every_weight_with(low: tuple[int, ...]) -> Tensor:
     """fp32 values of every upper half, infinities and NaNs included, with each of these lower halves."""
     high = torch.arange(2**16, dtype=torch.int64) << 16
-    bits = (high[:, None] | torch.tensor(low)).reshape(-1)
-    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+    return (high[:, None] | torch.tensor(low)).reshape(-1).to(torch.int32).view(torch.float32)
 
 
 def split(values: Tensor) -> tuple[SplitMasters, Tensor]:
@@ -24,8 +30,9 @@ def split(values: Tensor) -> tuple[SplitMasters, Tensor]:
     return masters, weight
 
 
-def test_every_value_comes_back_and_its_weight_is_rounded_as_torch_rounds() -> None:
-    values = every_weight_with(FEW_LOW_BITS)
+@pytest.mark.parametrize("low", [FEW_LOW_BITS, (0xFFFF,)])
+def test_every_value_comes_back_and_its_weight_is_rounded_as_torch_rounds(low: tuple[int, ...]) -> None:
+    values = every_weight_with(low)
     masters, weight = split(values)
     numbers = ~values.isnan()
     assert torch.equal(masters.read("w")[numbers].view(torch.int32), values[numbers].view(torch.int32))
@@ -33,10 +40,9 @@ def test_every_value_comes_back_and_its_weight_is_rounded_as_torch_rounds() -> N
     assert weight[~numbers].isnan().all() and masters.read("w")[~numbers].isnan().all()
 
 
-def test_ties_are_kept_by_block_and_forgotten_when_they_are_written_over() -> None:
-    tie = torch.tensor([0x3F808000], dtype=torch.int32).view(torch.float32).item()  # halfway above 1.0, which is even
+def test_ties_are_kept_and_forgotten_when_they_are_written_over() -> None:
     values = torch.ones(SplitMasters.block + 5)
-    values[SplitMasters.block + 3] = tie
+    values[SplitMasters.block + 3] = 1 + 2**-8  # halfway above 1.0, which is even
     masters, weight = split(values)
     assert torch.equal(masters.read("w"), values) and torch.equal(weight, values.to(torch.bfloat16))
     assert masters.host_bytes == 2 * values.numel() + 8
@@ -57,5 +63,29 @@ def test_weights_that_were_written_into_become_the_masters_and_others_stay() -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_values_of_other_dtypes_are_taken_in_fp32(dtype: torch.dtype) -> None:
     values = torch.linspace(-2, 2, 1000).to(dtype)
-    masters, _ = split(values)
-    assert torch.equal(masters.read("w"), values.float())
+    assert torch.equal(split(values)[0].read("w"), values.float())
+
+
+@pytest.mark.parametrize("threads", [1, 2, None], ids=["one thread", "two threads", "block by block"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad"])
+def test_deepspeeds_steps_are_those_of_masters_apart(
+    name: str, decay: float, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if threads is None:  # DeepSpeed's function is not found
+        monkeypatch.setattr(native, "GilFreeOp", Mock(side_effect=OSError))
+    values = every_weight_with(FEW_LOW_BITS)[3:]
+    masters, weight = split(values)
+    master, parameter = nn.Parameter(values.clone()), nn.Parameter(weight)
+    options = {"lr": 1e-3, "weight_decay": decay, **({"adamw_mode": threads == 1} if name.endswith("Adam") else {})}
+    with computing_with(threads or 1):
+        apart = HostOptimizer(make_native(name, [master], options), {"w": master})
+        ours = SplitOptimizer(make_native(name, [parameter], options), {"w": parameter}, masters)
+        for step in range(3):
+            gradient = torch.randn(values.shape, generator=torch.Generator().manual_seed(step))
+            gradient[::2] = 0  # without decay, Adam keeps these ties
+            for host in (apart, ours):
+                host.step({"w": gradient.clone()}, host.hyper())
+    found = {"master": masters.read("w"), "weight": weight, **(ours.state_of("w") or {})}
+    expected = {"master": master.detach(), "weight": master.detach().bfloat16(), **(apart.state_of("w") or {})}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

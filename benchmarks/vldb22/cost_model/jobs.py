@@ -55,7 +55,7 @@ def step_ms(setup: Setup, schedule: Schedule, costs: PackCosts, server: Server, 
     Args:
         overlap: whether swaps, and hand-overs between tasks, go on while layers are computed.
     """
-    return run_jobs(lower(setup, schedule, costs, server, overlap)).makespan_ms
+    return max(run_jobs(lower(setup, schedule, costs, server, overlap)).end_ms)
 
 
 def lower(setup: Setup, schedule: Schedule, costs: PackCosts, server: Server, overlap: bool) -> list[Job]:
