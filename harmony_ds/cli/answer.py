@@ -37,8 +37,6 @@ _LESS_ON_HOST: tuple[tuple[Mapping[str, object], str], ...] = (
     (WEIGHTS_ON_DISK, " (the same bits, at the pace of a disk)"),
 )
 """Values of a ds_config that may need less host memory, each with a remark."""
-_OF_ONE_PROCESS = {"harmony.split_masters", *ON_DISK, *WEIGHTS_ON_DISK}
-"""Keys among them that several processes cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +163,8 @@ def _ways_to_less_on_host(now: Forecast) -> Iterator[str]:
     sizes, half = {MICRO_BATCH: config.micro_batch, STEPS: steps}, {STEPS: steps // 2}
     stage = {"zero_optimization.stage": config.values["zero_optimization.stage"] or 1}  # 16-bit state asks for one
     saved: dict[str, int] = {}
-    alone = set() if now.plan.policy.devices == 1 else _OF_ONE_PROCESS
     for values, remark in (*_LESS_ON_HOST, ({**_BF16_STATE, **stage}, " (which rounds every update)"), (half, "")):
-        if not alone.isdisjoint(values):
+        if "harmony.split_masters" in values and now.plan.policy.servers > 1:
             continue
         with suppress(ConfigError, DoesNotFitError):  # not every value goes with the others
             changed = load_config(config.raw, instead={**sizes, **values})

@@ -49,10 +49,8 @@ def read_plan(path: str | None) -> Plan | None:
 
 def check_processes(config: Config, world: SingleProcess) -> None:
     """Raise UnsupportedError for settings that several processes cannot run."""
-    if config.harmony.split_masters:
-        world.refuse("harmony.split_masters")
-    if config.disk_folder is not None or config.weights_folder is not None:
-        world.refuse('offload_optimizer and offload_param with "device": "nvme"')
+    if config.harmony.split_masters and world.servers > 1:
+        world.refuse(f"harmony.split_masters on {world.servers} servers")
     if config.harmony.residency not in _SWAPPED:
         world.refuse("harmony.residency: packs that stay on the device and are updated there")
     if config.harmony.reduce == "host" and world.servers > 1:

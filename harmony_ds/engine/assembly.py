@@ -21,11 +21,12 @@ from harmony_ds.device import Device, make_devices
 from harmony_ds.engine import admission
 from harmony_ds.engine.incoming import accept
 from harmony_ds.errors import ModelError
-from harmony_ds.offload.block_optimizer import DiskOptimizer, SplitOptimizer
+from harmony_ds.offload.block_optimizer import BlockOptimizer, SharedMasters, SplitOptimizer
 from harmony_ds.offload.cores import update_threads
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.disk import DiskFile, DiskMasters
+from harmony_ds.offload.disk_optimizer import DiskOptimizer
 from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer
@@ -39,7 +40,6 @@ from harmony_ds.offload.optimizers import (
     check_dtypes,
     with_state_dtype,
 )
-from harmony_ds.offload.piece_optimizer import PieceOptimizer
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.split_masters import SplitMasters
 from harmony_ds.offload.stash import Stash
@@ -137,7 +137,7 @@ def assemble(
     optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)
     if optimizer is not None:
         check_dtypes(optimizer, config.master_dtype, config.state_dtype)
-    host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
+    host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world, planned.numbers or 0)
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.optimizer_device)
     residency = admission.residency_for(config, device, device_optimizer, world)
     config = replace(config, harmony=replace(settings, residency=residency))
@@ -163,13 +163,13 @@ def _to_slabs(
     disk_bytes = admission.disk_need(config, model, planned)
     masters: torch.dtype | SplitMasters | DiskMasters = config.master_dtype
     if config.harmony.split_masters:
-        masters = SplitMasters()
+        masters = SplitMasters(world)
     elif config.disk_folder is not None and disk_bytes:
-        masters = DiskMasters(DiskFile(config.disk_folder, disk_bytes))
+        masters = DiskMasters(DiskFile(config.disk_folder, disk_bytes, world=world))
     memory: Device | DiskWeights = device
     if config.weights_folder is not None:
         nbytes = admission.weights_disk_need(decomposition, model, config)
-        memory = DiskWeights(config.weights_folder, device, nbytes)
+        memory = DiskWeights(config.weights_folder, device, nbytes, world)
     store = HostStore(model, decomposition, config.compute_dtype, memory, world, masters)
     world.agree("weights are there")
     world.broadcast(store.tensors())
@@ -187,14 +187,16 @@ def _share_buffers(model: nn.Module, world: SingleProcess) -> None:
                 buffer.copy_(first[name])
 
 
-def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess) -> HostOptimizer:
+def _host_optimizer(
+    optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess, states: int
+) -> HostOptimizer:
     if store.split is not None:
-        return SplitOptimizer(optimizer, store.parameters, store.split)
+        return SplitOptimizer(optimizer, store.parameters, store.split, world)
     apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
     if store.disk is not None:
-        return DiskOptimizer(optimizer, store.masters, store.disk, apart)
+        return DiskOptimizer(optimizer, store.masters, store.disk, states, world, apart)
     if isinstance(world, World):
-        return PieceOptimizer(optimizer, store.masters, world, apart)
+        return BlockOptimizer(optimizer, store.masters, SharedMasters(store.masters), world, apart)
     return HostOptimizer(optimizer, store.masters, apart)
 
 

@@ -2,12 +2,11 @@
 
 The file is allocated before training and has no name: a full disk is an error at once, and nothing is left after a kill.
 Its tensors are mapped, so that checkpoints and programs read and write them as any others, through the system's page cache;
-updates read and write blocks by system calls, whose errors are exceptions.
+updates read and write blocks by system calls, whose errors are exceptions. The processes of a server share one file.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import tempfile
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from harmony_ds.errors import HostMemoryError
+from harmony_ds.parallel import ALONE, SingleProcess
+from harmony_ds.parallel.shared_memory import map_privately
 
 _MEASURED_BYTES = 2**26
 _GRAIN = 4096
@@ -42,41 +44,34 @@ class DiskFile:
         bytes_per_ms: rate of the disk, measured when the file was made.
     """
 
-    def __init__(self, folder: str, nbytes: int, key: str = "offload_optimizer") -> None:
+    def __init__(self, folder: str, nbytes: int, key: str = "offload_optimizer", world: SingleProcess = ALONE) -> None:
         """Raise HostMemoryError if the disk of `folder` has no room for `nbytes`; OSError if it takes no file."""
         self.nbytes = max(nbytes, _GRAIN)
         self.read_bytes = self.written_bytes = 0
         self._end = 0
         self._lock = threading.Lock()  # of the numbers that several threads count
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - without a name, and open until `close`
+        self._world = world
+        self._file = os.fdopen(world.share_file(partial(_make_file, folder, self.nbytes, key)), "r+b", buffering=0)
         self._descriptor = self._file.fileno()
-        try:
-            os.posix_fallocate(self._descriptor, 0, self.nbytes)
-        except OSError as error:
-            self._file.close()
-            free = os.statvfs(folder)
-            raise HostMemoryError(
-                f"the tensors of {key} take {self.nbytes:,} bytes, and the disk of {folder} (its nvme_path) has "
-                f"{free.f_bavail * free.f_frsize:,} free ({error.strerror}): free some, or name another."
-            ) from error
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
         self._map = mmap.mmap(self._descriptor, self.nbytes)
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.bytes_per_ms = self._measure()
+        self.bytes_per_ms = world.first("the rate of a disk", self._measure) / world.local_size
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserve a place for `nbytes`, for `at`; all processes ask for places in the same order."""
+        place, self._end = self._end, self._end + disk_bytes(nbytes, 1)
+        assert self._end <= self.nbytes
+        return place
+
+    def at(self, place: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor in the file, a storage of its own."""
+        if not shape.numel():
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=shape.numel(), offset=place).view(shape)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor in the file, a storage of its own; HostMemoryError: the file is full."""
-        numel = math.prod(shape)
-        begin, self._end = self._end, self._end + disk_bytes(numel, dtype.itemsize)
-        if self._end > self.nbytes:
-            raise HostMemoryError(
-                f"the optimizer keeps more state than its class is known for: {self._end:,} bytes, and the file has "
-                f'{self.nbytes:,}. Leave "device": "nvme" out.'
-            )
-        if not numel:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=begin).view(shape)
+        return self.at(self.reserve(shape.numel() * dtype.itemsize), shape, dtype)
 
     def read(self, source: Tensor, values: Tensor) -> None:
         """Read a contiguous tensor of the file into memory; OSError: the disk fails."""
@@ -84,14 +79,19 @@ class DiskFile:
         with self._lock:
             self.read_bytes += moved
 
+    def copy_of(self, source: Tensor) -> Tensor:
+        """Return a copy in memory of a tensor of the file; OSError: the disk fails."""
+        values = torch.empty_like(source)
+        self.read(source, values)
+        return values
+
     def write(self, values: Tensor, target: Tensor) -> None:
         """Write memory into a contiguous tensor of the file; OSError: the disk fails."""
         moved = self._move(os.pwritev, target, values)
         with self._lock:
             self.written_bytes += moved
 
-    def _move(self, call: object, there: Tensor, here: Tensor) -> int:
-        assert callable(call)
+    def _move(self, call: Callable[..., int], there: Tensor, here: Tensor) -> int:
         octets = memoryview(here.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
         begin, done = there.data_ptr() - self._memory.data_ptr(), 0
         while done < len(octets):
@@ -113,8 +113,24 @@ class DiskFile:
         return 2 * len(values) / (time.perf_counter() - begin) / 1e3
 
     def close(self) -> None:
-        """Close the file; mapped tensors that are still held stay readable."""
+        """Close the file; tensors that are still held stay readable, and become this process's own."""
+        if self._world.size > 1:
+            map_privately(self._memory.data_ptr(), self.nbytes, self._descriptor, 0)
         self._file.close()
+
+
+def _make_file(folder: str, nbytes: int, key: str) -> int:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:  # without a name
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            free = os.statvfs(folder)
+            raise HostMemoryError(
+                f"the tensors of {key} take {nbytes:,} bytes, and the disk of {folder} (its nvme_path) has "
+                f"{free.f_bavail * free.f_frsize:,} free ({error.strerror}): free some, or name another."
+            ) from error
+        return os.dup(file.fileno())
 
 
 class DiskMasters:
@@ -122,33 +138,26 @@ class DiskMasters:
 
     block = 2**20
     """Numbers that are read, stepped and written at a time."""
-    where = 'on the disk (offload_optimizer {"device": "nvme"})'
+    where = 'where masters are on the disk (offload_optimizer {"device": "nvme"}), block by block'
 
     def __init__(self, file: DiskFile) -> None:
         self.file = file
         self._masters: dict[str, Tensor] = {}
 
-    @property
-    def holds_masters(self) -> bool:
-        """Whether masters are in the file, too."""
-        return bool(self._masters)
-
-    def add(self, name: str, values: Tensor) -> Tensor:
-        """Return the master of `name` in the file, with `values`."""
-        master = self._masters[name] = self.file.empty(values.shape, torch.float32)
-        return master.copy_(values.detach())
+    def add(self, name: str, shape: torch.Size) -> Tensor:
+        """Return the master of `name` in the file, uninitialised."""
+        master = self._masters[name] = self.file.empty(shape, torch.float32)
+        return master
 
     def round_to(self, weight: Callable[[str], Tensor], write: Callable[[str, Tensor, slice], None]) -> None:
         """Round masters to the weights that `weight` returns by name, plain contiguous tensors, by `write`."""
         self._weight, self._write = weight, write
 
-    def read_block(self, name: str, block: slice, buffer: Tensor) -> Tensor:
-        """Return a block's fp32 values: read into `buffer`, or the weights themselves."""
+    def read_block(self, name: str, block: slice) -> Tensor:
+        """Return a block's fp32 values: read into memory, or the weights themselves."""
         if name not in self._masters:
             return self._weight(name).view(-1)[block]
-        values = buffer[: block.stop - block.start]
-        self.file.read(self._masters[name].view(-1)[block], values)
-        return values
+        return self.file.copy_of(self._masters[name].view(-1)[block])
 
     def write_block(self, name: str, block: slice, values: Tensor) -> None:
         """Write a block's values, and round them to the weights."""

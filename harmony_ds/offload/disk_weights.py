@@ -17,6 +17,7 @@ from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream, StreamContext
 from harmony_ds.offload.disk import DiskFile, submit
+from harmony_ds.parallel import ALONE, SingleProcess
 
 CHUNK_BYTES = 2**24
 _CHUNKS = 4
@@ -28,10 +29,10 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 class DiskWeights:
     """The file that slabs lie in, and their swap-ins."""
 
-    def __init__(self, folder: str, device: Device, nbytes: int) -> None:
+    def __init__(self, folder: str, device: Device, nbytes: int, world: SingleProcess = ALONE) -> None:
         """Allocate a file of `nbytes`; HostMemoryError: its disk is full."""
         self.device = device
-        self.file = DiskFile(folder, nbytes, "offload_param")
+        self.file = DiskFile(folder, nbytes, "offload_param", world)
         size = min(CHUNK_BYTES, self.file.nbytes)
         self._chunks: deque[tuple[Tensor, Event | None]] = deque()  # with the event after the last copy out of it
         self._chunks.extend((device.host_empty(size, torch.uint8), None) for _ in range(_CHUNKS))
@@ -69,12 +70,6 @@ class DiskWeights:
         self.file.read(source, chunk)
         target.copy_(chunk, non_blocking=True)
         self._chunks[-1] = memory, device.record(Stream.DISK)
-
-    def read(self, source: Tensor) -> Tensor:
-        """Return a copy of a tensor of the file in host memory; OSError: the disk fails."""
-        values = torch.empty_like(source)
-        self.file.read(source, values)
-        return values
 
     def close(self) -> None:
         """End the thread, and close the file; the weights stay readable."""

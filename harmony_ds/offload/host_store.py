@@ -105,18 +105,19 @@ class HostStore:
             with torch.no_grad():
                 if parameter.requires_grad:
                     self.masters[name] = self._master(name, parameter)
+                    if self.split is not None:
+                        self.split.add(name, view)
                 if self._world.is_local_first:
+                    view.copy_(parameter)
                     if self.split is not None and parameter.requires_grad:
-                        self.split.add(name, view, parameter)
-                    else:
-                        view.copy_(parameter)
+                        self.split.write(name, parameter, everywhere=True)
                     filled[place.start + view.numel() : place.end].zero_()
             before = parameter.data
             parameter.data = place.view(slab)
             freed_bytes += before.numel() * before.element_size()
             del before  # frees its memory, unless the caller holds a reference
             self._places[name] = (len(self._slabs), place)
-        if self.disk_weights is not None:
+        if self.disk_weights is not None and self._world.is_local_first:
             self.disk_weights.file.write(filled, slab)
         self._slabs.append(slab)
         return freed_bytes
@@ -124,9 +125,11 @@ class HostStore:
     def _master(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if self.dtype == self.master_dtype or self.split is not None:
             return parameter
-        if self.disk is not None:
-            return nn.Parameter(self.disk.add(name, parameter))
-        master = self._world.empty(parameter, self.master_dtype)
+        master = (
+            self._world.empty(parameter, self.master_dtype)
+            if self.disk is None
+            else self.disk.add(name, parameter.shape)
+        )
         if self._world.is_local_first:
             master.copy_(parameter.detach())
         return nn.Parameter(master, requires_grad=True)

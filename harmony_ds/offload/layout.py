@@ -41,7 +41,7 @@ def layout_of(tensors: Mapping[str, Tensor | torch.Size], itemsize: int) -> tupl
     return places, end
 
 
-def blocks_of(numel: int, size: int) -> Iterator[slice]:
-    """Yield the blocks of `size` elements that `numel` make; the last one may be smaller."""
-    for start in range(0, numel, size):
-        yield slice(start, min(start + size, numel))
+def blocks_of(elements: slice, size: int) -> Iterator[slice]:
+    """Yield the blocks of `size` that `elements` make; the last one may be smaller."""
+    for start in range(elements.start, elements.stop, size):
+        yield slice(start, min(start + size, elements.stop))

@@ -175,7 +175,7 @@ class Residency:
         """Return the parameters of `copy` that have been written to: they differ from the host's."""
         disk, found = self._store.disk_weights, []
         for piece in self._store.parts_of(copy.leaves):
-            values = piece.memory if disk is None else disk.read(piece.memory)
+            values = piece.memory if disk is None else disk.file.copy_of(piece.memory)
             places = piece.places.items()
             found += [name for name, place in places if not _same_bits(copy.leaves[name].detach(), place.view(values))]
         return found

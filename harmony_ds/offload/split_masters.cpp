@@ -106,7 +106,7 @@ Tensor tensor_of(float* values, int64_t count) {
     return tensor;
 }
 
-// Step a block by `step`, given one of `ids` and N tensors: values, and of `others` gradient and states. Each thread has an
+// Step a block by `step`, given one of `ids` and N tensors: values, and of `others` its gradient and states. Each thread has an
 // id of its own, of an object of DeepSpeed's that its steps write to. Returns how many ties the parameter has then.
 template <size_t N, typename Step>
 int step_runs(const Block& block, float* const* others, const int* ids, int threads, Step step) {
@@ -114,7 +114,7 @@ int step_runs(const Block& block, float* const* others, const int* ids, int thre
         thread_local std::vector<float> values(kRun);
         auto halves = reinterpret_cast<uint16_t*>(values.data());
         std::array<Tensor, N> tensors{tensor_of(values.data(), run.count)};
-        for (size_t i = 1; i < N; ++i) tensors[i] = tensor_of(others[i - 1] + run.start, run.count);
+        for (size_t i = 1; i < N; ++i) tensors[i] = tensor_of(others[i - 1] + run.start - block.start, run.count);
         join(run, halves);
         step(ids[omp_get_thread_num()], tensors);
         split(run, halves, ties);

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.utils import cpp_extension
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.layout import blocks_of
 from harmony_ds.offload.native import GilFreeOp
+from harmony_ds.parallel import ALONE, SingleProcess
 
 
 @functools.cache
@@ -52,72 +53,89 @@ class SplitMasters:
 
     block = 2**19
     """Numbers that are joined, stepped and split at a time. A processor's last cache holds them."""
-    where = "that are split (harmony.split_masters)"
+    where = "where masters are split (harmony.split_masters), block by block"
 
-    def __init__(self) -> None:
+    def __init__(self, world: SingleProcess = ALONE) -> None:
         self._loops = _compiled()
+        self._world = world
         self._weights: dict[str, Tensor] = {}  # flat, the weights' own memory
         self._low: dict[str, Tensor] = {}
-        self.versions: Counter[str] = Counter()  # how often a block of each parameter has been written
-        self._ties: dict[str, Tensor] = {}  # indices, in order
+        self.versions: Counter[str] = Counter()  # how often each parameter has been written
+        self._ties: dict[str, list[Tensor]] = {}  # by process, of its piece: how many there are, and indices, in order
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the low halves, and of the ties' indices."""
-        return sum(tensor.nbytes for tensors in (self._low, self._ties) for tensor in tensors.values())
+        ties = sum(int(of_piece[0]) for of_pieces in self._ties.values() for of_piece in of_pieces)
+        return sum(low.nbytes for low in self._low.values()) + 8 * ties
 
-    def add(self, name: str, weight: Tensor, values: Tensor) -> None:
-        """Split `values`, of any dtype, into `weight` (bf16, contiguous) and its low half."""
-        self._weights[name], self._low[name] = weight.view(-1), torch.empty(weight.shape, dtype=torch.int16)
-        self._ties[name] = torch.empty(0, dtype=torch.int64)
-        self.write(name, values)
+    def add(self, name: str, weight: Tensor) -> None:
+        """Make room for the low half of `weight` (bf16, contiguous); `write` gives it a value."""
+        self._weights[name], self._low[name] = weight.view(-1), self._world.empty(weight, torch.int16)
+        self._ties[name] = self._world.lists(weight.numel())
 
-    def read_block(self, name: str, block: slice, buffer: Tensor) -> Tensor:
-        """Write the fp32 values of a block to the begin of `buffer`, and return them."""
-        self._loops.harmony_join(self._at(name, block), ctypes.c_void_p(buffer.data_ptr()))
-        return buffer[: block.stop - block.start]
+    def read_block(self, name: str, block: slice) -> Tensor:
+        """Return the fp32 values of a block of one process's piece."""
+        values = torch.empty(block.stop - block.start)
+        self._loops.harmony_join(self._at(name, block), ctypes.c_void_p(values.data_ptr()))
+        return values
 
     def write_block(self, name: str, block: slice, values: Tensor) -> None:
         """Make `values` (fp32, contiguous) a block's, and round its weights from them."""
         self._write(name, block, self._loops.harmony_split, ctypes.c_void_p(values.data_ptr()))
 
-    def step(self, name: str, op: GilFreeOp, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        """Step a parameter as `op` would, given `tensors` of its shape; the first one's values are not used."""
+    def step(self, name: str, block: slice, op: GilFreeOp, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        """Step a block as `op` would, given `tensors` of its length; the first one's values are not used."""
         places = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors[1:]))
         typed = [one(number) for one, number in zip(op.types, numbers, strict=True)]
         loop, threads = getattr(self._loops, f"harmony_{op.kind}_step"), min(len(op.twins), torch.get_num_threads())
-        self._write(name, slice(0, tensors[0].numel()), loop, places, op.twins, threads, op.step, *typed[1:])
+        self._write(name, block, loop, places, op.twins, threads, op.step, *typed[1:])
 
     def _write(self, name: str, block: slice, loop: Callable[..., int], *arguments: Any) -> None:
         """Let a compiled loop write a block, and keep the ties that there are then."""
-        ties = torch.empty(loop(self._at(name, block), *arguments), dtype=torch.int64)
-        self._loops.harmony_ties(ctypes.c_void_p(ties.data_ptr()))
-        self._ties[name] = ties
-        self.versions[name] += 1
+        rank, count = self._rank_of(name, block), loop(self._at(name, block), *arguments)
+        ties = self._ties[name]
+        if count >= len(ties[rank]):
+            ties[rank] = torch.empty(1 + count, dtype=torch.int64)
+        ties[rank][0] = count
+        self._loops.harmony_ties(ctypes.c_void_p(ties[rank][1:].data_ptr()))
 
     def _at(self, name: str, block: slice) -> ctypes.Array[ctypes.c_int64]:
         """Return what the loops call a block."""
-        ties = self._ties[name]
-        places = (self._weights[name].data_ptr(), self._low[name].data_ptr(), ties.data_ptr())
-        return (ctypes.c_int64 * 6)(*places, ties.numel(), block.start, block.stop - block.start)
+        ties = self._ties[name][self._rank_of(name, block)]
+        places = (self._weights[name].data_ptr(), self._low[name].data_ptr(), ties[1:].data_ptr())
+        return (ctypes.c_int64 * 6)(*places, int(ties[0]), block.start, block.stop - block.start)
+
+    def _rank_of(self, name: str, block: slice) -> int:
+        pieces = self._world.pieces(self._weights[name].numel())
+        return next(rank for rank, piece in enumerate(pieces) if piece.start <= block.start < piece.stop)
+
+    def _blocks(self, name: str, only: int | None = None) -> Iterator[slice]:
+        """Yield the blocks of the pieces of all processes, or of one."""
+        pieces = self._world.pieces(self._weights[name].numel())
+        for piece in pieces if only is None else [pieces[only]]:
+            yield from blocks_of(piece, self.block)
 
     def read(self, name: str) -> Tensor:
         """Return a copy of the fp32 values of a parameter, flat."""
         values = torch.empty(self._weights[name].numel())
-        return self.read_block(name, slice(0, values.numel()), values)
+        for block in self._blocks(name):
+            values[block] = self.read_block(name, block)
+        return values
 
-    def write(self, name: str, values: Tensor) -> None:
-        """Make `values`, of the parameter's shape and any dtype, the parameter's."""
+    def write(self, name: str, values: Tensor, everywhere: bool = False) -> None:
+        """Make `values`, of the parameter's shape and any dtype, this process's piece's, or that of all pieces."""
         flat = values.detach().expand(self._low[name].shape).reshape(-1)
-        for block in blocks_of(flat.numel(), self.block):
+        for block in self._blocks(name, None if everywhere else self._world.local_rank):
             self.write_block(name, block, flat[block].to("cpu", torch.float32, copy=True))
+        self.versions[name] += 1
 
     def round(self, name: str, changed: Tensor) -> None:
         """Make masters equal to their weights where `changed` (a mask of the parameter's shape) says so."""
         flat = changed.reshape(-1)
-        for block in blocks_of(flat.numel(), self.block):
+        for block in self._blocks(name):
             where = flat[block]
             if where.any():
-                values = self.read_block(name, block, torch.empty(where.numel()))
+                values = self.read_block(name, block)
                 weights = self._weights[name][block].to(torch.float32)
                 self.write_block(name, block, torch.where(where, weights, values))

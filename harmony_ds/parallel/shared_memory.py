@@ -67,11 +67,15 @@ class SharedMemory:
 
     def make_private(self) -> None:
         """Make all allocated memory this process's own, copied only where it is written."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         for address, (mapped, place) in self._maps.items():
-            access = mmap.PROT_READ | mmap.PROT_WRITE
-            found = libc.mmap(address, len(mapped), access, mmap.MAP_PRIVATE | _FIXED, self._file, place)
-            assert found == address, os.strerror(ctypes.get_errno())
+            map_privately(address, len(mapped), self._file, place)
         self._maps.clear()
+
+
+def map_privately(address: int, nbytes: int, file: int, place: int) -> None:
+    """Make memory at which a part of a file is mapped this process's own, copied only where it is written."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    found = libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED, file, place)
+    assert found == address, os.strerror(ctypes.get_errno())

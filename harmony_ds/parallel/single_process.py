@@ -40,9 +40,17 @@ class SingleProcess:
     def refuse(self, what: str) -> None:
         """Raise UnsupportedError if there are several processes, which do not support `what`."""
 
+    def pieces(self, numel: int) -> list[slice]:
+        """Return the elements of a parameter of `numel` that each process of this server updates."""
+        return [slice(0, numel)]
+
     def piece(self, numel: int) -> slice:
-        """Return the elements of a parameter of `numel` that this process updates."""
-        return slice(0, numel)
+        """Return those that this process updates."""
+        return self.pieces(numel)[self.local_rank]
+
+    def lists(self, numel: int) -> list[Tensor]:
+        """Return memory, zeros at first, for a list of integers of each piece; alone, one of a single integer."""
+        return [torch.zeros(1, dtype=torch.int64)]
 
     def host_empty(self, device: Device, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory for weights; see `Device.host_empty`."""
@@ -51,6 +59,10 @@ class SingleProcess:
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return host memory for the master of a parameter."""
         return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+    def share_file(self, make: Callable[[], int]) -> int:
+        """Return a descriptor of the file that the first process of this server makes, and all of them open."""
+        return make()
 
     def leave(self) -> None:
         """Stop training with the others; memory that was shared becomes this process's own."""

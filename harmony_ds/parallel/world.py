@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import statistics
 import time
@@ -19,7 +20,7 @@ from harmony_ds.errors import PeerFailedError, UnsupportedError
 from harmony_ds.parallel.board import Board, PeerDiverged
 from harmony_ds.parallel.exchange import Exchange, bucket_bytes, buffer_bytes
 from harmony_ds.parallel.servers import Servers
-from harmony_ds.parallel.shared_memory import SharedMemory
+from harmony_ds.parallel.shared_memory import SharedMemory, open_file
 from harmony_ds.parallel.single_process import SingleProcess, Tensors
 from harmony_ds.parallel.slots import GradientSlots, HostSum
 
@@ -51,6 +52,7 @@ class World(SingleProcess):
         self.rank, self.size = board.number, sum(map(len, ranks))
         self.local_rank, self.local_size, self.servers = board.rank, board.size, len(ranks)
         self._board = board
+        self._first = next(of_server[0] for of_server in ranks if self.rank in of_server)
         self._servers = Servers(board, ranks, exchange.groups.first, self._collective) if self.servers > 1 else None
         self._agreement: Board | Servers = self._servers or board
         self.memory = memory
@@ -71,8 +73,12 @@ class World(SingleProcess):
             "state (see docs/parallel.md). It works in one process (WORLD_SIZE=1)."
         )
 
-    def piece(self, numel: int) -> slice:
-        return piece_of(numel, self.local_rank, self.local_size)
+    def pieces(self, numel: int) -> list[slice]:
+        return [piece_of(numel, rank, self.local_size) for rank in range(self.local_size)]
+
+    def lists(self, numel: int) -> list[Tensor]:
+        memory = self.memory.empty((numel + self.local_size,), torch.int64)  # what is not written takes no memory
+        return [memory[piece.start + rank : piece.stop + rank + 1] for rank, piece in enumerate(self.pieces(numel))]
 
     @property
     def is_local_first(self) -> bool:
@@ -91,6 +97,11 @@ class World(SingleProcess):
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return self.memory.empty(like.shape, dtype)
+
+    def share_file(self, make: Callable[[], int]) -> int:
+        made = make() if self.is_local_first else -1
+        pid, number = self.all("open a file", (os.getpid(), made))[self._first]
+        return made if self.is_local_first else open_file(pid, number)
 
     def leave(self) -> None:
         if self._left:

@@ -106,6 +106,7 @@ class Machine:
             host_bytes_per_ms=self.host_bytes_per_ms / devices,
             update_elements_per_ms=self.update_elements_per_ms / devices,
             norm_elements_per_ms=self.norm_elements_per_ms / devices,
+            disk_bytes_per_ms=self.disk_bytes_per_ms / devices,
             peer_bytes_per_ms=self.peer_bytes_per_ms or self.link_bytes_per_ms / 2,
             peers_share_link=not self.peer_bytes_per_ms,
         )

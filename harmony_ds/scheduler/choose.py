@@ -105,17 +105,11 @@ def resident_bytes(packing: Packing, policy: Policy, request: PlanRequest) -> in
 
 def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy) -> Plan:
     """Return the plan over given packs, with its peak."""
-    plan = draft_plan(packing, costs, request, policy)
-    walked = walk_memory(packing.packs, plan.tasks, costs)
-    peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)
-    return replace(plan, peak_bytes=max(peaks), device_peaks=peaks, activation_bytes=walked.activation_bytes)
-
-
-def draft_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy) -> Plan:
-    """Return the plan over given packs, without its peak."""
-    tasks = compose_step(packing, Group.of(request.micro_batches), policy)
-    stays = resident_bytes(packing, policy, request)
-    return Plan(packing, policy, tasks, request.micro_batches, stays, peak_bytes=0, calls=costs.calls)
+    micro_batches, stays = request.micro_batches, resident_bytes(packing, policy, request)
+    tasks = compose_step(packing, Group.of(micro_batches), policy)
+    walked = walk_memory(packing.packs, tasks, costs)
+    peaks = tuple(stays + peak for peak in walked.device_peaks)
+    return Plan(packing, policy, tasks, micro_batches, stays, max(peaks), costs.calls, walked.activation_bytes, peaks)
 
 
 def explain(plan: Plan, request: PlanRequest) -> str:

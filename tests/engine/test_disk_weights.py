@@ -11,12 +11,8 @@ import pytest
 import torch
 
 from harmony_ds import HarmonyEngine
-from harmony_ds.config import load_config
 from harmony_ds.device import CpuDevice
-from harmony_ds.engine.admission import check_processes
-from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload import disk_weights
-from harmony_ds.parallel import SingleProcess
 from tests.checkpoint.runs import assert_equal
 from tests.engine.drive import config_of, engine_for, family, groups_of, loop, train_groups, weights_of
 from tests.engine.test_disk import STATE, WEIGHTS, on
@@ -96,17 +92,6 @@ def test_a_step_reads_what_it_swaps_in_and_writes_what_it_updates(trained: str, 
         assert swaps.ratio == 1.0  # weights once per pack and pass
         assert file_of(engine).read_bytes - before[0] == swaps.host_to_device["weights"]
         assert file_of(engine).written_bytes - before[1] == 2 * count
-
-
-@pytest.mark.parametrize("block", ["offload_optimizer", "offload_param"])
-def test_several_processes_are_refused(block: str, tmp_path: Path) -> None:
-    class Several(SingleProcess):
-        def refuse(self, what: str) -> None:
-            raise UnsupportedError(what)
-
-    zero = on(tmp_path, (block,))
-    with pytest.raises(UnsupportedError, match='"device": "nvme"'):
-        check_processes(load_config({"train_batch_size": 2, **BF16, **zero}), Several())
 
 
 def test_16_bit_weights_that_are_their_own_masters_are_stepped_in_the_file(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ def every_weight_with(low: tuple[int, ...]) -> Tensor:
 
 def split(values: Tensor) -> tuple[SplitMasters, Tensor]:
     masters, weight = SplitMasters(), torch.empty(values.shape, dtype=torch.bfloat16)
-    masters.add("w", weight, values)
+    masters.add("w", weight)
+    masters.write("w", values)
     return masters, weight
 
 

@@ -36,6 +36,8 @@ def setups_of(size: int) -> tuple[Training, ...]:
     return (
         Training(clip=0.05, steps=1, accumulation=12 // size),
         Training(bf16=True, steps=1, accumulation=12 // size, optimizer="SGD"),
+        Training(bf16=True, steps=1, accumulation=12 // size, optimizer="SGD", harmony={"split_masters": True}),
+        Training(bf16=True, steps=1, accumulation=12 // size, disk=("offload_optimizer", "offload_param")),
         Training(steps=1, accumulation=12 // size, harmony={"devices": 2, "pack_layers": 1}),
     )
 

@@ -10,6 +10,7 @@ from tests.parallel.processes import run
 from tests.parallel.training import Training, differences, train_all, train_plainly
 
 SHARE = {"weights": "share"}
+DISKS = ("offload_optimizer", "offload_param")
 BITWISE = (
     Training(),
     Training(loop="familiar", clip=0.05),
@@ -35,6 +36,11 @@ BITWISE = (
     Training(bf16=True, clip=0.05, loop="familiar", harmony={"devices": 3}),
     Training(model="llama", steps=2, clip=0.05, harmony={**SHARE, "devices": 2, "pack_layers": 1}),
     Training(clip=0.05, harmony={"devices": 2, "pack_layers": 1}),
+    Training(bf16=True, clip=0.05, harmony={"split_masters": True}),
+    Training(model="llama", bf16=True, steps=2, harmony={"split_masters": True}, loop="familiar"),
+    Training(bf16=True, disk=DISKS[:1], optimizer="SGD"),
+    Training(disk=DISKS[1:], clip=0.05),
+    Training(model="llama", bf16=True, clip=0.05, steps=2, disk=DISKS, harmony=SHARE),
 )
 JOINED = {"micro_batch": {"forward": 12, "backward": 6}, "pack_layers": 1}
 CLOSE = (
@@ -47,6 +53,8 @@ CLOSE = (
     # DeepSpeed's op takes powers of the betas otherwise for the first parameter that it steps than for the others.
     Training(optimizer="DeepSpeedCPUAdam"),
     Training(optimizer="DeepSpeedCPUAdam", bf16=True, clip=0.05),
+    Training(optimizer="DeepSpeedCPUAdam", bf16=True, clip=0.05, harmony={"split_masters": True}),
+    Training(optimizer="DeepSpeedCPUAdam", bf16=True, clip=0.05, disk=DISKS),
     # Its embeddings are tied: their gradient comes from two packs, and its additions are regrouped.
     Training(model="gpt2", clip=0.05, steps=2, optimizer="SGD"),
 )

@@ -43,6 +43,7 @@ TRAININGS = (
     Training(bf16=True, clip=0.05, harmony={"weights": "share"}),
     Training(model="llama", steps=2, harmony={"weights": "share", "pack_layers": None, "device_memory_gib": 0.02}),
     Training(optimizer="SGD", harmony={"grouping": False, "weights": "share"}, accumulation=1),
+    Training(bf16=True, clip=0.05, disk=("offload_optimizer", "offload_param")),
 )
 PLACES = ("ab", "abc", "aabb", "abab")
 
@@ -219,14 +220,15 @@ def test_a_process_that_ends_ends_all_servers(rank: int) -> None:
 
 def _other_settings(places: str, harmony: dict[str, Any]) -> tuple[str, str]:
     _place_on_servers(places)
-    return error_of(lambda: engine_of(Training(harmony=harmony)).destroy())
+    return error_of(lambda: engine_of(Training(bf16=True, harmony=harmony)).destroy())
 
 
 def test_uneven_servers_and_a_host_that_all_share_are_refused() -> None:
     for name, message in run(3, _other_settings, "aab", {}):
         assert name == "UnsupportedError" and "a 2, b 1" in message
-    for name, message in run(2, _other_settings, "ab", {"reduce": "host"}):
-        assert name == "UnsupportedError" and "2 servers" in message
+    for harmony in ({"reduce": "host"}, {"split_masters": True}):
+        for name, message in run(2, _other_settings, "ab", harmony):
+            assert name == "UnsupportedError" and "2 servers" in message
 
 
 def _other_calls(places: str) -> tuple[str, str]:

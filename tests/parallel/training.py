@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Training:
     bf16: bool = False
     loop: str = "train_batch"
     harmony: Mapping[str, Any] = field(default_factory=dict)
+    disk: tuple[str, ...] = ()  # blocks of the ds_config
     begin: int = 0  # the first step's number, for data
 
 
@@ -121,6 +123,10 @@ def config_of(training: Training, size: int) -> dict[str, Any]:
         "gradient_clipping": training.clip,
         "bf16": {"enabled": training.bf16, "check_grad_overflow": False},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            "stage": 2,
+            **{block: {"device": "nvme", "nvme_path": gettempdir()} for block in training.disk},
+        },
         "harmony": {"seed": SEED, "pack_layers": 2, "device": "cpu", **training.harmony},
     }
 
