@@ -18,7 +18,6 @@ import gc
 import json
 import sys
 import tempfile
-import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,10 @@ def llama(layers: int, width: int, vocabulary: int) -> nn.Module:
 
 
 def engine_over(model: nn.Module, dtype: str) -> Any:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "train_batch_size": 1,
+        "optimizer": optimizer,
         "bf16": {"enabled": dtype == "bf16"},
         "harmony": {"device": "cpu"},
     }
@@ -68,9 +67,7 @@ def measure(source: str, dtype: str, sizes: tuple[int, int, int], folder: Path) 
     model: Any = build(source, sizes, folder, dtype)
     before = status_bytes("VmRSS") - base
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    begin = time.perf_counter()
     engine = engine_over(model, dtype)
-    seconds = time.perf_counter() - begin
     files = (folder / dtype).iterdir() if source == "from_pretrained" else ()
     peak = status_bytes("VmHWM") - base - sum(file.stat().st_size for file in files)
     after = status_bytes("VmRSS") - base
@@ -79,7 +76,7 @@ def measure(source: str, dtype: str, sizes: tuple[int, int, int], folder: Path) 
     state, layer = count * _STATE_BYTES[dtype], max(layers) * _STATE_BYTES[dtype]
     engine.destroy()
     measured = dict(zip(COLUMNS, (before, peak, after, state, layer), strict=True))
-    return {"source": source, "dtype": dtype, "parameters": count, **measured, "seconds": seconds}
+    return {"source": source, "dtype": dtype, "parameters": count, **measured}
 
 
 def child(options: argparse.Namespace) -> None:
@@ -98,7 +95,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--write", action="store_true", help="keep the numbers in results/init_peak.json")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--cases", nargs="*", default=(), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -107,7 +103,7 @@ def main() -> None:
         child(options)
         return
     words = ["--layers", options.layers, "--width", options.width, "--vocabulary", options.vocabulary]
-    print(f"{'MiB':<22}" + " ".join(f"{name:>10}" for name in COLUMNS) + "   over, layers  s")
+    print(f"{'MiB':<22}" + " ".join(f"{name:>10}" for name in COLUMNS) + "   over, layers")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         answers_of(_MODULE, *words, "--folder", folder)
@@ -115,10 +111,9 @@ def main() -> None:
             (row,) = answers_of(_MODULE, *words, "--folder", folder, "--cases", f"{source}:{dtype}")
             row["layers_over"] = (row["peak"] - row["state"]) / row["layer"]
             mib = " ".join(f"{row[name] / MIB:10,.1f}" for name in COLUMNS)
-            print(f"{source:<16}{dtype:<6}{mib} {row['layers_over']:9.2f} {row['seconds']:8.1f}", flush=True)
+            print(f"{source:<16}{dtype:<6}{mib} {row['layers_over']:9.2f}", flush=True)
             rows.append(row)
-    if options.write:
-        write_results("init_peak", {"rows": rows})
+    write_results("init_peak", {"rows": rows})
     over = [f"{row['source']} {row['dtype']}" for row in rows if row["layers_over"] > _ALLOWED_LAYERS]
     if over:
         sys.exit(f"more than {_ALLOWED_LAYERS} layers above the final state: {', '.join(over)}")

@@ -8,7 +8,6 @@ the median of the steps after the first two, a ratio the median of ratios to the
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from statistics import median
 from typing import Any
@@ -17,7 +16,7 @@ import harmony_ds
 from benchmarks.common import interleaved, language_model, quiet, ratio, tokens, write_results
 
 SETTINGS: list[Any] = ["config", {"forward": 4, "backward": 4}, {"forward": 8, "backward": 8}, "auto"]
-MICRO_BATCHES, ROWS, TOKENS, VOCABULARY = 8, 1, 64, 8192
+MICRO_BATCHES, ROWS, TOKENS, VOCABULARY, ROUNDS = 8, 1, 64, 8192, 7
 
 
 def made(micro_batch: Any) -> Any:
@@ -37,14 +36,10 @@ def made(micro_batch: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--print", action="store_true", help="write no results")
-    options = parser.parse_args()
     quiet()
     engines = {str(setting): made(setting) for setting in SETTINGS}
     steps = {name: partial(engine.train_batch, tokens(VOCABULARY, ROWS, TOKENS)) for name, engine in engines.items()}
-    took = interleaved(steps, options.rounds)
+    took = interleaved(steps, ROUNDS)
     print(f"{MICRO_BATCHES} micro-batches of {ROWS} x {TOKENS} tokens, fp32, one thread, 0.12 GiB")
     found: list[dict[str, Any]] = []
     for setting, (name, engine) in zip(SETTINGS, engines.items(), strict=True):
@@ -53,8 +48,7 @@ def main() -> None:
         found.append({"micro_batch": setting, "step_ms": step_ms, "ratio": over, "together": together})
         found[-1] |= {"predicted_ms": predicted, "swap_ratio": engine.swap_report().ratio}
         print(f"{name:<32}{step_ms:9.1f} ms  {over:.3f}  predicted {predicted:9.1f} ms")
-    if not options.print:
-        write_results("joined", {"found": found})
+    write_results("joined", {"found": found})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Worth of spare device memory: bytes swapped, and step time, as the budget grows.
 
-    python -m benchmarks.memory.run [--rounds 5] [--small]
+    python -m benchmarks.memory.run
 
 A GPT-2 is trained under budgets from the least that fits to one that holds everything, in turns with plain PyTorch
 training of the same model without offload. Writes benchmarks/results/memory.json and docs/images/memory.png.
@@ -8,7 +8,6 @@ training of the same model without offload. Writes benchmarks/results/memory.jso
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from itertools import islice
 from pathlib import Path
@@ -19,23 +18,22 @@ from torch import nn
 from benchmarks.common import MIB, ROOT, interleaved, language_model, quiet, ratio, tokens, write_results
 from benchmarks.training import LEAST, Ours, Plain, adamw, planned_bytes, weight_bytes
 
-MICRO_BATCHES, ROWS, TOKENS, VOCABULARY = 4, 2, 128, 2048
+MICRO_BATCHES, ROWS, TOKENS, VOCABULARY, ROUNDS = 4, 2, 128, 2048, 5
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 """Parts of the way from the least budget to the one that holds everything."""
 BATCHES = [*islice(tokens(VOCABULARY, ROWS, TOKENS), MICRO_BATCHES)]
 
 
-def build(small: bool) -> nn.Module:
-    layers, width = (4, 128) if small else (12, 384)
-    sizes = {"n_layer": layers, "n_embd": width, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": TOKENS}
+def build() -> nn.Module:
+    sizes = {"n_layer": 12, "n_embd": 384, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": TOKENS}
     return language_model("gpt2", **sizes, bos_token_id=0, eos_token_id=0)
 
 
-def measure(small: bool, budget: int, rounds: int) -> dict[str, Any]:
+def measure(budget: int) -> dict[str, Any]:
     """Measure one budget: its step time over plain training's, side by side, and its swaps."""
-    plain, ours = Plain(build(small), adamw), Ours(build(small), adamw, (ROWS, MICRO_BATCHES), budget)
+    plain, ours = Plain(build(), adamw), Ours(build(), adamw, (ROWS, MICRO_BATCHES), budget)
     ours.step(BATCHES)
-    seconds = interleaved({"plain": lambda: plain.step(BATCHES), "ours": lambda: ours.step(BATCHES)}, rounds)
+    seconds = interleaved({"plain": lambda: plain.step(BATCHES), "ours": lambda: ours.step(BATCHES)}, ROUNDS)
     swaps, plan = ours.engine.swap_report(), ours.engine.plan
     found = {
         "budget_bytes": budget,
@@ -69,21 +67,16 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="a model that takes seconds; nothing is written")
-    options = parser.parse_args()
     quiet()
-    model = build(options.small)
+    model = build()
     growth = 1.6 * 4 * weight_bytes(model)
     least = planned_bytes(model, adamw, BATCHES, ROWS, {**LEAST, "residency": "off"})
     rows = []
     for share in SHARES:
-        rows.append(measure(options.small, int(least + share * growth), options.rounds))
+        rows.append(measure(int(least + share * growth)))
         print("  ".join(f"{name} {value:,.6g}" for name, value in rows[-1].items()), flush=True)
-    if not options.small:
-        write_results("memory", {"rows": rows})
-        draw(rows, ROOT / "docs" / "images" / "memory.png")
+    write_results("memory", {"rows": rows})
+    draw(rows, ROOT / "docs" / "images" / "memory.png")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ benchmarks/results/memory-several.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from benchmarks.common import MIB, answers_of, language_model, quiet, tokens, wr
 from harmony_ds.decomposer.graph import piece_of
 
 SIZES = (1, 2, 4)
-ROWS, TOKENS, VOCABULARY = 1, 32, 1024
+ROWS, TOKENS, VOCABULARY, WIDTH, LAYERS = 1, 32, 1024, 1024, 6
 
 
-def work(width: int, layers: int) -> None:
+def work() -> None:
     """Train in one of the processes."""
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
     model = language_model(
         "llama", **sizes, num_attention_heads=8, vocab_size=VOCABULARY, max_position_embeddings=TOKENS
     )
@@ -70,21 +70,14 @@ def _memory() -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--print", action="store_true", help="write no results")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
     quiet()
-    if options.work:
-        work(options.width, options.layers)
+    if sys.argv[1:] == ["--work"]:
+        work()
         return
     rows = []
     print("processes | all MiB | shared MiB | most of one for itself MiB | state numbers of each / parameters")
     for size in SIZES:
-        sizes = ["--width", options.width, "--layers", options.layers]
-        (told,) = answers_of("benchmarks.memory.several", "--work", *sizes, processes=size)
+        (told,) = answers_of("benchmarks.memory.several", "--work", processes=size)
         rows.append({"processes": size, "ranks": told})
         own = max(one["pss"] - one["shared"] for one in told)
         most, parameters = max(one["state_numbers"] for one in told), told[0]["parameters"]
@@ -93,8 +86,7 @@ def main() -> None:
             f"{size} | {total / MIB:,.0f} | {shared / MIB:,.0f} | {own / MIB:,.0f} | {most:,} / {parameters:,}"
             f" = 1/{parameters / most:.3f}"
         )
-    if not options.print:
-        write_results("memory-several", {"width": options.width, "layers": options.layers, "rows": rows})
+    write_results("memory-several", {"width": WIDTH, "layers": LAYERS, "rows": rows})
 
 
 if __name__ == "__main__":

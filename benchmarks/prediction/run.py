@@ -124,14 +124,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--link", type=float, metavar="MIB/S", help="a link of that rate, beside compute")
     parser.add_argument("--disk", type=float, metavar="MIB/S", help="masters and moments on a disk of that rate")
-    parser.add_argument("--only", metavar="NAME", choices=SHAPES, help="one shape; writes nothing")
     options = parser.parse_args()
     quiet()
     if options.disk is not None:
         slow_down_disk(options.disk)
-    shapes = [options.only] if options.only else SHAPES
-    rows = [compared(name, share, options) for name in shapes for share in SHAPES[name]["budgets"]]
-    if RANK == 0 and not options.only:
+    rows = [compared(name, share, options) for name in SHAPES for share in SHAPES[name]["budgets"]]
+    if RANK == 0:
         several = f"-{PROCESSES}-processes" if PROCESSES > 1 else ""
         slow = ("-slow-link" if options.link is not None else "") + ("-disk" if options.disk is not None else "")
         write_results(f"prediction{several}{slow}", {"rows": rows})

@@ -73,12 +73,7 @@ def main() -> None:
     count = sum(p.numel() for p in model.parameters())
     layer_bytes, all_bytes = count // options.layers * _STATE_BYTES, count * _STATE_BYTES
     harmony = {"device": "cpu", "pack_layers": 1, **({"residency": options.residency} if options.residency else {})}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "harmony": harmony,
-    }
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "harmony": harmony}
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config)
     engine.train_batch(iter([torch.randn(1, 4, options.width).bfloat16()]))

@@ -239,7 +239,7 @@ class DeviceStore(GradientSums):
         """Update `names` from their gradients, which are dropped; see `for_update`."""
         assert self._optimizer is not None
         gradients = self.for_update(names, coefficient, measured)
-        self.mark_received(gradients)
+        self.received.update(gradients)
         self._device_is_newer, self._host_may_be_newer = True, False
         stepped = {name: self._stepped[name] for name in gradients}
         self._optimizer.step(stepped, gradients, hyper)

@@ -12,13 +12,17 @@ from harmony_ds.parallel import ALONE, SingleProcess
 
 
 class GradientSums(ABC):
-    """Gradients by parameter, added up over packs. Knows no thread."""
+    """Gradients by parameter, added up over packs. Knows no thread.
+
+    Attributes:
+        received: the parameters that have received a gradient, which was not discarded, since `pop_received`.
+    """
 
     def __init__(self, trains: Callable[[str], bool], world: SingleProcess = ALONE) -> None:
         """`trains`: tells whether the optimizer has a parameter; `world`: of the gradients' norms."""
         self._trains = trains
         self.norms: dict[str, Tensor] = {}
-        self._received: set[str] = set()
+        self.received: set[str] = set()
         self.world = world
 
     @abstractmethod
@@ -30,17 +34,9 @@ class GradientSums(ABC):
         """Drop the gradients of `names`, or (after a failure, or an overflow) all of them and their norms."""
 
     def pop_received(self) -> set[str]:
-        """Return the parameters that have received a gradient, which was not discarded, since the last call."""
-        came, self._received = self._received, set()
+        """Return what has been received since the last call."""
+        came, self.received = self.received, set()
         return came
-
-    def mark_received(self, names: Iterable[str]) -> None:
-        """Note that `names` have received gradients."""
-        self._received.update(names)
-
-    def discard_received(self, names: Iterable[str]) -> None:
-        """Forget that `names` have received gradients."""
-        self._received.difference_update(names)
 
     @torch.no_grad()
     def measure(self, names: Iterable[str]) -> None:

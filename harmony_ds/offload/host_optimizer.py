@@ -202,15 +202,19 @@ class HostOptimizer:
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
             chosen[self._group_of[name]].append(parameters[name])
-        groups = zip(hyper, chosen, strict=True)
+        groups, row = zip(hyper, chosen, strict=True), native_of(part)
         part.param_groups = [{**values, "params": members} for values, members in groups if members]
         try:
-            with self._lock if native_of(part) else nullcontext():
+            with nullcontext() if row is None else self._lock:
                 type(part).step(part)
         finally:
             part.param_groups = []
             for name in gradients:
                 parameters[name].grad = None
+        if row is not None:  # DeepSpeed's Lion makes a state that it never uses
+            for state in (part.state[parameters[name]] for name in gradients):
+                for key in state.keys() - {"step", *row.keeps}:
+                    del state[key]
 
     def scratch_optimizer(self, master: nn.Parameter) -> torch.optim.Optimizer:
         """Return an optimizer of the same kind over `master` alone, with its own state, for measuring steps."""

@@ -144,7 +144,7 @@ class Updater:
         A parameter may be in transfers of several packs that share it, and of micro-batches that pass the packs one by
         one: these are added up as they arrive, so that only the first transfer is kept until the update.
         """
-        self._gradients.mark_received(transfer.gradients)
+        self._gradients.received.update(transfer.gradients)
         work = self._timed()
 
         def add() -> None:

@@ -92,7 +92,7 @@ class GatheredGradients:
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop the gradients of `names`."""
-        self._parts.gradients.discard_received(names)
+        self._parts.gradients.received.difference_update(names)
         self._parts.updater.drop_gradients(tuple(names))
         self._parts.device_store.clear_gradients(names)
         for copy in self._unlayered():

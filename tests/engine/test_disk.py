@@ -65,6 +65,17 @@ def test_a_step_reads_and_writes_masters_and_state_once(tmp_path: Path) -> None:
         assert (file.read_bytes, file.written_bytes) == (16 * count, 24 * count)
 
 
+@pytest.mark.parametrize(("name", "kept"), [("Lion", "exp_avg"), ("Adagrad", "exp_avg_sq")])
+def test_deepspeeds_optimizers_of_one_state_keep_no_other(name: str, kept: str, tmp_path: Path) -> None:
+    chosen = {"optimizer": {"type": name, "params": {"lr": 0.01}}}
+    for engine in both((config_of(2, None, **BF16, **where, **chosen) for where in (on(tmp_path), {})), None):
+        train_groups(engine, groups_of(LLAMA, 2, 2))
+        engine.finish_updates()
+        held, count = engine.memory_report(), sum(parameter.numel() for parameter in engine.module.parameters())
+        assert all(state.keys() == {"step", kept} for state in engine.optimizer.state.values())
+        assert held.host_bytes["optimizer"] == (0 if held.disk_bytes else 4 * count)
+
+
 def adagrad(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.01)
 
