@@ -17,7 +17,7 @@ from benchmarks.search.models import HALF, Model
 from benchmarks.search.peak_bounds import PeakBounds
 from benchmarks.search.policies import Policies
 from benchmarks.search.time_bounds import TimeBounds
-from harmony_ds.scheduler.choose import draft_plan
+from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import Bounds
@@ -75,7 +75,7 @@ class Exhaustive:
             if max(self._outlook.stages(self._outlook.short(packing, policy))) > self._budget:
                 continue
             self.simulated += 1
-            plan = draft_plan(packing, self._model.costs, self._model.request, policy)
+            plan = make_plan(packing, self._model.costs, self._model.request, policy)
             ms = simulate(plan, self._model.costs, self._model.machine).step_ms
             if ms < best_ms:
                 best_ms, best = ms, policy
