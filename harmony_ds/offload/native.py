@@ -36,7 +36,7 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(f"deepspeed.ops.{native.kind}"), name)
     check_params("optimizer.params", cls, options)
-    _warn_if_locked(f"cpu_{native.kind}")
+    warn_if_locked(f"cpu_{native.kind}")
     try:
         optimizer: torch.optim.Optimizer = cls(parameter_groups, **options)
     except (RuntimeError, OSError, ImportError) as error:
@@ -44,7 +44,7 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     return optimizer
 
 
-def _warn_if_locked(extension: str) -> None:
+def warn_if_locked(extension: str) -> None:
     """Warn if torch will wait for another process that compiles the same; it waits for ever if that was killed."""
     lock = Path(cpp_extension._get_build_directory(extension, verbose=False)) / "lock"
     if lock.exists():

@@ -27,7 +27,7 @@ from torch.utils import cpp_extension
 
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.layout import blocks_of
-from harmony_ds.offload.native import GilFreeOp
+from harmony_ds.offload.native import GilFreeOp, warn_if_locked
 from harmony_ds.parallel import ALONE, SingleProcess
 
 
@@ -36,6 +36,7 @@ def _compiled() -> ctypes.CDLL:
     """Return the compiled loops; OptimizerError: they cannot be compiled here."""
     sources = [str(Path(__file__).with_suffix(".cpp"))]
     flags = ["-O3", "-march=native", "-fopenmp"]
+    warn_if_locked("harmony_split_masters")
     try:
         path = cpp_extension.load(
             "harmony_split_masters", sources, extra_cflags=flags, extra_ldflags=["-fopenmp"], is_python_module=False

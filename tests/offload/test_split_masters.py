@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.offload import native
+from harmony_ds.errors import OptimizerError
+from harmony_ds.offload import native, split_masters
 from harmony_ds.offload.block_optimizer import SplitOptimizer
 from harmony_ds.offload.cores import computing_with
 from harmony_ds.offload.host_optimizer import HostOptimizer
@@ -59,6 +61,19 @@ def test_weights_that_were_written_into_become_the_masters_and_others_stay() -> 
     masters.round("w", weight != before)
     values[1, 7] = 4.0
     assert torch.equal(masters.read("w").view(values.shape), values)
+
+
+def test_waiting_for_a_compilation_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(split_masters.cpp_extension, "load", Mock(side_effect=RuntimeError("no compiler")))
+    lock = tmp_path / "harmony_split_masters" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    with pytest.raises(OptimizerError, match="no compiler"):
+        split_masters._compiled.__wrapped__()
+    assert f"delete {lock}" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
