@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.decomposer.graph import piece_of
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload import native, split_masters
 from harmony_ds.offload.block_optimizer import SplitOptimizer
@@ -16,6 +17,7 @@ from harmony_ds.offload.cores import computing_with
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.native import make_native
 from harmony_ds.offload.split_masters import SplitMasters
+from harmony_ds.parallel import ALONE, SingleProcess
 
 FEW_LOW_BITS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 
@@ -26,17 +28,30 @@ def every_weight_with(low: tuple[int, ...]) -> Tensor:
     return (high[:, None] | torch.tensor(low)).reshape(-1).to(torch.int32).view(torch.float32)
 
 
-def split(values: Tensor) -> tuple[SplitMasters, Tensor]:
-    masters, weight = SplitMasters(), torch.empty(values.shape, dtype=torch.bfloat16)
+class OneOfThree(SingleProcess):
+    """Memory as three processes share it."""
+
+    def pieces(self, numel: int) -> list[slice]:
+        return [piece_of(numel, rank, 3) for rank in range(3)]
+
+    def lists(self, numel: int) -> list[Tensor]:
+        return [torch.zeros(1 + piece.stop - piece.start, dtype=torch.int64) for piece in self.pieces(numel)]
+
+
+def split(values: Tensor, world: SingleProcess = ALONE) -> tuple[SplitMasters, Tensor]:
+    masters, weight = SplitMasters(world), torch.empty(values.shape, dtype=torch.bfloat16)
     masters.add("w", weight)
-    masters.write("w", values)
+    masters.write("w", values, everywhere=True)
     return masters, weight
 
 
-@pytest.mark.parametrize("low", [FEW_LOW_BITS, (0xFFFF,)])
-def test_every_value_comes_back_and_its_weight_is_rounded_as_torch_rounds(low: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("world", [ALONE, OneOfThree()], ids=["alone", "of three"])
+@pytest.mark.parametrize("low", [FEW_LOW_BITS, (0x8000,), (0xFFFF,)])
+def test_every_value_comes_back_and_its_weight_is_rounded_as_torch_rounds(
+    low: tuple[int, ...], world: SingleProcess
+) -> None:
     values = every_weight_with(low)
-    masters, weight = split(values)
+    masters, weight = split(values, world)
     numbers = ~values.isnan()
     assert torch.equal(masters.read("w")[numbers].view(torch.int32), values[numbers].view(torch.int32))
     assert torch.equal(weight[numbers], values[numbers].to(torch.bfloat16))
