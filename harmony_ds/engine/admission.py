@@ -49,14 +49,14 @@ def read_plan(path: str | None) -> Plan | None:
 
 def check_processes(config: Config, world: SingleProcess) -> None:
     """Raise UnsupportedError for settings that several processes cannot run."""
-    if config.harmony.split_masters and world.servers > 1:
-        world.refuse(f"harmony.split_masters on {world.servers} servers")
     if config.harmony.residency not in _SWAPPED:
         world.refuse("harmony.residency: packs that stay on the device and are updated there")
-    if config.harmony.reduce == "host" and world.servers > 1:
-        raise UnsupportedError(
-            f'harmony.reduce "host": the {world.servers} servers of this training share no memory; leave it out.'
-        )
+    harmony = config.harmony
+    for what, is_asked in (('reduce "host"', harmony.reduce == "host"), ("split_masters", harmony.split_masters)):
+        if is_asked and world.servers > 1:
+            raise UnsupportedError(
+                f"harmony.{what}: the {world.servers} servers of this training share no memory; leave it out."
+            )
     if config.values["gradient_allreduce_op"] == "sum":
         world.refuse('gradient_allreduce_op "sum"')
 

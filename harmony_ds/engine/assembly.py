@@ -137,7 +137,7 @@ def assemble(
     optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)
     if optimizer is not None:
         check_dtypes(optimizer, config.master_dtype, config.state_dtype)
-    host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world, planned.numbers or 0)
+    host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.optimizer_device)
     residency = admission.residency_for(config, device, device_optimizer, world)
     config = replace(config, harmony=replace(settings, residency=residency))
@@ -165,7 +165,7 @@ def _to_slabs(
     if config.harmony.split_masters:
         masters = SplitMasters(world)
     elif config.disk_folder is not None and disk_bytes:
-        masters = DiskMasters(DiskFile(config.disk_folder, disk_bytes, world=world))
+        masters = DiskMasters(DiskFile(config.disk_folder, disk_bytes, world=world), planned.numbers or 0)
     memory: Device | DiskWeights = device
     if config.weights_folder is not None:
         nbytes = admission.weights_disk_need(decomposition, model, config)
@@ -187,14 +187,12 @@ def _share_buffers(model: nn.Module, world: SingleProcess) -> None:
                 buffer.copy_(first[name])
 
 
-def _host_optimizer(
-    optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess, states: int
-) -> HostOptimizer:
+def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess) -> HostOptimizer:
     if store.split is not None:
         return SplitOptimizer(optimizer, store.parameters, store.split, world)
     apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
     if store.disk is not None:
-        return DiskOptimizer(optimizer, store.masters, store.disk, states, world, apart)
+        return DiskOptimizer(optimizer, store.masters, store.disk, world, apart)
     if isinstance(world, World):
         return BlockOptimizer(optimizer, store.masters, SharedMasters(store.masters), world, apart)
     return HostOptimizer(optimizer, store.masters, apart)

@@ -114,7 +114,9 @@ class BlockOptimizer(HostOptimizer):
         self._check_steps(blocks.where)
         self._blocks, self._world, self._stepping = blocks, world, self.part
         self._places: StatePlaces | None = None
-        if isinstance(world, World):
+        if isinstance(blocks, DiskMasters):
+            self._places = StatePlaces(blocks.file, {name: masters[name] for name in self.trained}, blocks.states)
+        elif isinstance(world, World):
             self._places = StatePlaces(world.memory, masters, _MOST_STATES)
 
     def _check_steps(self, where: str) -> None:

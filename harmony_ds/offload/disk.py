@@ -41,7 +41,7 @@ class DiskFile:
 
     Attributes:
         read_bytes, written_bytes: moved by `read` and `write` so far.
-        bytes_per_ms: rate of the disk, measured when the file was made.
+        bytes_per_ms: rate of the disk, measured when the file was made; of several processes, the share of each.
     """
 
     def __init__(self, folder: str, nbytes: int, key: str = "offload_optimizer", world: SingleProcess = ALONE) -> None:
@@ -140,8 +140,9 @@ class DiskMasters:
     """Numbers that are read, stepped and written at a time."""
     where = 'where masters are on the disk (offload_optimizer {"device": "nvme"}), block by block'
 
-    def __init__(self, file: DiskFile) -> None:
-        self.file = file
+    def __init__(self, file: DiskFile, states: int) -> None:
+        """`states`: numbers that the optimizer keeps in the file, too, for each number of a parameter."""
+        self.file, self.states = file, states
         self._masters: dict[str, Tensor] = {}
 
     def add(self, name: str, shape: torch.Size) -> Tensor:

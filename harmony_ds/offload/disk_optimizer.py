@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harmony_ds.offload.block_optimizer import BlockOptimizer, Parameters, StatePlaces, Tensors
+from harmony_ds.offload.block_optimizer import BlockOptimizer, Parameters, Tensors
 from harmony_ds.offload.disk import DiskMasters, submit
-from harmony_ds.parallel import ALONE, SingleProcess
+from harmony_ds.parallel import SingleProcess
 
 _AHEAD = 2
 """Blocks that are read while one is stepped; as many may still be written."""
@@ -24,22 +24,15 @@ class DiskOptimizer(BlockOptimizer):
     """`BlockOptimizer` with masters and state in a file, which threads read and write."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        masters: Parameters,
-        disk: DiskMasters,
-        states: int,
-        world: SingleProcess = ALONE,
-        apart: Sequence[str] = (),
+        self, optimizer: Optimizer, masters: Parameters, disk: DiskMasters, world: SingleProcess, apart: Sequence[str]
     ) -> None:
-        """Raise OptimizerError if the step of `optimizer`, which keeps so many `states`, is not elementwise."""
+        """Raise OptimizerError if the step of `optimizer` is not elementwise."""
         super().__init__(optimizer, masters, disk, world, apart)
         self._disk = disk
         self._reader = ThreadPoolExecutor(1, "harmony-disk-read")
         self._writer = ThreadPoolExecutor(1, "harmony-disk-write")
         self._written: deque[Future[None]] = deque()
-        self._places = StatePlaces(disk.file, {name: masters[name] for name in self.trained}, states)
-        self.moved_bytes = 8.0 * (states + bool(apart))
+        self.moved_bytes = 8.0 * (disk.states + bool(apart))
 
     def state_bytes(self) -> int:
         """Return 0: the state is on the disk."""

@@ -78,7 +78,7 @@ class SplitMasters:
     def read_block(self, name: str, block: slice) -> Tensor:
         """Return the fp32 values of a block of one process's piece."""
         values = torch.empty(block.stop - block.start)
-        self._loops.harmony_join(self._at(name, block), ctypes.c_void_p(values.data_ptr()))
+        self._loops.harmony_join(self._at(name, block, self._rank_of(name, block)), ctypes.c_void_p(values.data_ptr()))
         return values
 
     def write_block(self, name: str, block: slice, values: Tensor) -> None:
@@ -94,16 +94,16 @@ class SplitMasters:
 
     def _write(self, name: str, block: slice, loop: Callable[..., int], *arguments: Any) -> None:
         """Let a compiled loop write a block, and keep the ties that there are then."""
-        rank, count = self._rank_of(name, block), loop(self._at(name, block), *arguments)
-        ties = self._ties[name]
+        ties, rank = self._ties[name], self._rank_of(name, block)
+        count = loop(self._at(name, block, rank), *arguments)
         if count >= len(ties[rank]):
             ties[rank] = torch.empty(1 + count, dtype=torch.int64)
         ties[rank][0] = count
         self._loops.harmony_ties(ctypes.c_void_p(ties[rank][1:].data_ptr()))
 
-    def _at(self, name: str, block: slice) -> ctypes.Array[ctypes.c_int64]:
-        """Return what the loops call a block."""
-        ties = self._ties[name][self._rank_of(name, block)]
+    def _at(self, name: str, block: slice, rank: int) -> ctypes.Array[ctypes.c_int64]:
+        """Return what the loops call a block, of the piece of a process."""
+        ties = self._ties[name][rank]
         places = (self._weights[name].data_ptr(), self._low[name].data_ptr(), ties[1:].data_ptr())
         return (ctypes.c_int64 * 6)(*places, int(ties[0]), block.start, block.stop - block.start)
 
