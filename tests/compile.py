@@ -13,7 +13,7 @@ from multiprocessing import get_context
 import torch
 
 from harmony_ds import OptimizerError
-from harmony_ds.offload.native import make_native
+from harmony_ds.offload.native import compiling, make_native
 from tests import simdevice
 
 DEVICE = "the test device"
@@ -33,7 +33,9 @@ def compile_one(name: str) -> str:
         if name in BUILDERS:
             from deepspeed.accelerator import get_accelerator
 
-            get_accelerator().create_op_builder(name).load()
+            builder = get_accelerator().create_op_builder(name)
+            with compiling(builder.name):
+                builder.load()
             return f"{name}: is there"
         make_native(name, [torch.nn.Parameter(torch.zeros(1))], {})
     except OptimizerError as error:

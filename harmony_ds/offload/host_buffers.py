@@ -81,7 +81,7 @@ class HostBuffers:
             missing = list((wanted - there).elements())
             self._most_bytes = self.nbytes + sum(missing)
             for size in missing:
-                self._put_spare(self._make(size))
+                self._spare.setdefault(size, []).append(self._make(size))
 
     def _spare_of(self, size: int) -> HostBuffer | None:
         may_grow = self.nbytes + size <= self._most_bytes
@@ -123,9 +123,6 @@ class HostBuffers:
     def _put_back(self, buffer: HostBuffer, read: Event | None) -> None:
         self._asked_bytes -= buffer.asked
         buffer.user, buffer.read = None, read
-        self._put_spare(buffer)
-
-    def _put_spare(self, buffer: HostBuffer) -> None:
         self._spare.setdefault(buffer.memory.numel(), []).append(buffer)
 
     def _free(self, buffer: HostBuffer) -> None:

@@ -144,11 +144,6 @@ class HostGradients(GradientSums):
         self._ledger.book_out(Kind.GRADIENTS, nbytes)
         return GradientTransfer(on_host, device.record(Stream.SWAP_OUT), buffer, taken)
 
-    def reserve_slots(self, packs: int, nbytes: int) -> None:
-        """Reserve slots for steps that reduce gradients on the host: for so many packs of at most `nbytes`."""
-        assert isinstance(self.world, World)
-        self.world.make_slots(self._device, packs, nbytes)
-
     def post(
         self, gradients: dict[str, Tensor], like: Mapping[str, Tensor], check: Callable[[], None]
     ) -> PostedGradients:

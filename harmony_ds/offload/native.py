@@ -7,13 +7,16 @@ update holds the GIL, which starves the thread that feeds the device; so the sam
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from psutil import process_iter
 from torch.utils import cpp_extension
 
 from harmony_ds.config.hints import check_params
@@ -36,19 +39,30 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(f"deepspeed.ops.{native.kind}"), name)
     check_params("optimizer.params", cls, options)
-    warn_if_locked(f"cpu_{native.kind}")
     try:
-        optimizer: torch.optim.Optimizer = cls(parameter_groups, **options)
+        with compiling(f"cpu_{native.kind}"):
+            optimizer: torch.optim.Optimizer = cls(parameter_groups, **options)
     except (RuntimeError, OSError, ImportError) as error:
         raise OptimizerError(_remedy(name, f"{error.__cause__ or error}".splitlines())) from None
     return optimizer
 
 
-def warn_if_locked(extension: str) -> None:
-    """Warn if torch will wait for another process that compiles the same; it waits for ever if that was killed."""
-    lock = Path(cpp_extension._get_build_directory(extension, verbose=False)) / "lock"
-    if lock.exists():
-        _logger.warning("waiting for another process that compiles %s. If there is none, delete %s", extension, lock)
+@contextmanager
+def compiling(extension: str) -> Iterator[None]:
+    """Let this process alone load `extension`, which is compiled if need be; remove a lock of torch that nobody holds.
+
+    torch's lock is a file that its process keeps open. Where that was killed, torch would wait for ever.
+    """
+    folder = Path(cpp_extension._get_build_directory(extension, verbose=False)).resolve()
+    lock = folder / "lock"
+    with (folder / "harmony_ds.lock").open("w") as ours:
+        with suppress(OSError):  # there are file systems without flock: torch's lock stays
+            fcntl.flock(ours, fcntl.LOCK_EX)  # holds for all servers that share the folder, and ends with its process
+            files = (file for process in process_iter(["open_files"]) for file in process.info["open_files"] or ())
+            if lock.exists() and str(lock) not in (file.path for file in files):
+                _logger.warning("removing %s, which a process that was killed has left", lock)
+                lock.unlink()
+        yield
 
 
 def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:

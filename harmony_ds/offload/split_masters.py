@@ -27,20 +27,18 @@ from torch.utils import cpp_extension
 
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.layout import blocks_of
-from harmony_ds.offload.native import GilFreeOp, warn_if_locked
+from harmony_ds.offload.native import GilFreeOp, compiling
 from harmony_ds.parallel import ALONE, SingleProcess
 
 
 @functools.cache
 def _compiled() -> ctypes.CDLL:
     """Return the compiled loops; OptimizerError: they cannot be compiled here."""
-    sources = [str(Path(__file__).with_suffix(".cpp"))]
+    name, sources = "harmony_split_masters", [str(Path(__file__).with_suffix(".cpp"))]
     flags = ["-O3", "-march=native", "-fopenmp"]
-    warn_if_locked("harmony_split_masters")
     try:
-        path = cpp_extension.load(
-            "harmony_split_masters", sources, extra_cflags=flags, extra_ldflags=["-fopenmp"], is_python_module=False
-        )
+        with compiling(name):
+            path = cpp_extension.load(name, sources, flags, extra_ldflags=flags[2:], is_python_module=False)
     except (RuntimeError, OSError) as error:
         raise OptimizerError(
             f"harmony.split_masters is compiled on first use, and that failed ({error}). Install a C++ compiler and ninja, "

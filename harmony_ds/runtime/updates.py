@@ -19,6 +19,7 @@ from harmony_ds.offload.host_gradients import GradientTransfer, PostedGradients
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.updater import Clipping, GradientNorm
+from harmony_ds.parallel import World
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.scheduler.plan import NOTHING, Plan, Task, TaskKind
 
@@ -144,9 +145,9 @@ class Updates:
         if self._sends:
             sent = [plan.packs[index] for index in self._sends]
             if plan.policy.reduce_on_host:
-                self._parts.gradients.reserve_slots(
-                    plan.policy.gradient_slabs, max(pack.gradient_bytes for pack in sent)
-                )
+                world, nbytes = self._parts.world, max(pack.gradient_bytes for pack in sent)
+                assert isinstance(world, World)
+                world.make_slots(self._parts.device, plan.policy.gradient_slabs, nbytes)
             waiting = [pack.piece_bytes(self._parts.world.local_rank) for pack in sent]
             self._parts.gradients.reserve(waiting, self._held_transfers)
 

@@ -1,23 +1,28 @@
-"""DeepSpeed's compiled optimizers: without a compiler, the error says what to do."""
+"""DeepSpeed's compiled optimizers: one process compiles at a time; without a compiler, the error says what to do."""
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
 import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
+from torch.utils import cpp_extension
+from torch.utils._cpp_extension_versioner import ExtensionVersioner
 
 from harmony_ds import OptimizerError
 from harmony_ds.config import Section
 from harmony_ds.offload import native
-from harmony_ds.offload.native import make_native
+from harmony_ds.offload.native import compiling, make_native
 from harmony_ds.offload.optimizers import Masters, build_optimizer
 from tests.offload.examples import odd_sizes
 
 
 def test_a_missing_compiler_is_an_error_that_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    # Else this process's next load of the same op, from another folder, would be another version, to be compiled.
+    monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", ExtensionVersioner())
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with pytest.raises(OptimizerError) as caught:
@@ -33,16 +38,33 @@ def failing(*_: object, **__: object) -> object:
     raise RuntimeError("building\nadam.cpp:3: error: no such header\nmore")
 
 
-def test_waiting_for_a_compilation_is_logged_and_the_compiler_quoted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+def test_the_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "import_module", lambda _: type("ops", (), {"DeepSpeedCPUAdam": failing}))
-    (tmp_path / "cpu_adam").mkdir()
-    (tmp_path / "cpu_adam" / "lock").touch()
     with pytest.raises(OptimizerError, match=r"that failed \(adam.cpp:3: error: no such header\)"):
         make_native("DeepSpeedCPUAdam", [torch.nn.Parameter(torch.ones(3))], {})
-    assert f"delete {tmp_path / 'cpu_adam' / 'lock'}" in caplog.text
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["by a killed process", "by a living one"])
+def test_torchs_lock_is_removed_where_nobody_holds_it(
+    held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    with lock.open("w") as file:
+        if not held:
+            file.close()
+        with compiling("op"):
+            assert lock.exists() == held
+    assert (f"removing {lock}" in caplog.text) != held
+
+
+def test_one_process_compiles_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with compiling("op"), (tmp_path / "op" / "harmony_ds.lock").open() as another, pytest.raises(BlockingIOError):
+        fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (tmp_path / "op" / "harmony_ds.lock").open() as another:
+        fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_names_in_an_optimizer_go_with_the_parameters_that_are_trained() -> None:

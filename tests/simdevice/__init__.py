@@ -118,10 +118,13 @@ def _path() -> str:
 def _build() -> ModuleType:
     from torch.utils import cpp_extension
 
+    from harmony_ds.offload.native import compiling
+
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = _path()
     try:
         # The kernels are the CPU's, so there is nothing here worth optimizing further.
-        return cpp_extension.load("simdev", [str(_SOURCE)], extra_cflags=["-O1", "-g0"])
+        with compiling("simdev"):
+            return cpp_extension.load("simdev", [str(_SOURCE)], extra_cflags=["-O1", "-g0"])
     finally:
         os.environ["PATH"] = before
