@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-BUDGET_S = 570  # of 600: the rest is for the start and the last archive
+BUDGET_S = 555  # of 600: the rest is for the start and the last archive
 _SUMMARY_CHARACTERS = 10_000
 _ALWAYS = ("deepspeed",)
 _STOP_S = 10
@@ -59,7 +59,7 @@ def _race(name: str, options: str, limit_s: float, least_s: float = 90, sweep: b
 
 def _one_step(model: str, options: str, limit_s: float) -> Step:
     name = f"step-{model}{options.replace(' --', '-').replace(' ', '-')}"
-    return Step(name, f"benchmarks/gpu/one_step.py --model {model}{options}", limit_s, 60)
+    return Step(name, f"benchmarks/gpu/one_step.py --model {model}{options}", limit_s, 0.6 * limit_s)
 
 
 _SAME = "--cap-gib 24 --tokens 32768 --no-clip --rounds 1"
@@ -255,12 +255,12 @@ class _Call:
 
 
 def _install_missing(wheels: Path, site: Path) -> None:
-    """Install wheels that the machine lacks: its torch and transformers are made for each other."""
+    """Install wheels that the machine lacks, if pip can: a step that needs another says so itself."""
     files = [file for file in sorted(wheels.glob("*.whl")) if _is_missing(file.name.split("-")[0])]
     if not files or (site / "deepspeed").is_dir():
         return
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-    subprocess.run([*pip, "--target", str(site), *map(str, files)], check=True)
+    subprocess.run([*pip, "--target", str(site), *map(str, files)], check=False)
 
 
 def _is_missing(distribution: str) -> bool:

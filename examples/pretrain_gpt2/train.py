@@ -250,8 +250,6 @@ def check(
 
 def save(result: Result, comparison: Comparison | None, folder: Path) -> None:
     """Write losses.json and loss.png."""
-    from matplotlib.figure import Figure
-
     folder.mkdir(parents=True, exist_ok=True)
     record = {
         "losses": result.losses,
@@ -259,6 +257,8 @@ def save(result: Result, comparison: Comparison | None, folder: Path) -> None:
         "plain_losses": comparison.plain_losses if comparison else None,
     }
     (folder / "losses.json").write_text(json.dumps(record, indent=2) + "\n")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     steps = range(1, len(result.losses) + 1)

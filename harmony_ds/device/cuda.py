@@ -115,7 +115,7 @@ class CudaDevice(Device):
     def upload(self, tensor: Tensor) -> Tensor:
         # Staged in torch's page-locked memory (copies from pageable memory block the host), which returns to its pool
         # after the copy: the caller's memory is not read later.
-        staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor) if tensor.layout is torch.strided else tensor
         return staged.to(self.torch_device, non_blocking=True)
 
     def record_use(self, tensor: Tensor) -> None:

@@ -33,7 +33,7 @@ class ModelCalls:
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad or tensor.device.type != "cpu":
-            return tensor.to(self.device.torch_device)
+            return tensor.to(self.device.torch_device, copy=True)
         self.ledger.book_in(Kind.DATA, tensor.numel() * tensor.element_size())
         return self.device.upload(tensor)
 

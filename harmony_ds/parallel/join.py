@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
@@ -163,6 +162,7 @@ def _new_group(ranks: list[int] | None, backend: str) -> dist.ProcessGroup:
 
 def _timeout() -> timedelta:
     group = dist.group.WORLD
-    options = getattr(group and group._get_backend(torch.device("cpu")), "options", None)
+    # A group of NCCL's alone has no backend for the CPU.
+    options = getattr(group and group._get_backend(group._device_types[0]), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout

@@ -39,19 +39,18 @@ class OutputKind:
     Attributes:
         losses: that have this shape whatever is given.
         others: by the shapes and modes of a call.
-        items: of a tuple or list of nothing but tensors, and tuples of such, their number.
+        items: keys of a dict, or places in a tuple or list, that the program gets with pending tensors in it.
     """
 
     cls: Any
     losses: dict[Path, Like] = field(default_factory=dict)
     others: dict[object, dict[Path, Like]] = field(default_factory=dict)
-    items: int = 0
+    items: tuple[Any, ...] = ()
 
     def learn(self, outputs: Any, form: object) -> None:
         """Learn that a call with shapes and modes `form` returned `outputs`."""
         self.cls, found = type(outputs), dict(_tensors_in(outputs))
-        items = len({path[:2] for path in found if path[0] == "item"})
-        self.items = items if _is_sequence(self.cls) and items == len(outputs) else 0
+        self.items = _items_of(outputs)
         # One row's logits have one number, too, but a dimension, or one with other rows.
         losses = {p: t for p, t in found.items() if len(p) == 2 and (not t.ndim or (p[1] == "loss" and t.numel() == 1))}
         known = {p: (t.shape, t.dtype, t.is_floating_point()) for p, t in losses.items()}
@@ -63,11 +62,11 @@ class OutputKind:
         pending = _Pending(self.cls, self.others.get(form, {}) | self.losses, ticket, device)
         if issubclass(self.cls, Tensor):
             return pending.tensor("itself", None)
-        if _is_sequence(self.cls):
-            tensors = [pending.tensor("item", place) for place in range(self.items)]
-            whole = bool(tensors) and all(one is not None for one in tensors)
-            return getattr(self.cls, "_make", self.cls)(tensors) if whole else None
-        if not pending.likes:
+        if self.items and {("item", key) for key in self.items} <= {path[:2] for path in pending.likes}:
+            pending.items = self.items
+            tensors = {key: pending.tensor("item", key) for key in self.items}
+            return tensors if self.cls is dict else getattr(self.cls, "_make", self.cls)(tensors.values())
+        if not pending.likes or _is_sequence(self.cls):
             return None
         outputs = object.__new__(_pending_class(self.cls))
         object.__setattr__(outputs, "_harmony", pending)
@@ -78,11 +77,18 @@ def _is_sequence(cls: Any) -> bool:
     return cls in (tuple, list) or (issubclass(cls, tuple) and hasattr(cls, "_make"))
 
 
+def _items_of(outputs: Any) -> tuple[Any, ...]:
+    """Return the keys of a dict, or the places in a tuple or list."""
+    cls = type(outputs)
+    return tuple(outputs) if cls is dict else tuple(range(len(outputs))) if _is_sequence(cls) else ()
+
+
 def _tensors_in(outputs: Any) -> Iterator[tuple[Path, Tensor]]:
     if isinstance(outputs, Tensor):
         yield ("itself", None), outputs
         return
-    names = [*outputs] if isinstance(outputs, Mapping) else [*getattr(outputs, "__dict__", ())]
+    keys = outputs if isinstance(outputs, Mapping) else getattr(outputs, "__dict__", ())
+    names = [key for key in keys if isinstance(key, (str, int))]
     count = len(outputs) if isinstance(outputs, (Mapping, tuple, list)) else 0
     attributes = [("attribute", name) for name in dict.fromkeys((*names, "loss"))]
     for path in [*attributes, *(("item", key) for key in (*names, *range(count)))]:
@@ -93,8 +99,13 @@ def _tensors_in(outputs: Any) -> Iterator[tuple[Path, Tensor]]:
                 yield from (((*path, len(found), place), one) for place, one in enumerate(found))
 
 
-def _follow(outputs: Any, path: Path) -> Any:
+def _follow(outputs: Any, path: Path, items: tuple[Any, ...] = ()) -> Any:
     way, key, *place = path
+    if items and items != _items_of(outputs):
+        raise BatchError(
+            f"the model returned {_items_of(outputs)} where calls of the same form had returned {items}, which the program "
+            "was given: let the model return the same each time, or its loss alone."
+        )
     found = outputs if way == "itself" else getattr(outputs, key) if way == "attribute" else outputs[key]
     if place and len(found) != place[0]:
         raise BatchError(
@@ -141,6 +152,7 @@ class _Pending:
     likes: dict[Path, Like]
     ticket: Ticket
     device: torch.device
+    items: tuple[Any, ...] = ()
     computed: Any = None
     tensors: dict[Path, PendingTensor] = field(default_factory=dict)
 
@@ -161,7 +173,7 @@ class _Pending:
     def _at(self, path: Path) -> PendingTensor:
         if path not in self.tensors:
             like = self.likes[path]
-            read = functools.partial(_follow, path=path)
+            read = functools.partial(_follow, path=path, items=self.items)
             self.tensors[path] = PendingTensor(Node((self.ticket,), *like[:2], self.device, like[2], read))
         return self.tensors[path]
 

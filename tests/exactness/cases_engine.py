@@ -332,38 +332,6 @@ def saved_tensors_on_cpu(side: Side) -> Found:
 
 
 @case(*PAIRS)
-def gradients_off_by_default(side: Side) -> Found:
-    """The whole program runs under torch.no_grad(), forward and backward under torch.enable_grad()."""
-    with torch.no_grad():
-        model = Net()
-        engine = side.initialize(model, adamw(model))
-        for x, y in batches(2 * side.accumulation):
-            with torch.enable_grad():
-                loss = engine(x, labels=y)
-                engine.backward(loss)
-            engine.step()
-    return weights(model)
-
-
-@case(*PAIRS)
-def default_dtype(side: Side) -> Found:
-    """torch.set_default_dtype(torch.float64) while the loop runs; the model is float32, a block makes a constant."""
-
-    class Constant(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward((x + torch.ones(WIDTH)).float())
-
-    model = Net(Constant)
-    micro_batches = batches(2 * side.accumulation)
-    torch.set_default_dtype(torch.float64)
-    try:
-        train(side.initialize(model, sgd(model)), micro_batches)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return weights(model)
-
-
-@case(*PAIRS)
 def global_forward_hook(side: Side) -> Found:
     """torch.nn.modules.module.register_module_forward_hook halves the outputs of every Linear."""
     handle = nn.modules.module.register_module_forward_hook(

@@ -38,20 +38,6 @@ def second_optimizer_less_often(side: Side) -> Found:
     return weights(model)
 
 
-@case(*ONE)
-def optimizer_stepped_twice(side: Side) -> Found:
-    """optimizer.step() twice for each backward, from the same gradients."""
-    model = Net()
-    optimizer = sgd(model)
-    engine = side.initialize(model, optimizer, clipping=0.0)
-    for x, y in batches(3):
-        engine(x, y).backward()
-        optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(model)
-
-
 @case(*ALL)
 def gradients_zeroed_in_every_way(side: Side) -> Found:
     """A plain loop drops gradients in turn by `p.grad.zero_()`, `p.grad = None`, `zero_grad(set_to_none=False)`, ..."""

@@ -81,17 +81,6 @@ def module_removed(side: Side) -> Found:
     return changed_between_steps(side, model, lambda: model.blocks.__delitem__(-1), steps=2)
 
 
-@case(tolerance=REGROUPED)
-def blocks_swapped(side: Side) -> Found:
-    """Two blocks change places between two steps."""
-    model = Net()
-
-    def swap() -> None:
-        model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
-
-    return changed_between_steps(side, model, swap, steps=2)
-
-
 @case()
 def forward_patched(side: Side) -> Found:
     """`block.forward` is replaced by another function between two steps."""

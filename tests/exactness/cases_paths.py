@@ -258,20 +258,6 @@ def block_output_is_the_models(side: Side) -> Found:
     return by_both_loops(side, Headless())
 
 
-@case(*PAIRS, tolerance=REGROUPED)
-def blocks_in_random_order(side: Side) -> Found:
-    """torch.randperm decides the order of the blocks in each forward."""
-
-    class Shuffled(Net):
-        def body(self, x: Tensor) -> Tensor:
-            x = self.front(x)
-            for i in torch.randperm(len(self.blocks)).tolist():
-                x = self.blocks[i](x)
-            return x
-
-    return by_both_loops(side, Shuffled())
-
-
 @case(*PAIRS)
 def detached_in_the_middle(side: Side) -> Found:
     """The model's forward detaches between two blocks, and adds an auxiliary head before that."""

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -351,6 +352,46 @@ def test_what_was_uploaded_may_be_written_at_once(pinned: bool) -> None:
     host.fill_(2.0)
     assert there.eq(1.0).all()
     device.host_free(host)
+
+
+class Headless(Model):
+    """A model that writes into what it is given, and leaves the loss to the loop."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids.add_(1).remainder_(512))
+        for block in self.blocks:
+            hidden = block(hidden)
+        result: torch.Tensor = self.head(hidden)
+        return result
+
+
+NVME = {"device": "nvme", "nvme_path": gettempdir()}
+DISKS = {"stage": 3, "offload_optimizer": NVME, "offload_param": NVME}
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # of harmony, of the top, of both sides
+    "joined calls": ({"micro_batch": {"forward": 8, "backward": 4}}, {}, {}),
+    "an optimizer on the device": ({"residency": 2}, {}, {}),
+    "split masters": ({"split_masters": True}, {}, {"bf16": {"enabled": True}}),
+    "weights and state on a disk": ({}, {"zero_optimization": DISKS}, {}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_settings_train_a_loops_own_loss_of_batches_on_the_device_as_without_them(setting: Any) -> None:
+    harmony, top, both = setting
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-3}}}
+    models = [Headless(width=256, layers=6, words=512, dropout=0.0).train() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, more, others, place in zip(models, ({}, harmony), ({}, top), ("cpu", "cuda"), strict=True):
+        given = config(**{"pack_layers": 1, "residency": "off", **more}) | adam | both | others
+        with engine_for(model, None, given) as engine:
+            for batch in itertools.islice(ids(), STEPS * GROUP):
+                logits = engine(batch["ids"].to(place))
+                labels = batch["ids"][:, 1:].flatten().cuda()
+                engine.backward(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels))
+                engine.step()
+            engine.finish_updates()
+            assert engine.swap_report().ratio <= 1.0
+    assert_close(models[1], models[0], 1e-3)
 
 
 class Recurrent(nn.Module):

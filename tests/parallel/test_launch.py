@@ -46,6 +46,9 @@ config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config)
 """
+WITHOUT_CPU = (
+    "import torch\ntorch.distributed.init_process_group('cuda:gloo')"  # as accelerate makes one of NCCL's alone
+)
 HANGS = """
 os.write(1, f"pid {os.getpid()} {engine.global_rank};\\n".encode())
 end = time.time() + 120
@@ -56,7 +59,7 @@ while time.time() < end:
 
 def test_a_killed_process_ends_the_others_and_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
-    script.write_text(ENGINE + HANGS)
+    script.write_text(WITHOUT_CPU + ENGINE + HANGS)
     pipe = subprocess.PIPE
     with subprocess.Popen(torchrun(3, script), stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as launcher:
         assert launcher.stdout is not None and launcher.stderr is not None

@@ -20,7 +20,7 @@ from tests.engine.drive import EVERY_FAMILY, adamw, config_of, engine_for, famil
 from tests.families import Family
 from tests.graphs import graphs_in, keep_graphs
 from tests.oracle import assert_same
-from tests.simdevice.device import SimDevice
+from tests.simdevice.device import SimDevice, engine_of
 
 GROUP = 4
 STEPS = 2
@@ -152,3 +152,20 @@ def test_same_weights_and_peak_with_kept_graphs(name: str, way: Way, monkeypatch
 @pytest.mark.parametrize(("name", "way", "off"), WAYS_OFF, ids=str)
 def test_same_weights_and_peak_with_mechanisms_switched_off(name: str, way: Way, off: str) -> None:
     assert_as_plainly_and_as_planned(family(name), way, MOST_OFF, **OFF[off])
+
+
+class Writing(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2)).square().mean()
+
+
+def test_a_batch_that_is_on_the_device_is_written_into_as_little_as_one_on_the_host() -> None:
+    losses = []
+    for home in ("cpu", SimDevice().torch_device):
+        torch.manual_seed(0)
+        engine, _ = engine_of(Writing(nn.Linear(4, 4), nn.Linear(4, 1)), adamw, 2)
+        batches = [torch.ones(2, 4).to(home) for _ in range(2)]
+        losses += [[engine.train_batch([(batch,) for batch in batches]).item() for _ in range(2)]]
+        assert all(batch.eq(1).all() for batch in batches)
+        engine.destroy()
+    assert losses[0] == losses[1]

@@ -54,8 +54,6 @@ class Model(ModelOutput):  # type: ignore[misc]
 
 
 CLASSES: list[Any] = [dict, Outputs, Model, Plain, Object]
-
-
 FORM = "a call's shapes and modes"
 
 
@@ -132,6 +130,16 @@ def test_a_sequence_of_tensors_may_be_unpacked(real: Any) -> None:
     assert [one.tolist() for one in output] == [one.tolist() for one in real]
     assert outputs_like(real, "another form")[0] is None
     assert outputs_like((*real, None))[0] is None
+
+
+def test_a_dict_of_losses_is_summed_without_a_look() -> None:
+    real = {"boxes": torch.tensor(1.0), 2: torch.tensor(5.0)}
+    output, ticket = outputs_like(real, "another form")
+    total = sum(output.values())
+    assert isinstance(total, PendingTensor) and type(output) is dict and not ticket.looked
+    del real["boxes"]
+    with pytest.raises(BatchError, match=r"returned \(2,\) where calls of the same form had returned \('boxes', 2\)"):
+        total.tolist()
 
 
 def test_a_tuple_that_turns_out_to_have_another_length_is_refused() -> None:
