@@ -39,18 +39,18 @@ class OutputKind:
     Attributes:
         losses: that have this shape whatever is given.
         others: by the shapes and modes of a call.
-        items: keys of a dict, or places in a tuple or list, that the program gets with pending tensors in it.
+        items: keys of a dict, or places in a tuple or list, by the same.
     """
 
     cls: Any
     losses: dict[Path, Like] = field(default_factory=dict)
     others: dict[object, dict[Path, Like]] = field(default_factory=dict)
-    items: tuple[Any, ...] = ()
+    items: dict[object, tuple[Any, ...]] = field(default_factory=dict)
 
     def learn(self, outputs: Any, form: object) -> None:
         """Learn that a call with shapes and modes `form` returned `outputs`."""
         self.cls, found = type(outputs), dict(_tensors_in(outputs))
-        self.items = _items_of(outputs)
+        self.items[form] = _items_of(outputs)
         # One row's logits have one number, too, but a dimension, or one with other rows.
         losses = {p: t for p, t in found.items() if len(p) == 2 and (not t.ndim or (p[1] == "loss" and t.numel() == 1))}
         known = {p: (t.shape, t.dtype, t.is_floating_point()) for p, t in losses.items()}
@@ -62,9 +62,11 @@ class OutputKind:
         pending = _Pending(self.cls, self.others.get(form, {}) | self.losses, ticket, device)
         if issubclass(self.cls, Tensor):
             return pending.tensor("itself", None)
-        if self.items and {("item", key) for key in self.items} <= {path[:2] for path in pending.likes}:
-            pending.items = self.items
-            tensors = {key: pending.tensor("item", key) for key in self.items}
+        always = {*self.items.values()}
+        items = self.items.get(form, always.pop() if len(always) == 1 else ())
+        if items and {("item", key) for key in items} <= {path[:2] for path in pending.likes}:
+            pending.items = items  # the program gets the collection, with pending tensors in it
+            tensors = {key: pending.tensor("item", key) for key in items}
             return tensors if self.cls is dict else getattr(self.cls, "_make", self.cls)(tensors.values())
         if not pending.likes or _is_sequence(self.cls):
             return None

@@ -142,6 +142,14 @@ def test_a_dict_of_losses_is_summed_without_a_look() -> None:
         total.tolist()
 
 
+def test_calls_of_each_form_have_keys_of_their_own() -> None:
+    kind, one = OutputKind(dict), torch.tensor(1.0)
+    kind.learn({"a": one, "b": one}, "both")
+    kind.learn({"a": one}, "first")
+    made = [kind.outputs(FakeTicket(torch.exp, one), form, one.device) for form in ("both", "first", "another")]
+    assert [[*made[0]], [*made[1]], type(made[2]) is dict] == [["a", "b"], ["a"], False]
+
+
 def test_a_tuple_that_turns_out_to_have_another_length_is_refused() -> None:
     real = {"hidden": (torch.ones(2), torch.ones(3))}
     hidden = outputs_like(real)[0]["hidden"]
