@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[list[float], float]:
                 "type": "WarmupDecayLR",
                 "params": {
                     "warmup_max_lr": 2e-3,
-                    "warmup_num_steps": options.steps // 10,
+                    "warmup_num_steps": max(1, options.steps // 10),
                     "total_num_steps": options.steps,
                 },
             },

@@ -213,8 +213,7 @@ class BlockOptimizer(HostOptimizer):
     def _load(self, name: str, block: slice, states: Tensors) -> tuple[Tensor, Tensors]:
         """Return the values of a block, and its parts of `states`; one of no elements is stepped for what is kept once."""
         if block.start == block.stop:
-            zeros = {key: torch.zeros(1, dtype=value.dtype) for key, value in states.items()}
-            return torch.zeros(1, dtype=self.master_dtype), zeros
+            return torch.zeros(1, dtype=self.master_dtype), {key: v.new_zeros(1) for key, v in states.items()}
         return self._blocks.read_block(name, block), {key: value.view(-1)[block] for key, value in states.items()}
 
     def _write(self, name: str, block: slice, values: Tensor, numbered: Tensors) -> None:

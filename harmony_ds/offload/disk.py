@@ -7,6 +7,7 @@ updates read and write blocks by system calls, whose errors are exceptions. The 
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import tempfile
@@ -121,6 +122,7 @@ class DiskFile:
 
 def _make_file(folder: str, nbytes: int, key: str) -> int:
     Path(folder).mkdir(parents=True, exist_ok=True)
+    gc.collect()  # models of engines that are gone may hold a file
     with tempfile.TemporaryFile(dir=folder) as file:  # without a name
         try:
             os.posix_fallocate(file.fileno(), 0, nbytes)

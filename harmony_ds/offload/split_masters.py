@@ -135,6 +135,5 @@ class SplitMasters:
         for block in self._blocks(name):
             where = flat[block]
             if where.any():
-                values = self.read_block(name, block)
                 weights = self._weights[name][block].to(torch.float32)
-                self.write_block(name, block, torch.where(where, weights, values))
+                self.write_block(name, block, torch.where(where, weights, self.read_block(name, block)))

@@ -5,6 +5,7 @@ Tensors among pending outputs are pending themselves, as far as their shapes are
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -162,6 +163,8 @@ class _Pending:
         """Return the outputs themselves."""
         if self.computed is None:
             self.computed = self.ticket.outputs()
+            with suppress(Exception):  # the program may write into it, and tensors are read from the other; else not
+                self.computed = copy.copy(self.computed)
         return self.computed
 
     def tensor(self, way: str, key: Any) -> PendingTensor | tuple[PendingTensor, ...] | None:

@@ -2,13 +2,13 @@
 
 The program may start backward passes itself: `loss.backward()` in the place of `engine.backward(loss)`, which divides its
 loss. As in DeepSpeed, gradients that come to a model's outputs from outside are divided by the accumulation steps then,
-each once, where it enters: an output that another one was made of (`logits` and their `loss`) is returned as an alias.
+each once, where it enters (`_door`): another output may be made of one (`logits` and their `loss`).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -261,15 +261,15 @@ class QueuedMicroBatch:
         """Note that the forward pass ran on its own: its loss can be read, and propagated from, until the step is over."""
         micro_batch = self.micro_batch
         micro_batch.cut_outputs()
-        used = _inputs_of_others(tensors_in(micro_batch.outputs))
-        if used:  # others were computed from them; gradients that come to aliases of them are the program's alone
-            own = micro_batch.outputs
-            micro_batch.outputs = map_tensors(lambda one: one.view_as(one) if id(one) in used else one, own)
+        outputs = {id(one): one for one in tensors_in(micro_batch.outputs) if one.requires_grad}
+        used, doors = _inputs_of_others(outputs.values()), {key: _door(one) for key, one in outputs.items()}
+        micro_batch.outputs = map_tensors(lambda one: doors.get(id(one), one), micro_batch.outputs)
         self.stage = Stage.FORWARDED
         if self.wanted:
             self._backward_now()
-        for output in {id(o): o for o in tensors_in(micro_batch.outputs) if o.requires_grad}.values():
-            output.register_hook(self._receive_leaf if output.is_leaf else self.receive)
+        for key, output in outputs.items():
+            entrance = doors[key] if key in used else output  # others' gradients come to those that are used
+            entrance.register_hook(self._receive_leaf if output.is_leaf else self.receive)
 
     def _receive_leaf(self, gradient: Tensor) -> None:
         """Return what the model was given, or keeps, and returns: no gradient of the model's own comes by it."""
@@ -313,7 +313,19 @@ def _divided(tensor: Tensor, divisor: int) -> Tensor:
     return alias
 
 
-def _inputs_of_others(outputs: Sequence[Tensor]) -> set[int]:
+def _inputs_of_others(outputs: Collection[Tensor]) -> set[int]:
     """Return the ids of those `outputs` that others were computed from."""
     edges = {edge for node in reachable_nodes(output.grad_fn for output in outputs) for edge in node.next_functions}
     return {id(output) for output in outputs if (output.grad_fn, output.output_nr) in edges}
+
+
+def _door(output: Tensor) -> Tensor:
+    """Return `output`, in the same memory, as the program gets it: its gradients come to `output` from nowhere else.
+
+    To write into a view of autograd's in place gives it another place in the graph, which hooks do not follow: it is none.
+    """
+    if output.is_leaf or output.layout is not torch.strided:
+        return output
+    with torch.inference_mode(False), torch.enable_grad():  # though the reader may want no gradient now
+        door: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    return door

@@ -290,19 +290,6 @@ def optimizer_step_by_hand(side: Side) -> Found:
     return weights(model)
 
 
-@case(*ONE)
-def optimizer_step_beside_engine_step(side: Side) -> Found:
-    """optimizer.step() right after engine.step(): there are no gradients left, so nothing happens."""
-    model = Net()
-    optimizer = adamw(model)
-    engine = side.initialize(model, optimizer)
-    for x, y in batches(4):
-        engine.backward(engine(x, labels=y))
-        engine.step()
-        optimizer.step()
-    return weights(model)
-
-
 @case(*ALL, tolerance=REGROUPED)
 def loss_backward_from_several_calls(side: Side) -> Found:
     """One loss.backward() for the losses of a whole group, one of them looked at, beside engine.backward of another."""

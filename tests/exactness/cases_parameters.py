@@ -487,18 +487,6 @@ def scheduler_by_hand(side: Side) -> Found:
 
 
 @case()
-def momenta_cleared(side: Side) -> Found:
-    """`optimizer.state.clear()` between two steps."""
-    model = Net()
-    optimizer = adamw(model)
-
-    def clear() -> None:
-        optimizer.state.clear()
-
-    return changed_between_steps(side, model, clear, optimizer)
-
-
-@case()
 def momenta_zeroed(side: Side) -> Found:
     """`state["exp_avg"].zero_()` for every parameter between two steps."""
     model = Net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -104,6 +105,24 @@ def model_returns_a_tuple(side: Side) -> Found:
     def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
         loss, logits = engine(x, labels)
         return loss + 0.01 * logits.pow(2).mean()
+
+    return trained(side, Returning(), sgd, loss, steps=3)
+
+
+@case(*PAIRS)
+def outputs_written_into(side: Side) -> Found:
+    """`outputs.loss = outputs.loss * 0.5`, and `logits.div_(2)`, a view of which that loss was made."""
+
+    class Returning(Net):
+        def forward(self, x: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+            logits = super().forward(x)[:, :2]
+            return SimpleNamespace(loss=F.cross_entropy(logits, labels % 2), logits=logits)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        outputs = engine(x, labels)
+        logits = outputs.logits
+        outputs.loss = outputs.loss * 0.5
+        return outputs.loss + F.cross_entropy(logits.div_(2), labels % 2)
 
     return trained(side, Returning(), sgd, loss, steps=3)
 

@@ -199,12 +199,12 @@ def test_whatever_is_done_to_a_mapping_gives_what_the_real_one_gives(cls: Any, l
 
 
 @pytest.mark.parametrize("cls", [Model, Plain, Object])
-def test_what_is_put_on_outputs_stays(cls: Any) -> None:
-    output, real, _ = waiting(cls)
-    output.logits = 3
-    output.more = 4
+def test_what_is_put_on_outputs_stays_and_what_was_taken_from_them_too(cls: Any) -> None:
+    output, _, _ = waiting(cls)
+    loss = output.loss
+    output.loss, output.logits, output.more = loss * 0.5, 3, 4
 
-    assert (output.logits, output.more, output.loss) == (3, 4, real.loss)
+    assert (output.loss, output.logits, output.more, loss) == (3.0, 3, 4, 6.0)
 
 
 def test_what_the_outputs_do_not_have_is_their_error() -> None:
