@@ -320,9 +320,9 @@ def _inputs_of_others(outputs: Collection[Tensor]) -> set[int]:
 
 
 def _door(output: Tensor) -> Tensor:
-    """Return `output`, in the same memory, as the program gets it: its gradients come to `output` from nowhere else.
+    """Return `output` as the program gets it: in the same memory, but no view.
 
-    To write into a view of autograd's in place gives it another place in the graph, which hooks do not follow: it is none.
+    To write into a view in place gives it another place in autograd's graph, past the hooks on the one that it had.
     """
     if output.is_leaf or output.layout is not torch.strided:
         return output
