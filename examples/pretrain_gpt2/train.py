@@ -257,7 +257,7 @@ def save(result: Result, comparison: Comparison | None, folder: Path) -> None:
         "plain_losses": comparison.plain_losses if comparison else None,
     }
     (folder / "losses.json").write_text(json.dumps(record, indent=2) + "\n")
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # only now: the losses are kept where it is missing
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -63,8 +63,10 @@ class OutputKind:
         pending = _Pending(self.cls, self.others.get(form, {}) | self.losses, ticket, device)
         if issubclass(self.cls, Tensor):
             return pending.tensor("itself", None)
-        always = {*self.items.values()}
-        items = self.items.get(form, always.pop() if len(always) == 1 else ())
+        items = self.items.get(form)
+        if items is None:  # not known: those that there always were
+            (items, *others) = {*self.items.values()}
+            items = () if others else items
         if items and {("item", key) for key in items} <= {path[:2] for path in pending.likes}:
             pending.items = items  # the program gets the collection, with pending tensors in it
             tensors = {key: pending.tensor("item", key) for key in items}
@@ -160,10 +162,11 @@ class _Pending:
     tensors: dict[Path, PendingTensor] = field(default_factory=dict)
 
     def outputs(self) -> Any:
-        """Return the outputs themselves."""
+        """Return the outputs, computed now if need be."""
         if self.computed is None:
             self.computed = self.ticket.outputs()
-            with suppress(Exception):  # the program may write into it, and tensors are read from the other; else not
+            # The program may write into a copy: pending tensors are read from the outputs themselves.
+            with suppress(Exception):  # there are classes that cannot be copied
                 self.computed = copy.copy(self.computed)
         return self.computed
 

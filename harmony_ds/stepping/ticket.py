@@ -244,7 +244,8 @@ class QueuedMicroBatch:
         small = max((tensor.numel() // 8 for tensor in tensors_in(outputs)), default=0)
 
         def to_keep(value: Tensor) -> Tensor:  # a copy: it may be a view of others
-            # More than a number would need memory of the device that no plan has; that of another device waits for none.
+            # A number stays where it is: a copy from one device to another makes both wait. More than that would need
+            # memory of the device that no plan has.
             return value.detach().clone() if value.numel() == 1 else value.detach().to("cpu", copy=True)
 
         def is_kept(node: Node) -> bool:
