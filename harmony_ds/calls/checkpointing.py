@@ -29,7 +29,7 @@ _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"  # takes
 @contextmanager
 def checkpoints_bypassed() -> Iterator[None]:
     """Make this thread's checkpoints call their functions directly while the context is open."""
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = _non_reentrant  # type: ignore[assignment]
+    setattr(torch.utils.checkpoint, _NON_REENTRANT, _non_reentrant)
     _patch_reentrant(torch.utils.checkpoint.CheckpointFunction, lambda function, _preserve, *args: function(*args))
     _patch_reentrant(getattr(sys.modules.get(_DEEPSPEED), "CheckpointFunction", None), _call_for_deepspeed)
     before, _engine.runs = _engine.runs, True
@@ -63,13 +63,16 @@ def _call_for_deepspeed(function: Callable[..., Any], outputs: list[Any], *args:
     outputs += [result] if isinstance(result, Tensor) else result
 
 
-_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+_NON_REENTRANT = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{_NON_REENTRANT}_impl"):  # torch 2.14 and later
+    _NON_REENTRANT += "_impl"
+_generator = getattr(torch.utils.checkpoint, _NON_REENTRANT)
 
 
-def _non_reentrant(fn: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+def _non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Stand in for torch's generator, which runs up to a checkpointed call and goes on after it."""
     if not _engine.runs:
-        yield from _generator(fn, preserve, context_fn, *args, **kwargs)
+        yield from _generator(*args, **kwargs)
         return
-    with context_fn()[0]:
+    with kwargs.get("context_fn", args[2])()[0]:  # by position before torch 2.14
         yield

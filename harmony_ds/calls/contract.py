@@ -39,7 +39,7 @@ _COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
 Key = tuple[int, str]
 """The number of a module, and the name of an attribute."""
 Attributes = dict[Key, tuple[Any, int]]
-"""The attributes and buffers of all modules at one time, each with its version if it is a tensor."""
+"""The attributes, buffers and submodules of all modules at one time, each with its version if it is a tensor."""
 _ABSENT = object(), 0
 
 
@@ -165,8 +165,8 @@ class Contract:
                 held = self._held[number]
                 if (number, key) not in before:
                     held.pop(key, None)
-                elif key not in held["_buffers"]:
-                    held[key] = before[number, key][0]
+                elif not isinstance(value := before[number, key][0], nn.Module) and key not in held["_buffers"]:
+                    held[key] = value
             for container, content in contents:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
@@ -217,14 +217,14 @@ class Contract:
         return same and self._versions == list(map(_version, self._tensors))
 
     def _all_values(self) -> list[Any]:
-        buffers = [held["_buffers"] for held in self._held]
-        return [*chain.from_iterable(map(dict.values, (*self._held, *buffers)))]
+        within = [held[kind] for held in self._held for kind in ("_buffers", "_modules")]
+        return [*chain.from_iterable(map(dict.values, (*self._held, *within)))]
 
     def _snapshot(self) -> Attributes:
         return {
             (number, key): (value, _version(value) if isinstance(value, Tensor) else 0)
             for number, held in enumerate(self._held)
-            for key, value in (*held.items(), *held["_buffers"].items())
+            for key, value in (*held.items(), *held["_buffers"].items(), *held["_modules"].items())
             if key not in _NOT_PLAIN
         }
 

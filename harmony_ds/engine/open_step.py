@@ -180,7 +180,9 @@ class OpenStep:
             return False
         if not self.group.wanted:
             return self.group.propagated
-        self._world.refuse("looking at gradients, or dropping them, before the step that they are for")
+        self._world.refuse(
+            "gradients before the step that they are for (looked at, dropped, or of inputs that require them)"
+        )
         try:
             with self._busy():
                 return self.group.propagate(self._optimizer.hyper(), self._clipping() or Clipping())

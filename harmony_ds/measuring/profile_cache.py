@@ -73,10 +73,6 @@ class ProfileFile:
 def with_times(table: CostTable, timed: CostTable) -> CostTable:
     """Return `table`, whose bytes were just measured, with the times of `timed`, which has all of its calls."""
     there = [timed.costs[place] for place in positions_of(table.calls, timed.calls)]
-    costs = tuple(
-        replace(
-            cost, **{name: getattr(known, name) for name in ("forward_ms", "backward_ms", "fused_ms", "propagate_ms")}
-        )
-        for cost, known in zip(table.costs, there, strict=True)
-    )
+    names, pairs = ("forward_ms", "backward_ms", "fused_ms", "propagate_ms"), zip(table.costs, there, strict=True)
+    costs = tuple(replace(cost, **{name: getattr(known, name) for name in names}) for cost, known in pairs)
     return replace(table, costs=costs, head_ms=timed.head_ms, tail_ms=timed.tail_ms)

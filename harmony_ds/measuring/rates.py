@@ -31,7 +31,6 @@ _REPEATS = 5
 _MATRIX = 256
 _BESIDE_SECONDS = 0.1
 
-
 _known: dict[tuple[str, ...], Machine] = {}
 """Machines that this process has measured already; they do not change while it lives."""
 

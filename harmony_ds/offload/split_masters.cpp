@@ -8,11 +8,10 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstdint>
 #include <vector>
 
-static_assert(std::endian::native == std::endian::little, "the low half of a value comes first");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of a value comes first");
 
 namespace {
 constexpr int64_t kPiece = 512;   // values that are gone through again at once

@@ -94,9 +94,9 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
         return first.owner.put_gradient(first.name, args[1] if descriptor == "__set__" else None)
     if name in _REFUSED:
         raise UnsupportedError(f"{name}() of {first.name}, which an engine trains: {_REFUSED[name]}.")
-    writes = _writes(name, descriptor, kwargs)
-    for link in links:
-        link.before(writes)
+    written = _written(name, descriptor, args, kwargs)
+    for parameter, link in zip(used, links, strict=True):
+        link.before(writes=id(parameter) in written)
     if descriptor == "__set__" and name == "data":
         return first.replace(args[1])
     try:
@@ -115,10 +115,12 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
     return result
 
 
-def _writes(name: str, descriptor: str, kwargs: dict[str, Any]) -> bool:
+def _written(name: str, descriptor: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Return the ids of what a function writes into: its first argument, or what it is to put its result into."""
     in_place = name.endswith("_") and not name.startswith("__")
     operator = name.startswith("__i") and name.endswith("__") and name not in ("__int__", "__index__", "__invert__")
-    return in_place or operator or name == "__setitem__" or descriptor == "__set__" or kwargs.get("out") is not None
+    first = in_place or operator or name == "__setitem__" or descriptor == "__set__"
+    return set(map(id, tree_iter(((args[:1] or kwargs) if first else (), kwargs.get("out")))))
 
 
 class ParameterLinks:

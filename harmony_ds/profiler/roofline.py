@@ -30,19 +30,8 @@ from harmony_ds.profiler.hardware import KernelRates
 
 _aten = torch.ops.aten
 
-_FREE = frozenset(
-    [
-        _aten.detach,
-        _aten.empty,
-        _aten.empty_like,
-        _aten.empty_strided,
-        _aten.lift_fresh,
-        _aten.new_empty,
-        _aten.new_empty_strided,
-        _aten._reshape_alias,
-        _aten._unsafe_view,
-    ]
-)
+_FREE = frozenset([_aten.detach, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.lift_fresh])
+_FREE |= {_aten.new_empty, _aten.new_empty_strided, _aten._reshape_alias, _aten._unsafe_view}
 """Beside views: what launches no kernel."""
 
 _GATHERING = frozenset([_aten.embedding, _aten.gather, _aten.index, _aten.index_select])
@@ -100,6 +89,8 @@ class RooflineClock(EagerDispatchMode):
         time = max(touched / rates.bytes_per_ms, rates.kernel_ms)
         formula = flop_registry.get(packet)
         if formula is not None:
+            if packet in _FUSED_ATTENTION:  # torch before 2.13 counts no grouped heads
+                args = tuple(_with_heads(argument, read[0].shape[1]) for argument in args)
             flops = formula(*args, **kwargs, out_val=result)
             half = read[0].dtype in _HALF
             share = rates.matmul_share
@@ -126,6 +117,11 @@ def _nbytes(tensor: Tensor) -> int:
     if tensor.layout is torch.strided and 0 in tensor.stride():
         return min(elements, tensor.untyped_storage().nbytes())
     return elements
+
+
+def _with_heads(argument: Any, heads: int) -> Any:
+    is_operand = isinstance(argument, Tensor) and argument.dim() == 4
+    return argument[:, :1].expand(-1, heads, -1, -1) if is_operand else argument
 
 
 def _is_causal(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -57,8 +57,8 @@ class GatheredGradients:
             measure: takes the norms of their gradients anew if so.
         """
         parts = self._parts
-        own = parts.user_gradients.pop(names)
-        if own:
+        if own := parts.user_gradients.pop(names):
+            parts.world.refuse(f"a loss with {min(own)} in it outside the model's forward (a temperature, a penalty)")
             # Copies: the program may write into its tensors right after the step.
             parts.updater.receive(parts.gradients.on_host({name: g.clone() for name, g in own.items()}))
             if measure:

@@ -131,11 +131,6 @@ class StepGroup(Queue):
                 f"micro-batch {index} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
                 f"{sorted(kwargs)}): pass what the model's forward takes."
             )
-        if any(tensor.is_nested for tensor in arguments.tensors):
-            raise BatchError(
-                f"micro-batch {index} holds a nested tensor, whose size the engine cannot plan with: pass a padded one "
-                "(torch.nested.to_padded_tensor) and a mask."
-            )
         return MicroBatch(
             index=index,
             # As if one process had taken the micro-batches of all in turn.

@@ -31,6 +31,7 @@ from harmony_ds.errors import BatchError, UnsupportedError
 _VIEWS = frozenset(
     "to float double half bfloat16 cpu type_as detach data contiguous view view_as reshape reshape_as flatten".split()
     + "unflatten permute transpose t T mT squeeze unsqueeze expand expand_as select __getitem__ split chunk unbind".split()
+    + "swapaxes movedim narrow diagonal unfold".split()
 )
 """Functions whose results may share memory with their operand."""
 _ADDITIVE = _VIEWS.union("add sub neg clone mean sum stack cat __rsub__".split())
@@ -40,7 +41,9 @@ _LAZY = _ADDITIVE.union(
     "normalize cosine_similarity matmul mm bmm linear einsum gather index_select cumsum var std diag".split(),
     "cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss".split(),
     "binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss margin_ranking_loss".split(),
-    "cosine_embedding_loss hinge_embedding_loss triplet_margin_loss".split(),
+    "cosine_embedding_loss hinge_embedding_loss triplet_margin_loss soft_margin_loss multi_margin_loss".split(),
+    "multilabel_margin_loss multilabel_soft_margin_loss gaussian_nll_loss pairwise_distance cdist interpolate pad".split(),
+    "roll repeat repeat_interleave cos sin cosh erf logaddexp nan_to_num diff tril triu adaptive_avg_pool1d".split(),
 )
 """Functions that may run later: they draw no random numbers, and write nothing."""
 _LIKE = frozenset("zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full".split())
@@ -274,6 +277,11 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
     Nor do tensors with gradients while they are off: an `autograd.Function` may be at work, which returns real ones.
     """
+    if name == "__getitem__":  # a mask does not show how many places it has; torch looks for them, too
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        masks = [type(one) is Tensor and one.dtype is torch.bool and one.ndim > 0 for one in index]
+        places = [one.nonzero(as_tuple=True) if is_mask else (one,) for one, is_mask in zip(index, masks, strict=True)]
+        args = args[0], tuple(itertools.chain(*places))
     leaves, spec = tree_flatten((args, kwargs))
     operands = [_as_it_is(leaf) for leaf in leaves]
     nodes = [one for one in operands if isinstance(one, Node)]

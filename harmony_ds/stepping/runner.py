@@ -223,6 +223,7 @@ class Runner:
 
     def forward_now(self, micro_batch: MicroBatch) -> None:
         """Run the forward pass of one micro-batch, whose outputs are read."""
+        self.parts.contract.check([micro_batch.state])
         with self._recovering([micro_batch], part=True):
             self.executor.run(self.plans.forward(micro_batch, self.executor.begun), [micro_batch])
 

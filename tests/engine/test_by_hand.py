@@ -106,6 +106,7 @@ def test_writing_while_a_micro_batch_waits_for_its_backward_is_refused() -> None
         loss = engine(*batch(0))
         assert model.head.weight.data.norm() > 0.0
         assert len(model.state_dict()) == 8
+        torch.zeros(model.head.weight.shape).add_(model.head.weight)  # which is only read
         with torch.no_grad(), pytest.raises(UsageError, match=r"head\.weight is about to be changed"):
             model.head.weight.zero_()
         engine.backward(loss)

@@ -238,6 +238,23 @@ def test_an_attribute_that_changes_between_the_calls_of_a_step_is_refused_by_nam
         assert engine.global_steps == 2
 
 
+@pytest.mark.filterwarnings("ignore:a loss or an output")
+def test_what_is_put_back_after_a_call_is_refused_by_name_when_that_call_runs() -> None:
+    model = build_seeded(Model)
+    with engine_for(model, sgd, config_of(1)) as engine:
+        whole, mask = model.layers, model.layers[2].mask
+        model.layers = whole[:2]
+        engine.backward(engine(inputs(0)))
+        model.layers = whole
+        with pytest.raises(ModelError, match="layers was changed"):
+            engine.step()
+        model.layers[2].mask = 0 * mask
+        reference = engine(inputs(1)).detach()  # only read
+        model.layers[2].mask = mask
+        with pytest.raises(ModelError, match=r"layers.2.mask was changed"):
+            engine.backward((engine(inputs(1)) - reference).square())
+
+
 def test_an_attribute_that_forward_sets_is_there_after_the_step_and_costs_no_grouping(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

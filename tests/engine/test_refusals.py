@@ -125,3 +125,4 @@ def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatc
         harmony_ds.initialize(model=model, optimizer=sgd(model.parameters()), config=config_of(1))
     monkeypatch.setenv("WORLD_SIZE", "1")
     harmony_ds.initialize(model=model, optimizer=sgd(model.parameters()), config=config_of(1))[0].destroy()
+    assert torch.distributed.get_rank() == 0  # asked by scripts that a launcher starts

@@ -19,7 +19,6 @@ from tests.exactness.models import (
     Net,
     Sigmoids,
     by_both_loops,
-    of_logits,
     sgd,
     trained,
 )
@@ -92,22 +91,6 @@ class GraphWithBuffer(Net):
 def sparse_buffer(side: Side) -> Found:
     """A graph network keeps its adjacency matrix in a sparse buffer."""
     return by_both_loops(side, GraphWithBuffer())
-
-
-class Ragged(Net):
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(torch.nested.to_padded_tensor(x, 0.0)[:, 0])
-
-
-@case(*ONE)
-def nested_tensor_given(side: Side) -> Found:
-    """Micro-batches are nested tensors."""
-
-    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
-        nested = torch.nested.nested_tensor([row.repeat(n + 1, 1) for n, row in enumerate(x)])
-        return of_logits(engine, nested, labels)
-
-    return trained(side, Ragged(), sgd, loss)
 
 
 class Indexed(nn.Module):

@@ -99,19 +99,6 @@ def step_put_on_the_optimizer_before(side: Side) -> Found:
     return {**trained(side, model, lambda _: optimizer, own_loss, steps=3), "counts": len(counts)}
 
 
-@case(*ALL)
-def step_put_on_the_optimizer_in_bf16(side: Side) -> Found:
-    """The same after initialize, with bf16 weights."""
-    model, counts = Net(), []
-    optimizer = sgd(model)
-    engine = side.initialize(model, optimizer, bf16={"enabled": True})
-    clamping(optimizer, model, counts)
-    for x, y in batches(3 * side.accumulation):
-        engine.backward(engine(x.bfloat16(), y))
-        engine.step()
-    return {**weights(model), "counts": len(counts)}
-
-
 class Lookahead(torch.optim.Optimizer):
     """An optimizer written by hand around another optimizer, without `super().__init__`."""
 

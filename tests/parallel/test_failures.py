@@ -195,6 +195,11 @@ def doors() -> dict[str, tuple[str, str]]:
         engine.backward(engine(**batches()[0]))
         assert weight.grad is not None
 
+    def penalty(engine: Any, weight: Any) -> None:
+        for one in batches():
+            engine.backward(engine(**one) + weight.square().sum())
+            engine.step()
+
     several: dict[str, Callable[[Any, Any], Any]] = {
         "add_": add,
         "data=": lambda engine, weight: setattr(weight, "data", torch.zeros_like(weight)),
@@ -205,6 +210,7 @@ def doors() -> dict[str, tuple[str, str]]:
             weight, torch.zeros_like(weight), "exp_avg"
         ),
         "grad": gradient,
+        "penalty": penalty,
         "grad=": lambda engine, weight: setattr(weight, "grad", torch.ones_like(weight)),
         "step hook": lambda engine, weight: engine.optimizer.register_step_post_hook(lambda *_: None),
     }

@@ -235,7 +235,7 @@ def test_what_is_written_reaches_what_was_made_before_where_it_does_in_torch(
     assert ticket.looked == 1
 
 
-TARGETS = torch.tensor([2, 0])
+TARGETS, MASK = torch.tensor([2, 0]), torch.tensor([True, False])
 LOSSES: dict[str, Callable[[Any], Any]] = {
     "cross entropy": lambda out: F.cross_entropy(out, TARGETS),
     "a module's": lambda out: nn.CrossEntropyLoss(label_smoothing=0.1)(out, TARGETS),
@@ -247,6 +247,8 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
     "of pairs": lambda out: -F.logsigmoid(out[:, 0] - out[:, 1]).mean(),
     "of parts": lambda out: sum((n + 1) * one.mean() for n, one in enumerate(F.normalize(out).split([1, 2], dim=-1))),
     "of the largest": lambda out: torch.min(out, out.clamp(0, 1)).mean() + out.amax(-1).sum(),
+    "of masked rows": lambda out: F.cross_entropy(out[MASK], TARGETS[MASK]) + out[None, MASK, 1:].sum(),
+    "of columns": lambda out: F.interpolate(F.pad(out.roll(1), (0, 1))[None], size=9).repeat(1, 2, 1).std(),
     "of ones": lambda out: F.binary_cross_entropy_with_logits(out, torch.ones_like(out)),
     "smoothed": lambda out: (torch.zeros_like(out).fill_(0.1).scatter_(1, TARGETS[:, None], 0.8) * out).sum(),
     "drawn": lambda out: torch.manual_seed(3) and (out * torch.randn_like(out) + out.new_ones(3)).sum(),
