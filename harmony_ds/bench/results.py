@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def environment(device: str) -> dict[str, Any]:
     """Return what the numbers depend on: command, date, versions, CPU, memory, load, and the GPU."""
     found = {
         "command": command_line(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "versions": {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES},
         "cpu": cpu_model(),

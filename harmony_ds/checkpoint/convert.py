@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 from harmony_ds.checkpoint import layout
@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 _LAYOUTS = ((layout.is_ours, layout.read), (is_universal, read_universal), (is_zero, read_zero))
 
 
-class Layout(str, Enum):
+class Layout(StrEnum):
     """Layouts that a checkpoint can be converted to. DeepSpeed reads a universal one with any ZeRO stage."""
 
     HARMONY = "harmony"

@@ -261,6 +261,10 @@ def partial_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     Its class is a subclass without a destructor: DeepSpeed's would destroy the compiled object that both share.
     """
     cls = type(optimizer)
+    if isinstance(getattr(cls, "param_groups", None), property):
+        raise OptimizerError(
+            f"{cls.__name__} shows the parameter groups of another optimizer: give initialize that one."
+        )
     part = cast(torch.optim.Optimizer, object.__new__(type(cls.__name__, (cls,), {"__del__": lambda self: None})))
     part.__dict__.update(optimizer.__dict__)
     part.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, bound to the user's object

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
-import tomllib
 
 from harmony_ds import cli
 from tests.docs.pages import DOCUMENTS, EXAMPLES, ROOT, Snippet, shell_lines

@@ -139,6 +139,13 @@ def test_a_foreign_parameter_is_refused_with_its_group_and_shape() -> None:
         HostOptimizer(torch.optim.SGD(groups, lr=1.0), parameters_of(model))
 
 
+def test_an_optimizer_around_another_that_shows_its_groups_is_refused_by_name() -> None:
+    model = odd_sizes()
+    around = type("Lookahead", (torch.optim.SGD,), {"param_groups": property(lambda self: [], lambda self, _: None)})
+    with pytest.raises(OptimizerError, match="Lookahead shows the parameter groups of another"):
+        HostOptimizer(around(model.parameters()), parameters_of(model))
+
+
 def test_a_step_that_fails_leaves_no_gradients() -> None:
     class Failing(torch.optim.SGD):
         elementwise = True
