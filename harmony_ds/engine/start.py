@@ -26,7 +26,7 @@ from harmony_ds.engine.zero_optimizer import unwrap_optimizer
 from harmony_ds.errors import ConfigError, UnsupportedError
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups, parameters_in
 from harmony_ds.parallel import SingleProcess, join_world
-from harmony_ds.parallel.distributed import init_distributed
+from harmony_ds.parallel.distributed import init_distributed, launched_size
 
 _logger = logging.getLogger(__name__)
 DsConfig = Mapping[str, Any] | str | Path
@@ -106,7 +106,7 @@ def _check_model(model: object, mpu: Any, mesh_param: Any) -> nn.Module:
 
 
 def _load_settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init_required: bool | None) -> Config:
-    if dist_init_required or os.environ.get("WORLD_SIZE"):  # by a launcher: its scripts ask for their rank
+    if dist_init_required or launched_size():  # whose scripts ask for their rank, one process's too
         init_distributed()
     settings = load_config(given, dist.get_world_size() if dist.is_initialized() else 1)
     if settings.without_meaning:

@@ -137,13 +137,11 @@ class Timing(Passes):
             # slices.
             issued_ms += sum(issue)
             timed_ms += forward + backward
-            fused = (backward or forward) + (forward if backward and self._rows.cuts else 0.0)
-            times: dict[str, Any] = {
-                "forward_ms": forward + inter_layer,
-                "backward_ms": backward,
-                "fused_ms": fused + inter_layer,
-            }
-            timed.append(replace(cost, **times, propagate_ms=propagate))
+            fused = (backward or forward) + (forward if backward and self._rows.cuts else 0.0) + inter_layer
+            forward += inter_layer
+            timed.append(
+                replace(cost, forward_ms=forward, backward_ms=backward, fused_ms=fused, propagate_ms=propagate)
+            )
         head, tail = (typical(self._samples[_REST, what]) for what in ("head", "tail"))
         share = min(1.0, issued_ms / timed_ms) if timed_ms else 0.0
         return replace(costs, costs=tuple(timed), head_ms=head, tail_ms=tail, issue_share=share)

@@ -44,7 +44,7 @@ class HostOptimizer:
         Raises:
             OptimizerError: `optimizer` needs all parameters at once, or has one that is not the model's.
         """
-        _check_elementwise(optimizer)
+        _check_class(type(optimizer))
         self.optimizer = optimizer
         self._names = names = {id(master): name for name, master in masters.items()}
         self._sync: Callable[[], None] | None = None  # of the watched state
@@ -261,10 +261,6 @@ def partial_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     Its class is a subclass without a destructor: DeepSpeed's would destroy the compiled object that both share.
     """
     cls = type(optimizer)
-    if isinstance(getattr(cls, "param_groups", None), property):
-        raise OptimizerError(
-            f"{cls.__name__} shows the parameter groups of another optimizer: give initialize that one."
-        )
     part = cast(torch.optim.Optimizer, object.__new__(type(cls.__name__, (cls,), {"__del__": lambda self: None})))
     part.__dict__.update(optimizer.__dict__)
     part.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, bound to the user's object
@@ -297,12 +293,16 @@ def _frozen(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OptimizerError if `optimizer` is known to need all parameters at once."""
-    row = of_class(type(optimizer).__mro__)
+def _check_class(cls: type[torch.optim.Optimizer]) -> None:
+    """Raise OptimizerError if optimizers of `cls` are known to need all parameters at once, or stand for another one."""
+    if isinstance(getattr(cls, "param_groups", None), property):
+        raise OptimizerError(
+            f"{cls.__name__} shows the parameter groups of another optimizer: give initialize that one."
+        )
+    row = of_class(cls.__mro__)
     if row is not None and row.whole:
         raise OptimizerError(
-            f"{type(optimizer).__name__} does not treat parameters one by one, so it cannot be stepped layer by "
+            f"{cls.__name__} does not treat parameters one by one, so it cannot be stepped layer by "
             "layer on the host. Use an elementwise optimizer such as torch.optim.AdamW, or name one in the ds_config."
         )
 

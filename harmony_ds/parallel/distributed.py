@@ -118,8 +118,8 @@ def _init_deepspeed_comm(backend: str | None) -> None:
 
 
 def launched_size() -> int:
-    """Return how many processes the launcher has started (WORLD_SIZE)."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
+    """Return how many processes a launcher has started (WORLD_SIZE); 0: there was none."""
+    return int(os.environ.get("WORLD_SIZE") or 0)
 
 
 @contextmanager

@@ -246,10 +246,11 @@ class QueuedMicroBatch:
         def to_keep(value: Tensor) -> Tensor:  # a copy: it may be a view of others
             # A number stays where it is: a copy from one device to another makes both wait. More than that would need
             # memory of the device that no plan has. From there it comes back on the stream that it goes out by.
+            value = value.detach()
             if value.numel() == 1:
-                return value.detach().clone()
-            host = torch.empty_like(value.detach(), device="cpu", pin_memory=value.is_cuda)
-            return host.copy_(value.detach(), non_blocking=value.device == self.micro_batch.home)
+                return value.clone()
+            host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            return host.copy_(value, non_blocking=value.device == self.micro_batch.home)
 
         def is_kept(node: Node) -> bool:
             if node.value is None and node.tickets == (self,) and node.shape.numel() <= max(1, small):
