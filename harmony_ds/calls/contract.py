@@ -206,6 +206,8 @@ class Contract:
 
     def _record(self) -> None:
         self._attributes = self._snapshot()
+        # Were another dictionary put in the place of one, that would be a changed value of its module's.
+        self._held_within = [held[kind] for kind in ("_buffers", "_modules") for held in self._held]
         self._values = self._all_values()
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._versions = list(map(_version, self._tensors))
@@ -217,8 +219,7 @@ class Contract:
         return same and self._versions == list(map(_version, self._tensors))
 
     def _all_values(self) -> list[Any]:
-        within = [held[kind] for held in self._held for kind in ("_buffers", "_modules")]
-        return [*chain.from_iterable(map(dict.values, (*self._held, *within)))]
+        return [*chain.from_iterable(map(dict.values, chain(self._held, self._held_within)))]
 
     def _snapshot(self) -> Attributes:
         return {
