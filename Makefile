@@ -75,6 +75,8 @@ unexport PYTHONDONTWRITEBYTECODE
 test: export DEPTH := not gpu and not deep
 test-all: export DEPTH := not gpu
 test test-all: export OMP_NUM_THREADS ?= 1
+# DeepSpeed's own engine, which ours is compared with, looks for ninja there.
+test test-all: export PATH := $(abspath $(BIN)):$(PATH)
 test test-all: $(COMPILED)
 	$(MAKE) --jobs=2 --output-sync=target checks $(TEST_DEVICES)
 	$(PYTEST) --numprocesses=2 --dist=worksteal -m "$$DEPTH" $(addprefix --ignore=,$(TEST_DEVICES)) tests

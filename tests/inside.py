@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
 from harmony_ds import HarmonyEngine
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.loss_scaling import LossScaler
+from harmony_ds.offload.disk import DiskFile
 from harmony_ds.offload.updater import Updater
 from harmony_ds.stepping.planner import Planner
 
@@ -27,3 +34,22 @@ def updater_of(engine: HarmonyEngine) -> Updater:
 def scaler_of(engine: HarmonyEngine) -> LossScaler:
     """Return its loss scaler."""
     return engine._training.scaler
+
+
+def moves_of(file: DiskFile) -> Callable[[], tuple[int, int]]:
+    """Count from now on; what is returned returns bytes read and written since it was called before."""
+    moved: list[tuple[Any, int]] = []  # several threads add to it
+    move = file._move
+
+    def moving(call: Callable[..., int], there: Tensor, here: Tensor) -> None:
+        move(call, there, here)
+        moved.append((call, here.nbytes))
+
+    def since() -> tuple[int, int]:
+        seen = moved.copy()
+        moved.clear()
+        read, written = (sum(n for one, n in seen if one is call) for call in (os.preadv, os.pwritev))
+        return read, written
+
+    file._move = moving  # type: ignore[method-assign]
+    return since

@@ -42,9 +42,8 @@ def main() -> None:
     with engine.record_steps() as recorded:
         for step in range(_RECORDED):
             engine.train_batch(task.batches(_WARM_UP + step))
-    kernels_ms = (
-        _kernels_ms(lambda: engine.train_batch(task.batches(_WARM_UP + _RECORDED))) if device() == "cuda" else None
-    )
+    one_more = task.batches(_WARM_UP + _RECORDED)
+    kernels_ms = _kernels_ms(lambda: engine.train_batch(one_more)) if device() == "cuda" else None
     middle = statistics.median_low(step.step_ms for step in recorded)
     shown = next(step for step in recorded if step.step_ms == middle)
     swaps, busy = engine.swap_report(), shown.busy_ms
@@ -58,6 +57,7 @@ def main() -> None:
         "tokens_per_s": task.sample_items * task.samples / middle * 1e3,
         "computing_share": busy[COMPUTE] / middle,
         "kernels_ms": kernels_ms,
+        "allocator_retries": float(torch.cuda.memory_stats().get("num_alloc_retries", 0)),  # which wait for the device
         "to_device_gb_per_s": _rate(sum(swaps.host_to_device.values()), busy[SWAP_IN]),
         "to_host_gb_per_s": _rate(sum(swaps.device_to_host.values()), busy[SWAP_OUT]),
         "update_gb_per_s": _rate(update_bytes, busy[UPDATE]),

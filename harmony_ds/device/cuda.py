@@ -195,13 +195,12 @@ class CudaDevice(Device):
         """Return the bytes of cuBLAS workspaces, and of fragments that the caching allocator cannot use.
 
         workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: the engine's and autograd's.
-                     32 MiB on compute capability 9.0, else 8,320 KiB; cuBLASLt uses the same (torch,
+                     32 MiB from compute capability 9.0 on, else 8,320 KiB; cuBLASLt uses the same (torch,
                      aten/src/ATen/cuda/CublasHandlePool.cpp, unless CUBLAS_WORKSPACE_CONFIG says otherwise)
         segments     for each stream one of small blocks (2 MiB) and one of larger ones (20 MiB), but for PEER and DISK
                      (torch, c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer), and part of a given budget
         """
-        hopper = torch.cuda.get_device_capability(self.torch_device) == (9, 0)
-        workspace = 32 * 2**20 if hopper else 8320 * 2**10
+        workspace = 8320 * 2**10 if torch.cuda.get_device_capability(self.torch_device) < (9, 0) else 32 * 2**20
         return 2 * workspace + (len(Stream) - 2) * (2 + 20) * 2**20 + self._scattered_bytes
 
     def available_bytes(self) -> int:

@@ -71,6 +71,7 @@ class Measurement(Passes):
             self._flow = FlowWatch(copy.leaves.values()) if self._parts.device.count > 1 else None
             with self._parts.device.probe() as probe:
                 self._stretch = _Stretch(probe)
+                torch.ones(1, 1, device=self._parts.device.torch_device).matrix_power(2)  # cuBLAS's workspace stays
                 self._base = probe.allocated_bytes()
                 self._measure(sample)
         return replace(self._seen.table(), in_slices=self._rows.cuts)
@@ -254,8 +255,7 @@ class Measurement(Passes):
             trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
             call.note(gradient_bytes=sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained))
         tensors = list(recorded.tensors)
-        unevenly = routes and self._parts.device.has_values
-        for inputs in extremes(recorded.on_device) if unevenly else ():
+        for inputs in extremes(recorded.on_device) if routes and self._parts.device.has_values else ():
             recorded.tensors = [StashEntry(tensor, self._layers[call.layer].name) for tensor in inputs]
             try:
                 self._backward(call, recorded, copy)

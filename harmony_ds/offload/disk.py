@@ -11,7 +11,6 @@ import gc
 import mmap
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,16 +40,13 @@ class DiskFile:
     """Unnamed file of a fixed size.
 
     Attributes:
-        read_bytes, written_bytes: moved by `read` and `write` so far.
         bytes_per_ms: rate of the disk, measured when the file was made; of several processes, the share of each.
     """
 
     def __init__(self, folder: str, nbytes: int, key: str = "offload_optimizer", world: SingleProcess = ALONE) -> None:
         """Raise HostMemoryError if the disk of `folder` has no room for `nbytes`; OSError if it takes no file."""
         self.nbytes = max(nbytes, _GRAIN)
-        self.read_bytes = self.written_bytes = 0
         self._end = 0
-        self._lock = threading.Lock()  # of the numbers that several threads count
         self._world = world
         self._file = os.fdopen(world.share_file(partial(_make_file, folder, self.nbytes, key)), "r+b", buffering=0)
         self._descriptor = self._file.fileno()
@@ -76,9 +72,7 @@ class DiskFile:
 
     def read(self, source: Tensor, values: Tensor) -> None:
         """Read a contiguous tensor of the file into memory; OSError: the disk fails."""
-        moved = self._move(os.preadv, source, values)
-        with self._lock:
-            self.read_bytes += moved
+        self._move(os.preadv, source, values)
 
     def copy_of(self, source: Tensor) -> Tensor:
         """Return a copy in memory of a tensor of the file; OSError: the disk fails."""
@@ -88,11 +82,9 @@ class DiskFile:
 
     def write(self, values: Tensor, target: Tensor) -> None:
         """Write memory into a contiguous tensor of the file; OSError: the disk fails."""
-        moved = self._move(os.pwritev, target, values)
-        with self._lock:
-            self.written_bytes += moved
+        self._move(os.pwritev, target, values)
 
-    def _move(self, call: Callable[..., int], there: Tensor, here: Tensor) -> int:
+    def _move(self, call: Callable[..., int], there: Tensor, here: Tensor) -> None:
         octets = memoryview(here.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
         begin, done = there.data_ptr() - self._memory.data_ptr(), 0
         while done < len(octets):
@@ -100,7 +92,6 @@ class DiskFile:
             if not moved:
                 raise OSError(f"the file on the disk ends at byte {begin + done:,} of {self.nbytes:,}")
             done += moved
-        return done
 
     def _measure(self) -> float:
         """Return how many bytes the disk writes and then reads in a millisecond; before the file holds any tensor."""
@@ -110,7 +101,6 @@ class DiskFile:
         os.fdatasync(self._descriptor)
         os.posix_fadvise(self._descriptor, 0, len(values), os.POSIX_FADV_DONTNEED)  # else it is read from memory
         self.read(self._memory[: len(values)], values)
-        self.read_bytes = self.written_bytes = 0
         return 2 * len(values) / (time.perf_counter() - begin) / 1e3
 
     def close(self) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import ninja
 import torch
 from psutil import process_iter
 from torch.utils import cpp_extension
@@ -49,9 +51,9 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
 
 @contextmanager
 def compiling(extension: str) -> Iterator[None]:
-    """Let this process alone load `extension`, which is compiled if need be; remove a lock of torch that nobody holds.
+    """Let this process alone load `extension`, which is compiled if need be, by the ninja beside this Python.
 
-    torch's lock is a file that its process keeps open. Where that was killed, torch would wait for ever.
+    torch's lock is a file that its process keeps open, and is removed where that was killed: torch would wait for ever.
     """
     folder = Path(cpp_extension._get_build_directory(extension, verbose=False)).resolve()
     lock = folder / "lock"
@@ -62,7 +64,13 @@ def compiling(extension: str) -> Iterator[None]:
             if lock.exists() and str(lock) not in (file.path for file in files):
                 _logger.warning("removing %s, which a process that was killed has left", lock)
                 lock.unlink()
-        yield
+        # Python's environment may not be activated; and what another ninja has compiled, ninja compiles again.
+        path = os.environ.get("PATH", os.defpath)
+        os.environ["PATH"] = os.pathsep.join(filter(None, (ninja.BIN_DIR, path)))
+        try:
+            yield
+        finally:
+            os.environ["PATH"] = path
 
 
 def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
@@ -126,8 +134,8 @@ class GilFreeOp:
 def _remedy(name: str, said: list[str]) -> str:
     why = next((line for line in said if "error:" in line or "not found" in line), said[-1])
     return (
-        f"{name} is compiled on first use, and that failed ({why.strip()}). Install a C++ compiler and ninja (Debian, "
-        "Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; pip install ninja) and try again, let the environment "
-        'variable TORCH_EXTENSIONS_DIR name a folder that can be written, or set "torch_adam": true in the ds_config\'s '
-        "optimizer params to use torch's fused AdamW, which needs no compiler."
+        f"{name} is compiled on first use, and that failed ({why.strip()}). Install a C++ compiler (Debian, Ubuntu: "
+        "apt-get install g++; Fedora: dnf install gcc-c++) and try again, let the environment variable "
+        'TORCH_EXTENSIONS_DIR name a folder that can be written, or set "torch_adam": true in the ds_config\'s optimizer '
+        "params to use torch's fused AdamW, which needs no compiler."
     )

@@ -41,8 +41,8 @@ def _compiled() -> ctypes.CDLL:
             path = cpp_extension.load(name, sources, flags, extra_ldflags=flags[2:], is_python_module=False)
     except (RuntimeError, OSError) as error:
         raise OptimizerError(
-            f"harmony.split_masters is compiled on first use, and that failed ({error}). Install a C++ compiler and ninja, "
-            "or leave it out."
+            f"harmony.split_masters is compiled on first use, and that failed ({error}). Install a C++ compiler, or leave "
+            "it out."
         ) from error
     return ctypes.CDLL(path)
 

@@ -125,6 +125,17 @@ def test_an_engine_of_another_module_is_found_by_its_path() -> None:
         engines.adapter("harmony_ds.bench.engines.torch:torhc")
 
 
+def test_a_round_of_harmony_ds_does_not_copy_what_stays_on_the_device(task: Workload) -> None:
+    config = {**DS_CONFIG, "harmony": {"residency": 1, "pack_layers": 1}}
+    engine = engines.adapter("harmony").build(replace(task, ds_config=config, memory_gib=0.01))
+    copied = []
+    for step in range(3):
+        engine.step(task.batches(step))
+        engine.drain()
+        copied.append(engine.report()["traffic"]["host_to_device"].get("resident", 0))
+    assert copied[0] > 0 == copied[2], copied
+
+
 def test_deepspeeds_copies_are_those_of_the_formulas() -> None:
     command = [sys.executable, "-m", "benchmarks.zero3_traffic.run", "--accumulation", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

@@ -43,13 +43,3 @@ def shell_lines(page: Path) -> list[Snippet]:
         Snippet(page, text[: found.start()].count("\n") + 1, " ".join((found[1] or found[2]).split()))
         for found in _SHELL.finditer(text)
     ]
-
-
-def indented(page: Path) -> list[Snippet]:
-    """Return the lines of indented blocks."""
-    text = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), page.read_text(encoding="utf-8"))
-    return [
-        Snippet(page, number, line.strip())
-        for number, line in enumerate(text.splitlines(), 1)
-        if line.startswith("    ")
-    ]

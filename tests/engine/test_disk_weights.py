@@ -17,7 +17,7 @@ from tests.checkpoint.runs import assert_equal
 from tests.engine.drive import config_of, engine_for, family, groups_of, loop, train_groups, weights_of
 from tests.engine.test_disk import STATE, WEIGHTS, on
 from tests.engine.test_split_masters import ADAM, BF16
-from tests.inside import assembly_of
+from tests.inside import assembly_of, moves_of
 
 LLAMA = family("llama")
 
@@ -85,13 +85,12 @@ def test_a_step_reads_what_it_swaps_in_and_writes_what_it_updates(trained: str, 
     with engine_at(on(tmp_path, WEIGHTS), BF16, None, trained) as engine:
         train_groups(engine, groups_of(LLAMA, 1, 3))
         engine.finish_updates()
-        before = file_of(engine).read_bytes, file_of(engine).written_bytes
+        moves = moves_of(file_of(engine))
         train_groups(engine, groups_of(LLAMA, 1, 3))
         engine.finish_updates()
         swaps, count = engine.swap_report(), sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
         assert swaps.ratio == 1.0  # weights once per pack and pass
-        assert file_of(engine).read_bytes - before[0] == swaps.host_to_device["weights"]
-        assert file_of(engine).written_bytes - before[1] == 2 * count
+        assert moves() == (swaps.host_to_device["weights"], 2 * count)
 
 
 def test_16_bit_weights_that_are_their_own_masters_are_stepped_in_the_file(tmp_path: Path) -> None:
@@ -106,9 +105,9 @@ def test_16_bit_weights_that_are_their_own_masters_are_stepped_in_the_file(tmp_p
 
 def test_evaluation_reads_each_layer_once(tmp_path: Path) -> None:
     with engine_at(on(tmp_path, WEIGHTS), BF16, None, "") as engine, torch.inference_mode():
-        before = file_of(engine).read_bytes
+        moves = moves_of(file_of(engine))
         engine.eval()
         engine(**LLAMA.batch(0))
         weights = sum(slab.nbytes for slab in assembly_of(engine).store._slabs)
-        assert file_of(engine).read_bytes - before == weights
+        assert moves()[0] == weights
         assert engine.eval_batch(iter(groups_of(LLAMA, 1, 3)[0])).isfinite()  # measures first, with gradients

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
+import ninja
 import pytest
 import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -64,6 +67,16 @@ def test_one_process_compiles_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with (tmp_path / "op" / "harmony_ds.lock").open() as another:
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_ninja_beside_python_compiles_where_the_environment_is_not_activated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with compiling("op"):
+        assert shutil.which("ninja") == f"{ninja.BIN_DIR}/ninja"
+    assert os.environ["PATH"] == "/nowhere"
 
 
 def test_names_in_an_optimizer_go_with_the_parameters_that_are_trained() -> None:

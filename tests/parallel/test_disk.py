@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from harmony_ds.errors import HarmonyError
-from tests.inside import assembly_of
+from tests.inside import assembly_of, moves_of
 from tests.parallel.processes import run
 from tests.parallel.training import Training, build, data_of, engine_of, train_with
 
@@ -25,14 +25,13 @@ def moved_bytes() -> tuple[int, int, int, int]:
     store = assembly_of(engine).store
     files = store.disk.file, store.disk_weights.file
     engine.finish_updates()
-    before = [number for file in files for number in (file.read_bytes, file.written_bytes)]
+    moves = [moves_of(file) for file in files]
     engine.train_batch([data_of(ONE, number) for number in range(2)])
     engine.finish_updates()
-    after = [number for file in files for number in (file.read_bytes, file.written_bytes)]
-    assert engine.swap_report().host_to_device["weights"] == after[2] - before[2]
+    (read, written), (weights_read, weights_written) = (since() for since in moves)
+    assert engine.swap_report().host_to_device["weights"] == weights_read
     engine.destroy()
-    first, second, third, fourth = (now - then for now, then in zip(after, before, strict=True))
-    return first, second, third, fourth
+    return read, written, weights_read, weights_written
 
 
 def test_each_process_reads_and_writes_the_masters_and_state_of_its_pieces() -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
@@ -39,8 +38,6 @@ def unavailable_reason() -> str | None:
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if shutil.which(compiler) is None:
         return f"no C++ compiler: {compiler} is not on PATH"
-    if shutil.which("ninja", path=_path()) is None:
-        return "no ninja: neither on PATH nor beside this Python"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
         return f"no Python headers: {header} does not exist"
@@ -110,21 +107,11 @@ def peer_traffic() -> dict[tuple[int, int], int]:
     return values
 
 
-def _path() -> str:
-    """PATH, and the folder of a Python whose environment is not activated."""
-    return os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
-
-
 def _build() -> ModuleType:
     from torch.utils import cpp_extension
 
     from harmony_ds.offload.native import compiling
 
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = _path()
-    try:
-        # The kernels are the CPU's, so there is nothing here worth optimizing further.
-        with compiling("simdev"):
-            return cpp_extension.load("simdev", [str(_SOURCE)], extra_cflags=["-O1", "-g0"])
-    finally:
-        os.environ["PATH"] = before
+    # The kernels are the CPU's, so there is nothing here worth optimizing further.
+    with compiling("simdev"):
+        return cpp_extension.load("simdev", [str(_SOURCE)], extra_cflags=["-O1", "-g0"])

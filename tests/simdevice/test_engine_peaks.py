@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,6 +79,25 @@ def test_a_budget_is_filled_but_never_exceeded(model: str) -> None:
         peak = train(case)
         assert peak.planned_bytes <= budget
         check(case, peak)
+
+
+def test_what_a_library_keeps_from_the_first_product_on_is_no_micro_batchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuBLAS does its workspace."""
+    kept: list[torch.Tensor] = []
+
+    def keeping(product: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tensor: torch.Tensor, *others: Any) -> Any:
+            if tensor.device.type == "simdev" and not kept:
+                kept.append(torch.empty(2**25, dtype=torch.uint8, device=tensor.device))
+            return product(tensor, *others)
+
+        return run
+
+    monkeypatch.setattr(nn.functional, "linear", keeping(nn.functional.linear))
+    monkeypatch.setattr(torch.Tensor, "matrix_power", keeping(torch.Tensor.matrix_power))
+    first, second = (train(Case("llama", 2, 1, "device", False)).planned_bytes for _ in range(2))
+    assert kept
+    assert first == second
 
 
 def test_the_loss_of_a_loop_is_part_of_the_plan() -> None:
