@@ -28,8 +28,8 @@ from harmony_ds.offload.host_store import ungated
 
 _logger = logging.getLogger(__name__)
 
-_NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_flat_weight_refs"}
-"""Attributes that are not compared: parameters, hooks, modes, and those that engines and wrappers put on modules."""
+_NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_flat_weight_refs", "_current_fx_name"}
+"""Attributes that are not compared: parameters, hooks, modes, and those that engines, wrappers and Lightning put there."""
 _SET_ONCE = "_output_capturing_hooks_installed"  # by transformers, when hidden states are first asked for
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, OrderedDict)

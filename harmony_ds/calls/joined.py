@@ -225,11 +225,9 @@ class Joins:
             leaves, shape = flatten_all((tree,))
             several = []
             for leaf in leaves:
-                dim = None
-                if isinstance(leaf, Tensor):
-                    if (known := next(dims, _END)) is _END:
-                        raise self.refuse("it returns more tensors than when it was measured", call.request.layer)
-                    dim = known
+                dim: Any = next(dims, _END) if isinstance(leaf, Tensor) else None
+                if dim is _END:
+                    raise self.refuse("it returns more tensors than when it was measured", call.request.layer)
                 if dim is not None and id(leaf) not in parted:
                     parted[id(leaf)] = parts_of(leaf, dim, count)
                     self._crossings.mark(parted[id(leaf)])

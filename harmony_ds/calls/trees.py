@@ -35,16 +35,8 @@ class _Kind(NamedTuple):
     make: Callable[[Any, Any], Any]
 
 
-def _open_items(value: Any) -> tuple[Iterable[Any], Any]:
-    return value, type(value)
-
-
 def _make_items(children: Any, cls: Any) -> Any:
     return getattr(cls, "_make", cls)(children)
-
-
-def _open_dict(value: Any) -> tuple[Iterable[Any], Any]:
-    return value.values(), (type(value), list(value))
 
 
 def _make_dict(children: Any, known: Any) -> Any:
@@ -72,8 +64,8 @@ def _make_object(children: Any, known: Any) -> Any:
 
 
 _slots_of: Any = copyreg._slotnames  # type: ignore[attr-defined]
-_ITEMS = _Kind(_open_items, _make_items)
-_DICT = _Kind(_open_dict, _make_dict)
+_ITEMS = _Kind(lambda value: (value, type(value)), _make_items)
+_DICT = _Kind(lambda value: (value.values(), (type(value), list(value))), _make_dict)
 _OBJECT = _Kind(_open_object, _make_object)
 _LEAF_TYPES = (Tensor, nn.Module, type, enum.Enum, types.ModuleType, torch.Size, BaseException)
 _OPENED_MODULES = ("types", "collections", "argparse")

@@ -53,6 +53,7 @@ class HarmonyEngine(nn.Module):
         self._planner, self._executor = self._runner.planner, self._runner.executor
         self.local_rank, self.global_rank = world.local_rank, world.rank
         self.world_size = self.dp_world_size = self.seq_dp_world_size = world.size
+        self.data_parallel_group = self.seq_data_parallel_group = torch.distributed.group.WORLD
         self._settings = settings = Settings(config, world)
         settings.client_optimizer = client.optimizer
         self._data = TrainingData(settings, client.training_data, client.collate_fn, world)
@@ -198,6 +199,11 @@ class HarmonyEngine(nn.Module):
     def usable(self) -> bool:
         """False after a failure that left some layers updated and others not, and after `destroy`."""
         return self._release.alive and self._runner.failed is None
+
+    def to(self, *args: Any, **kwargs: Any) -> HarmonyEngine:
+        """Do nothing for a device alone, since layers go there by themselves; else what torch does."""
+        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        return self if dtype is None else super().to(*args, **kwargs)
 
     def finish_updates(self) -> None:
         """Wait for pending updates, and copy resident packs to the host. Reading weights or state does so by itself."""

@@ -18,6 +18,10 @@ DIVIDED_TWICE = (
     "a loss was divided by gradient_accumulation_steps by hand, and its backward() divides gradients by them once more, as "
     "DeepSpeed's engine does: leave the division to the engine (loss.backward(), or engine.backward(loss))."
 )
+DROPPED = (
+    "zero_grad() within a step drops the gradients of its micro-batches so far, as in plain PyTorch. If they are meant to "
+    "add up, which they go on to do in DeepSpeed's ZeRO-2, leave it out: engine.step() drops them at each boundary."
+)
 SKIPPED = (
     "optimizer step %d was skipped: its gradients hold inf or NaN. With a dynamic loss scale that is how the scale is "
     "found; steps that go on being skipped mean a loss that is not finite. Said once: engine.skipped_steps counts them."

@@ -16,7 +16,7 @@ from torch import Tensor
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.engine.lifetime import while_alive
 from harmony_ds.engine.model_calls import ModelCalls
-from harmony_ds.engine.one_time_warnings import DIVIDED_TWICE, EARLY_READ
+from harmony_ds.engine.one_time_warnings import DIVIDED_TWICE, DROPPED, EARLY_READ
 from harmony_ds.engine.optimizer_override import OptimizerOverride
 from harmony_ds.engine.schedules import check_schedule
 from harmony_ds.engine.step_gradients import StepGradients
@@ -214,7 +214,9 @@ class OpenStep:
         """Drop the gradients that have gathered since the last step."""
         if self._optimizer is not None:
             self.gradients.used.clear()
-            self.gradients.drop(self.propagate())
+            if gathered := self.propagate():
+                self._training.warnings.warn(DROPPED)
+            self.gradients.drop(gathered)
 
     # ---- what the model's parameters ask, see `parameters.link.Owner`
 

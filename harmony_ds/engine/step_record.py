@@ -129,5 +129,5 @@ class StepRecord:
 
     def _last_step(self, why: str) -> tuple[Plan, Traffic]:
         if self._traffic is None or self._planner.plan is None:
-            raise RuntimeError(f"there has been no optimizer step yet: {why}.")
+            raise RuntimeError(f"there has been no optimizer step yet over what engine(...) was called with: {why}.")
         return self._planner.plan, self._traffic

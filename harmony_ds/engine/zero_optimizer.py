@@ -46,7 +46,7 @@ _ANSWERS: dict[str, Callable[[Settings], Any]] = {
 """Names that the ds_config answers, or that have one answer without parallelism but that of data."""
 _OF_SCALER = {"cur_scale": "cur_scale", "loss_scale": "loss_scale", "dynamic_loss_scale": "dynamic"}
 _SET_BY = {"clip_grad": "gradient_clipping", "cur_scale": "fp16.loss_scale", "loss_scale": "fp16.loss_scale"}
-_SHOWN = {"optimizer", "overflow", "loss_scaler", "loss_scale_config", *_OF_SCALER, *_ANSWERS}
+_SHOWN = {"optimizer", "overflow", "loss_scaler", *_OF_SCALER, *_ANSWERS}
 
 
 class ZeroOptimizer:
@@ -98,18 +98,6 @@ class ZeroOptimizer:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return vars(self)["optimizer"].__reduce_ex__(protocol)
-
-    @property
-    def loss_scale_config(self) -> Any:
-        """DeepSpeed's `LossScaleConfig`, which its optimizers of stage 0 have, as it is now."""
-        from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
-
-        scaler = self.loss_scaler
-        shown = LossScaleConfig(self.dtype, scaler.dynamic, scaler.cur_scale, None)
-        if scaler.dynamic:
-            same = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-            vars(shown).update({name: getattr(scaler, name) for name in same}, min_loss_scale=scaler.min_scale)
-        return shown
 
     def needs_scaler(self) -> bool:
         """Return whether losses have to be scaled, by `engine.backward` or `engine.scale`."""

@@ -222,17 +222,20 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             batches, self._batches = self._batches or [inputs], []
             if _prepares_inputs(type(self)):
                 batches = self._prepared(batches)
-            copies = [dict(batch) if isinstance(batch, Mapping) else batch for batch in batches]
-            last = len(copies) - 1 if self._ends_step else None
-            group = [(batch, index == last) for index, batch in enumerate(copies)]
+            group = [*enumerate(dict(batch) if isinstance(batch, Mapping) else batch for batch in batches)]
+            last = len(group) - 1 if self._ends_step else None
+            returned: dict[int, Tensor] = {}
 
-            def loss_of(one: tuple[Any, bool]) -> Tensor:
-                return self._loss_of(*one, num_items_in_batch)
+            def loss_of(one: tuple[int, Any]) -> Tensor:
+                index, batch = one
+                loss, returned[index] = self._run_step(batch, index == last, num_items_in_batch)
+                return loss
 
             self._step_waits = self._ends_step and self._shows_gradients()
             boundary = self._ends_step and not self._step_waits
             with self._running_together():
-                self._losses.extend(self._engine.train_group(group, loss_of, self._without_traces, boundary=boundary))
+                self._engine.train_group(group, loss_of, self._without_traces, boundary=boundary)
+            self._losses.extend(returned[index] for index, _ in group)
         return self._losses.popleft()
 
     def _shows_gradients(self) -> bool:
@@ -294,11 +297,12 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             self.__dict__.clear()
             self.__dict__.update(kept)
 
-    def _loss_of(self, batch: Any, last: bool, num_items_in_batch: Any) -> Tensor:
+    def _run_step(self, batch: Any, last: bool, num_items_in_batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss to propagate back from, and the one to be logged, which the Trainer's training_step returns."""
         noted: list[Tensor] = []
         losses, is_last = _losses.set(noted), _is_last.set(last)
         try:
-            super().training_step(self.model, batch, num_items_in_batch)
+            returned = super().training_step(self.model, batch, num_items_in_batch)
         finally:
             _losses.reset(losses)
             _is_last.reset(is_last)
@@ -306,7 +310,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             raise UsageError(
                 f"{type(self).__name__}.training_step() called accelerator.backward {len(noted)} times, not once."
             )
-        return noted[0]
+        return noted[0], returned.detach()
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
         """Return the norm before clipping, which the engine does."""

@@ -10,7 +10,6 @@ from copy import deepcopy
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
@@ -33,6 +32,13 @@ _REFUSED = {
     "read .grad between backward() and step()",
     "share_memory_": "its memory is a slab of the engine's: hand out clones",
 }
+_EXPLANATIONS = {
+    "not have been used": "torch.autograd.grad with respect to parameters that an engine trains: its backward pass runs "
+    "layer by layer, outside that graph. Propagate with engine.backward(loss) and read .grad of the parameters.",
+    "same device": "weights are on the host outside the engine's calls: call engine(...) or engine.generate(...), and "
+    "other methods, without gradients, in `with engine.streaming():`.",
+}
+"""What to do, by what torch says."""
 _gate = threading.local()
 
 
@@ -103,12 +109,10 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
         with ungated():
             result = func(*args, **kwargs)
     except RuntimeError as error:
-        if func is not torch.autograd.grad or "not have been used" not in str(error):
+        explanation = next((text for said, text in _EXPLANATIONS.items() if said in str(error)), None)
+        if explanation is None:
             raise
-        raise UnsupportedError(
-            "torch.autograd.grad with respect to parameters that an engine trains: its backward pass runs layer by layer, "
-            "outside that graph. Propagate with engine.backward(loss) and read .grad of the parameters."
-        ) from error
+        raise UnsupportedError(f"{explanation} torch says: {error}") from error
     for made in filter(lambda leaf: isinstance(leaf, Tensor), tree_iter(result)):
         for link in links:
             link.note_alias(made)

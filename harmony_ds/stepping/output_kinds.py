@@ -40,13 +40,13 @@ class OutputKind:
     Attributes:
         losses: that have this shape whatever is given.
         others: by the shapes and modes of a call.
-        items: keys of a dict, or places in a tuple or list, by the same.
+        items: keys of a dict, or places in a tuple or list, and which hold None, by the same.
     """
 
     cls: Any
     losses: dict[Path, Like] = field(default_factory=dict)
     others: dict[object, dict[Path, Like]] = field(default_factory=dict)
-    items: dict[object, tuple[Any, ...]] = field(default_factory=dict)
+    items: dict[object, tuple[tuple[Any, bool], ...]] = field(default_factory=dict)
 
     def learn(self, outputs: Any, form: object) -> None:
         """Learn that a call with shapes and modes `form` returned `outputs`."""
@@ -67,14 +67,17 @@ class OutputKind:
         if items is None:  # not known: those that there always were
             (items, *others) = {*self.items.values()}
             items = () if others else items
-        if items and {("item", key) for key in items} <= {path[:2] for path in pending.likes}:
+        if items and {("item", key) for key, is_none in items if not is_none} <= {path[:2] for path in pending.likes}:
             pending.items = items  # the program gets the collection, with pending tensors in it
-            tensors = {key: pending.tensor("item", key) for key in items}
+            tensors = {key: None if is_none else pending.tensor("item", key) for key, is_none in items}
             return tensors if self.cls is dict else getattr(self.cls, "_make", self.cls)(tensors.values())
         if not pending.likes or _is_sequence(self.cls):
             return None
         outputs = object.__new__(_pending_class(self.cls))
         object.__setattr__(outputs, "_harmony", pending)
+        for path in self.losses:
+            if path[1] not in ("loss", 0):  # others, that programs log after the step
+                pending.at(path)
         return outputs
 
 
@@ -82,10 +85,15 @@ def _is_sequence(cls: Any) -> bool:
     return cls in (tuple, list) or (issubclass(cls, tuple) and hasattr(cls, "_make"))
 
 
-def _items_of(outputs: Any) -> tuple[Any, ...]:
-    """Return the keys of a dict, or the places in a tuple or list."""
+def _items_of(outputs: Any) -> tuple[tuple[Any, bool], ...]:
+    """Return the keys of a dict, or the places in a tuple or list, and whether None is there."""
     cls = type(outputs)
-    return tuple(outputs) if cls is dict else tuple(range(len(outputs))) if _is_sequence(cls) else ()
+    items = outputs.items() if cls is dict else enumerate(outputs) if _is_sequence(cls) else ()
+    return tuple((key, value is None) for key, value in items)
+
+
+def _said(items: tuple[tuple[Any, bool], ...]) -> str:
+    return ", ".join(f"{key} (None)" if is_none else f"{key}" for key, is_none in items)
 
 
 def _tensors_in(outputs: Any) -> Iterator[tuple[Path, Tensor]]:
@@ -104,12 +112,12 @@ def _tensors_in(outputs: Any) -> Iterator[tuple[Path, Tensor]]:
                 yield from (((*path, len(found), place), one) for place, one in enumerate(found))
 
 
-def _follow(outputs: Any, path: Path, items: tuple[Any, ...] = ()) -> Any:
+def _follow(outputs: Any, path: Path, items: tuple[tuple[Any, bool], ...] = ()) -> Any:
     way, key, *place = path
     if items and items != _items_of(outputs):
         raise BatchError(
-            f"the model returned {_items_of(outputs)} where calls of the same form had returned {items}, which the program "
-            "was given: let the model return the same each time, or its loss alone."
+            f"the model gave {_said(_items_of(outputs))} where calls of the same form had returned {_said(items)}, which "
+            "the program was given: let the model return the same each time, or its loss alone."
         )
     found = outputs if way == "itself" else getattr(outputs, key) if way == "attribute" else outputs[key]
     if place and len(found) != place[0]:
@@ -157,7 +165,7 @@ class _Pending:
     likes: dict[Path, Like]
     ticket: Ticket
     device: torch.device
-    items: tuple[Any, ...] = ()
+    items: tuple[tuple[Any, bool], ...] = ()
     computed: Any = None
     tensors: dict[Path, PendingTensor] = field(default_factory=dict)
 
@@ -175,10 +183,10 @@ class _Pending:
         if self.computed is not None or not isinstance(key, (str, int, type(None))):
             return None
         paths = [path for path in self.likes if path[:2] == (way, key)]
-        tensors = tuple(map(self._at, paths))
+        tensors = tuple(map(self.at, paths))
         return tensors[0] if (way, key) in paths else tensors or None
 
-    def _at(self, path: Path) -> PendingTensor:
+    def at(self, path: Path) -> PendingTensor:
         if path not in self.tensors:
             like = self.likes[path]
             read = functools.partial(_follow, path=path, items=self.items)

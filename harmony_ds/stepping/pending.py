@@ -43,6 +43,7 @@ _LAZY = _ADDITIVE.union(
     "binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss margin_ranking_loss".split(),
     "cosine_embedding_loss hinge_embedding_loss triplet_margin_loss soft_margin_loss multi_margin_loss".split(),
     "multilabel_margin_loss multilabel_soft_margin_loss gaussian_nll_loss pairwise_distance cdist interpolate pad".split(),
+    "gt ge lt le eq ne isnan isinf isfinite logical_and logical_or logical_not".split(),
     "roll repeat repeat_interleave cos sin cosh erf logaddexp nan_to_num diff tril triu adaptive_avg_pool1d".split(),
 )
 """Functions that may run later: they draw no random numbers, and write nothing."""

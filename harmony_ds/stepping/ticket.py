@@ -203,13 +203,9 @@ class QueuedMicroBatch:
 
     def _sum(self, outputs: Any, apart: bool = False) -> tuple[Tensor | None, dict[Node, Tensor]]:
         """Return what it propagates back from (None: nothing), and the values of all that it is made of."""
-        evaluations: dict[int, Evaluation] = {}
-        terms = []
-        for node, divisor in self._objectives:
-            if divisor not in evaluations:
-                evaluations[divisor] = Evaluation(partial(self._given, outputs, divisor), apart)
-            terms.append(evaluations[divisor].of(node))
-        values = {node: value for evaluation in evaluations.values() for node, value in evaluation.values.items()}
+        each = {divisor: Evaluation(partial(self._given, outputs, divisor), apart) for _, divisor in self._objectives}
+        terms = [each[divisor].of(node) for node, divisor in self._objectives]
+        values = {node: value for evaluation in each.values() for node, value in evaluation.values.items()}
         return (sum(terms[1:], terms[0]) if terms else None), values
 
     def _given(self, outputs: Any, divisor: int, node: Node) -> Tensor | None:
@@ -246,11 +242,10 @@ class QueuedMicroBatch:
         def to_keep(value: Tensor) -> Tensor:  # a copy: it may be a view of others
             # A number stays where it is: a copy from one device to another makes both wait. More than that would need
             # memory of the device that no plan has. From there it comes back on the stream that it goes out by.
-            value = value.detach()
             if value.numel() == 1:
-                return value.clone()
+                return value.detach().clone()
             host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            return host.copy_(value, non_blocking=value.device == self.micro_batch.home)
+            return host.copy_(value.detach(), non_blocking=value.device == self.micro_batch.home)
 
         def is_kept(node: Node) -> bool:
             if node.value is None and node.tickets == (self,) and node.shape.numel() <= max(1, small):

@@ -39,9 +39,6 @@ OF_DYNAMIC_SCALER = """
     cur_iter last_overflow_iter cur_hysteresis scale_window min_scale delayed_shift consecutive_hysteresis
     scale_factor raise_error_at_min_scale dtype
 """.split()
-OF_SCALE_CONFIG = """
-    use_grad_scaling dynamic_loss_scale cur_scale last_overflow_iter scale_factor scale_window min_loss_scale
-""".split()
 OF_ENGINE = """
     all_to_all_group checkpoint_mp_rank dist_backend dont_change_device enable_backward_allreduce gate_modules
     gradient_average loaded_checkpoint_mp_world_size local_all_to_all_group losses mesh_device moe_layers num_experts
@@ -96,17 +93,6 @@ def names(api: Api, script: Script) -> None:
 
 def without_zero(api: Api, script: Script) -> None:
     """The optimizer of stage 0."""
-    for run, more in (("fp16", {"fp16": FP16}), ("bf16", {"bf16": {"enabled": True}})):
-        model = net()
-        client = torch.optim.SGD(model.parameters(), 0.01)
-        ds_config = config(1, zero_optimization={"stage": 0}, **more)
-        with api.engine(ds_config, model=model, optimizer=client) as engine:
-            train(engine, 2)
-            dynamic = ["cur_iter"] if run == "fp16" else []
-            script.row(
-                f"optimizer.loss_scale_config, stage 0, {run}",
-                lambda engine=engine, more=dynamic: of(engine.optimizer.loss_scale_config, OF_SCALE_CONFIG + more),
-            )
     model = net()
     client = torch.optim.SGD(model.parameters(), 0.01)
     with api.engine(config(1, zero_optimization={"stage": 0}), model=model, optimizer=client) as engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,6 +276,27 @@ def test_a_loss_used_after_the_step_keeps_its_value() -> None:
         assert row[0] < row[0] + 1
         assert (row[0] + row[1]).item() == pytest.approx(losses[0][0] + losses[0][1])
         assert float(sum(row)) == pytest.approx(sum(losses[0]))
+
+
+class TwoLosses(nn.Sequential):
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return SimpleNamespace(loss=out.mean(), aux=out.detach().pow(2).mean())
+
+
+def test_a_loss_that_is_first_asked_for_after_the_step_is_there() -> None:
+    model, data = TwoLosses(nn.Linear(3, 3), nn.Linear(3, 1)), torch.randn(4, 2, 3)
+    expected = [model(x).aux.item() for x in data[:2]]
+    with engine_for(model, sgd, config_of(2)) as engine:
+        outputs = [engine(x) for x in data[:2]]
+        for one in outputs:
+            engine.backward(one.loss)
+            engine.step()
+        assert [one.aux.item() for one in outputs] == expected
+        engine.backward(engine(data[2]).loss)
+        engine.step()
+        with pytest.warns(RuntimeWarning, match="drops the gradients of its micro-batches so far"):
+            engine.zero_grad()
 
 
 def test_a_backward_pass_from_a_sum_of_losses_is_grouped() -> None:

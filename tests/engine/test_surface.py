@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import harmony_ds
-from harmony_ds import BatchError, ConfigError, UnsupportedError, UsageError
+from harmony_ds import BatchError, ConfigError, ModelError, UnsupportedError, UsageError
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, plainly, sgd, train_groups
 from tests.oracle import assert_same
 
@@ -69,6 +69,13 @@ def test_the_engine_goes_on_with_what_the_program_assigns() -> None:
         engine.train_batch(iter([(torch.ones(2, 1), torch.zeros(2, 1))]))
         assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (8, 16, 1)
         assert engine.get_lr() == [0.005]
+
+
+def test_an_engine_is_on_its_device_already() -> None:
+    with engine_for(Squares(), sgd, config_of(1)) as engine:
+        assert engine.to(engine.device) is engine
+        with pytest.raises(ModelError, match="float64"):
+            engine.to(torch.float64)
 
 
 @pytest.mark.parametrize("scheduler", [{"scheduler": {"type": "ReduceLROnPlateau", "params": {}}}, {}])

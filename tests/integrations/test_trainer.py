@@ -246,6 +246,9 @@ class Noisy(Trainer):
         self.rows += 1  # in place
         return loss
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs) / 4  # for the logs, as transformers itself once did
+
 
 def test_inputs_are_prepared_once_in_order_and_callbacks_and_boundaries_are_the_trainers(tmp_path: Path) -> None:
     stock, ours = both(tmp_path, llama(), text(), Noisy)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import harmony_ds
+from harmony_ds import UnsupportedError
 from tests import simdevice
 from tests.families import build_transformer
 from tests.simdevice.device import SimDevice, engine_of
@@ -62,6 +63,12 @@ def test_a_model_trains_under_a_limit_that_plain_pytorch_exceeds() -> None:
 def moved(model: nn.Module) -> list[torch.Tensor]:
     """All parameters on the test device at once, as plain training needs them."""
     return [parameter.detach().to("simdev") for parameter in model.parameters()]
+
+
+def test_a_layer_called_beside_the_engine_says_that_weights_are_on_the_host() -> None:
+    engine, _ = engine_under(None, group=2)
+    with pytest.raises(UnsupportedError, match=r"weights are on the host outside the engine's calls"):
+        engine.module.get_input_embeddings()(torch.ones(1, 2, dtype=torch.int64, device=engine.device))
 
 
 def test_tensors_on_the_device_already_reduce_the_budget() -> None:

@@ -129,7 +129,8 @@ def test_a_sequence_of_tensors_may_be_unpacked(real: Any) -> None:
     assert not ticket.looked
     assert [one.tolist() for one in output] == [one.tolist() for one in real]
     assert outputs_like(real, "another form")[0] is None
-    assert outputs_like((*real, None))[0] is None
+    assert outputs_like((*real, None))[0][-1] is None
+    assert outputs_like((*real, 3))[0] is None
 
 
 def test_a_dict_of_losses_is_summed_without_a_look() -> None:
@@ -138,8 +139,19 @@ def test_a_dict_of_losses_is_summed_without_a_look() -> None:
     total = sum(output.values())
     assert isinstance(total, PendingTensor) and type(output) is dict and not ticket.looked
     del real["boxes"]
-    with pytest.raises(BatchError, match=r"returned \(2,\) where calls of the same form had returned \('boxes', 2\)"):
+    with pytest.raises(BatchError, match=r"gave 2 where calls of the same form had returned boxes, 2,"):
         total.tolist()
+
+
+def test_none_that_turns_out_to_be_a_tensor_is_refused() -> None:
+    real = {"loss": torch.ones(()), "aux": None}
+    output, ticket = outputs_like(real)
+    assert output["aux"] is None and not ticket.looked
+    real["aux"] = torch.ones(())
+    with pytest.raises(
+        BatchError, match=r"gave loss, aux where calls of the same form had returned loss, aux \(None\)"
+    ):
+        output["loss"].tolist()
 
 
 def test_calls_of_each_form_have_keys_of_their_own() -> None:

@@ -74,6 +74,7 @@ LAZY: dict[str, tuple[Callable[[Any], Any], float]] = {
     "added to a copy": (lambda loss: operator.iadd(loss.detach().clone(), loss), 12.0),
     "written by a method": (lambda loss: (loss * 3).sub_(6), 12.0),
     "looked at one by one": (lambda loss: (loss * torch.ones(2)).unbind()[1], 6.0),
+    "comparison": (lambda loss: torch.where((loss > 5).logical_not(), 0.0, 3.0), 3.0),
     "by name": (lambda loss: torch.div(input=loss, other=4), 1.5),
 }
 
