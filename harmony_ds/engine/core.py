@@ -53,7 +53,6 @@ class HarmonyEngine(nn.Module):
         self._planner, self._executor = self._runner.planner, self._runner.executor
         self.local_rank, self.global_rank = world.local_rank, world.rank
         self.world_size = self.dp_world_size = self.seq_dp_world_size = world.size
-        self.data_parallel_group = self.seq_data_parallel_group = torch.distributed.group.WORLD
         self._settings = settings = Settings(config, world)
         settings.client_optimizer = client.optimizer
         self._data = TrainingData(settings, client.training_data, client.collate_fn, world)
@@ -129,6 +128,8 @@ class HarmonyEngine(nn.Module):
     set_train_micro_batch_size = delegated_alive("_settings", Settings.set_train_micro_batch_size)
     get_data_parallel_rank = delegated("_settings", Settings.get_data_parallel_rank)
     get_data_types = delegated("_settings", Settings.get_data_types)
+    # Not kept: the threads of a process group must not outlive the program.
+    data_parallel_group = seq_data_parallel_group = property(lambda _: torch.distributed.group.WORLD)
 
     @property
     def config(self) -> dict[str, Any]:

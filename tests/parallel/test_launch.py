@@ -141,6 +141,7 @@ distributed.all_gather([torch.zeros(4) for _ in range(2)], torch.ones(4))
 of_program = settled()
 ENGINE
 engine.train_batch([(torch.ones(2, 8),)] * 2, lambda out: out.sum())
+assert engine.data_parallel_group.size() == 2
 assert threads_of_gloo() > of_program
 if sys.argv[1] == "destroys":
     engine.destroy()
