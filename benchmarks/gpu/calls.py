@@ -190,6 +190,8 @@ class _Call:
     def _environment(self) -> dict[str, str]:
         site = self._kit / "site"
         _install_missing(self._kit / "wheels", site)
+        for file in (*site.rglob("*"), *self._extensions.rglob("*.o")):
+            os.utime(file, (0, 0))  # older than what ninja knows of an earlier try: not compiled again
         paths = [str(self._kit / "source"), str(site), os.environ.get("PYTHONPATH", "")]
         return {
             **os.environ,
@@ -259,8 +261,6 @@ def _install_missing(wheels: Path, site: Path) -> None:
         return
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     subprocess.run([*pip, "--target", str(site), *map(str, files)], check=False)
-    for file in site.rglob("*"):
-        os.utime(file, (0, 0))  # older than what an earlier try compiled from it: not compiled again
 
 
 def _is_missing(distribution: str) -> bool:
