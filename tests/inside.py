@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from harmony_ds import HarmonyEngine
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.loss_scaling import LossScaler
@@ -41,13 +39,12 @@ def moves_of(file: DiskFile) -> Callable[[], tuple[int, int]]:
     moved: list[tuple[Any, int]] = []  # several threads add to it
     move = file._move
 
-    def moving(call: Callable[..., int], there: Tensor, here: Tensor) -> None:
+    def moving(call: Any, there: Any, here: Any) -> None:
         move(call, there, here)
         moved.append((call, here.nbytes))
 
     def since() -> tuple[int, int]:
-        seen = moved.copy()
-        moved.clear()
+        seen, moved[:] = moved[:], []
         read, written = (sum(n for one, n in seen if one is call) for call in (os.preadv, os.pwritev))
         return read, written
 

@@ -11,7 +11,7 @@ they pass the inputs' gradients on to where those came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from harmony_ds.calls.intercept import is_between_layers
 from harmony_ds.calls.targets import GradientTarget
-from harmony_ds.errors import ModelError, UnsupportedError
+from harmony_ds.errors import HarmonyError, ModelError, UnsupportedError
 
 
 class _BoundaryNode(torch.autograd.Function):
@@ -53,6 +53,15 @@ _apply: Any = super(torch.autograd.Function, _BoundaryNode).apply  # past what i
 with torch.inference_mode(False), torch.enable_grad():
     _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
 """An input of every Boundary, so that autograd takes its outputs to require gradients; it never gets one itself."""
+_EXPLANATIONS = {
+    "modified by an inplace operation": "a tensor that a micro-batch's backward pass needs was changed in place after its "
+    "forward pass had used it: by the model, or by the forward pass of a later micro-batch of the step, which comes before "
+    "this backward pass (a buffer or an attribute that each forward pass fills anew). Make a new tensor each time: "
+    "self.mask = ... instead of self.mask.copy_(...).",
+    "Trying to backward through the graph a second time": "a gradient reaches the graph of a layer by a tensor that left "
+    "it otherwise than as a result (an attribute: self.aux_loss = ..., a hook, a global variable). That graph lives only "
+    "while the layer runs, so the gradient would be lost. Let the layer return the tensor.",
+}
 
 
 def cut(tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> tuple[Tensor, ...]:
@@ -84,25 +93,17 @@ def explaining_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        _raise_explained(error)
+        raise_explained(error)
 
 
-def _raise_explained(error: RuntimeError) -> NoReturn:
-    for said, explanation in _EXPLANATIONS.items():
+def raise_explained(
+    error: RuntimeError, explanations: Mapping[str, str] = _EXPLANATIONS, kind: type[HarmonyError] = ModelError
+) -> NoReturn:
+    """Raise one of `explanations`, by what torch's `error` says, or the error itself if none is of it."""
+    for said, explanation in explanations.items():
         if said in str(error):
-            raise ModelError(f"{explanation} torch says: {error}") from error
+            raise kind(f"{explanation} torch says: {error}") from error
     raise error
-
-
-_EXPLANATIONS = {
-    "modified by an inplace operation": "a tensor that a micro-batch's backward pass needs was changed in place after its "
-    "forward pass had used it: by the model, or by the forward pass of a later micro-batch of the step, which comes before "
-    "this backward pass (a buffer or an attribute that each forward pass fills anew). Make a new tensor each time: "
-    "self.mask = ... instead of self.mask.copy_(...).",
-    "Trying to backward through the graph a second time": "a gradient reaches the graph of a layer by a tensor that left "
-    "it otherwise than as a result (an attribute: self.aux_loss = ..., a hook, a global variable). That graph lives only "
-    "while the layer runs, so the gradient would be lost. Let the layer return the tensor.",
-}
 
 
 def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], retain_graph: bool = False) -> None:
@@ -113,7 +114,7 @@ def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None],
             tuple(edges), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
         )
     except RuntimeError as error:
-        _raise_explained(error)
+        raise_explained(error)
 
 
 def next_nodes(node: Node | None) -> list[Node]:

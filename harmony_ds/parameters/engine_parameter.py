@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from harmony_ds.calls.boundary import raise_explained
 from harmony_ds.calls.patching import patched
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.host_optimizer import HostOptimizer
@@ -38,7 +39,6 @@ _EXPLANATIONS = {
     "same device": "weights are on the host outside the engine's calls: call engine(...) or engine.generate(...), and "
     "other methods, without gradients, in `with engine.streaming():`.",
 }
-"""What to do, by what torch says."""
 _gate = threading.local()
 
 
@@ -109,10 +109,7 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
         with ungated():
             result = func(*args, **kwargs)
     except RuntimeError as error:
-        explanation = next((text for said, text in _EXPLANATIONS.items() if said in str(error)), None)
-        if explanation is None:
-            raise
-        raise UnsupportedError(f"{explanation} torch says: {error}") from error
+        raise_explained(error, _EXPLANATIONS, UnsupportedError)
     for made in filter(lambda leaf: isinstance(leaf, Tensor), tree_iter(result)):
         for link in links:
             link.note_alias(made)

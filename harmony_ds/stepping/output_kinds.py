@@ -29,6 +29,9 @@ Path = tuple[Any, ...]
 """Way from outputs to a tensor: an "attribute" and its name, an "item" and its key, or "itself" and None. Where a tuple of
 tensors lies (hidden states), its length and the place in it follow."""
 
+Items = tuple[tuple[Any, bool], ...]
+"""Keys of a dict, or places in a tuple or list, and whether None is there."""
+
 Like = tuple[torch.Size, torch.dtype, bool]
 """Shape and dtype of an output, and whether gradients come to it."""
 
@@ -40,13 +43,13 @@ class OutputKind:
     Attributes:
         losses: that have this shape whatever is given.
         others: by the shapes and modes of a call.
-        items: keys of a dict, or places in a tuple or list, and which hold None, by the same.
+        items: by the same.
     """
 
     cls: Any
     losses: dict[Path, Like] = field(default_factory=dict)
     others: dict[object, dict[Path, Like]] = field(default_factory=dict)
-    items: dict[object, tuple[tuple[Any, bool], ...]] = field(default_factory=dict)
+    items: dict[object, Items] = field(default_factory=dict)
 
     def learn(self, outputs: Any, form: object) -> None:
         """Learn that a call with shapes and modes `form` returned `outputs`."""
@@ -85,14 +88,13 @@ def _is_sequence(cls: Any) -> bool:
     return cls in (tuple, list) or (issubclass(cls, tuple) and hasattr(cls, "_make"))
 
 
-def _items_of(outputs: Any) -> tuple[tuple[Any, bool], ...]:
-    """Return the keys of a dict, or the places in a tuple or list, and whether None is there."""
+def _items_of(outputs: Any) -> Items:
     cls = type(outputs)
     items = outputs.items() if cls is dict else enumerate(outputs) if _is_sequence(cls) else ()
     return tuple((key, value is None) for key, value in items)
 
 
-def _said(items: tuple[tuple[Any, bool], ...]) -> str:
+def _said(items: Items) -> str:
     return ", ".join(f"{key} (None)" if is_none else f"{key}" for key, is_none in items)
 
 
@@ -112,7 +114,7 @@ def _tensors_in(outputs: Any) -> Iterator[tuple[Path, Tensor]]:
                 yield from (((*path, len(found), place), one) for place, one in enumerate(found))
 
 
-def _follow(outputs: Any, path: Path, items: tuple[tuple[Any, bool], ...] = ()) -> Any:
+def _follow(outputs: Any, path: Path, items: Items = ()) -> Any:
     way, key, *place = path
     if items and items != _items_of(outputs):
         raise BatchError(
@@ -165,7 +167,7 @@ class _Pending:
     likes: dict[Path, Like]
     ticket: Ticket
     device: torch.device
-    items: tuple[tuple[Any, bool], ...] = ()
+    items: Items = ()
     computed: Any = None
     tensors: dict[Path, PendingTensor] = field(default_factory=dict)
 
