@@ -38,7 +38,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     convert_zero_checkpoint_to_state_dict(checkpoint_dir, output_dir, torch.float32, *options, **named)
 
 
-def convert_zero_checkpoint_to_state_dict(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
+def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
     dtype: str | torch.dtype = torch.float32,

@@ -58,7 +58,7 @@ class Checkpoints:
             self._world.first(f"save the checkpoint {folder}", write)
         return True
 
-    def load_checkpoint(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
+    def load_checkpoint(
         self,
         load_dir: str | Path,
         tag: str | None = None,

@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 DsConfig = Mapping[str, Any] | str | Path
 
 
-def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
+def initialize(
     args: Namespace | None = None,
     model: nn.Module | None = None,
     optimizer: ClientOptimizer | None = None,

@@ -48,7 +48,7 @@ class TrainingData:
             self._batches = _repeated(self.training_dataloader)
         return self._batches
 
-    def deepspeed_io(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
+    def deepspeed_io(
         self,
         dataset: Any,
         batch_size: int | None = None,

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from harmony_ds.errors import UnsupportedError
 
 
-def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
+def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,  # noqa: ARG001
     distributed_port: int = 29500,  # noqa: ARG001
