@@ -83,13 +83,17 @@ class DeviceCopy:
 
 
 class Residency:
-    """Swaps packs in and out."""
+    """Swaps packs in and out.
+
+    Attributes:
+        accumulation_dtype: of the sums of gradients.
+    """
 
     def __init__(self, device: Device, store: HostStore, ledger: Ledger, accumulation_dtype: torch.dtype) -> None:
         self._device = device
         self._store = store
         self._ledger = ledger
-        self._accumulation_dtype = accumulation_dtype
+        self.accumulation_dtype = accumulation_dtype
         self._reading: dict[int, Event | Future[Event]] = {}  # by device: after its last queued copy from the host
 
     @property
@@ -110,7 +114,7 @@ class Residency:
     @property
     def accumulates_in_place(self) -> bool:
         """Whether `.grad` of the leaves has the accumulation dtype, so that autograd itself sums over micro-batches."""
-        return self._accumulation_dtype == self._store.dtype
+        return self.accumulation_dtype == self._store.dtype
 
     def swap_in(self, names: Iterable[str], kind: Kind = Kind.WEIGHTS, rank: int = 0, devices: int = 1) -> DeviceCopy:
         """Issue the copies of `names` on the swap-in stream, booked as `kind`; nothing waits for them yet.
@@ -193,7 +197,7 @@ class Residency:
             torch._foreach_add_([sums[name] for name in further], [came[name] for name in further])
         first = {name: gradient for name, gradient in came.items() if name not in sums}
         if first:
-            made = [torch.empty_like(gradient, dtype=self._accumulation_dtype) for gradient in first.values()]
+            made = [torch.empty_like(gradient, dtype=self.accumulation_dtype) for gradient in first.values()]
             torch._foreach_copy_(made, list(first.values()))
             sums.update(zip(first, made, strict=True))
         for name in came:
@@ -241,7 +245,7 @@ class Residency:
         elif self.accumulates_in_place:
             copy.leaves[name].grad = gradient.to(copy.buffer)
         else:
-            copy.gradients[name] = gradient.to(copy.buffer.device, self._accumulation_dtype)
+            copy.gradients[name] = gradient.to(copy.buffer.device, self.accumulation_dtype)
 
     def clear_gradient(self, copy: DeviceCopy, name: str) -> None:
         """Drop the gradient of `name`: the sum, and that on the leaf."""

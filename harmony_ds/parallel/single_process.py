@@ -102,10 +102,15 @@ class SingleProcess:
     def give_up(self, why: str) -> None:
         """Tell the others, now and later, that this process cannot go on."""
 
-    def reduce(self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: Tensors) -> Tensors:
+    def reduce(
+        self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: Tensors, dtype: torch.dtype
+    ) -> Tensors:
         """Return this process's pieces of the mean gradients, of the `leaves` that any process has a gradient of.
 
         They are ready after the work of the device's PEER stream, and overwrite `gradients`.
+
+        Args:
+            dtype: of gradients, in every process; this one may have none of its own to tell it by.
         """
         return gradients
 

@@ -198,14 +198,15 @@ class World(SingleProcess):
                 raise
             raise cause from error
 
-    def reduce(self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: Tensors) -> Tensors:
+    def reduce(
+        self, kind: str, device: Device, leaves: Mapping[str, Tensor], gradients: Tensors, dtype: torch.dtype
+    ) -> Tensors:
         ranks = self._ranks_with_gradient(f"reduce {kind}", list(leaves), gradients)
         shapes = {name: leaves[name].numel() for name in ranks}
         if not shapes:
             return {}
-        dtype = next((g.dtype for g in gradients.values()), None)
         with self._collective():
-            return self._exchange.reduce(device, shapes, gradients, dtype or self.gradient_dtype)
+            return self._exchange.reduce(device, shapes, gradients, dtype)
 
     def _ranks_with_gradient(self, kind: str, names: Sequence[str], here: Collection[str]) -> dict[str, list[int]]:
         """Return the ranks that have a gradient, for each of `names` that any process has one of."""
@@ -276,13 +277,10 @@ class World(SingleProcess):
             device.record(Stream.PEER).synchronize()
             self.agree("measure")
             begin = time.perf_counter()
-            self.reduce("to measure", device, {"": leaf.requires_grad_()}, {"": leaf.detach()})
+            self.reduce("to measure", device, {"": leaf.requires_grad_()}, {"": leaf.detach()}, leaf.dtype)
             device.record(Stream.PEER).synchronize()
             samples.append((time.perf_counter() - begin) * 1e3)
         return statistics.median(samples[1:])
-
-    gradient_dtype = torch.float32
-    """The dtype that gradients are added up in; set when the engine is made."""
 
     def reduce_bytes(self, device: Device) -> int:
         return buffer_bytes(device.budget_bytes, self.servers)

@@ -218,8 +218,9 @@ class Updates:
             parts.updater.reduce(write)
             self._receive(task, transfer)
         else:
+            residency = parts.residency
             self._reduced[task.pack] = parts.world.reduce(
-                kind, parts.device, copy.leaves, parts.residency.gradients(copy)
+                kind, parts.device, copy.leaves, residency.gradients(copy), residency.accumulation_dtype
             )
         self.outcome.others_update |= self._clipping is None
 

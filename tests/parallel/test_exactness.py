@@ -42,6 +42,15 @@ BITWISE = (
     Training(disk=DISKS[1:], clip=0.05),
     Training(model="llama", bf16=True, clip=0.05, steps=2, disk=DISKS, harmony=SHARE),
 )
+# With one layer a pack, and one micro-batch a step, a process may have no gradient at all in a pack, and others have some.
+WITHOUT_GRADIENT = tuple(
+    Training(
+        model=model, clip=clip, steps=5, accumulation=1, bf16=True, bf16_sums=bf16_sums, harmony={"pack_layers": 1}
+    )
+    for model in ("experts", "layerdrop")
+    for clip in (0.0, 0.05)
+    for bf16_sums in (True, False)
+)
 JOINED = {"micro_batch": {"forward": 12, "backward": 6}, "pack_layers": 1}
 CLOSE = (
     # Processes, and micro-batches of one, join unlike numbers of calls.
@@ -103,6 +112,16 @@ CHOSEN = [
     pytest.param(3, (*BITWISE, *CLOSE), id="3"),
     pytest.param(4, (*BITWISE[:7], *BITWISE[-3:], *CLOSE[:5]), id="4"),
 ]
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_process_may_have_no_gradient_in_a_pack(size: int, place: str) -> None:
+    several = [replace(training, harmony={**training.harmony, "reduce": place}) for training in WITHOUT_GRADIENT]
+    found = run(size, train_all, several)
+    for index, training in enumerate(several):
+        told = differences([of_rank[index] for of_rank in found], train_plainly(training, size))
+        assert not told, (training, told)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from tempfile import gettempdir
@@ -28,6 +29,7 @@ class Training:
     accumulation: int = 2
     steps: int = 3
     bf16: bool = False
+    bf16_sums: bool = False  # gradients are added up in bf16
     loop: str = "train_batch"
     harmony: Mapping[str, Any] = field(default_factory=dict)
     disk: tuple[str, ...] = ()  # blocks of the ds_config
@@ -46,6 +48,20 @@ class Mlp(nn.Module):
         return ((self.head(x) - y) ** 2).mean()
 
 
+class LayerDrop(nn.Module):
+    """A model that skips two of its four layers in each micro-batch, by Python's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(4))
+        self.head = nn.Linear(13, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in sorted(random.sample(range(4), 2)):
+            x = torch.tanh(self.layers[number](x))
+        return self.head(x).square().mean()
+
+
 class Experts(nn.Module):
     """A model with one expert for each value of `which`, so that a micro-batch uses one of them."""
 
@@ -62,8 +78,10 @@ class Experts(nn.Module):
 
 
 def build(name: str) -> nn.Module:
-    if name in ("mlp", "ragged", "experts"):
+    if name in ("mlp", "ragged", "experts", "layerdrop"):
         torch.manual_seed(1)
+        if name == "layerdrop":
+            return LayerDrop()
         return Experts() if name == "experts" else Mlp(0.2 if name == "mlp" else 0.0)
     return _family(name).build(0.1)
 
@@ -85,6 +103,8 @@ def batch(name: str, number: int) -> dict[str, Any]:
     if name == "ragged":
         rows = 2 if number % 5 == 3 else 3
         return {"x": torch.randn(rows, 19, generator=generator), "y": torch.randn(rows, 1, generator=generator)}
+    if name == "layerdrop":
+        return {"x": torch.randn(3, 13, generator=generator)}
     if name == "experts":  # 3 of 4 are used, and by one micro-batch each
         return {"x": torch.randn(3, 13, generator=generator), "which": torch.tensor([number % 3])}
     return dict(_family(name).batch(number))
@@ -122,7 +142,7 @@ def config_of(training: Training, size: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": training.clip,
         "bf16": {"enabled": training.bf16, "check_grad_overflow": False},
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "data_types": {"grad_accum_dtype": "bf16" if training.bf16_sums else "fp32"},
         "zero_optimization": {
             "stage": 2,
             **{block: {"device": "nvme", "nvme_path": gettempdir()} for block in training.disk},
@@ -226,6 +246,7 @@ def train_plainly(training: Training, size: int, servers: Sequence[Sequence[int]
         masters = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
         for p in parameters.values():
             p.data = p.data.to(torch.bfloat16)
+    sum_dtype = torch.bfloat16 if training.bf16_sums else torch.float32
     optimizer = OPTIMIZERS[training.optimizer](masters.values())
     losses: list[list[list[float]]] = [[] for _ in range(size)]
     norms: list[float] = []
@@ -244,7 +265,8 @@ def train_plainly(training: Training, size: int, servers: Sequence[Sequence[int]
                 seen.append(loss.detach())
                 for name, p in parameters.items():
                     if p.grad is not None:
-                        sums[name] = sums[name] + p.grad.float() if name in sums else p.grad.float()
+                        gradient = p.grad.to(sum_dtype)
+                        sums[name] = sums[name] + gradient if name in sums else gradient
                         p.grad = None
             freeze(model, training, 0)
             of_step.append(seen)
@@ -252,7 +274,7 @@ def train_plainly(training: Training, size: int, servers: Sequence[Sequence[int]
         total = _summed([_summed([of_ranks[rank] for rank in ranks]) for ranks in servers])
         squares = torch.zeros((), dtype=torch.float64)
         for name, value in total.items():
-            total[name] = value / size
+            total[name] = (value / size).float()
             squares += total[name].double().square().sum()
         norm = squares.sqrt().float()
         coefficient = torch.clamp(training.clip / (norm + 1e-6), max=1.0) if training.clip else None
