@@ -68,6 +68,7 @@ class Joins:
     Attributes:
         dims: by layer and kind of call, where its tensors hold the rows; others run micro-batch by micro-batch.
         are_random: whether layers draw random numbers: joined calls draw others than single ones.
+        code_between_draws: whether the code between layers does: it draws from the streams of single micro-batches.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Joins:
     ) -> None:
         self.dims: Mapping[int, Mapping[Places, RowDims]] = {}
         self.are_random = False
+        self.code_between_draws = False
         self._device = device
         self._crossings = crossings
         self._layers = layers

@@ -43,12 +43,16 @@ def micro_batch_seed(seed: int, step: int, index: int) -> int:
 
 
 class RandomStreams:
-    """Switches the process's generators between micro-batches, one of which runs at a time."""
+    """Switches the process's generators between micro-batches, one of which runs at a time.
+
+    Attributes:
+        current: the stream that the generators are in; None: none that can be gone on with.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._states: dict[object, State] = {}
-        self._current: object | None = None
+        self.current: object | None = None
         self._ambient: State | None = None
         self._seeded: _PythonState | None = None  # at the last stream's start, until forward is known to draw
         # Whether forward was seen to draw from Python's or NumPy's generators: only then are they read, which takes 20 us.
@@ -62,7 +66,7 @@ class RandomStreams:
         """Restore the program's generators, and drop all streams."""
         assert self._ambient is not None
         self._restore(self._ambient)
-        self._ambient = self._current = self._seeded = None
+        self._ambient = self.current = self._seeded = None
         self._states.clear()
 
     def start(self, stream: object, seed: int) -> None:
@@ -73,13 +77,17 @@ class RandomStreams:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         self._seeded = None if self.draws_in_python else _read_python()
-        self._current = stream
+        self.current = stream
+
+    def has(self, stream: object) -> bool:
+        """Return whether `stream` has been begun since `open`."""
+        return stream is self.current or stream in self._states
 
     def switch(self, stream: object) -> None:
-        if self._current is not stream:
+        if self.current is not stream:
             self._suspend()
             self._restore(self._states[stream])
-            self._current = stream
+            self.current = stream
 
     def check_drawn(self) -> None:
         """Raise UnseenError if forward has drawn from Python's or NumPy's generators for the first time."""
@@ -103,9 +111,9 @@ class RandomStreams:
             np.random.set_state((kind, np.frombuffer(key, np.uint32), *rest))
 
     def _suspend(self) -> None:
-        if self._current is not None:
-            self._states[self._current] = self.snapshot()
-        self._current = None
+        if self.current is not None:
+            self._states[self.current] = self.snapshot()
+        self.current = None
 
 
 def _read_python() -> _PythonState:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.patching import patched
-from harmony_ds.calls.random_streams import states_differ
+from harmony_ds.calls.random_streams import State, states_differ
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.calls.sameness import TOLERANCES, close
 from harmony_ds.calls.slices import Shapes, Slicing, row_dims
@@ -38,6 +38,8 @@ class RowProbe(Passes):
         self._refused: dict[int, str] = {}
         self._dims: dict[int, dict[Places, RowDims]] = {}
         self._drawing: set[int] = set()
+        self._code_between_draws = False
+        self._after_call = State()  # of the random numbers, when the last call had run
         self._few: list[_Seen] = []
         self._counts = (0, 0)
         self._comparing = False
@@ -48,18 +50,27 @@ class RowProbe(Passes):
         self._few.clear()
         with self.opened():
             for self._comparing, count in zip((False, True), rows, strict=True):
-                self._forward(sample.few(count))
+                self._parts.random.start(self, sample.seed)
+                self._after_call = self._parts.random.snapshot()
+                self._forward(sample.few(count))  # which starts with the same numbers
+                self._note_code_between(self._parts.random.snapshot())
+
+    def _note_code_between(self, now: State) -> None:
+        """Note whether random numbers were drawn since the last call had run."""
+        self._code_between_draws |= states_differ(self._after_call, now)
 
     @property
     def found(self) -> tuple[Rows, dict[int, str]]:
         """Which layers can be cut; and why others cannot, which is empty where nothing depends on the rows."""
         can = {layer: dims for layer, dims in self._dims.items() if layer not in self._refused}
-        return Rows(dims=can, drawing=frozenset(self._drawing)), dict(self._refused)
+        rows = Rows(dims=can, drawing=frozenset(self._drawing), code_between_draws=self._code_between_draws)
+        return rows, dict(self._refused)
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Try the call before it is run."""
         random, layer = self._parts.random, request.layer
         before = random.snapshot()
+        self._note_code_between(before)
         trial, outputs = self._parts.layer_calls.trial(request, copy.leaves)
         if states_differ(before, random.snapshot()):
             self._drawing.add(layer)
@@ -71,7 +82,9 @@ class RowProbe(Passes):
         else:
             self._few.append(seen)
         del trial, outputs
-        return super().run(request, copy)
+        result = super().run(request, copy)
+        self._after_call = random.snapshot()
+        return result
 
     def _compare(self, request: Request, trial: _Trial, more: _Seen, copies: Leaves) -> None:
         """Note where the rows of this call are, or why it cannot be cut."""

@@ -34,12 +34,14 @@ class Rows:
         dims: by layer and kind of call; calls that are not among them are never cut.
         drawing: layers that draw random numbers. Their slices are the same in both passes, so that a recomputation
             draws what the forward pass drew.
+        code_between_draws: whether the code between layer calls draws random numbers.
     """
 
     forward: int = 0
     backward: int = 0
     dims: Mapping[int, Mapping[Places, RowDims]] = field(default_factory=dict)
     drawing: Set[int] = frozenset()
+    code_between_draws: bool = False
 
     @property
     def cuts(self) -> bool:

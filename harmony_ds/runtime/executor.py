@@ -313,6 +313,8 @@ class Executor:
             place = partial(micro_batch.place, plan.calls)
             self._enter(micro_batch).run_on(place, partial(self._answer_attached, micro_batch, leaves))
             micro_batch.finish()
+        if self._parts.random.has(micro_batch):  # its lane may have ended in an earlier pack
+            self._parts.random.switch(micro_batch)
         self.propagated = True
         with (self._parts.crossings.between_layers or nullcontext)():
             try:

@@ -1,12 +1,13 @@
 """Several micro-batches that go through the layers as one: each has a lane of its own, and they take turns between layers.
 
 What makes of them one micro-batch for the executor is that their calls of a layer are joined (`harmony_ds.calls.joined`),
-where they can be; the code between layers, and the loss, see single ones.
+where they can be; the code between layers, and the loss, see single ones, and draw from their random streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Around, Request
 from harmony_ds.calls.joined import RAISED, Joined, Joins
+from harmony_ds.calls.random_streams import RandomStreams, states_differ
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.runtime.lane import Answer, Lane, Place
@@ -26,10 +28,18 @@ from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 class JointLane:
     """Lanes of several micro-batches, which go from layer to layer together."""
 
-    def __init__(self, lanes: list[Lane], joins: Joins) -> None:
+    def __init__(self, lanes: list[Lane], joins: Joins, streams: MemberStreams) -> None:
         self._lanes = lanes
         self._joins = joins
+        self._streams = streams
         self._calls: list[Joined] = []  # that are to be made
+
+    def start(self) -> None:
+        """Run each lane up to its first layer call."""
+        with self._streams.of_members():
+            for number, lane in enumerate(self._lanes):
+                self._streams.start(number)
+                lane.resume()
 
     @property
     def finished(self) -> bool:
@@ -57,8 +67,10 @@ class JointLane:
                     return
                 replies = self._answered(requests, position, answer)
                 requests.clear()
-                for lane in self._lanes:
-                    lane.resume(replies.pop(0))
+                with self._streams.of_members():
+                    for number, lane in enumerate(self._lanes):
+                        self._streams.switch(number)
+                        lane.resume(replies.pop(0))
         except (OffPlanError, UnseenError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -92,6 +104,55 @@ class JointLane:
             lane.close()
 
 
+class MemberStreams:
+    """Random streams of the micro-batches of a set, which code between layers and losses draw from.
+
+    Joined calls draw from the stream of the set. So does everything, as long as only layers are known to draw: to switch
+    streams takes about as long as a small operation.
+    """
+
+    def __init__(self, members: Sequence[MicroBatch], joins: Joins, random: RandomStreams) -> None:
+        """Take the stream that has just begun for the set's."""
+        self._members = members
+        self._joins = joins
+        self._random = random
+        self._are_apart = joins.code_between_draws
+        self._at_start = random.snapshot()
+
+    @contextmanager
+    def of_members(self) -> Iterator[None]:
+        """Let streams be switched while open; in the end the set's is current again."""
+        of_set = self._random.current
+        yield
+        assert of_set is not None
+        self._random.switch(of_set)
+
+    def start(self, member: int) -> None:
+        """Begin the stream of a member and make it current."""
+        if self._are_apart:
+            self._random.start(self._members[member], self._members[member].seed)
+
+    def switch(self, member: int) -> None:
+        """Make the stream of a member current."""
+        if self._are_apart:
+            self._random.switch(self._members[member])
+
+    def enter_loss(self, member: int) -> None:
+        """Make the stream of a member current, which nothing has drawn from if that was not begun."""
+        if self._are_apart:
+            self.switch(member)
+        else:
+            self._random.start(self._members[member], self._members[member].seed)
+
+    def check(self) -> None:
+        """Raise UnseenError if the code between layers has drawn from the stream of the set."""
+        if self._are_apart or self._joins.are_random:
+            return
+        if states_differ(self._at_start, self._random.snapshot()):
+            self._joins.code_between_draws = True
+            raise UnseenError("the code between layers draws random numbers, which was not seen when it was measured.")
+
+
 _CALLED = ("index", "seed", "forward", "autocast", "backward_autocast", "context", "state", "home")
 
 
@@ -101,24 +162,40 @@ class JointMicroBatch(MicroBatch):
 
     members: Sequence[MicroBatch] = ()
     joins: Joins | None = None
+    random: RandomStreams | None = None
 
     @staticmethod
-    def of(members: Sequence[MicroBatch], joins: Joins) -> JointMicroBatch:
-        """Join `members`, which were called in the same modes; random numbers are those of the first one."""
+    def of(members: Sequence[MicroBatch], joins: Joins, random: RandomStreams) -> JointMicroBatch:
+        """Join `members`, which were called in the same modes; joined calls draw the random numbers of the first one."""
         first = {name: getattr(members[0], name) for name in _CALLED}
-        objective = partial(_sum_of, members)
-        return JointMicroBatch(objective=objective, count=len(members), members=members, joins=joins, **first)
+        return JointMicroBatch(
+            objective=no_loss, count=len(members), members=members, joins=joins, random=random, **first
+        )
 
     def start(self, device: Device, between_layers: Around | None) -> Any:
         assert self.joins is not None
+        assert self.random is not None
+        streams = MemberStreams(self.members, self.joins, self.random)
+        self.objective = partial(_sum_of_losses, self.members, streams)
         lanes = [member.new_lane(device, between_layers) for member in self.members]
-        self.lane = JointLane(lanes, self.joins)  # type: ignore[assignment]
-        for lane in lanes:
-            lane.resume()
-        return self.lane
+        joint = JointLane(lanes, self.joins, streams)
+        self.lane = joint  # type: ignore[assignment]
+        joint.start()
+        return joint
 
 
-def _sum_of(members: Sequence[MicroBatch], outputs: Sequence[Any]) -> Tensor | None:
-    losses = [m.objective(own) for m, own in zip(members, outputs, strict=True)]
-    known = [loss for loss in losses if loss is not None and loss.requires_grad]
-    return sum(known[1:], known[0]) if known else None
+def no_loss(outputs: Any) -> None:
+    """Propagate back from nothing: the objective before the lanes are there."""
+
+
+def _sum_of_losses(members: Sequence[MicroBatch], streams: MemberStreams, outputs: Sequence[Any]) -> Tensor | None:
+    """Return the sum of what `members`, whose forward passes gave `outputs`, propagate back from."""
+    streams.check()
+    losses = []
+    with streams.of_members():
+        for number, (member, own) in enumerate(zip(members, outputs, strict=True)):
+            streams.enter_loss(number)
+            loss = member.objective(own)
+            if loss is not None and loss.requires_grad:
+                losses.append(loss)
+    return sum(losses[1:], losses[0]) if losses else None

@@ -109,7 +109,9 @@ class CallSizes:
         """Return what a micro-batch costs by itself, where several may be one; note where its calls hold the rows."""
         single = self._measuring.profile(sample, WHOLE).tables[0][1]
         found = self._measuring.found_rows(sample)
-        self._joins.dims, self._joins.are_random = found.dims, bool(found.drawing)
+        self._joins.dims = found.dims
+        self._joins.are_random = bool(found.drawing)
+        self._joins.code_between_draws |= found.code_between_draws
         return single
 
     def _of_set(self, sample: Sample, sizes: Sizes, alone: CostTable) -> tuple[SizedCosts, Profile]:

@@ -44,7 +44,13 @@ class GroupPlans:
         runs = self._runs(micro_batches)
 
         def in_sets(least: int) -> list[MicroBatch]:
-            return [one for run in runs for one in ([JointMicroBatch.of(run, joins)] if len(run) >= least else run)]
+            made: list[MicroBatch] = []
+            for run in runs:
+                if len(run) >= least:
+                    made.append(JointMicroBatch.of(run, joins, self._parts.random))
+                else:
+                    made += run
+            return made
 
         chosen = next((sets for least in (2, together, together + 1) if self._fits(sets := in_sets(least))), None)
         if chosen is None:

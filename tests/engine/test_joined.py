@@ -255,6 +255,49 @@ def test_a_layer_is_tried_in_each_mode(calls: list[str]) -> None:
     assert_joined_as_alone(lambda: Layered(lambda: Balanced(True)), calls, {"layers.0": 8}, evaluate)
 
 
+class Noisy(Layered):
+    """Adds noise between two layers, as a variational autoencoder does; where `always`, or to rows that begin above 1."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__(lambda: nn.Linear(4, 4))
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers[0](x)
+        if self.always or x[0, 0] > 1:
+            h = h + torch.randn_like(h)
+        return self.layers[2](self.layers[1](h) * self.scale).pow(2).mean()
+
+
+def with_noise(loss: Tensor) -> Tensor:
+    return loss * (1 + torch.rand(()))
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_noise_between_layers_is_each_micro_batchs_own(calls: list[str], always: bool) -> None:
+    """Noise that no micro-batch has shown before is found in the step that it comes in."""
+    groups = rows_of_four()
+    for number, group in enumerate(groups):
+        for batch in group:
+            batch["x"][0, 0] = 2.0 if number else 0.0
+    found = []
+    for micro_batch in ("config", 8):
+        torch.manual_seed(0)
+        model = Noisy(always)
+        config = config_of(4, None, {"pack_layers": 1, "micro_batch": micro_batch, "seed": 5})
+        with engine_for(model, sgd, config) as engine:
+            losses = []
+            for group in groups:
+                calls.clear()
+                losses.append(engine.train_batch(iter(group), loss_fn=with_noise).item())
+            assert engine.swap_report().ratio == 1.0
+        found.append((weights_of(model), losses))
+    assert calls.count("layers.1") == 2  # for all four, forward and again
+    (alone, losses), (joined, others) = found
+    assert others == pytest.approx(losses, rel=1e-6)
+    assert_close(joined, alone)
+
+
 class Routed(nn.Sequential):
     """Rows choose the second or the third layer by their sign; what no row chooses is not called."""
 
