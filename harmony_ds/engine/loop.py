@@ -13,9 +13,10 @@ from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.step_log import StepLog
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import BatchError, UsageError
+from harmony_ds.stepping.division import divided
 from harmony_ds.stepping.inputs import Arguments
 from harmony_ds.stepping.pending import PendingTensor
-from harmony_ds.stepping.ticket import EngineBackward, LossFunction, QueuedMicroBatch
+from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
 
 
 class Loop:
@@ -64,7 +65,7 @@ class Loop:
         if scale_wrt_gas:
             loss = loss / self._training.settings.gradient_accumulation_steps()
         scaled = self._scaler.scaled(loss)
-        with self._scaler.backward(), EngineBackward.entered():
+        with self._scaler.backward(), divided():
             if isinstance(scaled, PendingTensor):
                 scaled.backward()
             else:

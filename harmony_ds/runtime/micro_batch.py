@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import cut, explaining_errors
+from harmony_ds.calls.boundary import cut, explaining_errors, reachable_nodes
 from harmony_ds.calls.contract import CallState
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Around, Autocast, Request
 from harmony_ds.calls.recorded_call import RecordedCall
-from harmony_ds.calls.trees import map_tensors
+from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError
 from harmony_ds.runtime.lane import Lane
@@ -148,16 +148,22 @@ class MicroBatch:
     # ---- what becomes of it
 
     def cut_outputs(self) -> None:
-        """Cut its outputs from code that layers depend on too, whose graph a backward pass of the caller's would free."""
+        """Cut its outputs from what the caller's backward pass must not reach.
+
+        That is code that layers depend on too, whose graph would be freed; and the graphs of the arguments, which get
+        their gradients from this micro-batch's own backward pass.
+        """
+        given = {tensor.grad_fn for tensor in tensors_in(self.inputs) if tensor.grad_fn is not None}
 
         def own(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad or not self.inter_layer.touches(tensor):
+            if not tensor.requires_grad:
                 return tensor
-            return cut([tensor.detach()], [self.inter_layer.target(tensor)])[0]
+            if self.inter_layer.touches(tensor) or not given.isdisjoint(reachable_nodes([tensor.grad_fn])):
+                return cut([tensor.detach()], [self.inter_layer.target(tensor)])[0]
+            return tensor
 
-        if self.inter_layer.is_trivial:
-            return
-        self.outputs = map_tensors(own, self.outputs)
+        if given or not self.inter_layer.is_trivial:
+            self.outputs = map_tensors(own, self.outputs)
 
     def abandon(self) -> None:
         """End the lane wherever it is, and forget everything recorded."""

@@ -24,12 +24,13 @@ from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parallel import PeerDiverged
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError, loss_of
+from harmony_ds.stepping.division import divided
 from harmony_ds.stepping.inputs import Arguments, Inputs
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.replaced_forward import ReplacedForward
 from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.step_checks import check_same_step, prove
-from harmony_ds.stepping.ticket import EngineBackward, LossFunction, Queue, QueuedMicroBatch, Stage
+from harmony_ds.stepping.ticket import LossFunction, Queue, QueuedMicroBatch, Stage
 
 _ATTEMPTS = 8
 """How often a step is run again because a micro-batch showed layers that were not measured."""
@@ -208,10 +209,20 @@ class StepGroup(Queue):
     # ---- propagating back
 
     def divisor(self, divided_by: frozenset[float]) -> int:
-        divisor = 1 if EngineBackward.under_way else self._parts.accumulation()
+        divisor = self._parts.accumulation()
         if divisor > 1 and divisor in divided_by:
             self._parts.divided_by_hand()
         return divisor
+
+    def check_divided(self, steps: frozenset[int]) -> None:
+        own = self._parts.accumulation()
+        others = sorted(steps - {own})
+        if others:
+            raise UnsupportedError(
+                f"loss.backward() goes through two engines, whose gradient_accumulation_steps are {others[0]} and {own}: "
+                "which of them the first engine's gradients are to be divided by is not defined. Call "
+                "engine.backward(loss) of the engine whose accumulation steps it is to be, or let both have the same."
+            )
 
     def propagating(self, ticket: QueuedMicroBatch, later: bool = False) -> None:
         self._parts.propagating()
@@ -296,7 +307,9 @@ class StepGroup(Queue):
             self._runner.proven = prove(self._runner, tickets[:2], self._as_called, self._sample)
         # After the first part of a step each micro-batch runs by itself, so that it can run again without the others.
         for part in [[ticket] for ticket in tickets] if self.propagated else [tickets]:
-            self._run_part(run, part)
+            steps = [ticket.divided_by for ticket in part if ticket.leads_outside]
+            with divided(frozenset().union(*steps)):
+                self._run_part(run, part)
         # With several, others had run before recomputations; where there is one, there are none.
         self._runner.parts.layer_calls.checks_recomputation &= len(tickets) < 2 and self._parts.accumulation() > 1
         for ticket in tickets:

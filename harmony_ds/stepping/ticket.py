@@ -8,10 +8,10 @@ each once, where it enters (`_door`): another output may be made of one (`logits
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -22,6 +22,7 @@ from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.errors import BatchError, UnsupportedError, UsageError
 from harmony_ds.runtime.micro_batch import MicroBatch
+from harmony_ds.stepping.division import divided, divided_by
 from harmony_ds.stepping.inputs import Arguments
 from harmony_ds.stepping.pending import Evaluation, Node, PendingTensor
 
@@ -29,22 +30,6 @@ LossFunction = Callable[[Any], Tensor]
 DESTROYED = (
     "this engine has been destroyed, and its model is a plain one again: to train it, call harmony_ds.initialize."
 )
-
-
-class EngineBackward:
-    """Count of the calls of `engine.backward` under way, of all engines: one may lead through another."""
-
-    under_way: ClassVar[int] = 0
-
-    @classmethod
-    @contextmanager
-    def entered(cls) -> Iterator[None]:
-        """Run a backward pass whose loss has been divided."""
-        cls.under_way += 1
-        try:
-            yield
-        finally:
-            cls.under_way -= 1
 
 
 class Stage(enum.Enum):
@@ -66,10 +51,13 @@ class Queue(Protocol):
         """Note that the program propagates back from an output of `ticket`; `later`: autograd does so now."""
 
     def divisor(self, divided_by: frozenset[float]) -> int:
-        """Return what gradients that come to outputs now are divided by: the accumulation steps, unless a loss has been.
+        """Return the accumulation steps, by which gradients of the program's own backward pass are divided.
 
         `divided_by`: numbers that the program has divided a loss by; that it is divided twice is noted.
         """
+
+    def check_divided(self, steps: frozenset[int]) -> None:
+        """Raise UnsupportedError if gradients that other engines have divided by `steps` are of no use here."""
 
 
 class QueuedMicroBatch:
@@ -94,6 +82,8 @@ class QueuedMicroBatch:
         self._destroyed = False  # its engine, before its step was over
         self.nodes: WeakSet[Node] = WeakSet()
         self._objectives: list[tuple[Node, int]] = []  # what is propagated back from, and what gradients are divided by
+        self.divided_by: frozenset[int] = frozenset()
+        """Accumulation steps by which engines have divided the gradients that it hands on to what is before it."""
         self.expected: Callable[[Tensor], None] | None = None  # checks their sum, in the first step
         self.stage = Stage.QUEUED
         self.is_pending = False  # what its caller has been given
@@ -124,7 +114,7 @@ class QueuedMicroBatch:
 
     def backward(self, node: Node) -> None:
         group = self._open_group()
-        divisor = group.divisor(node.divisors)
+        divisor = self._divisor(group, node.divisors)
         self._note_caller()
         self._objectives.append((node, divisor))
         group.propagating(self)
@@ -138,8 +128,19 @@ class QueuedMicroBatch:
         self._note_caller()
         self._received = True
         group.propagating(self, later=True)
-        divisor = group.divisor(frozenset())
+        divisor = self._divisor(group, frozenset())
         return gradient if divisor == 1 else gradient / divisor
+
+    def _divisor(self, group: Queue, loss_divisors: frozenset[float]) -> int:
+        """Return what gradients that come to its outputs now are divided by: 1 if they have been divided already."""
+        before = divided_by()
+        if before is None:
+            divisor = group.divisor(loss_divisors)
+            self.divided_by |= {divisor}
+            return divisor
+        group.check_divided(before)
+        self.divided_by |= before
+        return 1
 
     def _open_group(self) -> Queue:
         if self._group is None:
@@ -286,7 +287,7 @@ class QueuedMicroBatch:
         total, values = self._sum(self.outputs())
         self._keep(self.outputs(), values)
         self._objectives.clear()
-        with EngineBackward.entered(), explaining_errors():
+        with divided(self.divided_by), explaining_errors():
             assert total is not None
             total.backward()
         self._received = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 from collections.abc import Iterator
@@ -47,6 +48,27 @@ def config(**harmony: Any) -> dict[str, Any]:
         "gradient_clipping": 0.5,
         "harmony": {"device": "cuda", "seed": SEED, **harmony},
     }
+
+
+def test_a_chain_of_engines_divides_gradients_once() -> None:
+    """Hooks of a backward pass on a GPU run on a thread of autograd's, unless the engine has them run on its own."""
+    for by_engine in (False, True):
+        torch.manual_seed(1)
+        models = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        plain = [copy.deepcopy(model).cuda() for model in models]
+        x = torch.randn(4, 8, device="cuda")
+        (plain[1](plain[0](x)).sum() / GROUP).backward()
+        with engine_for(models[0], sgd, config()) as first, engine_for(models[1], sgd, config()) as second:
+            output = second(first(x))
+            output.sum().item()  # its forward pass runs, so that the program's own backward pass comes to its output
+            if by_engine:
+                second.backward(output.sum())
+            else:
+                output.sum().backward()
+            for model, expected in zip(models, plain, strict=True):
+                for parameter, same in zip(model.parameters(), expected.parameters(), strict=True):
+                    assert parameter.grad is not None
+                    torch.testing.assert_close(parameter.grad.cpu(), same.grad.cpu())
 
 
 def on_cuda(batch: dict[str, Any]) -> dict[str, Any]:
