@@ -46,7 +46,7 @@ def capture(
     trained: Trained, progress: Progress, client_state: dict[str, Any], plan: str | None, exclude_frozen: bool
 ) -> Snapshot:
     """Return the state of `trained`, to be written or read before the next step."""
-    trained.device_store.sync_to_host(to_be_read=True)
+    trained.device_store.sync_to_host()
     store, scheduler, loader = trained.store, trained.scheduler, trained.loader
     frozen = tuple(name for name in store.parameters if name not in store.masters)
     left_out = frozen if exclude_frozen else ()

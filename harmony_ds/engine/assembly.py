@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -51,10 +52,14 @@ from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.stepping.runner import Runner
 
 
-def _finish_updates(updater: Updater, device_store: DeviceStore) -> None:
+def _wait_for_updates(updater: Updater, device_store: DeviceStore) -> None:
     updater.wait_all()
-    device_store.sync_to_host()
     device_store.finish_reads()
+
+
+def _hand_out_state(updater: Updater, device_store: DeviceStore, names: Iterable[str]) -> None:
+    _wait_for_updates(updater, device_store)
+    device_store.hand_out_state(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,14 @@ class Assembly:
     optimizer: torch.optim.Optimizer | None
     host_optimizer: HostOptimizer | None
 
+    def wait_for_updates(self) -> None:
+        """Wait for all updates on the host, and for queued copies that read its memory."""
+        _wait_for_updates(self.parts.updater, self.parts.device_store)
+
     def finish_updates(self) -> None:
-        """Bring every weight, master and optimizer state on the host up to date, before they are read or written."""
-        _finish_updates(self.parts.updater, self.parts.device_store)
+        """Bring every weight, master and optimizer state on the host up to date."""
+        self.wait_for_updates()
+        self.parts.device_store.sync_to_host()
 
     def host_bytes(self) -> dict[str, int]:
         """Return the bytes of host memory by kind."""
@@ -222,7 +232,7 @@ def _parts(
     threads = update_threads(world.local_size) if device.copies_overlap else None
     updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
     if host_optimizer is not None:
-        host_optimizer.watch_state(partial(_finish_updates, updater, device_store))
+        host_optimizer.watch_state(partial(_hand_out_state, updater, device_store))
     installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
     crossings = Crossings(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, crossings)

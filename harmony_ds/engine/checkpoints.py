@@ -91,8 +91,10 @@ class Checkpoints:
         snapshot = checkpoint.read_any(folder)
         snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, world.rank, world.size))
         self._runner.check_usable()
-        self._open.finish()
+        assembly = self._training.assembly
+        assembly.finish_updates()
         world.agree("load")  # no process uses weights any more
+        assembly.parts.device_store.note_all_written()
         try:
             checkpoint.restore(self._trained(), snapshot, wanted, str(folder))
             world.agree("loaded")

@@ -54,7 +54,9 @@ class OpenStep:
         if assembly.optimizer is not None:
             calls = while_alive(self.step_by_hand), self.gradients.zero_by_hand, while_alive(self.finish)
             self.override = OptimizerOverride(assembly.optimizer, *calls)  # may refuse: nothing is changed yet
-        self.links = ParameterLinks(assembly.store, assembly.host_optimizer, weakref.proxy(self))
+        self.links = ParameterLinks(
+            assembly.store, assembly.parts.device_store, assembly.host_optimizer, weakref.proxy(self)
+        )
         self.parts = self._group_parts()
         self.renew()
 
@@ -221,7 +223,7 @@ class OpenStep:
     # ---- what the model's parameters ask, see `parameters.link.Owner`
 
     def finish(self) -> None:
-        self._assembly.finish_updates()
+        self._assembly.wait_for_updates()
 
     def before_write(self, name: str) -> None:
         """Propagate what was called with the values of `name`, which are about to be changed.

@@ -5,16 +5,21 @@ objects, and are out of date until they are synchronized:
 
     first use                 weights, masters, optimizer state    host -> device
     a step                    nothing
-    the host's are read       all, if a step came before           device -> host, and the reader waits
-    next use after a read     all                                  host -> device: the reader may have written
-    drop                      all, if a step came before           device -> host; the memory is freed
+    one of the host's is read that one, if a step came before      device -> host, and the reader waits
+    next use after a read     nothing
+    next use after a write    what was written                     host -> device
+    drop                      all that a step has changed          device -> host; the memory is freed
+
+A weight whose memory another tensor of the program shares (`p.data`, a state dict) may be written through that one, unseen:
+a copy of it is kept on the host, and compared before the next use. Optimizer state that is handed out is taken for written.
 
 A parameter that several resident packs share is on the device once; each pack accumulates its own gradient of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +29,20 @@ from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffers
 from harmony_ds.offload.host_optimizer import Hyper
-from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.layout import layout_of
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.offload.residency import DeviceCopy, Residency, leaf_over
+from harmony_ds.offload.residency import DeviceCopy, Residency, leaf_over, same_bits
 
 Names = tuple[str, ...]
+
+
+class Held(Enum):
+    """What a resident parameter has on the host and on the device. A weight that is its own master has no other one."""
+
+    WEIGHT = "weight"
+    MASTER = "master"
+    STATE = "optimizer state"
 
 
 class DeviceStore(GradientSums):
@@ -50,8 +63,10 @@ class DeviceStore(GradientSums):
         self._stepped: dict[str, nn.Parameter] = {}  # of each trained weight: itself, or its master
         self._masters: list[Tensor] = []  # buffers of masters
         self._state_bytes = 0
-        self._device_is_newer = False
-        self._host_may_be_newer = False
+        self._newer_on_device: dict[Held, set[str]] = {held: set() for held in Held}
+        self._newer_on_host: dict[Held, set[str]] = {held: set() for held in Held}
+        self._watched: dict[str, Tensor | None] = {}  # weights that may be written unseen; of resident ones, a copy
+        self._written: set[str] = set()  # weights that the program may have written since their masters followed
         self._norm_buffers = HostBuffers(device)
         self._reading: Event | None = None  # after the last copy out of host memory that may still be queued
 
@@ -85,6 +100,10 @@ class DeviceStore(GradientSums):
         self._packs.append(copy)
         copy.wait(self._device)
         self._weights.update({name: copy.leaves[name].detach() for name in fresh})
+        self._written.update(fresh)  # nobody has watched them so far
+        for name in fresh:
+            if name in self._watched:
+                self._watched[name] = self._store.weight(name).clone()
         for name in names:
             if name not in copy.leaves:
                 copy.leaves[name] = leaf_over(self._weights[name], self._store.parameters[name])
@@ -109,9 +128,8 @@ class DeviceStore(GradientSums):
     def _copy_in(self, tensors: Iterable[tuple[Tensor, Tensor]], names: Iterable[str]) -> None:
         """Issue the copies of `tensors` (from the host's to the device's), and of the optimizer's state of `names`."""
         moved = 0
-        with ungated():
-            for host, there in tensors:
-                moved += there.copy_(host, non_blocking=True).nbytes
+        for host, there in tensors:
+            moved += there.copy_(host, non_blocking=True).nbytes
         for name in names:
             assert self._optimizer is not None
             moved += self._optimizer.copy_state_to_device(name, self._stepped[name])
@@ -119,21 +137,27 @@ class DeviceStore(GradientSums):
             self._ledger.book_in(Kind.RESIDENT, moved)
             self._reading = self._device.record(Stream.COMPUTE)
 
-    def _tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all pairs of the host's and the device's tensor."""
-        for name, weight in self._weights.items():
-            yield self._store.parameters[name], weight
-        for name, stepped in self._stepped.items():
-            if self._store.compute_copy(name) is not None:
-                yield self._store.masters[name], stepped.detach()
+    def _pair(self, held: Held, name: str) -> tuple[Tensor, Tensor]:
+        """Return the host's tensor and the device's, of a weight or a master."""
+        if held is Held.WEIGHT:
+            return self._store.weight(name), self._weights[name]
+        return self._store.masters[name].detach(), self._stepped[name].detach()
+
+    def _has_own_master(self, name: str) -> bool:
+        return name in self._stepped and self._store.compute_copy(name) is not None
 
     @torch.inference_mode(False)  # optimizer state that is made meanwhile will be stepped in place
     def sync_to_device(self) -> None:
-        """Copy to the device what may have changed on the host."""
+        """Copy to the device what has been written on the host."""
         self._notice_replaced_state()
-        if self._host_may_be_newer:
-            self._copy_in(self._tensors(), self._stepped)
-        self._host_may_be_newer = False
+        for name in self._watched:
+            self._find_write(name)
+        tensors = []
+        for held in (Held.WEIGHT, Held.MASTER):
+            tensors += [self._pair(held, name) for name in self._weights if name in self._newer_on_host[held]]
+        self._copy_in(tensors, [name for name in self._stepped if name in self._newer_on_host[Held.STATE]])
+        for names in self._newer_on_host.values():
+            names.clear()
 
     def finish_reads(self) -> None:
         """Wait until no queued copy reads host memory any more: then it may be written."""
@@ -149,6 +173,9 @@ class DeviceStore(GradientSums):
     def drop(self) -> None:
         """Copy what changed to the host, and free everything on the device."""
         self.sync_to_host()
+        for name in self._watched:
+            self._find_write(name)
+            self._watched[name] = None
         self.clear_gradients()
         for copy in self._packs:
             self._residency.evict(copy)
@@ -157,8 +184,10 @@ class DeviceStore(GradientSums):
         if self._optimizer is not None:
             self._optimizer.state.clear()
         self._device.discharge(self._state_bytes)
-        self._state_bytes, self._host_may_be_newer = 0, False
+        self._state_bytes = 0
         self._names = ()
+        for names in self._newer_on_host.values():
+            names.clear()
         for held in (self._packs, self._masters, self._weights, self._stepped):
             held.clear()
 
@@ -167,28 +196,109 @@ class DeviceStore(GradientSums):
         self.drop()
         self._norm_buffers.destroy()
 
+    # ---- what the program reads and writes on the host
+
+    def sync_to_host(self) -> None:
+        """Bring all weights, masters and optimizer state on the host up to date."""
+        for held in Held:
+            self._to_host(held, tuple(self._weights))
+
+    def weight_to_host(self, name: str) -> None:
+        """Bring the weight of `name` on the host up to date."""
+        self._to_host(Held.WEIGHT, (name,))
+
+    def master_to_host(self, name: str) -> None:
+        """Bring the master of `name` on the host up to date, which may be the weight itself."""
+        self._to_host(Held.MASTER if self._has_own_master(name) else Held.WEIGHT, (name,))
+
+    def state_to_host(self, name: str) -> None:
+        """Bring the optimizer's state of `name` on the host up to date."""
+        self._to_host(Held.STATE, (name,))
+
+    def hand_out_state(self, names: Iterable[str]) -> None:
+        """Bring the optimizer's state of `names` on the host up to date, for a program that may write into it."""
+        held = tuple(name for name in names if name in self._stepped)
+        self._to_host(Held.STATE, held)
+        self._newer_on_host[Held.STATE].update(held)
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def sync_to_host(self, to_be_read: bool = False) -> None:
-        """Bring the host's weights, masters and optimizer state up to date. `to_be_read`: they will not be written."""
+    def _to_host(self, held: Held, names: Names) -> None:
         self._notice_replaced_state()
-        if self._device_is_newer:
-            moved = 0
-            with ungated():
-                for host, there in self._tensors():
-                    moved += host.data.copy_(there, non_blocking=True).nbytes
-            for name, stepped in self._stepped.items():
+        stale = [name for name in names if name in self._newer_on_device[held]]
+        if not stale:
+            return
+        moved = 0
+        for name in stale:
+            if held is Held.STATE:
                 assert self._optimizer is not None
-                moved += self._optimizer.copy_state_to_host(name, stepped)
-            self._ledger.book_out(Kind.RESIDENT, moved)
-            self._device.record(Stream.COMPUTE).synchronize()
-        self._device_is_newer = False  # only now: a program that is interrupted meanwhile may go on
-        self._host_may_be_newer |= bool(self._weights) and not to_be_read
+                moved += self._optimizer.copy_state_to_host(name, self._stepped[name])
+            else:
+                host, there = self._pair(held, name)
+                moved += host.copy_(there, non_blocking=True).nbytes
+        self._ledger.book_out(Kind.RESIDENT, moved)
+        self._device.record(Stream.COMPUTE).synchronize()
+        # Only now: a program that is interrupted meanwhile may go on.
+        self._newer_on_device[held].difference_update(stale)
 
     def _notice_replaced_state(self) -> None:
-        """Copy the optimizer's state to the device if the host's optimizer has been given another one."""
+        """Take the optimizer's state for newer on the host if the host's optimizer has been given another one."""
         if self._optimizer is not None and self._optimizer.watch_replaced_state():
-            self._copy_in((), self._stepped)
+            self._newer_on_device[Held.STATE].clear()
+            self._newer_on_host[Held.STATE].update(self._stepped)
+
+    def note_weight_written(self, name: str) -> None:
+        """Note that the program writes into the weight of `name`, which is up to date on the host."""
+        self._written.add(name)
+        if name in self._weights:
+            self._newer_on_host[Held.WEIGHT].add(name)
+
+    def note_master_written(self, name: str) -> None:
+        """Note that the master of `name` has been written on the host, where it is up to date."""
+        if name in self._weights:
+            self._newer_on_host[Held.MASTER if self._has_own_master(name) else Held.WEIGHT].add(name)
+
+    def note_state_written(self, name: str) -> None:
+        """Note that the optimizer's state of `name` has been written on the host, where it is up to date."""
+        if name in self._stepped:
+            self._newer_on_host[Held.STATE].add(name)
+
+    def note_all_written(self) -> None:
+        """Take everything for written on the host, where it is up to date."""
+        for name in self._weights:
+            self.note_weight_written(name)
+            self.note_master_written(name)
+            self.note_state_written(name)
+
+    def watch(self, name: str) -> None:
+        """Find, from now on, what is written into the weight of `name`, which is up to date on the host."""
+        if self._watched.get(name) is None:
+            self._watched[name] = self._store.weight(name).clone() if name in self._weights else None
+
+    def unwatch(self, name: str) -> None:
+        """Find what has been written into the weight of `name`, and nothing from now on."""
+        if name in self._watched:
+            self._find_write(name)
+            del self._watched[name]
+
+    def pop_written(self, name: str) -> bool:
+        """Return whether the program may have written into the weight of `name` since this was asked before."""
+        if name not in self._weights:
+            return True
+        self._find_write(name)
+        found = name in self._written
+        self._written.discard(name)
+        return found
+
+    @torch.no_grad()
+    def _find_write(self, name: str) -> None:
+        """Compare a watched weight on the host with the copy of it, if there is one."""
+        before, weight = self._watched.get(name), self._store.weight(name)
+        if before is not None and not same_bits(before, weight):
+            before.copy_(weight)
+            self.note_weight_written(name)
+
+    # ---- gradients and updates
 
     @torch.no_grad()
     def gradient(self, name: str) -> Tensor | None:
@@ -240,13 +350,23 @@ class DeviceStore(GradientSums):
         assert self._optimizer is not None
         gradients = self.for_update(names, coefficient, measured)
         self.received.update(gradients)
-        self._device_is_newer, self._host_may_be_newer = True, False
         stepped = {name: self._stepped[name] for name in gradients}
+        for name in stepped:
+            self._note_updated(name)
         self._optimizer.step(stepped, gradients, hyper)
         for name, parameter in stepped.items():
             if self._store.compute_copy(name) is not None:
                 self._weights[name].copy_(parameter)
         self.clear_gradients(names)
+
+    def _note_updated(self, name: str) -> None:
+        """Note that what the host has of `name` is out of date."""
+        held = {Held.WEIGHT, Held.STATE} | ({Held.MASTER} if self._has_own_master(name) else set())
+        for one in held:
+            self._newer_on_device[one].add(name)
+            self._newer_on_host[one].discard(name)
+        self._watched.pop(name, None)
+        self._written.discard(name)
 
     def clear_gradients(self, names: Iterable[str] | None = None) -> None:
         if names is None:

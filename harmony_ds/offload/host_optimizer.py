@@ -47,7 +47,7 @@ class HostOptimizer:
         _check_class(type(optimizer))
         self.optimizer = optimizer
         self._names = names = {id(master): name for name, master in masters.items()}
-        self._sync: Callable[[], None] | None = None  # of the watched state
+        self._sync: Callable[[Iterable[str]], None] | None = None  # of the watched state
         self._masters = masters
         # A master that is not the model's parameter is stepped through a private parameter over the same memory: else
         # `zero_grad()` after a step would drop the gradient that a pending update uses.
@@ -112,10 +112,17 @@ class HostOptimizer:
     def groups(self) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(self._names[id(p)] for p in group["params"]) for group in self.optimizer.param_groups)
 
-    def watch_state(self, sync: Callable[[], None]) -> None:
-        """Call `sync` before the state of the user's optimizer is read."""
+    def watch_state(self, sync: Callable[[Iterable[str]], None]) -> None:
+        """Call `sync`, with names of parameters, before their state in the user's optimizer is read or written."""
         self._sync = sync
-        self.optimizer.state = SyncedState(plain_state(self.optimizer.state), sync)  # type: ignore[assignment]
+
+        def sync_key(key: object) -> None:
+            if key is None:
+                sync(self.trained)
+            elif id(key) in self._names:
+                sync((self._names[id(key)],))
+
+        self.optimizer.state = SyncedState(plain_state(self.optimizer.state), sync_key)  # type: ignore[assignment]
 
     def unwatch_state(self) -> None:
         self._sync = None

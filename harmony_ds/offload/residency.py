@@ -181,7 +181,7 @@ class Residency:
         for piece in self._store.parts_of(copy.leaves):
             values = piece.memory if disk is None else disk.file.copy_of(piece.memory)
             places = piece.places.items()
-            found += [name for name, place in places if not _same_bits(copy.leaves[name].detach(), place.view(values))]
+            found += [name for name, place in places if not same_bits(copy.leaves[name].detach(), place.view(values))]
         return found
 
     def accumulate(self, copy: DeviceCopy) -> None:
@@ -284,5 +284,6 @@ def _run_hooks(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], gradient:
     return gradient
 
 
-def _same_bits(on_device: Tensor, on_host: Tensor) -> bool:
-    return torch.equal(on_device.cpu().view(-1).view(torch.uint8), on_host.view(-1).view(torch.uint8))
+def same_bits(tensor: Tensor, on_host: Tensor) -> bool:
+    """Return whether a tensor on any device has the bits of another one of its shape, which is contiguous."""
+    return torch.equal(tensor.cpu().view(-1).view(torch.uint8), on_host.view(-1).view(torch.uint8))

@@ -14,18 +14,24 @@ State = MutableMapping[Any, Any]
 class SyncedState(UserDict[Any, Any]):
     """Mapping that calls `sync` before `plain`, the state itself, is read or written. Copies are plain."""
 
-    def __init__(self, state: State, sync: Callable[[], None]) -> None:
+    def __init__(self, state: State, sync: Callable[[Any], None]) -> None:
+        """`sync` takes the key of what is wanted; None: everything."""
         self.plain = state
         self._sync = sync
 
     @property
     def data(self) -> Any:  # type: ignore[override]
         """The state itself, up to date."""
-        self._sync()
+        self._sync(None)
         return self.plain
 
     def __getitem__(self, key: Any) -> Any:
-        return self.data[key]  # an optimizer's state makes what is missing
+        self._sync(key)
+        return self.plain[key]  # an optimizer's state makes what is missing
+
+    def __contains__(self, key: object) -> bool:
+        self._sync(key)
+        return key in self.plain
 
     def __copy__(self) -> Any:
         return copy.copy(self.data)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 from harmony_ds.calls.boundary import raise_explained
 from harmony_ds.calls.patching import patched
 from harmony_ds.errors import UnsupportedError
+from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.offload.residency import leaf_over
@@ -28,6 +29,10 @@ _DESCRIPTIONS = frozenset(
     "_has_compatible_shallow_copy_type is_same_size register_hook".split()
 )
 """Attributes and functions that do not depend on a parameter's values."""
+_HAND_OUT_MEMORY = frozenset(
+    "numpy __array__ storage untyped_storage _typed_storage data_ptr __dlpack__ __cuda_array_interface__".split()
+)
+"""Attributes and functions whose result lets a program write into a parameter without torch."""
 _REFUSED = {
     "register_post_accumulate_grad_hook": "a gradient is complete only when its pack's group is: use register_hook, or "
     "read .grad between backward() and step()",
@@ -105,11 +110,18 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
         link.before(writes=id(parameter) in written)
     if descriptor == "__set__" and name == "data":
         return first.replace(args[1])
+    versions = [parameter._version for parameter in used]
     try:
         with ungated():
             result = func(*args, **kwargs)
     except RuntimeError as error:
         raise_explained(error, _EXPLANATIONS, UnsupportedError)
+    finally:
+        for parameter, link, version in zip(used, links, versions, strict=True):
+            if parameter._version != version:  # an operator's name may not tell that it writes
+                link.note_write()
+    if name in _HAND_OUT_MEMORY:
+        first.watch()
     for made in filter(lambda leaf: isinstance(leaf, Tensor), tree_iter(result)):
         for link in links:
             link.note_alias(made)
@@ -127,10 +139,10 @@ def _written(name: str, descriptor: str, args: tuple[Any, ...], kwargs: dict[str
 class ParameterLinks:
     """Links of all parameters of a model, until `remove`."""
 
-    def __init__(self, store: HostStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
+    def __init__(self, store: HostStore, resident: DeviceStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
         self._owner = owner
         self._parameters = store.parameters
-        self._links = [ParameterLink(name, store, optimizer, owner) for name in store.parameters]
+        self._links = [ParameterLink(name, store, resident, optimizer, owner) for name in store.parameters]
         for link, parameter in zip(self._links, store.parameters.values(), strict=True):
             parameter.__dict__["_hp_mapping"] = link
             parameter.__class__ = EngineParameter
@@ -139,9 +151,11 @@ class ParameterLinks:
         """Copy what the user wrote into weights to masters."""
         newer = [link for link in self._links if link.may_be_newer]
         if newer:
-            self._owner.finish()  # masters may be newer on the device, too
+            self._owner.finish()
         for link in newer:
             link.update_master()
+        for link in self._links:
+            link.end_watch()
 
     def refresh_aliases(self) -> None:
         """Make tensors that share a parameter's memory show the update of a step, as in plain PyTorch."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harmony_ds.errors import ModelError, UnsupportedError
+from harmony_ds.offload.device_store import DeviceStore
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
 
@@ -16,7 +17,7 @@ from harmony_ds.offload.host_store import HostStore
 class Owner(Protocol):
     """Services of an engine for the links of its parameters; `name` is a parameter's."""
 
-    def finish(self) -> None: ...  # brings all weights, masters and states on the host up to date
+    def finish(self) -> None: ...  # waits for all updates on the host, and for copies that still read its memory
     def before_write(self, name: str) -> None: ...  # runs queued calls, which need its values, or raises
     def gradient(self, name: str) -> Tensor | None: ...  # the accumulated tensor itself, not scaled
     def put_gradient(self, name: str, value: Tensor | None) -> None: ...  # replaces the accumulated one
@@ -25,7 +26,10 @@ class Owner(Protocol):
 class ParameterLink:
     """Link of one parameter to its memory in a slab, its master if it is trained, and the optimizer's state."""
 
-    def __init__(self, name: str, store: HostStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
+    def __init__(
+        self, name: str, store: HostStore, resident: DeviceStore, optimizer: HostOptimizer | None, owner: Owner
+    ) -> None:
+        """Link the parameter `name` of `store`, which `resident` may have on the device."""
         self.name = name
         self.owner = owner
         self._parameter = store.parameters[name]
@@ -36,6 +40,7 @@ class ParameterLink:
         self._aliases = WeakIdKeyDictionary()  # living tensors that share its memory
         self._is_touched = False  # it may have been written since its master followed
         self._store = store
+        self._resident = resident
         self._split = store.split if self._master is not None else None
         self._before: tuple[int, Tensor] | None = None  # version and weight when a split master's was touched
 
@@ -44,12 +49,21 @@ class ParameterLink:
         if writes:
             self.owner.before_write(self.name)
         self.owner.finish()
+        self._resident.weight_to_host(self.name)
         self._is_touched = True
         if self._kept() is None:
             self._keep_weight()
+        if writes:
+            self.note_write()
+
+    def note_write(self) -> None:
+        """Note that the parameter's values are being changed."""
+        self._resident.note_weight_written(self.name)
 
     def follow_update(self) -> None:
-        """After an update, begin to watch a weight that may be written through other tensors."""
+        """After an update, bring a weight that other tensors show up to date; it may be written through them."""
+        self._resident.weight_to_host(self.name)
+        self._resident.watch(self.name)
         self._is_touched = True
         self._keep_weight()
 
@@ -85,6 +99,11 @@ class ParameterLink:
         """Note `result`, made of the parameter, if it shares the parameter's memory."""
         if result is not self._parameter and _same_memory(result, self._weight):
             self._aliases[result] = None
+            self.watch()
+
+    def watch(self) -> None:
+        """Find, from now on, what is written into the parameter through other tensors or arrays."""
+        self._resident.watch(self.name)
 
     @property
     def has_aliases(self) -> bool:
@@ -98,7 +117,7 @@ class ParameterLink:
 
     @torch.no_grad()
     def update_master(self) -> None:
-        """Copy weights that differ from the master into it. Both must be up to date on the host."""
+        """Copy weights that differ from the master into it. No update may be pending."""
         self._is_touched = self.has_aliases  # one may be written, and dropped, unseen
         master, weight = self._apart, self._weight
         if self._split is not None:
@@ -107,10 +126,17 @@ class ParameterLink:
                 self._split.round(self.name, weight != before)
             if self.has_aliases:
                 self._keep_weight()
-        elif master is not None:
+        elif master is not None and self._resident.pop_written(self.name):
+            self._resident.master_to_host(self.name)
             changed = weight != master.to(weight.dtype)
             if changed.any():
                 master.copy_(torch.where(changed, weight.to(master.dtype), master))
+                self._resident.note_master_written(self.name)
+
+    def end_watch(self) -> None:
+        """Watch a parameter no longer whose memory no other tensor shares; what has been written so far is known."""
+        if not self.has_aliases:
+            self._resident.unwatch(self.name)
 
     def check_requires_grad(self, requires_grad: bool = True) -> None:
         """Raise UnsupportedError if the parameter is to be thawed, and its engine has no master and no state of it."""
@@ -139,20 +165,25 @@ class ParameterLink:
         if found is None:
             return
         if optim_state_key is None:
+            self._resident.weight_to_host(self.name)
             self._store.write_master(self.name, value)
+            self._resident.note_weight_written(self.name)
+            self._resident.note_master_written(self.name)
             self._keep_weight()
         else:
             found.copy_(value)
+            self._resident.note_state_written(self.name)
 
     def _trained(self, key: str | None) -> Tensor | None:
         self.owner.finish()
         if self._master is None or self._optimizer is None:
             return None
         if key is None:
+            self._resident.master_to_host(self.name)
             self.update_master()
             return self._store.read_master(self.name)
-        state = self._optimizer.optimizer.state
-        found = state[self._master].get(key) if self._master in state else None
+        self._resident.state_to_host(self.name)
+        found = (self._optimizer.state_of(self.name) or {}).get(key)
         if not isinstance(found, Tensor) or found.shape != self._master.shape:
             raise ValueError(f"{key} not found in optimizer state fragment")
         return found

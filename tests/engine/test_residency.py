@@ -15,7 +15,6 @@ from torch import nn
 from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyEngine, OptimizerError
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.device_store import DeviceStore
-from harmony_ds.offload.ledger import Kind
 from harmony_ds.scheduler import candidates
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.plan import Packing
@@ -249,24 +248,9 @@ def test_a_look_that_is_interrupted_leaves_the_devices_values_the_newer_ones(mon
         with monkeypatch.context() as patched:
             patched.setattr(DeviceOptimizer, "copy_state_to_host", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
-                model.state_dict()
+                engine.optimizer.state_dict()
         train_groups(engine, GROUPS[1:2])
     assert_same(model, plain, bitwise=True)
-
-
-def test_a_look_moves_all_and_only_once() -> None:
-    with engine_for(LLAMA.build(0.0), sgd, config_with(EVERY)) as engine:
-        train_groups(engine, GROUPS[:2])
-        ledger = assembly_of(engine).ledger
-        ledger.drain()
-        nbytes = sum(layer_bytes(engine.module, 4))
-        assert sum(ledger.drain().device_to_host.values()) == 0
-        assert engine.module.lm_head.weight.sum().isfinite()
-        assert ledger.drain().device_to_host == {kind: nbytes * (kind is Kind.RESIDENT) for kind in Kind}
-        assert engine.module.lm_head.weight.sum().isfinite()
-        assert sum(ledger.drain().device_to_host.values()) == 0
-        engine.train_batch(iter(GROUPS[2]))
-        assert engine.swap_report().host_to_device["resident"] == nbytes  # who looks may have written
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.RMSprop(p, lr=1e-3), torch.optim.NAdam])

@@ -97,10 +97,12 @@ def test_alternating_steps_on_host_and_device_equal_those_of_one_optimizer(make:
 
 
 def test_a_synced_state_is_synced_before_it_is_read() -> None:
-    looked: list[None] = []
-    state = SyncedState({1: "one", 2: "two"}, lambda: looked.append(None))
+    looked: list[object] = []
+    state = SyncedState({1: "one", 2: "two"}, looked.append)
     assert state[1] == "one"
-    assert list(state) == [1, 2]
     assert 2 in state
-    assert len(looked) >= 3
+    assert state.get(3) is None
+    assert set(looked) == {1, 2, 3}
+    assert list(state) == [1, 2]
+    assert None in looked  # of all
     assert type(copy.deepcopy(state)) is dict
