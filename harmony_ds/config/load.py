@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from harmony_ds.errors import ConfigError
 
 _AS_GRAD_SCALER = {"loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": sys.float_info.min}
 """The rules of torch.amp.GradScaler, which DeepSpeed takes under autocast to float16."""
+_16_BIT = (torch.bfloat16, torch.float16)
 
 
 def load_config(
@@ -41,6 +42,43 @@ def load_config(
     if instead and {MICRO_BATCH, STEPS} <= raw.keys():
         raw.pop("train_batch_size", None)
     return _config(raw, check(raw), world_size)
+
+
+def dtype_of_checkpoint(parameter_dtypes: Collection[torch.dtype]) -> torch.dtype | None:
+    """Return the one 16-bit dtype among those of a model's parameters; None: there is none, or there are two."""
+    found = [dtype for dtype in _16_BIT if dtype in parameter_dtypes]
+    return found[0] if len(found) == 1 else None
+
+
+def for_loaded_model(config: Config, parameter_dtypes: Collection[torch.dtype]) -> Config:
+    """Return the config for a model with parameters of these dtypes.
+
+    A model that was loaded in 16 bits, without a "bf16" or "fp16" block, is trained as DeepSpeed 0.19.8 trains it:
+
+        bf16, ZeRO stage 0      weights, gradients and optimizer state in bf16, without masters: plain PyTorch
+        bf16, ZeRO stage 1 to 3 fp32 masters, gradients and optimizer state; no step is skipped
+        fp16                    as with the block "fp16" (DeepSpeed does so from stage 1 on; plain PyTorch gives NaN)
+
+    A model of bf16 and fp32 parameters, which DeepSpeed can train in stage 0 alone, has fp32 masters in each.
+    """
+    loaded = dtype_of_checkpoint(parameter_dtypes)
+    if loaded is None or config.compute_dtype != torch.float32 or config.autocast_dtype not in (None, loaded):
+        return config
+    if loaded == torch.float16 and config.autocast_dtype is not None:
+        return config
+    is_pure = set(parameter_dtypes) == {torch.bfloat16} and not config.values["zero_optimization.stage"]
+    has_masters = not is_pure or config.disk_folder is not None
+    master = torch.float32 if has_masters else torch.bfloat16
+    config = replace(
+        config,
+        compute_dtype=loaded,
+        accumulation_dtype=_accumulation_dtype(config.values["data_types.grad_accum_dtype"], loaded, master),
+        master_dtype=master,
+        state_dtype=master,
+    )
+    if loaded == torch.float16:
+        config = replace(config, loss_scale=check(config.raw).model.fp16, skip_overflow=True)
+    return config
 
 
 def _config(raw: dict[str, Any], checked: Checked, world_size: int) -> Config:

@@ -146,7 +146,7 @@ def assemble(
     masters = Masters(store.parameters, store.masters)
     optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)
     if optimizer is not None:
-        check_dtypes(optimizer, config.master_dtype, config.state_dtype)
+        check_dtypes(optimizer, config)
     host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.optimizer_device)
     residency = admission.residency_for(config, device, device_optimizer, world)

@@ -53,8 +53,9 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
             )
         if dtype == torch.float32 and parameter.dtype != dtype:
             raise ModelError(
-                f"{name} is of {parameter.dtype}, and the ds_config has the engine compute in torch.float32: enable "
-                '"bf16" (or "fp16") there, or convert the model (model.float()).'
+                f"{name} is of {parameter.dtype}, and the engine would compute with it in torch.float32: convert the whole "
+                'model to one dtype (model.float(), model.bfloat16()), or enable "bf16" or "fp16" in the ds_config '
+                'without "torch_autocast".'
             )
         if parameter._post_accumulate_grad_hooks:
             raise ModelError(

@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from harmony_ds.config import Config, load_config
+from harmony_ds.config import Config, for_loaded_model, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device, devices_of_process
 from harmony_ds.engine.assembly import assemble
@@ -70,7 +70,7 @@ def initialize(
     trained = _check_model(model, mpu, mesh_param)
     given = _choose_config(args, config if config is not None else config_params)
     optimizer = unwrap_optimizer(optimizer)
-    settings = _load_settings(given, optimizer, dist_init_required)
+    settings = _in_dtype_of(trained, _load_settings(given, optimizer, dist_init_required))
     _check_schedule(optimizer, lr_scheduler)
     parameters = None if model_parameters is None else list(model_parameters)
     _check_for_duplicates(trained, optimizer, parameters)
@@ -114,6 +114,30 @@ def _load_settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init
     if optimizer is None:
         refuse_what_is_not_run(settings.optimizer)
     return settings
+
+
+def _in_dtype_of(model: nn.Module, settings: Config) -> Config:
+    """Return the settings for `model`, which may have been loaded in the 16 bits of its checkpoint; the log says so."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    found = for_loaded_model(settings, dtypes)
+    if found is settings:
+        return settings
+    name = "bf16" if found.compute_dtype == torch.bfloat16 else "fp16"
+    if found.master_dtype == torch.bfloat16:
+        kept = "weights, gradients and optimizer state are kept in it, as in plain PyTorch"
+        other = f'"{name}": {{"enabled": true}} or ZeRO stage 1 to 3 keeps fp32 masters and optimizer state'
+    else:
+        kept = f'it computes in {name}, with fp32 masters and optimizer state, as with "{name}": {{"enabled": true}}'
+        if torch.float32 in dtypes:
+            kept += ", and its fp32 parameters are computed with in it, too"
+        other = "load it with dtype=torch.float32 to compute in fp32"
+    _logger.warning(
+        'the model was loaded in %s, and the ds_config has no "bf16" or "fp16": %s (%s).',
+        found.compute_dtype,
+        kept,
+        other,
+    )
+    return found
 
 
 def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Config, SingleProcess]:

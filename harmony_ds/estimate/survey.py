@@ -13,7 +13,7 @@ from typing import Any
 
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.trees import map_tensors
-from harmony_ds.config import Config, Section
+from harmony_ds.config import Config, Section, for_loaded_model
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device import Device, DeviceGroup
@@ -101,6 +101,7 @@ def estimate(subject: Subject, config: Config, hardware: Hardware) -> Survey:
         ModelError: the model cannot be decomposed, or not run without data.
         ConfigError: the ds_config asks for torch_autocast, or for a disk whose rate is not known.
     """
+    config = _in_dtype_of(subject, config)
     if config.autocast_dtype is not None:
         raise ConfigError(
             "torch.autocast does not reach the meta device, on which estimates are made: use `harmony-ds plan` on a "
@@ -121,6 +122,7 @@ def measure(subject: Subject, config: Config) -> Survey:
         ModelError: the model cannot be decomposed.
         BaseException: the model raised it.
     """
+    config = _in_dtype_of(subject, config)
     measured = replace(config, optimizer=config.optimizer or _ADAM, harmony=replace(config.harmony, profile=None))
     assembly = assemble(subject.model, measured, None, None, None)
     try:
@@ -137,6 +139,7 @@ def with_profile(subject: Subject, config: Config, profile: Profile) -> Survey:
         ProfileError: `profile` is of another model, or of smaller micro-batches.
         ModelError: the model cannot be decomposed, or not run without data.
     """
+    config = _in_dtype_of(subject, config)
     found = _on_meta(subject, config, profile.machine, None)
     Profile(profile.machine, profile.tables, _of_model(profile)).check(_of_model(found.profile))
     if profile.calls != found.graph.calls:
@@ -150,6 +153,10 @@ def with_profile(subject: Subject, config: Config, profile: Profile) -> Survey:
         costs = profile.at(config.micro_batch)
         return replace(found, profile=replace(profile, tables=((config.micro_batch, costs),)), costs=costs)
     return _sized(replace(found, profile=profile), config.micro_batch)
+
+
+def _in_dtype_of(subject: Subject, config: Config) -> Config:
+    return for_loaded_model(config, {parameter.dtype for parameter in subject.model.parameters()})
 
 
 def _of_model(profile: Profile) -> dict[str, str]:

@@ -15,6 +15,7 @@ are new from the group's first `training_step` on, not from `optimizer.step`; un
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,10 +33,12 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.trainer import _is_peft_model
 
 from harmony_ds.calls.patching import Item, patched
+from harmony_ds.config import dtype_of_checkpoint
 from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.errors import UnsupportedError, UsageError
 
+_logger = logging.getLogger(__name__)
 _losses: ContextVar[list[Tensor]] = ContextVar("losses of the micro-batch whose training_step runs")
 _is_last: ContextVar[bool | None] = ContextVar("whether a micro-batch is its group's last", default=None)
 
@@ -193,7 +196,33 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             filler.trainer_config_finalize(self.args, self.model, self._max_steps)
         finally:
             hf_deepspeed.unset_hf_deepspeed_config()  # from_pretrained would build later models for ZeRO-3
-        return dict(filler.config)
+        filled = dict(filler.config)
+        self._enable_dtype_of_checkpoint(filled)
+        return filled
+
+    def _enable_dtype_of_checkpoint(self, config: dict[str, Any]) -> None:
+        """Enable the dtype that the model was loaded in, as `bf16=True` does, where the ds_config leaves it open."""
+        given = {name: (self._ds_config or {}).get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
+        is_enabled = any(
+            config.get(name, {}).get("enabled", False) is True for name in ("bf16", "fp16", "torch_autocast")
+        )
+        loaded = dtype_of_checkpoint({parameter.dtype for parameter in self.model.parameters()})
+        name = "bf16" if loaded == torch.bfloat16 else "fp16"
+        if loaded is None or is_enabled or given[name] != "auto":
+            return
+        config[name] = {**config.get(name, {}), "enabled": True}
+        as_stock = ""
+        if name == "bf16":
+            as_stock = (
+                ', or set "bf16": {"enabled": false} in the ds_config to keep all in bf16, as the stock Trainer does'
+            )
+        _logger.warning(
+            "the model was loaded in %s: it is trained as with %s=True, which keeps fp32 masters and optimizer state. "
+            "Load it with dtype=torch.float32 to compute in fp32%s.",
+            loaded,
+            name,
+            as_stock,
+        )
 
     def _destroy_engine(self) -> None:
         self._engine.destroy()

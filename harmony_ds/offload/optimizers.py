@@ -113,20 +113,21 @@ def with_state_dtype(config: Config) -> Section | None:
     return replace(section, params={**section.params, "fp32_optimizer_states": False})
 
 
-def check_dtypes(optimizer: torch.optim.Optimizer, master_dtype: torch.dtype, state_dtype: torch.dtype) -> None:
-    """Raise OptimizerError if `optimizer` does not step masters of `master_dtype` with state of `state_dtype`."""
-    if master_dtype == torch.float32 or all(p.is_meta for group in optimizer.param_groups for p in group["params"]):
-        return
+def check_dtypes(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Raise OptimizerError if `optimizer` does not keep 16-bit masters and state as the ds_config's keys say."""
     name, key = type(optimizer).__name__, "bf16.bf16_master_weights_and_grads"
+    on_meta = all(p.is_meta for group in optimizer.param_groups for p in group["params"])
+    if on_meta or not config.values[key]:
+        return
     if native_of(optimizer) is None:
         raise OptimizerError(
             f"{key} needs an optimizer of DeepSpeed's for the host (Adam, AdamW, Adagrad or Lion in the ds_config, without "
             f'"torch_adam"), as in DeepSpeed; this is {name}.'
         )
     wide = bool(getattr(optimizer, "fp32_optimizer_states", False))
-    if wide != (state_dtype == torch.float32):
+    if wide != (config.state_dtype == torch.float32):
         raise OptimizerError(
-            f"bf16.bf16_optimizer_states is {json.dumps(state_dtype != torch.float32)}, and {name} was made with "
+            f"bf16.bf16_optimizer_states is {json.dumps(config.state_dtype != torch.float32)}, and {name} was made with "
             f"fp32_optimizer_states={wide}: let both say the same."
         )
 

@@ -29,6 +29,7 @@ class Setup:
     dropout: float = 0.1
     optimizer: Any = adamw  # from parameters to an optimizer; None: the ds_config's
     scheduler: Any = None
+    dtype: torch.dtype | None = None  # that parameters are loaded in
     frozen: str | None = None  # parameters whose name contains this
     config: Mapping[str, Any] = field(default_factory=dict)
     harmony: Mapping[str, Any] = field(default_factory=dict)
@@ -57,6 +58,8 @@ def scrambled(model: nn.Module) -> nn.Module:
 def engine_of(setup: Setup, fresh: bool = True) -> Any:
     """Yield an engine; `fresh` is False for one that is about to load: nothing in it is what it should be."""
     model = setup.one.build(setup.dropout)
+    for parameter in model.parameters() if setup.dtype else ():
+        parameter.data = parameter.data.to(setup.dtype)
     if setup.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(setup.frozen not in name)

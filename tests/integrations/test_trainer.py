@@ -99,6 +99,35 @@ def test_language_modelling_with_a_last_group_that_is_not_full(tmp_path: Path, a
     assert ours._engine.swap_report().micro_batches == 3
 
 
+def test_a_model_loaded_in_bf16_trains_as_with_bf16_true(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = []
+    for more in ({}, {"bf16": True}):
+        trainer = HarmonyTrainer(
+            model=llama().bfloat16(), args=arguments(tmp_path, **more), ds_config=CONFIG, train_dataset=text()
+        )
+        trainer.train()
+        trained.append(trainer)
+    assert_same(trained[1], trained[0])
+    assert trained[0]._engine.memory_report().host_bytes["masters"] > 0
+    assert caplog.text.count("it is trained as with bf16=True") == 1
+
+
+def test_a_model_loaded_in_bf16_trains_as_with_the_stock_trainer_where_the_ds_config_says_so(tmp_path: Path) -> None:
+    args = {"max_grad_norm": 0.0}
+    stock = Trainer(model=llama().bfloat16(), args=arguments(tmp_path, **args), train_dataset=text())
+    stock.train()
+    config = {**CONFIG, "bf16": {"enabled": False}}
+    ours = HarmonyTrainer(
+        model=llama().bfloat16(), args=arguments(tmp_path, **args), ds_config=config, train_dataset=text()
+    )
+    ours.train()
+    for (name, expected), (_, actual) in zip(
+        stock.model.named_parameters(), ours.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(expected, actual), name
+    assert [loss for loss, *_ in logged(ours)] == [loss for loss, *_ in logged(stock)]
+
+
 def test_one_process_that_sees_several_devices_drives_them_as_a_pipeline(tmp_path: Path) -> None:
     stock = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=text(), eval_dataset=text(6))
     stock.train()
