@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from harmony_ds.calls.intercept import is_between_layers
 from harmony_ds.calls.targets import GradientTarget
+from harmony_ds.calls.untouched import is_for_measuring
 from harmony_ds.errors import HarmonyError, ModelError, UnsupportedError
 
 
@@ -29,6 +30,7 @@ class _BoundaryNode(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> Any:
         ctx.set_materialize_grads(False)
         ctx.harmony_targets = targets
+        ctx.harmony_made_for = is_for_measuring()
         return tuple(tensors)
 
     @staticmethod
@@ -43,6 +45,8 @@ class _BoundaryNode(torch.autograd.Function):
                 "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept while "
                 "it runs. Take such gradients within one layer's forward, or of what is computed after the last layer."
             )
+        if is_for_measuring() is not ctx.harmony_made_for:  # a loss that is measured leads to another engine
+            return None, None, None
         for target, gradient in zip(ctx.harmony_targets, gradients, strict=True):
             if gradient is not None:
                 target.add(gradient)
@@ -108,6 +112,8 @@ def raise_explained(
 
 def propagate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], retain_graph: bool = False) -> None:
     """Run a backward pass from `edges`, whose tensors have the shapes and dtypes of `gradients`."""
+    if (measuring := is_for_measuring()) is not None and measuring.looks_into_layers:
+        retain_graph |= measuring.set_aside(reachable_nodes(edge.node for edge in edges))
     # torch.autograd.backward without its checks of shapes, which take as long as a small layer does.
     try:
         torch.autograd.Variable._execution_engine.run_backward(

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harmony_ds.calls.boundary import explaining_errors
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.recorded_call import RecordedCall, WriteCheck
@@ -90,9 +89,7 @@ class Measurement(Passes):
         self._check_seen()
         self._check_unwritten(self._resident)
         seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
-        if loss is not None and loss.requires_grad:
-            with explaining_errors():
-                loss.backward(retain_graph=not self._inter_layer.is_trivial and self._inter_layer.touches(loss))
+        self._propagate_loss(loss)
         # The loss is scaled before it is propagated.
         seen.tail.note(forward_bytes=self._stretch.peak() + 2 * seen.scalar)
         del outputs, loss
@@ -162,6 +159,7 @@ class Measurement(Passes):
 
     def evicted(self) -> None:
         """Begin to measure the code after the call."""
+        super().evicted()
         self._stretch.begin()
 
     # ---- what was not known of the model

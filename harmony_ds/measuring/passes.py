@@ -1,5 +1,6 @@
 """Forward passes that are measured: layer by layer, with gradients, their outputs cut as in a step. Nothing is kept of
-them: no gradient, no random number, no change of a buffer. Subclasses look at what they measure.
+them: no gradient, also of what the program has outside the model, no random number, no change of a buffer. Subclasses look
+at what they measure.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-from harmony_ds.calls.boundary import on_one_thread
+from harmony_ds.calls.boundary import explaining_errors, on_one_thread, reachable_nodes
 from harmony_ds.calls.checkpointing import checkpoints_bypassed
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.calls.targets import GradientTarget, TensorGradient
+from harmony_ds.calls.untouched import Untouched, untouched
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.residency import DeviceCopy
@@ -35,6 +38,7 @@ class Passes(Streamer):
         super().__init__(parts, layers)
         self._unlayered = unlayered
         self._rows = rows
+        self._untouched = Untouched()
         self._number = 0  # of the next call
         self._inter_layer = InterLayerGraph()
 
@@ -57,10 +61,12 @@ class Passes(Streamer):
         try:
             with (
                 self._parts.contract.reverting(),
+                untouched() as self._untouched,
                 self.on_device(self._unlayered) as copy,
                 installation.installed(copy.leaves, keep_buffers=False),
                 on_one_thread(),
             ):
+                self._untouched.unlayered = copy.leaves.values()
                 yield copy
         finally:
             self._parts.random.close()
@@ -79,6 +85,23 @@ class Passes(Streamer):
             outputs = sample.call(sample.inputs)
         self._parts.random.check_drawn()
         return outputs
+
+    def _propagate_loss(self, loss: Tensor | None) -> None:
+        """Propagate from the objective of a forward pass, through the code after its last call."""
+        if loss is None or not loss.requires_grad:
+            return
+        with explaining_errors():
+            was_there = self._untouched.set_aside(reachable_nodes([get_gradient_edge(loss).node]))
+            shared = not self._inter_layer.is_trivial and self._inter_layer.touches(loss)
+            loss.backward(retain_graph=shared or was_there)
+
+    def swapped_in(self, copy: DeviceCopy) -> None:
+        """Let the parameters of the layer that is called get gradients."""
+        self._untouched.layer = copy.leaves.values()
+
+    def evicted(self) -> None:
+        """Forget the parameters of the layer that was called."""
+        self._untouched.layer = ()
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Run a layer call, and forget it."""

@@ -11,7 +11,6 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from harmony_ds.calls.boundary import explaining_errors
 from harmony_ds.calls.intercept import Request
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.decomposer.find import Layer
@@ -57,13 +56,11 @@ class Timing(Passes):
         """Return `costs` with the times of its forward pass and of propagating its objective."""
         self._lap()
         with self.opened():
-            for _ in range(_PASSES if self.device.has_values else 1):
+            for number in range(_PASSES if self.device.has_values else 1):
+                self._untouched.looks_into_layers = number == 0  # it takes time
                 self._structures.clear()
                 self._lap()
-                loss = sample.objective(self._forward(sample))
-                if loss is not None and loss.requires_grad:
-                    with explaining_errors():
-                        loss.backward()
+                self._propagate_loss(sample.objective(self._forward(sample)))
                 self._take(_REST, "tail")
         return self._timed(costs)
 
@@ -76,6 +73,7 @@ class Timing(Passes):
 
     def swapped_in(self, copy: DeviceCopy) -> None:
         """Note what the swap-in took."""
+        super().swapped_in(copy)
         self.swaps.append((copy.buffer.numel() * copy.buffer.element_size(), self._lap()))
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
@@ -110,6 +108,7 @@ class Timing(Passes):
 
     def evicted(self) -> None:
         """Begin to time the code after the call."""
+        super().evicted()
         self._lap()
 
     def _lap(self) -> float:

@@ -20,6 +20,7 @@ from torch import Tensor
 from harmony_ds.calls.boundary import explaining_errors, reachable_nodes
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.trees import map_tensors, tensors_in
+from harmony_ds.calls.untouched import is_for_measuring
 from harmony_ds.errors import BatchError, UnsupportedError, UsageError
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.division import divided, divided_by
@@ -122,6 +123,8 @@ class QueuedMicroBatch:
     def receive(self, gradient: Tensor) -> Tensor:
         """Take a gradient of one of its outputs, which were computed on their own; return what goes on from there."""
         if self.micro_batch.at_work:  # on its way from a later layer to an earlier one: an output may lie between them
+            return gradient
+        if is_for_measuring() is not None:  # another engine measures a loss that leads here, too
             return gradient
         self.check_not_propagated()
         group = self._open_group()
