@@ -51,7 +51,7 @@ class LayerCalls:
         self.layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self._stash = stash
         self._crossings = crossings
-        self.checks_recomputation = True
+        self.checks_recomputation = False
         self._unseen: list[str] | None = None  # None: not collected
 
     @property

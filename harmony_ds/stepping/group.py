@@ -203,6 +203,7 @@ class StepGroup(Queue):
     def _run_forward(self, ticket: QueuedMicroBatch) -> None:
         why = "a micro-batch that is looked at before its step takes another way through the model than those before"
         run = partial(self._runner.forward_now, ticket.micro_batch)
+        self._check_recomputation(len(self._queue))
         self._until_planned(run, [ticket], lambda _: self._world.refuse(why))
         ticket.forward_ran()
 
@@ -305,16 +306,25 @@ class StepGroup(Queue):
             self._measure(fresh or tickets[0])
         if not self._runner.proven and len(tickets) > 1:
             self._runner.proven = prove(self._runner, tickets[:2], self._as_called, self._sample)
+        self._check_recomputation(len(tickets))
         # After the first part of a step each micro-batch runs by itself, so that it can run again without the others.
         for part in [[ticket] for ticket in tickets] if self.propagated else [tickets]:
             steps = [ticket.divided_by for ticket in part if ticket.leads_outside]
             with divided(frozenset().union(*steps)):
                 self._run_part(run, part)
-        # With several, others had run before recomputations; where there is one, there are none.
-        self._runner.parts.layer_calls.checks_recomputation &= len(tickets) < 2 and self._parts.accumulation() > 1
+        self._runner.recomputed |= len(tickets) > 1
+        self._check_recomputation(0)
         for ticket in tickets:
             ticket.finish_propagation()
         return True
+
+    def _check_recomputation(self, micro_batches: int) -> None:
+        """Compare recomputed layers in the first step of several micro-batches; it waits for the device at each output.
+
+        A micro-batch that is alone in its step is recomputed before another one's forward could have changed anything.
+        """
+        checks = micro_batches > 1 and not self._runner.recomputed
+        self._runner.parts.layer_calls.checks_recomputation = checks
 
     def _of_unmeasured_loss(self, tickets: Sequence[QueuedMicroBatch]) -> QueuedMicroBatch | None:
         """Return one whose loss the program makes of outputs, if the memory that this takes is not known."""

@@ -45,6 +45,8 @@ class Runner:
         self._said = False
         self.proven = False
         """Whether micro-batches that run together have given the losses that they give alone."""
+        self.recomputed = False
+        """Whether layers have given the same when they were run again after other micro-batches had run."""
         self._end: Plan | None = None  # of a step whose gradients the program reads
         self.planner = Planner(parts, decomposition, graph, config, saved)
         self.plans = GroupPlans(parts, self.planner)
