@@ -14,10 +14,13 @@ forward pass ran alone has B n-1 in the place of L n-1.
 Of several devices, R p before every O p, or after it if gradients are added up on the host; and A p after every I p
 where each swaps in a share.
 
-In brackets: swap-ins issued one pack early. A pack whose gradient is on its way to the host keeps it until the next
-pack has been computed (G), so that the copy is hidden. A kept pack has neither the E of its forward pass nor the I of
-its backward pass; a resident pack has neither I, E, O nor G, and D in the place of U. Of both, the first micro-batches may
-have K in the place of F, which keeps the graph, and P in the place of B; their stash never moves.
+In brackets: swap-ins issued one pack early. The first stash of a pack that waits on the host comes back (T) before the
+last run of the pack before it, the others one run early, so that no run waits for the next pack's weights.
+
+A pack whose gradient is on its way to the host keeps it until the next pack has been computed (G), so that the copy is
+hidden. A kept pack has neither the E of its forward pass nor the I of its backward pass; a resident pack has neither I, E,
+O nor G, and D in the place of U. Of both, the first micro-batches may have K in the place of F, which keeps the graph, and
+P in the place of B; their stash never moves.
 """
 
 from __future__ import annotations
@@ -170,6 +173,7 @@ class _Composer:
         there = [self._forward(index, kept) for index in forward]
         back = [self._backward(index, fused=self._group.fresh if index == end else ()) for index in backward]
         self._gradients_out(back, updates=last and not policy.deferred_update)
+        self._stash_in(back)
         # One sequence, so that the last pack is swapped in while the one before it computes.
         self._swap_in(
             [(visit, visit.pack.index not in policy.resident) for visit in there]
@@ -191,19 +195,45 @@ class _Composer:
 
     def _backward(self, index: int, fused: tuple[int, ...]) -> Visit:
         visit = Visit(self._packing.packs[index], is_backward=True)
-        back = [m for m in self._group.all if m not in fused and self._stash_is_away(index, m)]
-        if back:
-            visit.before.append(Task(TaskKind.STASH_IN, index, back.pop(0)))
         for m in self._group.all:
             if m in fused:
-                tasks = [Task(TaskKind.FUSED, index, m)]
+                kind = TaskKind.FUSED
             elif (index, m) in self._graphs:
-                tasks = [Task(TaskKind.BACKWARD_FROM_GRAPH, index, m)]
+                kind = TaskKind.BACKWARD_FROM_GRAPH
             else:
-                early = [Task(TaskKind.STASH_IN, index, back.pop(0))] if back else []
-                tasks = [*early, Task(TaskKind.BACKWARD, index, m)]
-            visit.runs.append((m, tasks))
+                kind = TaskKind.BACKWARD
+            visit.runs.append((m, [Task(kind, index, m)]))
         return visit
+
+    def _stash_in(self, visits: Sequence[Visit]) -> None:
+        """Bring every stash back before the run ahead of the one that takes it.
+
+        With prefetch, the first stash of a pack comes during the last run of the device's pack before it, and the second
+        one before the first run: both are ahead of the swap-in of the next pack's weights, which shares their stream and
+        takes as long as several runs. No more of them are on the device at once than while the other runs are under way.
+        """
+        visit_before: dict[int, Visit] = {}  # by device
+        for visit in visits:
+            index, device = visit.pack.index, visit.pack.device
+            earlier = visit_before.get(device)
+            visit_before[device] = visit
+            runs: list[list[Task]] = []
+            moves: list[Task] = []
+            for m, tasks in visit.runs:
+                if tasks[0].kind is TaskKind.BACKWARD and self._stash_is_away(index, m):
+                    runs.append(tasks)
+                    moves.append(Task(TaskKind.STASH_IN, index, m))
+            for place, move in enumerate(moves):
+                if place == 0:
+                    if self._policy.prefetch and earlier is not None and len(earlier.runs) > 1:
+                        _, last_run = earlier.runs[-1]
+                        last_run.insert(0, move)
+                    else:
+                        visit.before.append(move)
+                elif place == 1 and self._policy.prefetch and visit.runs[0][1] is runs[0]:
+                    visit.before.append(move)
+                else:
+                    runs[place - 1].insert(0, move)
 
     def _gradients_out(self, visits: Sequence[Visit], updates: bool) -> None:
         """Yield what comes after each pack's backward pass; its gradients are freed after that of the device's next one."""
@@ -231,13 +261,18 @@ class _Composer:
         return last and bool(self._policy.stash_on_host) and micro_batch in self._group.forwarded
 
     def _swap_in(self, visits: Sequence[tuple[Visit, bool]]) -> None:
-        """Put the swap-ins of `visits`, each with whether there is one, before what the same device runs before."""
+        """Put the swap-ins of `visits`, each with whether there is one, before what the same device runs before; after the
+        stash that this needs.
+        """
         by_device: defaultdict[int, list[tuple[Visit, bool]]] = defaultdict(list)
         for visit, swapped in visits:
             by_device[visit.pack.device].append((visit, swapped))
         for own in by_device.values():
-            tasks = [_weights_in(visit.pack.index, self._policy) if swapped else [] for visit, swapped in own]
-            if self._policy.prefetch and len(tasks) > 1:
-                tasks = [tasks[0] + tasks[1], *tasks[2:], []]
-            for (visit, _), before in zip(own, tasks, strict=True):
-                visit.before[:0] = before
+            earlier: Visit | None = None
+            for visit, swapped in own:
+                weights = _weights_in(visit.pack.index, self._policy) if swapped else []
+                if self._policy.prefetch and earlier is not None:
+                    earlier.before += weights
+                else:
+                    visit.before[:0] = weights
+                earlier = visit

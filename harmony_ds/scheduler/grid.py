@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +44,7 @@ class _Visit:
             return True
         if task.kind in _RUNS:
             return (task.kind, task.pack) == (self.runs.kind, self.runs.pack)
-        return task.kind is not TaskKind.SWAP_IN and (task.kind is not TaskKind.STASH_IN or task.pack == self.runs.pack)
+        return task.kind is not TaskKind.SWAP_IN
 
 
 def format_plan(plan: Plan) -> str:
@@ -102,13 +103,19 @@ def _visits(plan: Plan) -> tuple[list[_Visit], Sequence[Task]]:
     visits: list[_Visit] = []
     for device in range(plan.policy.pipeline):
         own = [_Visit()]
+        early: defaultdict[int, list[Task]] = defaultdict(list)  # by pack: its stash that comes while another pack runs
         for place, task in enumerate(tasks[:end]):
             if plan.packs[task.pack].device != device:
+                continue
+            runs = own[-1].runs
+            if task.kind is TaskKind.STASH_IN and runs is not None and runs.pack != task.pack:
+                early[task.pack].append(task)
                 continue
             if not own[-1].goes_on(task):
                 own.append(_Visit())
             if task.kind in _RUNS and own[-1].runs is None:
                 own[-1].runs, own[-1].begins = task, place
+                own[-1].tasks += early.pop(task.pack, [])
             own[-1].tasks.append(task)
         visits += own
     return sorted(visits, key=lambda visit: visit.begins), tasks[end:]

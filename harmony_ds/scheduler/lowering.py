@@ -1,7 +1,7 @@
 """Lowers a `Plan` to jobs: its tasks, as the executor would issue them, on the streams of a `Machine`.
 
     host      issues tasks in order; a swap-in makes it wait until the host has updated those weights
-    swap_in   I, T           waits, after an E, for the compute that the evicted weights served
+    swap_in   I, T           waits, after an E, for the compute that the evicted weights served; T for the stash that left
     disk      I, where weights come from a disk
     compute   F, L, B, K, P, D   waits for the weights of its pack and stash, and after a G for the gradients on their way
     peer      R, A, M, W     waits for the compute so far, or for the device's share of the weights
@@ -68,6 +68,7 @@ class Lowering:
         self._compute_after: defaultdict[int, list[int]] = defaultdict(list)  # device -> what compute there waits for
         self._swap_in_after: dict[int, tuple[int, ...]] = {}  # and its next swap-in
         self._leaving: dict[int, int] = {}  # device -> the last stash that left it
+        self._stash_out: dict[int, tuple[int, ...]] = {}  # device -> the last stash that was copied to the host
         self._moved_bytes = moved_bytes(plan.packing, costs.flow)
         self._ran: dict[int, int] = {}  # micro-batch -> what ran it last
         self._moved: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> what brought it to the pack's device
@@ -114,7 +115,8 @@ class Lowering:
             return self._exchange(task, pack.gathered_bytes, (self._arrived[task.pack],))
         updates = tuple({self._updated[name] for name in pack.parameters if name in self._updated})
         nbytes = pack.swap_in_bytes(self._plan.policy.shared)
-        return self._copy_in((task,), nbytes, updates, self._machine.disk_bytes_per_ms or math.inf)
+        issued = self._host((task,), self._machine.task_ms, updates)
+        return self._copy_in((task,), nbytes, (*issued, *updates), self._machine.disk_bytes_per_ms or math.inf)
 
     def _move_stash(self, tasks: _Tasks, pack: Pack) -> None:
         if pack.device in self._leaving:
@@ -122,9 +124,11 @@ class Lowering:
             self._compute_after[pack.device].append(self._leaving.pop(pack.device))
         nbytes = stash_bytes(pack, self._costs)
         if tasks[0].kind is TaskKind.STASH_OUT:
-            self._leaving[pack.device] = self._copy_out(tasks, nbytes)
+            left = self._leaving[pack.device] = self._copy_out(tasks, nbytes)
+            self._stash_out[pack.device] = (left,)
         else:
-            done = self._copy_in(tasks, nbytes, self._latest(SWAP_OUT))
+            issued = self._host(tasks, len(tasks) * self._machine.task_ms)
+            done = self._copy_in(tasks, nbytes, (*issued, *self._stash_out.get(pack.device, ())))
             self._stashed.setdefault(pack.index, []).extend([done] * len(tasks))
 
     def _move(self, task: Task, nbytes: int) -> None:
@@ -228,15 +232,9 @@ class Lowering:
         extra = 0.0 if self._machine.copies_overlap else issuing_ms
         return self._add(COMPUTE, tasks, duration_ms + extra, after, demands)
 
-    def _copy_in(
-        self, tasks: _Tasks, nbytes: int, updates: tuple[int, ...], disk_bytes_per_ms: float = math.inf
-    ) -> int:
+    def _copy_in(self, tasks: _Tasks, nbytes: int, after: tuple[int, ...], disk_bytes_per_ms: float = math.inf) -> int:
         machine = self._machine
-        after = (
-            *self._host(tasks, len(tasks) * machine.task_ms, updates),
-            *updates,
-            *self._swap_in_after.get(self._device, ()),
-        )
+        after = (*after, *self._swap_in_after.get(self._device, ()))
         rate = min(machine.swap_in_bytes_per_ms, disk_bytes_per_ms)
         demands = (*self._link_demand(rate), *_disk_demand(rate / disk_bytes_per_ms))
         stream = SWAP_IN if math.isinf(disk_bytes_per_ms) else DISK
@@ -322,9 +320,10 @@ def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
                 chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several)
             )
         moves = tuple(task for task in several if task.kind not in _RUNS)
-        if through and moves and 2 * len(moves) == len(several):
-            runs = tuple(task for task in several if task.kind in _RUNS)
-            merged += _alternating(_cut(runs, at_once), _cut(moves, at_once))
+        runs = tuple(task for task in several if task.kind in _RUNS)
+        if through and moves and runs and _is_alternating(runs, moves):
+            before = len(runs) - len(moves)  # runs whose stash came earlier
+            merged += _alternating(runs[:before], _cut(runs[before:], at_once), _cut(moves, at_once))
             continue
         for kind, same in groupby(several, key=lambda task: task.kind):
             alike = tuple(same)
@@ -332,12 +331,25 @@ def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
     return merged
 
 
-def _alternating(runs: list[_Tasks], moves: list[_Tasks]) -> Iterator[_Tasks]:
-    """Return the order in which a stash leaves after its run, and comes back while the run before it is under way."""
+def _is_alternating(runs: _Tasks, moves: _Tasks) -> bool:
+    """Return whether every run has a move; or all but the first two, since the stash of a pack may come back early."""
+    early = len(runs) - len(moves)
+    is_back = moves[0].kind is TaskKind.STASH_IN
+    return early == 0 or (is_back and 0 < early <= 2 and len({run.kind for run in runs}) == 1)
+
+
+def _alternating(early: _Tasks, runs: list[_Tasks], moves: list[_Tasks]) -> Iterator[_Tasks]:
+    """Return the order in which a stash leaves after its run, and comes back while the run before it is under way.
+
+    Args:
+        early: the runs whose stash came back before all of `moves`.
+    """
     if moves[0][0].kind is TaskKind.STASH_OUT:
         yield from chain.from_iterable(zip(runs, moves, strict=True))
         return
     yield moves[0]
+    if early:
+        yield early
     for run, move in zip_longest(runs, moves[1:], fillvalue=()):
         yield from filter(None, (move, run))
 

@@ -31,6 +31,19 @@ LISTS: dict[str, tuple[tuple[Pack, ...], Group, Policy, str]] = {
     "a stash on the host leaves behind each forward and comes back one ahead": (THREE, Group((0, 1, 2)), ON_HOST,
         "I0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 E0 I1 F1.0 S1.0 F1.1 S1.1 F1.2 S1.2 E1 I2 L2.0 L2.1 L2.2 O2 U2 E2 "
         "I1 T1.0 T1.1 B1.0 T1.2 B1.1 B1.2 G2 O1 U1 E1 I0 T0.0 T0.1 B0.0 T0.2 B0.1 B0.2 G1 O0 U0 E0 G0"),
+    "a stash comes back ahead of the next pack's weights, the first one during the last run of the pack before": (
+        packs_of(True, True, True, True), Group((0, 1, 2)), replace(AHEAD, stash_on_host=ALL_PACKS),
+        "I0 I1 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 E0 I2 F1.0 S1.0 F1.1 S1.1 F1.2 S1.2 E1 I3 F2.0 S2.0 F2.1 S2.1 F2.2 S2.2 E2 "
+        "I2 L3.0 L3.1 T2.0 L3.2 O3 E3 T2.1 I1 B2.0 T2.2 B2.1 T1.0 B2.2 G3 O2 E2 T1.1 I0 B1.0 T1.2 B1.1 T0.0 B1.2 G2 O1 E1 "
+        "T0.1 B0.0 T0.2 B0.1 B0.2 G1 O0 E0 G0 N U0 U1 U2 U3"),
+    "of a single micro-batch no second stash is on the device": (
+        THREE, Group((0,)), replace(AHEAD, stash_on_host=ALL_PACKS),
+        "I0 I1 F0.0 S0.0 E0 I2 F1.0 S1.0 E1 I1 L2.0 O2 E2 T1.0 I0 B1.0 G2 O1 E1 T0.0 B0.0 G1 O0 E0 G0 N U0 U1 U2"),
+    "where graphs are kept the stash of later micro-batches comes one run early": (
+        THREE, Group((0, 1, 2, 3)), replace(AHEAD, stash_on_host=ALL_PACKS, kept=(1,), graphs=(0, 2)),
+        "I0 I1 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 F0.3 S0.3 E0 I2 K1.0 K1.1 F1.2 S1.2 F1.3 S1.3 "
+        "L2.0 L2.1 L2.2 T1.2 L2.3 O2 E2 I0 P1.0 P1.1 T1.3 B1.2 T0.0 B1.3 G2 O1 E1 "
+        "T0.1 B0.0 T0.2 B0.1 T0.3 B0.2 B0.3 G1 O0 E0 G0 N U0 U1 U2"),
     "what ran forward early is recomputed in the last pack too": (THREE, Group(fresh=(0, 2), forwarded=(1,)), PLAIN,
         "I0 F0.0 F0.2 E0 I1 F1.0 F1.2 E1 "
         "I2 L2.0 B2.1 L2.2 O2 U2 E2 I1 B1.0 B1.1 B1.2 G2 O1 U1 E1 I0 B0.0 B0.1 B0.2 G1 O0 U0 E0 G0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import Bounds, uniform_bounds
-from harmony_ds.scheduler.plan import ALL_PACKS, Plan, Policy
+from harmony_ds.scheduler.plan import ALL_PACKS, Plan, Policy, Task, TaskKind
 from harmony_ds.scheduler.simulate import simulate, step_ms
 from harmony_ds.scheduler.spans import COMPUTE, STREAMS, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import swaps_of
@@ -168,3 +169,39 @@ def test_without_grouping_every_micro_batch_moves_weights_and_gradients() -> Non
     # which the device takes of gradients that leave whole.
     norms = 3 * 250 / GPU.norm_elements_per_ms
     assert off.busy_ms[UPDATE] - on.busy_ms[UPDATE] == pytest.approx((2 * 3 + 1) * norms)
+
+
+def test_no_run_waits_for_the_next_packs_weights_or_for_gradients_on_their_way_out() -> None:
+    policy = Policy(prefetch=True, stash_on_host=ALL_PACKS, deferred_update=False)
+    plan, costs = planned(6, 1, policy, micro_batches=4, numel=1000)  # weights take 4 ms, a run 3 ms, a stash 0.3 ms
+    early = simulate(plan, costs, GPU)
+    late = simulate(replace(plan, tasks=weights_first(plan.tasks)), costs, GPU)
+    assert early.swaps == late.swaps
+    assert early.step_ms < late.step_ms
+
+    # Neither link is full, and compute never waits for the first stash of a pack.
+    runs = [span for span in early.spans if span.stream == COMPUTE and span.tasks[0].kind is TaskKind.BACKWARD]
+    assert len({span.tasks[0].pack for span in runs}) == 5
+    assert all(b.begin_ms - a.end_ms < 0.02 for a, b in itertools.pairwise(runs))
+
+    slow = replace(GPU, swap_out_bytes_per_ms=100.0, link_bytes_per_ms=2_000.0)  # gradients take 40 ms
+    stash = next(s for s in simulate(plan, costs, slow).spans if str(s.tasks[0]) == "T3.1")
+    gradients = next(s for s in simulate(plan, costs, slow).spans if str(s.tasks[0]) == "O4")
+    assert stash.end_ms < gradients.end_ms
+
+
+def weights_first(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+    """The same tasks, each pack's first two stashes directly before its first run."""
+    late: list[Task] = []
+    waiting: list[Task] = []
+    seen: Counter[int] = Counter()
+    for task in tasks:
+        if task.kind is TaskKind.STASH_IN and seen[task.pack] < 2:
+            seen[task.pack] += 1
+            waiting.append(task)
+            continue
+        if task.kind is TaskKind.BACKWARD and waiting and waiting[0].pack == task.pack:
+            late += waiting
+            waiting = []
+        late.append(task)
+    return tuple(late)
