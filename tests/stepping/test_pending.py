@@ -27,6 +27,7 @@ class FakeTicket:
         self.known: Tensor | None = None
         self.noted: list[Node] = []
         self.nodes: WeakSet[Node] = WeakSet()
+        self.evaluates = False
 
     @property
     def resolved(self) -> bool:
