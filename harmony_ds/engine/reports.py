@@ -24,6 +24,9 @@ class SwapReport:
         sent_bytes: sent by this process's device to others'.
         between_devices: from one to another of the devices that this process drives, by their numbers.
         links: weights, gradients and activations to and from each of these devices.
+        beside_calls: calls of the engine without gradients since the step before (a reference model's, an evaluation's,
+            `generate`), which are not in the numbers above.
+        beside_bytes: weights that they swapped in.
     """
 
     host_to_device: dict[str, int]
@@ -34,6 +37,8 @@ class SwapReport:
     sent_bytes: int = 0
     between_devices: dict[tuple[int, int], int] = field(default_factory=dict)
     links: tuple[tuple[int, int], ...] = ()
+    beside_calls: int = 0
+    beside_bytes: int = 0
 
     @property
     def swap_bytes(self) -> int:
@@ -47,6 +52,11 @@ class SwapReport:
         """Weight and gradient traffic over its lower bound; 1.0 is best."""
         return self.swap_bytes / self.lower_bound_bytes if self.lower_bound_bytes else 1.0
 
+    @property
+    def beside_ratio(self) -> float:
+        """Weights that calls without gradients swapped in, over the lower bound of the step."""
+        return self.beside_bytes / self.lower_bound_bytes if self.lower_bound_bytes else 0.0
+
     def __str__(self) -> str:
         title = f"swaps of one step, {counted(self.micro_batches, 'micro-batch')}"
         lines = [f"{title:<38}{'to device':>17}{'to host':>16}"]
@@ -58,6 +68,11 @@ class SwapReport:
         if self.swap_bytes:
             saved = self.zero3_offload_bytes / self.swap_bytes
             lines.append(f"  ZeRO-3 offload would move {self.zero3_offload_bytes:,} bytes, {saved:.1f} x as much")
+        if self.beside_calls:
+            lines.append(
+                f"  beside the step, {counted(self.beside_calls, 'call')} without gradients: {self.beside_bytes:,} bytes = "
+                f"{self.beside_ratio:.4f} x the lower bound"
+            )
         if self.sent_bytes:
             lines.append(f"  sent to other devices {self.sent_bytes:,} bytes")
         if len(self.links) > 1:

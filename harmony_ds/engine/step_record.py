@@ -10,7 +10,7 @@ from typing import Any
 
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.reports import MemoryReport, PlanReport, SwapReport
-from harmony_ds.offload.ledger import SWAPPED, Traffic
+from harmony_ds.offload.ledger import SWAPPED, Beside, Traffic
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.swaps import lower_bound_bytes, swaps_of, zero3_offload_bytes
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
@@ -33,6 +33,7 @@ class StepRecord:
         self._planned_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._plan: Plan | None = None  # that `_planned_ms` is of
         self._traffic: Traffic | None = None  # of the last step
+        self._beside = Beside()
         self.micro_batches, self.step_ms = 0, 0.0
         self._sent_bytes = self._sent_before = 0
 
@@ -46,6 +47,7 @@ class StepRecord:
             yield
         finally:  # the bytes of a step that fails are not the next one's
             traffic, sent = self._assembly.ledger.drain(), self._assembly.parts.world.sent_bytes
+            beside = self._assembly.ledger.drain_beside()
             sent_bytes, self._sent_before = sent - self._sent_before, sent
         self.step_ms = (time.perf_counter() - begin) * 1e3
         if self._plan is not self._planner.plan:  # the first step of a plan touches memory for the first time
@@ -54,7 +56,7 @@ class StepRecord:
         elif as_planned:
             self._planned_ms.append(self.step_ms)
         self._peaks = device.peaks()
-        self._traffic, self._sent_bytes, self.micro_batches = traffic, sent_bytes, micro_batches
+        self._traffic, self._beside, self._sent_bytes, self.micro_batches = traffic, beside, sent_bytes, micro_batches
 
     def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
         """Record when each task of every optimizer step in the context ran, on each stream.
@@ -93,6 +95,8 @@ class StepRecord:
             self._sent_bytes,
             dict(traffic.between_devices),
             tuple((traffic.links[one, True], traffic.links[one, False]) for one in range(self._assembly.device.count)),
+            self._beside.calls,
+            self._beside.weight_bytes,
         )
 
     def plan_report(self) -> PlanReport:

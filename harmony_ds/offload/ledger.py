@@ -36,12 +36,22 @@ class Traffic:
     """Swapped bytes over each device's link, by the device's number and whether they go into it."""
 
 
+@dataclass(slots=True)
+class Beside:
+    """Passes without gradients beside a step: how many calls of the engine, and the bytes of weights they swapped in."""
+
+    calls: int = 0
+    weight_bytes: int = 0
+
+
 class Ledger:
     """Counts the bytes copied since the last `drain`."""
 
     def __init__(self, device: Device | None = None) -> None:
         """`device`: the copies' device, or group with its current member."""
         self._traffic = Traffic()
+        self._beside = Beside()
+        self._is_beside = False
         self._device = device
 
     def book_in(self, kind: Kind, nbytes: int) -> None:
@@ -68,6 +78,25 @@ class Ledger:
             yield
         finally:
             self._traffic = before
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Count copies apart while the context is open: of a call without gradients, which is no part of a step's plan."""
+        if self._is_beside:
+            yield
+            return
+        self._is_beside, before = True, self.drain()
+        try:
+            yield
+        finally:
+            self._beside.calls += 1
+            self._beside.weight_bytes += self._traffic.host_to_device[Kind.WEIGHTS]
+            self._is_beside, self._traffic = False, before
+
+    def drain_beside(self) -> Beside:
+        """Return what was counted apart so far, and start again from zero."""
+        beside, self._beside = self._beside, Beside()
+        return beside
 
     def drain(self) -> Traffic:
         """Return the bytes booked so far, and start again from zero."""
