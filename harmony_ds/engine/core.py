@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -82,7 +82,7 @@ class HarmonyEngine(nn.Module):
     backward = delegated_alive("_loop", Loop.backward)
     scale = delegated_alive("_loop", Loop.scale)
     step = delegated_alive("_loop", Loop.step)
-    train_batch = delegated_alive("_loop", Loop.train_batch)
+    _train_batch = delegated_alive("_loop", Loop.train_batch)
     train_group = delegated_alive("_loop", Loop.train_group)
     end_group = delegated_alive("_loop", Loop.end_group)
     eval_batch = delegated_alive("_loop", Loop.eval_batch)
@@ -99,6 +99,31 @@ class HarmonyEngine(nn.Module):
     global_samples = PartAttribute[int]("_training")
     micro_steps = PartAttribute[int]("_training")
     skipped_steps = PartAttribute[int]("_training")
+
+    def train_batch(
+        self,
+        data_iter: Iterator[Any] | Sequence[Any] | None = None,
+        loss_fn: Callable[[Any], torch.Tensor] | None = None,
+        *,
+        compute_loss: Callable[[HarmonyEngine, Any], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Take an optimizer step over the next `gradient_accumulation_steps()` micro-batches of `data_iter`.
+
+        Args:
+            data_iter: yields mappings (keyword arguments), tuples (positional ones) or single arguments; a list of them
+                is one step's. If it ends early, the step is taken over what it gave, and the mean is over that.
+            loss_fn: from the model's outputs to a scalar (by default, the loss among them).
+            compute_loss: from the engine and a micro-batch, as `data_iter` yields it but on the device, to a scalar. It
+                may call the engine any number of times, with and without gradients, and look at what it gets; it must not
+                call backward. It is called a few times more to measure the model.
+
+        Returns:
+            The mean loss, detached, 0-dim, on the device.
+
+        Raises:
+            StopIteration: `data_iter` is at its end.
+        """
+        return self._train_batch(data_iter, loss_fn, None if compute_loss is None else partial(compute_loss, self))
 
     # ---- optimizer, learning rates, loss scale
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harmony_ds.calls.intercept import is_between_layers
 from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.step_log import StepLog
 from harmony_ds.engine.training import Training
@@ -38,6 +39,8 @@ class Loop:
             BatchError: there is no tensor among the arguments.
             DoesNotFitError: nothing fits this micro-batch in the device memory budget.
         """
+        if is_between_layers() and self._training.assembly.parts.contract.is_running:
+            return self._model(*args, **kwargs)  # in a function that this engine runs (`compute_loss`)
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self._open.parts.call(self._model, Arguments(args, kwargs))
@@ -131,7 +134,10 @@ class Loop:
     # ---- a group at once
 
     def train_batch(
-        self, data_iter: Iterator[Any] | Sequence[Any] | None = None, loss_fn: LossFunction | None = None
+        self,
+        data_iter: Iterator[Any] | Sequence[Any] | None = None,
+        loss_fn: LossFunction | None = None,
+        compute_loss: Callable[[Any], Tensor] | None = None,
     ) -> Tensor:
         """Take an optimizer step over the next `gradient_accumulation_steps()` micro-batches of `data_iter`.
 
@@ -139,6 +145,8 @@ class Loop:
             data_iter: yields mappings (keyword arguments), tuples (positional ones) or single arguments; a list of them
                 is one step's. If it ends early, the step is taken over what it gave, and the mean is over that.
             loss_fn: from the model's outputs to a scalar (by default, the loss among them).
+            compute_loss: from a micro-batch as `data_iter` yields it, on the device, to a scalar, by its own calls of the
+                engine; instead of one call and `loss_fn`.
 
         Returns:
             The mean loss, detached, 0-dim, on the device.
@@ -147,15 +155,23 @@ class Loop:
             StopIteration: `data_iter` is at its end.
         """
         self._training.require_optimizer("train_batch")
+        if loss_fn is not None and compute_loss is not None:
+            raise UsageError(
+                "train_batch() takes loss_fn, which is given the outputs of one call, or compute_loss, which calls the "
+                "engine itself: not both."
+            )
         if queued := len(self._open.group):
             raise BatchError(
                 f"micro-batches of engine(...) are still queued ({queued}): call backward() and step() for them before "
                 "train_batch()."
             )
         with self._world.reporting_failures():
-            batches = self._training.data.take(data_iter)
-            queue = self._open.group.queue
-            losses = self._step_over(len(batches), lambda: [queue(batch, loss_fn) for batch in batches])
+            batches = self._training.data.take(data_iter, whole=compute_loss is not None)
+
+            def queue() -> list[QueuedMicroBatch]:
+                return [self._open.group.queue(batch, loss_fn, compute_loss) for batch in batches]
+
+            losses = self._step_over(len(batches), queue)
             loss = self._world.mean(torch.stack(losses).mean())
         self._log.write_loss("train_loss", loss)
         return loss
@@ -197,14 +213,10 @@ class Loop:
         with self._world.reporting_failures():
             return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given], boundary)
 
-    def end_group(self, *, clip: bool = True) -> None:
-        """Take the optimizer step over the gradients that `train_group(..., boundary=False)` has left.
-
-        Args:
-            clip: whether gradients are clipped as the ds_config says; False: the program has done it.
-        """
+    def end_group(self) -> None:
+        """Take the optimizer step over the gradients that `train_group(..., boundary=False)` has left."""
         with self._world.reporting_failures():
-            self._open.step({}, clip=clip)
+            self._open.step({})
         self._training.begin_group(self._training.micro_steps)
 
     def _step_over(
@@ -259,7 +271,7 @@ class Loop:
     def streaming(self) -> Iterator[None]:
         """Open a context to call the model's methods in, without gradients, under the device memory budget."""
         self._open.group.catch_up()
-        with self._training.assembly.ledger.excluded(), self._runner.streaming():
+        with self._training.assembly.ledger.beside(), self._runner.streaming():
             yield
 
 

@@ -29,15 +29,17 @@ class TrainingData:
         if dataset is not None:
             self.training_dataloader = ResumableLoader(self.deepspeed_io(dataset), world.size)
 
-    def take(self, data_iter: Iterator[Any] | Sequence[Any] | None) -> list[Arguments]:
+    def take(self, data_iter: Iterator[Any] | Sequence[Any] | None, whole: bool = False) -> list[Arguments]:
         """Return the micro-batches of the next group, from `data_iter` (None: from the engine's own data).
+
+        `whole`: each is one argument, as it is.
 
         Raises:
             BatchError: there is nothing to take them from.
             StopIteration: it is at its end.
         """
         batches = self._own_batches() if data_iter is None else data_iter
-        return take_batches(batches, self._settings.gradient_accumulation_steps())
+        return take_batches(batches, self._settings.gradient_accumulation_steps(), whole)
 
     def _own_batches(self) -> Iterator[Any]:
         if self._batches is None:

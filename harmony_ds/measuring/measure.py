@@ -81,6 +81,7 @@ class Measurement(Passes):
         self._stretch.begin()
         with self._flow or nullcontext():
             outputs = self._forward(sample)
+            seen.outputs = _storage_bytes(outputs) + max(0, self._stretch.left())
             if self._flow is not None:
                 self._flow.in_objective = True
             loss = sample.objective(outputs)
@@ -380,6 +381,12 @@ def _gather_from_zero(copy: DeviceCopy) -> None:
     for leaf in copy.leaves.values():
         if leaf.requires_grad:
             leaf.grad = torch.zeros_like(leaf)
+
+
+def _storage_bytes(tree: Any) -> int:
+    """Return the bytes of the memory that the tensors of `tree` are in."""
+    storages = [tensor.untyped_storage() for tensor in tensors_in(tree) if tensor.layout is torch.strided]
+    return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

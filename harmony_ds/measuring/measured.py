@@ -57,6 +57,7 @@ class Seen:
         scalar, grain: what a number takes on the device, and what a byte does.
         spans: places that share inter-layer operations, see `InterLayerGraph.spans`.
         flow: what is handed from layer to layer, where several devices are to run them.
+        outputs: bytes of the model's outputs, and of the graph of the code after the last call.
     """
 
     calls: list[SeenCall] = field(default_factory=list)
@@ -67,6 +68,7 @@ class Seen:
     grain: int = 1
     spans: set[tuple[int, int]] = field(default_factory=set)
     flow: Flow = field(default_factory=Flow)
+    outputs: int = 0
 
     def table(self) -> CostTable:
         """Return the costs of every call."""
@@ -79,6 +81,7 @@ class Seen:
             scalar_bytes=self.scalar,
             held_and_stashed_bytes=self.held_and_stashed,
             flow=self.flow,
+            output_bytes=self.outputs,
         )
 
     def _cost(self, position: int) -> CallCost:

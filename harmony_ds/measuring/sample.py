@@ -27,6 +27,7 @@ class Sample:
         seed: of its random numbers.
         modes: training and requires_grad flags that it is measured in.
         trains: whether such micro-batches are propagated back from.
+        inputs_beside: those of other forward passes that share its loss.
     """
 
     inputs: Any
@@ -35,6 +36,7 @@ class Sample:
     seed: int
     modes: bytes = b""
     trains: bool = True
+    inputs_beside: Any = ()
 
     @property
     def rows(self) -> int:

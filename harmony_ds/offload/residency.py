@@ -54,6 +54,7 @@ class DeviceCopy:
     Attributes:
         leaves: by canonical name; autograd accumulates the running micro-batch's gradients in `.grad`.
         gradients: sums over micro-batches in the accumulation dtype, where that is not the leaves'.
+        aside: sums from the leaves, while micro-batches that share a loss add up their gradients there.
         hooked: leaves that have the user's hooks.
         modes: of the call that hooks and `requires_grad` of the leaves are for; None: not known.
         arrived: event after the copies (promised, if from a disk); None: the compute stream waits for it already.
@@ -64,6 +65,7 @@ class DeviceCopy:
         self.buffer = buffer
         self.leaves = leaves
         self.gradients: dict[str, Tensor] = {}
+        self.aside: dict[str, Tensor] = {}
         self.hooked: set[str] = set()
         self.modes: object = None
         self.arrived: Event | Future[Event] | None = arrived
@@ -203,6 +205,23 @@ class Residency:
         for name in came:
             copy.leaves[name].grad = None
 
+    def set_sums_aside(self, copy: DeviceCopy) -> None:
+        """Let gradients add up from zero on the leaves, where autograd sums them there, until `add_sums_aside`."""
+        if not self.accumulates_in_place:
+            return
+        for name, leaf in copy.leaves.items():
+            if leaf.grad is not None:
+                copy.aside[name], leaf.grad = leaf.grad, None
+
+    def add_sums_aside(self, copy: DeviceCopy) -> None:
+        """Add what has gathered on the leaves since `set_sums_aside` to the sums before."""
+        for name, total in copy.aside.items():
+            leaf = copy.leaves[name]
+            if leaf.grad is not None:
+                total.add_(leaf.grad)
+            leaf.grad = total
+        copy.aside.clear()
+
     def gradients(self, copy: DeviceCopy) -> dict[str, Tensor]:
         """Return the gradient sums of all micro-batches so far, by name; unused parameters have none."""
         if not self.accumulates_in_place:
@@ -250,6 +269,7 @@ class Residency:
     def clear_gradient(self, copy: DeviceCopy, name: str) -> None:
         """Drop the gradient of `name`: the sum, and that on the leaf."""
         copy.gradients.pop(name, None)
+        copy.aside.pop(name, None)
         if name in copy.leaves:
             copy.leaves[name].grad = None
 

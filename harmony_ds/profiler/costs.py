@@ -105,6 +105,7 @@ class CostTable:
         scalar_bytes: what a tensor of one number takes: a loss, and the grain of the device's allocator.
         flow: what is handed from layer to layer, where several devices are to run them.
         margin_bytes: the most that a step has taken beyond its plan.
+        output_bytes: what the model's outputs and the graph of the code after the last call hold until the loss is made.
     """
 
     calls: tuple[int, ...]
@@ -119,6 +120,7 @@ class CostTable:
     issue_share: float = 0.0
     in_slices: bool = False
     flow: Flow = field(default_factory=Flow)
+    output_bytes: int = 0
 
     def worst(self, other: CostTable) -> CostTable:
         """Return a table that covers what both saw: every call of either, at the larger of both costs."""

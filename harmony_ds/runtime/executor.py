@@ -282,7 +282,8 @@ class Executor:
         )
         if lane.finished:
             micro_batch.finish()
-            if task.kind is not TaskKind.FUSED:  # which propagates back at once
+            # A fused pack propagates back at once; so does that of those that share a loss, when the last one is there.
+            if task.kind is not TaskKind.FUSED and not micro_batch.sharing:
                 micro_batch.outputs = map_tensors(partial(self._parts.crossings.move, place=HOME), micro_batch.outputs)
 
     def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int) -> Any:
@@ -306,6 +307,7 @@ class Executor:
     def _fused(self, task: Task) -> None:
         plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
+        self._set_sums_aside(task)
         if plan.rows.cuts:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
             self._forward(task)
@@ -335,6 +337,8 @@ class Executor:
     def _backward(self, task: Task) -> None:
         micro_batch = self._micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
+        if task.kind is not TaskKind.FUSED:
+            self._set_sums_aside(task)
         self.propagated = True
         for call in micro_batch.take_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(call.number)
@@ -344,6 +348,14 @@ class Executor:
             call.propagated()
         micro_batch.settle()
         self._accumulate(task.pack)
+        if micro_batch.sharing and micro_batch is micro_batch.sharing[0]:
+            self._parts.residency.add_sums_aside(self._copies[task.pack])
+
+    def _set_sums_aside(self, task: Task) -> None:
+        """Let the gradients of those that share a loss add up by themselves first, as in one backward pass of autograd."""
+        micro_batch = self._micro_batches[task.micro_batch]
+        if micro_batch.sharing and micro_batch is micro_batch.sharing[-1]:
+            self._parts.residency.set_sums_aside(self._copies[task.pack])
 
     def _accumulate(self, pack: int) -> None:
         self._parts.residency.accumulate(self._copies[pack])

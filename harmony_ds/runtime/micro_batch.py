@@ -46,6 +46,8 @@ class MicroBatch:
         home: the device of losses whose values the program reads.
         count: how many micro-batches it stands for.
         reduce: of one without gradients: what is kept of its outputs (the loss, not everybody's logits).
+        sharing: those that share its loss, which is made of the outputs of all of them, in the order of their calls, itself
+            included; empty: its loss is its own. The last one's `objective` makes the loss.
     """
 
     index: int
@@ -68,6 +70,7 @@ class MicroBatch:
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
     """Recorded calls with their positions, in the order they were made."""
     inter_layer: InterLayerGraph = field(default_factory=InterLayerGraph)
+    sharing: tuple[MicroBatch, ...] = ()
     _cursor: int = 0
     _numbers: int = 0
 
@@ -124,13 +127,20 @@ class MicroBatch:
     # ---- its backward pass
 
     def propagate_loss(self) -> None:
-        """Propagate from its outputs, which are kept no longer, through the code after its last call."""
-        self.check_unwritten()
+        """Propagate from its outputs, which are kept no longer, through the code after its last call.
+
+        The last one of those that share a loss does so for all of them.
+        """
+        members = self.sharing or (self,)
+        for member in members:
+            member.check_unwritten()
         loss = self.objective(self.outputs)
-        self.outputs = None
+        for member in members:
+            member.outputs = None
         if loss is not None and loss.requires_grad:
+            graphs = [member.inter_layer for member in members if not member.inter_layer.is_trivial]
             with explaining_errors():
-                loss.backward(retain_graph=not self.inter_layer.is_trivial and self.inter_layer.touches(loss))
+                loss.backward(retain_graph=any(graph.touches(loss) for graph in graphs))
 
     def check_unwritten(self) -> None:
         """Raise ModelError if what was kept of its calls, or a view that one gave, has been changed in place since."""
@@ -180,7 +190,7 @@ class MicroBatch:
         """Drop its inputs and the program's objects: its step is over."""
         self.abandon()
         self.forward, self.objective = (lambda: None), (lambda outputs: None)
-        self.inputs = (), {}
+        self.inputs, self.sharing = ((), {}), ()
         self.state = replace(self.state, attributes={}, trained_now=tuple)
 
 

@@ -9,7 +9,8 @@ Around all of that, I u brings the unlayered parameters, and O u, G u, E u take 
 U u updates them, and U v those that the model does not use.
 
 Without grouping, forward to backward once for each micro-batch, and the updates with the last one's. A micro-batch whose
-forward pass ran alone has B n-1 in the place of L n-1.
+forward pass ran alone has B n-1 in the place of L n-1. Of those that share a loss, the last one has L n-1, which makes the
+loss of all their outputs; the others have F n-1 before and B n-1 after it. They go back in reverse order, as autograd does.
 
 Of several devices, R p before every O p, or after it if gradients are added up on the host; and A p after every I p
 where each swaps in a share.
@@ -41,11 +42,13 @@ class Group:
         fresh: those of which nothing has run yet.
         forwarded: those whose forward pass ran earlier, because the program read its result.
         begun: something of their step has run: the unlayered parameters are on the device.
+        sharing: sets of fresh ones that share a loss, since it is made of the outputs of all of them.
     """
 
     fresh: tuple[int, ...]
     forwarded: tuple[int, ...] = ()
     begun: bool = False
+    sharing: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
     def of(count: int) -> Group:
@@ -56,11 +59,29 @@ class Group:
     def all(self) -> tuple[int, ...]:
         return tuple(sorted(self.fresh + self.forwarded))
 
+    @property
+    def by_loss(self) -> list[tuple[int, ...]]:
+        """The micro-batches, those that share a loss together, in the order of the last one of each loss."""
+        by_last = {sharing[-1]: sharing for sharing in self.sharing}
+        waiting = {m for sharing in self.sharing for m in sharing[:-1]}
+        return [by_last.get(m, (m,)) for m in self.all if m not in waiting]
+
+    @property
+    def back(self) -> list[int]:
+        """The micro-batches in the order of their backward passes."""
+        return [m for sharing in self.by_loss for m in reversed(sharing)]
+
     def rounds(self, grouping: bool) -> list[Group]:
-        """Return the sets that pass the packs together: all micro-batches, or each on its own."""
+        """Return the sets that pass the packs together: all micro-batches, or those of each loss on their own."""
         if grouping or len(self.all) < 2:
             return [self]
-        return [Group((m,)) if m in self.fresh else Group((), (m,)) for m in self.all]
+        rounds = []
+        for sharing in self.by_loss:
+            if len(sharing) > 1:
+                rounds.append(Group(sharing, sharing=(sharing,)))
+            else:
+                rounds.append(Group(sharing) if sharing[0] in self.fresh else Group((), sharing))
+        return rounds
 
 
 def compose_forward(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
@@ -143,6 +164,7 @@ class _Composer:
         self._packing = packing
         self._group = group
         self._policy = policy
+        self._order = group.back
         self._out, self._in = stash_moves(packing, policy)
         self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch)
 
@@ -171,7 +193,7 @@ class _Composer:
             for m in self._group.fresh[:count]
         }
         there = [self._forward(index, kept) for index in forward]
-        back = [self._backward(index, fused=self._group.fresh if index == end else ()) for index in backward]
+        back = [self._end(end), *(self._backward(index) for index in backward[1:])]
         self._gradients_out(back, updates=last and not policy.deferred_update)
         self._stash_in(back)
         # One sequence, so that the last pack is swapped in while the one before it computes.
@@ -193,15 +215,26 @@ class _Composer:
             visit.after.append(Task(TaskKind.EVICT, index))
         return visit
 
-    def _backward(self, index: int, fused: tuple[int, ...]) -> Visit:
+    def _end(self, index: int) -> Visit:
+        """Return the visit of the last pack, in which fresh micro-batches turn: forward, loss and backward."""
         visit = Visit(self._packing.packs[index], is_backward=True)
+        by_last = {sharing[-1]: sharing for sharing in self._group.by_loss}
         for m in self._group.all:
-            if m in fused:
-                kind = TaskKind.FUSED
-            elif (index, m) in self._graphs:
-                kind = TaskKind.BACKWARD_FROM_GRAPH
+            if m in self._group.forwarded:
+                visit.runs.append((m, [Task(TaskKind.BACKWARD, index, m)]))
+            elif m in by_last:
+                visit.runs.append((m, [Task(TaskKind.FUSED, index, m)]))
+                for other in reversed(by_last[m][:-1]):
+                    visit.runs.append((other, [Task(TaskKind.BACKWARD, index, other)]))
             else:
-                kind = TaskKind.BACKWARD
+                visit.runs.append((m, [Task(TaskKind.FORWARD, index, m)]))
+        return visit
+
+    def _backward(self, index: int) -> Visit:
+        visit = Visit(self._packing.packs[index], is_backward=True)
+        for m in self._order:
+            kept = (index, m) in self._graphs
+            kind = TaskKind.BACKWARD_FROM_GRAPH if kept else TaskKind.BACKWARD
             visit.runs.append((m, [Task(kind, index, m)]))
         return visit
 

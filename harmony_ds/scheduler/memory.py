@@ -36,10 +36,19 @@ class MemoryProfile:
 
 
 def walk_memory(
-    packs: tuple[Pack, ...], tasks: tuple[Task, ...], costs: CostTable, others: Mapping[int, CostTable] | None = None
+    packs: tuple[Pack, ...],
+    tasks: tuple[Task, ...],
+    costs: CostTable,
+    others: Mapping[int, CostTable] | None = None,
+    sharing: Sequence[tuple[int, ...]] = (),
 ) -> MemoryProfile:
-    """Return the bytes alive while each task runs; `others`: costs by micro-batch, where they are not `costs`."""
-    return MemoryWalks(costs).walk(packs, tasks, others=others)
+    """Return the bytes alive while each task runs.
+
+    Args:
+        others: costs by micro-batch, where they are not `costs`.
+        sharing: sets of micro-batches that share a loss.
+    """
+    return MemoryWalks(costs).walk(packs, tasks, others=others, sharing=sharing)
 
 
 class MemoryWalks:
@@ -56,19 +65,21 @@ class MemoryWalks:
         tasks: tuple[Task, ...],
         counts: Sequence[int] = (),
         others: Mapping[int, CostTable] | None = None,
+        sharing: Sequence[tuple[int, ...]] = (),
     ) -> MemoryProfile:
         """Return the bytes alive while each task runs.
 
         Args:
             counts: how many micro-batches each one stands for; empty: for itself. While one runs that stands for
                 several, no more is counted than while they wait: those before and after it show what running takes.
+            others, sharing: see `walk_memory`.
         """
         others, count = others or {}, 1 + max(pack.device for pack in packs)
         # On several devices each pack has what it takes for itself, as it has where its stash waits on the host.
         away = count > 1 or any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
         known = {id(costs): MemoryWalks(costs)._counted(packs, away) for costs in others.values()}
         sides = {m: _Side(*known[id(costs)]) for m, costs in others.items()}
-        walks = [_Walk(packs, _Side(*self._counted(packs, away)), sides, counts) for _ in range(count)]
+        walks = [_Walk(packs, _Side(*self._counted(packs, away)), sides, counts, sharing) for _ in range(count)]
         swapped_in = {task.pack for task in tasks if task.kind is TaskKind.SWAP_IN}
         for pack in packs:
             if not pack.positions and pack.index not in swapped_in:  # an earlier part of the step brought it
@@ -138,7 +149,12 @@ class _Walk:
     """Bytes on one device. A micro-batch that has gone on to another holds there what it held when it left."""
 
     def __init__(
-        self, packs: tuple[Pack, ...], side: _Side, others: Mapping[int, _Side], counts: Sequence[int]
+        self,
+        packs: tuple[Pack, ...],
+        side: _Side,
+        others: Mapping[int, _Side],
+        counts: Sequence[int],
+        sharing: Sequence[tuple[int, ...]],
     ) -> None:
         self._side = self._mine = side
         self._others = others  # by micro-batch
@@ -153,6 +169,10 @@ class _Walk:
         self._graphs = _Total()  # by (pack, micro-batch), where it is kept
         self._known: set[int] = set()  # micro-batches whose forward pass is among the tasks
         self._arrived = _Total()  # by (pack, micro-batch): stash that came back from the host
+        self._outputs = _Total()  # by micro-batch: of the model, until the loss that it shares has been made
+        self._aside = _Total()  # by pack: sums of gradients, while those of one shared loss are added up
+        self._first_back = {one[-1] for one in sharing}
+        self._last_back = {one[0] for one in sharing}
         self._leaving = 0  # stash on its way to the host
         self._runs: dict[TaskKind, Callable[[PackBytes, Task], int]] = {
             TaskKind.FORWARD: self._forward,
@@ -218,7 +238,8 @@ class _Walk:
     @property
     def _between(self) -> int:
         """Bytes that all micro-batches hold while none runs."""
-        return self._waiting.total + self._stash.total + self._graphs.total + self._arrived.total + self._leaving
+        held = self._waiting.total + self._stash.total + self._graphs.total + self._arrived.total + self._leaving
+        return held + self._outputs.total + self._aside.total
 
     def _forward(self, pack: PackBytes, task: Task) -> int:
         self._known.add(task.micro_batch)
@@ -230,7 +251,18 @@ class _Walk:
         times = self._times(task)
         self._waiting.put(task.micro_batch, self._held_after(pack, task), times)
         self._stash.put(task.micro_batch, self._stash.take(task.micro_batch) + pack.stash_bytes, times)
+        if self._ends_with(pack):
+            self._outputs.put(task.micro_batch, self._side.costs.output_bytes, times)
         return max(most, self._between)
+
+    def _ends_with(self, pack: PackBytes) -> bool:
+        """Return whether a forward pass is over after `pack`."""
+        return pack.last == len(self._side.costs.costs) - 1
+
+    def _set_aside(self, again: bool, pack: PackBytes, task: Task) -> None:
+        """Keep the sums of gradients apart while the micro-batches of a shared loss add up theirs."""
+        if again and task.micro_batch in self._first_back:
+            self._aside.put(task.pack, pack.set_aside_bytes)
 
     def _held_after(self, pack: PackBytes, task: Task) -> int:
         """Return what a micro-batch holds that has been run forward through `pack`, beside its stash."""
@@ -240,6 +272,7 @@ class _Walk:
     def _fused(self, pack: PackBytes, task: Task) -> int:
         self._known.add(task.micro_batch)
         again = self._gradients.put(task.pack, pack.gradient_bytes)
+        self._set_aside(again, pack, task)
         self._waiting.take(task.micro_batch)
         most = self._between + pack.fused_bytes[again]
         # What it holds from before this pack waited with it; what came with this pack goes with its graph.
@@ -254,6 +287,9 @@ class _Walk:
 
     def _backward(self, pack: PackBytes, task: Task) -> int:
         again = self._gradients.put(task.pack, pack.gradient_bytes)
+        self._set_aside(again, pack, task)
+        if self._ends_with(pack):
+            self._outputs.take(task.micro_batch)
         key = (task.pack, task.micro_batch)
         excess = 0
         if self._arrived.take(key):
@@ -271,7 +307,10 @@ class _Walk:
         running = pack.backward_from_graph_bytes if kept else pack.backward_bytes
         most = self._between + self._held_by(task) + excess + running[again]
         self._leave(pack, task)
-        return max(most, self._between)
+        most = max(most, self._between)
+        if task.micro_batch in self._last_back:
+            self._aside.take(task.pack)
+        return most
 
     def _leave(self, pack: PackBytes, task: Task) -> None:
         done = pack.first <= self._side.backward_ends

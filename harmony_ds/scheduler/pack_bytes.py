@@ -41,6 +41,9 @@ class PackBytes:
         padding = costs.scalar_bytes if costs.scalar_bytes > ALIGNMENT_BYTES else 0
         self.weight_bytes = pack.weight_bytes + (padding if pack.weight_bytes else 0)
         self.gradient_bytes = pack.gradient_bytes + (padding * len(pack.parameters) if pack.gradient_bytes else 0)
+        # Sums of another dtype than the parameters' are added to call by call.
+        gathers_on_leaves = sum(call.gradient_bytes for call in self._calls) >= pack.gradient_bytes
+        self.set_aside_bytes = self.gradient_bytes if gathers_on_leaves else 0
         self.stash_bytes = sum(call.stashed_bytes for call in self._calls)
         self.returning_bytes = sum(call.stash_bytes for call in self._calls)
         self.excess_bytes = self.returning_bytes - self.stash_bytes

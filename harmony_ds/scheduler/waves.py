@@ -24,7 +24,7 @@ class Visit:
     """One pack in one pass.
 
     Attributes:
-        runs: by micro-batch, the tasks that run it through the pack.
+        runs: by micro-batch, the tasks that run it through the pack; in the last pack it may come there twice.
         before, after: tasks around all of them.
     """
 
@@ -63,12 +63,13 @@ def _in_waves(visits: Sequence[Visit], last_first: bool) -> Iterator[Task]:
     order: list[tuple[float, int, int, list[Task]]] = [(0.0, -1, 0, visit.before) for visit in begun]
     for number, visit in enumerate(visits):
         here, pass_ms = visit.pack.device, visit.pass_ms if known else 1.0
+        last_run = {m: place for place, (m, _) in enumerate(visit.runs)}
         for place, (m, tasks) in enumerate(visit.runs):
             begin = max(passed.get(m, 0.0), free.get(here, 0.0))
             end = passed[m] = free[here] = begin + pass_ms
             before = visit.before if place == 0 and visit is not first[here] else []
             order.append((begin, number, 2 * place, [*before, *tasks]))
-            moved = _moved(visit, following.get((number, m)), m)
+            moved = _moved(visit, following.get((number, m)), m) if place == last_run[m] else []
             order.append((end, number, 2 * place + 1, [*moved, *(visit.after if place == len(visit.runs) - 1 else [])]))
     for *_, tasks in sorted(order, key=lambda one: one[:3]):
         yield from tasks

@@ -171,7 +171,15 @@ class StepGroup(Queue):
             self._parts.kinds.learn(one, outputs, inputs)
             return outputs
 
-        return Sample(own, call, ticket.like_objective, one.seed, ticket.measured_modes, trains=one.reduce is None)
+        return Sample(
+            own,
+            call,
+            ticket.like_objective,
+            one.seed,
+            ticket.measured_modes,
+            trains=one.reduce is None,
+            inputs_beside=ticket.inputs_beside,
+        )
 
     # ---- looking early
 
@@ -294,9 +302,6 @@ class StepGroup(Queue):
         end = len(self._queue) if last or not wanted else wanted[-1] + 1
         if any(ticket.stage is Stage.QUEUED and not ticket.wanted for ticket in self._queue[:end]):
             self.catch_up(next(iter(self._queue[end:]), None))
-        for ticket in self._queue if last else ():
-            if ticket.stage is Stage.QUEUED and not ticket.wanted and ticket.is_held:
-                self._forward(ticket)  # before weights change
         for ticket in [t for t in self._queue if last and not t.wanted]:
             for _, call in ticket.micro_batch.calls:
                 self._runner.parts.layer_calls.discard(call)
@@ -307,11 +312,17 @@ class StepGroup(Queue):
             return False
         while self._world.any("measure a loss", (fresh := self._of_unmeasured_loss(tickets)) is not None):
             self._measure(fresh or tickets[0])
+        losses = list(dict.fromkeys(ticket.loss for ticket in tickets))
+        for loss in losses:
+            members = tuple(ticket.micro_batch for ticket in loss.tickets)
+            for micro_batch in members:
+                micro_batch.sharing = members if len(members) > 1 else ()
         if not self._runner.proven and len(tickets) > 1:
-            self._runner.proven = prove(self._runner, tickets[:2], self._as_called, self._sample)
+            first = losses[:1] if len(losses[0].tickets) > 1 else losses[:2]
+            self._runner.proven = prove(self._runner, first, self._as_called, self._sample)
         self._check_recomputation(len(tickets))
-        # After the first part of a step each micro-batch runs by itself, so that it can run again without the others.
-        for part in [[ticket] for ticket in tickets] if self.propagated else [tickets]:
+        # After the first part of a step each loss runs by itself, so that it can run again without the others.
+        for part in [loss.tickets for loss in losses] if self.propagated else [tickets]:
             steps = [ticket.divided_by for ticket in part if ticket.leads_outside]
             with divided(frozenset().union(*steps)):
                 self._run_part(run, part)
@@ -332,8 +343,11 @@ class StepGroup(Queue):
     def _of_unmeasured_loss(self, tickets: Sequence[QueuedMicroBatch]) -> QueuedMicroBatch | None:
         """Return one whose loss the program makes of outputs, if the memory that this takes is not known."""
         covers = self._runner.planner.covers
-        queued = [one for one in tickets if one.stage is Stage.QUEUED]
-        return next((one for one in queued if not covers(one.micro_batch.inputs, one.measured_modes)), None)
+        for one in tickets:
+            makes_loss = one.stage is Stage.QUEUED and one is one.loss.tickets[-1]
+            if makes_loss and not covers((one.micro_batch.inputs, one.inputs_beside), one.measured_modes):
+                return one
+        return None
 
     def _run_part(self, run: Callable[[Sequence[MicroBatch]], None], tickets: Sequence[QueuedMicroBatch]) -> None:
         follows_others = self.propagated

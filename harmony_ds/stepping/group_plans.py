@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from harmony_ds.errors import DoesNotFitError
 from harmony_ds.measuring.sample import shapes_of
 from harmony_ds.runtime.joint import JointMicroBatch
 from harmony_ds.runtime.micro_batch import MicroBatch
@@ -16,6 +17,7 @@ from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
 from harmony_ds.stepping.planner import Planner
 
 _MOST_PLANS = 256  # to keep: which losses a program reads before its step may differ from step to step
+_MOST_TRIES = 8
 _Compose = Callable[[Packing, Group, Policy], tuple[Task, ...]]
 
 
@@ -64,12 +66,15 @@ class GroupPlans:
         return chosen
 
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+        together = self._planner.together
         runs: list[list[MicroBatch]] = []
-        for micro_batch in micro_batches:
-            if runs and len(runs[-1]) < self._planner.together and self._are_alike(runs[-1][0], micro_batch):
-                runs[-1].append(micro_batch)
+        for unit in _by_loss(micro_batches):
+            if len(unit) > together or not all(self._are_alike(unit[0], one) for one in unit):
+                runs += [[one] for one in unit]
+            elif runs and len(runs[-1]) + len(unit) <= together and self._are_alike(runs[-1][0], unit[0]):
+                runs[-1] += unit
             else:
-                runs.append([micro_batch])
+                runs.append([*unit])
         return runs
 
     def _are_alike(self, one: MicroBatch, other: MicroBatch) -> bool:
@@ -82,6 +87,30 @@ class GroupPlans:
         """Return whether the budget holds their step; the plan's peaks then cover it."""
         policy = self._planner.plan_for(1).policy
         return self._planner.cover(self._of_group(compose_step, micro_batches, False, policy).device_peaks)
+
+    def make_room(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Plan anew where micro-batches that share a loss take more than the plan in force has room for.
+
+        Raises:
+            DoesNotFitError: the budget is too small for them.
+        """
+        if not self._parts.world.any("share a loss", any(m.sharing for m in micro_batches)):
+            return
+        for _ in range(_MOST_TRIES):
+            policy = self._planner.plan_for(sum(m.count for m in micro_batches)).policy
+            group = self._of_group(compose_step, micro_batches, False, policy)
+            fits = self._planner.cover(group.device_peaks)
+            if not self._parts.world.any("make room", not fits):
+                return
+            peak_bytes = max(group.device_peaks)
+            apart = self._of_group(compose_step, micro_batches, False, policy, shares=False)
+            more = peak_bytes - max(apart.device_peaks)
+            self._planner.make_room(self._parts.world.max("make room", more))
+        raise DoesNotFitError(
+            f"a loss of the outputs of several forward passes takes {peak_bytes:,} bytes of device memory, and the budget "
+            f"is {self._parts.device.budget_bytes:,}. Ways out: (1) raise harmony.device_memory_gib; (2) lower "
+            "train_micro_batch_size_per_gpu."
+        )
 
     def step(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
         """Return the step over `micro_batches`; `begun`: something of it has run."""
@@ -116,9 +145,19 @@ class GroupPlans:
         alone = begun or any(m.forwarded for m in micro_batches)
         return replace(policy, shared=not self._parts.world.any("share swap-ins", alone))
 
-    def _of_group(self, compose: _Compose, micro_batches: Sequence[MicroBatch], begun: bool, policy: Policy) -> Plan:
+    def _of_group(
+        self,
+        compose: _Compose,
+        micro_batches: Sequence[MicroBatch],
+        begun: bool,
+        policy: Policy,
+        shares: bool = True,
+    ) -> Plan:
+        """Return the plan of a group; not `shares`: as if each of its micro-batches had a loss of its own."""
         fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
-        group = Group(fresh, forwarded, begun)
+        together = [members for members in _by_loss(micro_batches) if shares and len(members) > 1]
+        sharing = tuple(tuple(member.index for member in members) for members in together)
+        group = Group(fresh, forwarded, begun, sharing)
         joint = frozenset(m.index for m in micro_batches if m.count > 1)
         if self._planner.plan is not self._in_force:
             self._in_force = self._planner.plan
@@ -132,8 +171,13 @@ class GroupPlans:
         costs, alone = self._planner.costs
         if compose is compose_evaluation:  # keeps nothing
             calls = tuple(replace(cost, stash_bytes=0) for cost in alone.costs)
-            alone = replace(alone, costs=calls, held_bytes=0)
-        walked = walk_memory(plan.packs, tasks, alone, dict.fromkeys(joint, costs))
+            alone = replace(alone, costs=calls, held_bytes=0, output_bytes=0)
+        walked = walk_memory(plan.packs, tasks, alone, dict.fromkeys(joint, costs), group.sharing)
         peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)
         plan = replace(plan, policy=policy, tasks=tasks, micro_batches=len(group.all), rows=self._planner.rows)
         return replace(plan, activation_bytes=walked.activation_bytes, peak_bytes=max(peaks), device_peaks=peaks)
+
+
+def _by_loss(micro_batches: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:
+    """Return those that share a loss together, in the order of the last one of each loss."""
+    return [m.sharing or (m,) for m in micro_batches if not m.sharing or m is m.sharing[-1]]

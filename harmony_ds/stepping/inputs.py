@@ -47,8 +47,11 @@ class Arguments:
         self._leaves = []
 
 
-def take_batches(data: Iterator[Any] | Sequence[Any], count: int) -> list[Arguments]:
+def take_batches(data: Iterator[Any] | Sequence[Any], count: int, whole: bool = False) -> list[Arguments]:
     """Take `count` micro-batches from an iterator or a list: mappings (keyword arguments), tuples or single arguments.
+
+    Args:
+        whole: each of them is one argument, as it is.
 
     Raises:
         BatchError: `data` would begin anew with every step.
@@ -60,7 +63,8 @@ def take_batches(data: Iterator[Any] | Sequence[Any], count: int) -> list[Argume
             "pass iter(loader), made once, so that the next step goes on where this one ends."
         )
     # Taken over one by one: it may yield the same buffers again.
-    batches = [_arguments_of(batch) for batch in islice(data, count)]
+    taken = islice(data, count)
+    batches = [Arguments((batch,), {}, take_over=True) if whole else _arguments_of(batch) for batch in taken]
     if not batches:
         raise StopIteration("the data iterator is at its end")
     return batches

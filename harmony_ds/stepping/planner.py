@@ -36,6 +36,8 @@ from harmony_ds.stepping.call_sizes import CallSizes
 _logger = logging.getLogger(__name__)
 
 _TOP = 10
+_GRAINS = 64
+"""Parts of the budget, by which the room for shared losses grows where it has been too small."""
 
 
 class Planner:
@@ -66,6 +68,7 @@ class Planner:
         """How the plan cuts layer calls."""
         self._measured: list[tuple[Shapes, bytes]] = []
         self._outgrown = False  # a step took more than planned
+        self._shared_loss_bytes = 0  # of the budget: for groups whose micro-batches share losses
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
         self.choices: tuple[Choice, ...] = ()
@@ -121,7 +124,8 @@ class Planner:
             self._before_bytes = others_bytes(self._parts)
             self._host_bytes = host_room_bytes(self._parts)
         moved = self._plan_with(sample)
-        self._measured.append((shapes_of(sample.inputs), sample.modes if sample.trains else b""))
+        shapes = shapes_of((sample.inputs, sample.inputs_beside))
+        self._measured.append((shapes, sample.modes if sample.trains else b""))
         return moved
 
     def _choose_quickly(self, costs: CostTable, sizes: Sizes) -> Choice:
@@ -234,7 +238,7 @@ class Planner:
 
     def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> PlanRequest:
         """Return what is asked of the search for a plan."""
-        budget, beside = self._parts.device.budget_bytes, self._set_aside_bytes
+        budget, beside = self._parts.device.budget_bytes, self._set_aside_bytes + self._shared_loss_bytes
         return PlanRequest(
             settings=self._settings,
             micro_batches=-(-group_size // sizes.together),
@@ -284,11 +288,17 @@ class Planner:
         if most == self.plan.device_peaks:
             return True
         budget_bytes = self.request(self.graph, self._group_size).budget_bytes
-        if budget_bytes is not None and max(most) > budget_bytes:
+        if budget_bytes is not None and max(most) > budget_bytes + self._shared_loss_bytes:
             return False
         plan = replace(self.plan, peak_bytes=max(most), device_peaks=most)
         self.choices = (replace(self.choices[0], plan=plan), *self.choices[1:])
         return True
+
+    def make_room(self, nbytes: int) -> None:
+        """Keep `nbytes`, or more than so far, for shared losses; plan with what is left from the next group on."""
+        grain = 1 if self._parts.device.budget_bytes is None else self._parts.device.budget_bytes // _GRAINS
+        self._shared_loss_bytes = max(nbytes, self._shared_loss_bytes + grain)
+        self._outgrown = True
 
     # ---- what became of it
 

@@ -158,6 +158,7 @@ class Runner:
         """
         self._check_can_run(micro_batches)
         sets = self.plans.sets(micro_batches)
+        self.plans.make_room(sets)
         plan = self.plans.step(sets, self.executor.begun)
         # The plan's peak is that of passes whose losses and outputs are not read.
         as_planned = not any(m.forwarded for m in micro_batches)
@@ -175,6 +176,7 @@ class Runner:
     def part(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
         """Run forward and backward of a part of an optimizer step, whose gradients wait; `end` ends the step."""
         self._check_can_run(micro_batches)
+        self.plans.make_room(micro_batches)
         part, end = self.plans.part_of_step(micro_batches, self.executor.begun, first=self._end is None)
         with self._recovering(micro_batches, part=True):
             self.executor.run(part, micro_batches, hyper, clipping)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from harmony_ds.calls.contract import Contract, UnseenError
 from harmony_ds.calls.sameness import close, comparison
+from harmony_ds.calls.trees import map_tensors
 from harmony_ds.errors import ModelError, UsageError
 from harmony_ds.measuring.sample import Sample
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.parallel import SingleProcess
 from harmony_ds.stepping.runner import Runner
-from harmony_ds.stepping.ticket import QueuedMicroBatch
+from harmony_ds.stepping.ticket import LossTerms, QueuedMicroBatch
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SHOWN_BYTES = 2048
@@ -43,11 +46,11 @@ def check_same_step(world: SingleProcess, micro_batches: int, hyper: Hyper) -> N
 
 def prove(
     runner: Runner,
-    tickets: Sequence[QueuedMicroBatch],
+    losses: Sequence[LossTerms],
     as_called: Callable[[QueuedMicroBatch], AbstractContextManager[None]],
     sample_of: Callable[[QueuedMicroBatch], Sample],
 ) -> bool:
-    """Run the forward passes of `tickets` alone and in order.
+    """Run the forward passes of `losses` alone and in order.
 
     In the step that follows, where they take turns layer by layer, their losses must be the same, or the step is refused
     before anything is updated.
@@ -56,23 +59,35 @@ def prove(
         Whether that will prove it; else the next step is to try.
     """
     world, contract, joins_calls = runner.parts.world, runner.parts.contract, runner.planner.together > 1
+    tickets = [ticket for loss in losses for ticket in loss.tickets]
     unlike = runner.at_their_calls or any(ticket.micro_batch.forwarded for ticket in tickets)
     if world.any("compare losses", unlike):
         return False
     if world.any("draw other numbers", joins_calls and runner.parts.joins.are_random):  # not single calls' losses
         return True
-    unseen = False
+    unseen, collected = False, dict[QueuedMicroBatch, Any]()
     try:
         with runner.alone() as loss_of:
             for ticket in tickets:
+                sample = sample_of(ticket)
+                if len(ticket.loss.tickets) > 1:
+                    sample = replace(sample, objective=partial(_collect, ticket, collected))
                 with as_called(ticket):
-                    loss = loss_of(sample_of(ticket))
+                    loss = loss_of(sample)
                 if loss is not None:
                     alike = close if joins_calls else comparison(runner.parts.device.torch_device)
-                    ticket.expected = partial(_check, contract, ticket.micro_batch.index, alike, loss)
+                    ticket.loss.expected = partial(_check, contract, ticket.micro_batch.index, alike, loss)
     except UnseenError:  # the step will find it, too, and measure anew
         unseen = True
     return not world.any("compare losses again", unseen)  # all processes try again, or none
+
+
+def _collect(ticket: QueuedMicroBatch, collected: dict[QueuedMicroBatch, Any], outputs: Any) -> Tensor | None:
+    """Add the outputs of `ticket` to those collected; return the loss that it shares, once they are complete."""
+    collected[ticket] = map_tensors(Tensor.detach, outputs)
+    if any(one not in collected for one in ticket.loss.tickets):
+        return None
+    return ticket.loss.sum(collected, apart=True)[0]
 
 
 def _check(

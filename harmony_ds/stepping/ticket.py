@@ -8,7 +8,7 @@ each once, where it enters (`_door`): another output may be made of one (`logits
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -61,8 +61,97 @@ class Queue(Protocol):
         """Raise UnsupportedError if gradients that other engines have divided by `steps` are of no use here."""
 
 
+class LossTerms:
+    """The terms, made of a micro-batch's outputs, whose sum it propagates back from.
+
+    Micro-batches whose outputs meet in one loss share it: to the program they are the forward passes of one micro-batch.
+
+    Attributes:
+        tickets: the micro-batches, in the order of their calls.
+        terms: each with what gradients that come to outputs are divided by.
+        expected: checks their sum, in the first step.
+    """
+
+    def __init__(self, ticket: QueuedMicroBatch) -> None:
+        self.tickets = [ticket]
+        self.terms: list[tuple[Node, int]] = []
+        self.expected: Callable[[Tensor], None] | None = None
+        self._is_propagating = False
+
+    def take_over(self, other: LossTerms) -> None:
+        """Take over the micro-batches and terms of `other`."""
+        self.tickets = sorted([*self.tickets, *other.tickets], key=lambda ticket: ticket.micro_batch.index)
+        self.terms += other.terms
+        for ticket in other.tickets:
+            ticket.loss = self
+
+    @property
+    def leaves(self) -> list[Node]:
+        """Outputs of its micro-batches that they propagate back from."""
+        nodes = [one for node, _ in self.terms for one in node.made_from(lambda _: False)]
+        return [node for node in nodes if node.read is not None and node.tickets[0] in self.tickets]
+
+    def sum(self, outputs: Mapping[Any, Any], apart: bool = False) -> tuple[Tensor | None, dict[Node, Tensor]]:
+        """Return what is propagated back from (None: nothing), and the values of all that it is made of.
+
+        Args:
+            outputs: by ticket. Where some are missing, zeros stand for them.
+            apart: no gradient leads to the program's own tensors.
+        """
+        divisors = {divisor for _, divisor in self.terms}
+        each = {divisor: Evaluation(partial(self._given, outputs, divisor), apart) for divisor in divisors}
+        terms = [each[divisor].of(node) for node, divisor in self.terms]
+        values = {node: value for evaluation in each.values() for node, value in evaluation.values.items()}
+        return (sum(terms[1:], terms[0]) if terms else None), values
+
+    def _given(self, outputs: Mapping[Any, Any], divisor: int, node: Node) -> Tensor | None:
+        """Return the value of `node`, if it is an output of its micro-batches, or the part of others; else None."""
+        if not any(ticket in self.tickets for ticket in node.tickets):
+            return torch.zeros(node.shape, dtype=node.dtype, device=node.device)
+        if node.read is None:
+            return None
+        if node.tickets[0] not in outputs:
+            return torch.zeros(node.shape, dtype=node.dtype, device=node.device, requires_grad=node.requires_grad)
+        return _divided(node.read(outputs[node.tickets[0]]), divisor)
+
+    def objective(self) -> Tensor | None:
+        """Return what the fused pack of the last micro-batch propagates back from, made of the outputs of all."""
+        outputs = {ticket: ticket.micro_batch.outputs for ticket in self.tickets}
+        total, values = self.sum(outputs)
+        if self.expected is not None and total is not None:
+            self.expected(total.detach())
+        _keep(outputs, values)
+        for ticket in self.tickets:
+            ticket.micro_batch.outputs = None
+        return total
+
+    def backward_now(self) -> None:
+        """Propagate back at once: one of the forward passes has run on its own. So do the others then."""
+        if self._is_propagating:
+            return
+        self._is_propagating = True
+        try:
+            outputs = {ticket: ticket.outputs() for ticket in self.tickets}
+        finally:
+            self._is_propagating = False
+        total, values = self.sum(outputs)
+        _keep(outputs, values)
+        self.terms.clear()
+        steps = frozenset[int]().union(*(ticket.divided_by for ticket in self.tickets))
+        with divided(steps), explaining_errors():
+            assert total is not None
+            total.backward()
+        for ticket in self.tickets:
+            ticket.received, ticket.loss = True, LossTerms(ticket)
+
+
 class QueuedMicroBatch:
-    """A ticket: one micro-batch whose loss is known now, later, or never."""
+    """A ticket: one micro-batch whose loss is known now, later, or never.
+
+    Attributes:
+        loss: what it propagates back from.
+        received: a gradient has come to outputs that were computed on their own.
+    """
 
     def __init__(
         self,
@@ -82,13 +171,12 @@ class QueuedMicroBatch:
         self._group: Queue | None = group
         self._destroyed = False  # its engine, before its step was over
         self.nodes: WeakSet[Node] = WeakSet()
-        self._objectives: list[tuple[Node, int]] = []  # what is propagated back from, and what gradients are divided by
         self.divided_by: frozenset[int] = frozenset()
         """Accumulation steps by which engines have divided the gradients that it hands on to what is before it."""
-        self.expected: Callable[[Tensor], None] | None = None  # checks their sum, in the first step
+        self.loss = LossTerms(self)
         self.stage = Stage.QUEUED
         self.is_pending = False  # what its caller has been given
-        self._received = False  # a gradient has come to outputs that were computed on their own
+        self.received = False
         # Who propagates back expects the gradients of what came in as soon as that is done.
         self.leads_outside = any(t.requires_grad for t in arguments.tensors)
 
@@ -99,35 +187,46 @@ class QueuedMicroBatch:
     @property
     def wanted(self) -> bool:
         """Whether the program propagates back from it, and that has not been done."""
-        return (bool(self._objectives) or self._received) and self.stage is not Stage.PROPAGATED
-
-    @property
-    def evaluates(self) -> bool:
-        return not self.micro_batch.state.modes.training[0]
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the program still has something of its outputs, or made of them, that is not computed."""
-        return any(node.owner() is not None and node.value is None for node in self.nodes)
+        return (bool(self.loss.terms) or self.received) and self.stage is not Stage.PROPAGATED
 
     @property
     def measured_modes(self) -> bytes:
-        """Key of its measurements: its modes, and whether the program makes its loss of other outputs."""
-        own = any(leaf.shape.numel() != 1 for leaf in self._leaves)
-        return self.micro_batch.state.modes.flags + (b"a loss of the program's" if own else b"")
+        """Key of its measurements: its modes, and whether the program makes its loss of other outputs, or of several."""
+        flags, passes = self.micro_batch.state.modes.flags, len(self.loss.tickets)
+        if passes > 1:
+            return flags + f"a loss of {passes} forward passes".encode()
+        own = any(leaf.shape.numel() != 1 for leaf in self.loss.leaves)
+        return flags + (b"a loss of the program's" if own else b"")
 
     @property
-    def _leaves(self) -> list[Node]:
-        """Own outputs that it propagates back from."""
-        nodes = [one for node, _ in self._objectives for one in node.made_from(lambda _: False)]
-        return [node for node in nodes if node.read is not None and self in node.tickets]
+    def inputs_beside(self) -> list[Any]:
+        """The inputs of those that share its loss."""
+        return [ticket.micro_batch.inputs for ticket in self.loss.tickets if ticket is not self]
+
+    def share_loss(self, tickets: Sequence[Any]) -> bool:
+        """Propagate back together with `tickets`, from a loss of all their outputs.
+
+        Returns:
+            Whether they are the same engine's, in the same step.
+        """
+        if any(not isinstance(one, QueuedMicroBatch) or one._group is not self._group for one in tickets):
+            return False
+        for ticket in tickets:
+            if ticket.loss is not self.loss:
+                self.loss.take_over(ticket.loss)
+        return True
 
     def backward(self, node: Node) -> None:
+        members = [ticket for ticket in node.tickets if ticket in self.loss.tickets]
+        if self is not members[0]:  # which has noted it for all of them
+            return
         group = self._open_group()
-        divisor = self._divisor(group, node.divisors)
-        self._note_caller()
-        self._objectives.append((node, divisor))
-        group.propagating(self)
+        for ticket in self.loss.tickets:
+            divisor = ticket._divisor(group, node.divisors)
+            ticket._note_caller()
+        self.loss.terms.append((node, divisor))
+        for ticket in self.loss.tickets:
+            group.propagating(ticket)
 
     def receive(self, gradient: Tensor) -> Tensor:
         """Take a gradient of one of its outputs, which were computed on their own; return what goes on from there."""
@@ -138,7 +237,7 @@ class QueuedMicroBatch:
         self.check_not_propagated()
         group = self._open_group()
         self._note_caller()
-        self._received = True
+        self.received = True
         group.propagating(self, later=True)
         divisor = self._divisor(group, frozenset())
         return gradient if divisor == 1 else gradient / divisor
@@ -176,7 +275,7 @@ class QueuedMicroBatch:
             )
 
     def check_not_propagated(self) -> None:
-        """Raise UsageError if its backward pass or its step is over, or its engine destroyed."""
+        """Raise UsageError if its backward pass is over, or its engine destroyed."""
         if self._destroyed:
             raise UsageError(DESTROYED)
         if self.stage is Stage.PROPAGATED:
@@ -184,7 +283,6 @@ class QueuedMicroBatch:
                 "this micro-batch has been propagated back from already: a parameter's .grad was looked at, or its inputs "
                 "require a gradient, so its backward pass ran at once. Propagate back once, from the sum of its losses."
             )
-        self._open_group()
 
     def backward_from_loss(self, divisor: int, scale: float) -> PendingTensor:
         """Do what `backward(loss / divisor * scale)` does; return the loss."""
@@ -192,9 +290,9 @@ class QueuedMicroBatch:
         like = (self,), torch.Size(), torch.float32, self.micro_batch.home
         loss = PendingTensor(Node(*like, read=self.loss_fn))
         scaled = Node(*like, function=lambda values: next(iter(values)) / divisor * scale, operands=[loss.node])
-        self._objectives.append((scaled, 1))
+        self.loss.terms.append((scaled, 1))
         if self.stage is Stage.FORWARDED:
-            self._backward_now()
+            self.loss.backward_now()
         return loss
 
     def outputs(self) -> Any:
@@ -215,61 +313,26 @@ class QueuedMicroBatch:
             )
         self._group.forward_now(self)
 
-    def _sum(self, outputs: Any, apart: bool = False) -> tuple[Tensor | None, dict[Node, Tensor]]:
-        """Return what it propagates back from (None: nothing), and the values of all that it is made of."""
-        each = {divisor: Evaluation(partial(self._given, outputs, divisor), apart) for _, divisor in self._objectives}
-        terms = [each[divisor].of(node) for node, divisor in self._objectives]
-        values = {node: value for evaluation in each.values() for node, value in evaluation.values.items()}
-        return (sum(terms[1:], terms[0]) if terms else None), values
-
-    def _given(self, outputs: Any, divisor: int, node: Node) -> Tensor | None:
-        """Return the value of `node`, if it is an output of its own, or the part of others; else None."""
-        if self not in node.tickets:
-            return torch.zeros(node.shape, dtype=node.dtype, device=node.device)
-        return None if node.read is None else _divided(node.read(outputs), divisor)
-
     def like_objective(self, outputs: Any) -> Tensor | None:
         """Return what would be propagated back from if its call had returned `outputs`, or what takes about as long."""
-        leaves = [(leaf, leaf.read) for leaf in self._leaves if leaf.read is not None]
+        leaves = [(leaf, leaf.read) for leaf in self.loss.leaves if leaf.tickets[0] is self and leaf.read is not None]
         with suppress(BatchError):
             if not leaves:
                 return self.loss_fn(outputs)
             if all(leaf.shape.numel() == 1 or read(outputs).shape == leaf.shape for leaf, read in leaves):
-                return self._sum(outputs, apart=True)[0]
+                return self.loss.sum({self: outputs}, apart=True)[0]
         floats = [t for t in tensors_in(outputs) if t.requires_grad]
         return sum((t.float().sum() for t in floats[1:]), floats[0].float().sum()) if floats else None
 
     def objective(self, outputs: Any) -> Tensor | None:
-        """Return what the fused pack propagates back from: nothing, if the forward pass ran on its own."""
-        total, values = (None, {}) if self.stage is Stage.FORWARDED else self._sum(outputs)
-        if self.expected is not None and total is not None:
-            self.expected(total.detach())
-        self._keep(outputs, values)
-        return total
-
-    def _keep(self, outputs: Any, values: dict[Node, Tensor]) -> None:
-        """Keep of `outputs`, and of what was made of them, what the program may still read when the step is over."""
-        # Where it has what is much smaller than they are (losses of rows, predictions), they are not kept for that.
-        evaluation = Evaluation(lambda node: values.get(node, node.read and node.read(outputs).detach()))
-        small = max((tensor.numel() // 8 for tensor in tensors_in(outputs)), default=0)
-
-        def to_keep(value: Tensor) -> Tensor:  # a copy: it may be a view of others
-            # A number stays where it is: a copy from one device to another makes both wait. More than that would need
-            # memory of the device that no plan has. From there it comes back on the stream that it goes out by.
-            if value.numel() == 1:
-                return value.detach().clone()
-            host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            return host.copy_(value.detach(), non_blocking=value.device == self.micro_batch.home)
-
-        def is_kept(node: Node) -> bool:
-            if node.value is None and node.tickets == (self,) and node.shape.numel() <= max(1, small):
-                node.value = to_keep(evaluation.of(node))
-            return node.value is not None
-
-        for held in [node for node in self.nodes if node.owner() is not None]:
-            for one in held.made_from(is_kept):
-                if one.read is not None and self in one.tickets:
-                    one.value = to_keep(one.read(outputs))
+        """Return what the fused pack propagates back from: nothing, if the forward pass ran on its own, or if a later one
+        shares its loss.
+        """
+        if self.stage is Stage.FORWARDED:
+            _keep({self: outputs}, {})
+            return None
+        self.micro_batch.outputs = outputs  # of joined ones the engine has them
+        return self.loss.objective() if self is self.loss.tickets[-1] else None
 
     def forward_ran(self) -> None:
         """Note that the forward pass ran on its own: its loss can be read, and propagated from, until the step is over."""
@@ -280,7 +343,7 @@ class QueuedMicroBatch:
         micro_batch.outputs = map_tensors(lambda one: doors.get(id(one), one), micro_batch.outputs)
         self.stage = Stage.FORWARDED
         if self.wanted:
-            self._backward_now()
+            self.loss.backward_now()
         for key, output in outputs.items():
             entrance = doors[key] if key in used else output  # others' gradients come to those that are used
             entrance.register_hook(self._receive_leaf if output.is_leaf else self.receive)
@@ -292,30 +355,58 @@ class QueuedMicroBatch:
 
     def finish_propagation(self) -> None:
         """Note that its backward pass is done; what the program still has of it stays."""
-        self._objectives.clear()
+        self.loss.terms.clear()
         self.stage = Stage.PROPAGATED
-
-    def _backward_now(self) -> None:
-        """Run what `backward` noted before the forward pass was run on its own."""
-        total, values = self._sum(self.outputs())
-        self._keep(self.outputs(), values)
-        self._objectives.clear()
-        with divided(self.divided_by), explaining_errors():
-            assert total is not None
-            total.backward()
-        self._received = True
 
     def close(self, destroyed: bool = False) -> None:
         """Drop graph, outputs and inputs, not what the program still has: the step is over, or the engine `destroyed`."""
         self._destroyed = destroyed
         if self.stage is Stage.FORWARDED and self.micro_batch.outputs is not None and not destroyed:
-            self._keep(self.micro_batch.outputs, {})
+            _keep({self: self.micro_batch.outputs}, {})
         for node in [one for one in self.nodes if one.value is not None]:
             node.function, node.operands = None, ()
-        self._objectives.clear()
+        self.loss.terms.clear()
         self.micro_batch.close()
         self.arguments.forget()
         self._group = None
+
+
+def _keep(outputs: Mapping[QueuedMicroBatch, Any], values: Mapping[Node, Tensor]) -> None:
+    """Keep of `outputs`, and of what was made of them, what the program may still read when the step is over.
+
+    Args:
+        outputs: by ticket.
+        values: of nodes, where they are known.
+    """
+
+    def known(node: Node) -> Tensor | None:
+        if node in values:
+            return values[node]
+        return None if node.read is None else node.read(outputs[node.tickets[0]]).detach()  # type: ignore[index]
+
+    # Where it has what is much smaller than they are (losses of rows, predictions), they are not kept for that.
+    evaluation = Evaluation(known)
+    small = max((tensor.numel() // 8 for tensor in tensors_in(list(outputs.values()))), default=0)
+
+    def to_keep(ticket: Any, value: Tensor) -> Tensor:  # a copy: it may be a view of others
+        # A number stays where it is: a copy from one device to another makes both wait. More than that would need
+        # memory of the device that no plan has. From there it comes back on the stream that it goes out by.
+        if value.numel() == 1:
+            return value.detach().clone()
+        host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        return host.copy_(value.detach(), non_blocking=value.device == ticket.micro_batch.home)
+
+    def is_kept(node: Node) -> bool:
+        is_own = all(ticket in outputs for ticket in node.tickets)
+        if node.value is None and is_own and node.shape.numel() <= max(1, small):
+            node.value = to_keep(node.tickets[0], evaluation.of(node))
+        return node.value is not None
+
+    nodes = {node for ticket in outputs for node in ticket.nodes if node.owner() is not None}
+    for held in sorted(nodes, key=lambda node: node.number):
+        for one in held.made_from(is_kept):
+            if one.read is not None and one.tickets[0] in outputs:
+                one.value = to_keep(one.tickets[0], one.read(outputs[one.tickets[0]]))  # type: ignore[index]
 
 
 def _divided(tensor: Tensor, divisor: int) -> Tensor:

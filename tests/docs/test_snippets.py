@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,17 @@ def a_trainer_of_deepspeed() -> Names:
     return names
 
 
+def triplets() -> Names:
+    engine, *_ = harmony_ds.initialize(model=Net(), config=CONFIG)
+    return {"engine": engine, "F": torch.nn.functional, "batches": list(torch.randn(4, 3, 2, 4))}
+
+
+def with_an_adapter() -> Names:
+    names = in_training()
+    names["engine"].module.disable_adapter = nullcontext
+    return {**names, "torch": torch, "divergence": torch.nn.functional.mse_loss}
+
+
 def trl() -> Names:
     found = pytest.importorskip("trl")
     return {"SFTTrainer": found.SFTTrainer, "GRPOTrainer": found.GRPOTrainer}
@@ -173,6 +185,8 @@ AROUND: list[tuple[str, Callable[[], Names], Callable[[Names], None]]] = [
     ("docs/huggingface.md", dict, installed),
     ("docs/loops.md", in_training, trained(2)),
     ("docs/loops.md", plain_loop, trained(4)),
+    ("docs/loops.md", triplets, trained(2)),
+    ("docs/loops.md", with_an_adapter, trained(2)),
     ("docs/loops.md", a_seed, seeded),
     ("docs/memory.md", saved_model, loaded),
     ("docs/memory.md", saved_weights, loaded),

@@ -43,7 +43,11 @@ def random_plan(choose: random.Random) -> tuple[Packing, Group, Policy, CostTabl
     )
     packing = cut_at_random(Packer(graph_of([100] * calls), table, FP32, policy), calls, choose)
     forwarded = tuple(m for m in range(count) if choose.random() < 0.1)
-    group = Group(tuple(m for m in range(count) if m not in forwarded), forwarded, begun=bool(forwarded))
+    fresh = tuple(m for m in range(count) if m not in forwarded)
+    sharing = ()
+    if len(fresh) > 1 and choose.random() < 0.5:
+        sharing = (tuple(sorted(choose.sample(fresh, choose.randint(2, len(fresh))))),)
+    group = Group(fresh, forwarded, bool(forwarded), sharing)
     policy = policy_at_random(packing, policy, count, choose)
     return (with_unlayered(packing) if choose.random() < 0.3 else packing), group, policy, table
 
@@ -54,7 +58,7 @@ def test_a_thousand_random_plans_keep_to_the_rules() -> None:
         packing, group, policy, costs = random_plan(choose)
         tasks = composed(packing, group, policy)
         moves += any(task.kind.value in "MW" for task in tasks)
-        assert min(walk_memory(packing.packs, tasks, costs).activation_bytes) >= 0
+        assert min(walk_memory(packing.packs, tasks, costs, sharing=group.sharing).activation_bytes) >= 0
     assert moves > 950
 
 

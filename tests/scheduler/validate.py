@@ -32,7 +32,8 @@ def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Po
     devices reduced before it is swapped out; and nothing is left on the device but the resident packs, which are never
     swapped and share no parameter with others. The unlayered parameters are there while anything runs. A pack whose graph
     is kept stays until that has been propagated through, and is not recomputed. Of several devices that one process
-    drives, a micro-batch is moved to the device of the pack that it passes next, once, before it does.
+    drives, a micro-batch is moved to the device of the pack that it passes next, once, before it does. Those that share a
+    loss go through the last pack forward, then the last of them turns there, and the others go back after it.
     """
     _require(closed(packing, policy.resident) == policy.resident, "a resident pack shares a parameter with another")
     walk = _Walk(packing, group, policy, deferred=any(task.kind is TaskKind.NORM for task in tasks))
@@ -63,7 +64,12 @@ class _Walk:
         rounds = len(group.rounds(policy.grouping))
         self._swapped = [index for index in through_packs if index not in self._resident for _ in range(rounds)]
         self._swapped += self._always
+        self._turning = {sharing[-1]: sharing for sharing in group.by_loss if sharing[-1] in group.fresh}
+        self._sharing = {m: sharing for sharing in group.sharing for m in sharing}
         self._forward = {m: [*packing.forward] for m in group.fresh} | {m: [] for m in group.forwarded}
+        for m in group.fresh:
+            if m not in self._turning:
+                self._forward[m].append(self._last)
         self._backward = {
             m: [i for i in reversed(packing.backward) if packs[i].needs_backward or i == self._last] for m in group.all
         }
@@ -148,7 +154,13 @@ class _Walk:
         self._check_ready(task)
         _require(self._out[task.pack] <= self._freed[task.pack], "its earlier gradients have not been freed")
         _require(not self._forward[task.micro_batch], "its forward pass is not finished")
-        fused = task.pack == self._last and task.micro_batch in self._group.fresh
+        sharing = self._sharing.get(task.micro_batch, (task.micro_batch,))
+        _require(not any(self._forward[m] for m in sharing), "the loss that it shares cannot be made yet")
+        fused = task.pack == self._last and task.micro_batch in self._turning
+        later = sharing[sharing.index(task.micro_batch) + 1 :]
+        _require(
+            all(task.pack not in self._backward[m] for m in later), "a later one that shares its loss comes after it"
+        )
         _require(fused == (task.kind is TaskKind.FUSED), "fused where it must not be, or not fused where it must")
         kept = (task.pack, task.micro_batch) in self._graphs
         _require(kept == (task.kind is TaskKind.BACKWARD_FROM_GRAPH), "recomputed though its graph is kept, or not")

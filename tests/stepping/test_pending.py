@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -26,8 +26,8 @@ class FakeTicket:
         self.looked = 0
         self.known: Tensor | None = None
         self.noted: list[Node] = []
+        self.shares = False
         self.nodes: WeakSet[Node] = WeakSet()
-        self.evaluates = False
 
     @property
     def resolved(self) -> bool:
@@ -41,6 +41,9 @@ class FakeTicket:
 
     def check_not_propagated(self) -> None:
         return None
+
+    def share_loss(self, tickets: Sequence[Any]) -> bool:
+        return self.shares
 
     def backward(self, node: Node) -> None:
         self.noted.append(node)
@@ -187,6 +190,13 @@ def test_backward_is_noted_with_the_arithmetic_before_it_where_each_micro_batch_
         for noted in ticket.noted:
             Evaluation(ticket.part).of(noted).backward()
     assert (one.weight.grad.item(), two.weight.grad.item()) == pytest.approx(gradients)
+
+
+def test_backward_is_noted_where_micro_batches_share_a_loss() -> None:
+    (first, one), (second, two) = pending(1.0), pending(5.0)
+    one.shares = True
+    (first * second).backward()
+    assert (len(one.noted), one.looked, len(two.noted), two.looked) == (1, 0, 1, 0)
 
 
 def test_losses_of_later_steps_are_added_to_a_known_sum_without_a_look() -> None:

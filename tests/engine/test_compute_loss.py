@@ -1,0 +1,94 @@
+"""train_batch with a function that calls the engine itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds import HarmonyEngine, UsageError
+from tests.engine.drive import config_of, engine_for, seed_of, sgd
+from tests.engine.test_shared_losses import ACCUMULATION, LOSSES, Encoder, assert_equal, data
+
+
+@pytest.mark.parametrize("name", ["siamese", "triplet", "r_drop", "dpo", "with_a_teacher"])
+def test_a_function_of_engine_and_batch_is_grouped_and_exact(name: str) -> None:
+    """To rounding: the calls of a function share a random stream, and a weight's gradients add up call by call."""
+    plain, model, batches = Encoder(0.2), Encoder(0.2), data()
+    optimizer, expected = sgd(plain.parameters()), []
+    for step in range(0, len(batches), ACCUMULATION):
+        losses = []
+        for place, batch in enumerate(batches[step : step + ACCUMULATION]):
+            torch.manual_seed(seed_of(step // ACCUMULATION, place))
+            loss = LOSSES[name](plain, batch)
+            (loss / ACCUMULATION).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(torch.stack(losses).mean().item())
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        loader = iter(batches)
+        found = []
+        for _ in expected:
+            found.append(engine.train_batch(loader, compute_loss=LOSSES[name]).item())
+            assert engine.swap_report().ratio <= 1.0  # less where a teacher's pass needs no backward pass
+    assert found == pytest.approx(expected, rel=1e-6)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_function_may_look_and_may_run_a_reference_without_gradients() -> None:
+    """The passes of the reference are grouped, too."""
+    seen = []
+
+    def compute_loss(engine: HarmonyEngine, batch: dict[str, Tensor]) -> Tensor:
+        assert isinstance(engine, (HarmonyEngine, nn.Module))
+        with torch.no_grad():
+            reference = engine(batch["x"])
+        outputs = engine(batch["x"] + 1.0)
+        loss = (outputs - reference).square().mean()
+        seen.append(loss.item())
+        return loss
+
+    plain, model = Encoder(), Encoder()
+    optimizer = sgd(plain.parameters())
+    batches = [{"x": batch[0]} for batch in data()[:4]]
+    for step in range(2):
+        for batch in batches[2 * step : 2 * step + 2]:
+            (compute_loss(plain, batch) / 2).backward()  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+    with engine_for(model, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
+        for step in range(2):
+            engine.train_batch(batches[2 * step : 2 * step + 2], compute_loss=compute_loss)
+            assert engine.swap_report().ratio == 1.0
+    assert_equal(model, plain)
+    assert seen[0] == seen[4]
+
+
+def test_both_kinds_of_functions_are_refused() -> None:
+    with (
+        engine_for(Encoder(), sgd, config_of(1)) as engine,
+        pytest.raises(UsageError, match="not both"),
+    ):
+        engine.train_batch(data()[:1], lambda outputs: outputs.mean(), compute_loss=LOSSES["siamese"])
+
+
+def test_passes_without_gradients_within_a_step_are_reported_apart() -> None:
+    model = Encoder()
+    with engine_for(model, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
+        for step, references in enumerate((0, 2, 1, 0)):
+            for place, batch in enumerate(data()[:2]):
+                reference = torch.zeros(())
+                if place < references:
+                    with torch.no_grad():
+                        reference = engine(batch[1])
+                engine.backward((engine(batch[0]) - reference).square().mean())
+                engine.step()
+            report = engine.swap_report()
+            nbytes = 5 * 256  # layers, in memory that is aligned
+            assert report.ratio == 1.0
+            assert (report.beside_calls, report.beside_bytes) == (references, references * nbytes)
+            assert report.beside_ratio == pytest.approx(references * nbytes / report.lower_bound_bytes)
+            assert ("without gradients" in str(report)) is bool(references), step
+        assert "beside" not in str(report)

@@ -1,0 +1,390 @@
+"""Losses that are made of the outputs of several forward passes: those passes are one micro-batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harmony_ds import DoesNotFitError, HarmonyEngine, ModelError
+from tests.engine.drive import config_of, engine_for, seed_of, sgd
+
+ACCUMULATION, STEPS, ROWS, WIDTH = 3, 3, 4, 6
+Call = Callable[..., Tensor]
+Loss = Callable[[Call, list[Tensor]], Tensor]
+
+
+class Encoder(nn.Module):
+    """Five layers, with dropout, and code between them and after the last."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+
+        def block() -> nn.Module:
+            more = [nn.BatchNorm1d(WIDTH)] if norm else []
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), *more, nn.Tanh(), nn.Dropout(dropout))
+
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return F.normalize(self.head(x), dim=-1)
+
+
+def siamese(call: Call, x: list[Tensor]) -> Tensor:
+    alike = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    return F.cosine_embedding_loss(call(x[0]), call(x[1]), alike, margin=0.2)
+
+
+def triplet(call: Call, x: list[Tensor]) -> Tensor:
+    return F.triplet_margin_loss(call(x[0]), call(x[1]), call(x[2]))
+
+
+def info_nce(call: Call, x: list[Tensor]) -> Tensor:
+    scores = call(x[0]) @ call(x[1]).T / 0.5
+    return F.cross_entropy(scores, torch.arange(ROWS)) + F.cross_entropy(scores.T, torch.arange(ROWS))
+
+
+def simcse(call: Call, x: list[Tensor]) -> Tensor:
+    one, other = call(x[0]), call(x[0])
+    scores = F.cosine_similarity(one.unsqueeze(1), other.unsqueeze(0), dim=-1) / 0.5
+    return F.cross_entropy(scores, torch.arange(ROWS))
+
+
+def r_drop(call: Call, x: list[Tensor]) -> Tensor:
+    one, other, targets = call(x[0]), call(x[0]), torch.arange(ROWS)
+    p, q = one.log_softmax(-1), other.log_softmax(-1)
+    divergence = F.kl_div(p, q.exp(), reduction="batchmean") + F.kl_div(q, p.exp(), reduction="batchmean")
+    return (F.cross_entropy(one, targets) + F.cross_entropy(other, targets)) / 2 + divergence / 8
+
+
+def dpo(call: Call, x: list[Tensor]) -> Tensor:
+    def log_probability(rows: Tensor) -> Tensor:
+        return call(rows).log_softmax(-1).gather(1, torch.arange(ROWS).unsqueeze(1)).squeeze(1)
+
+    chosen, rejected = log_probability(x[0]), log_probability(x[1])
+    return -F.logsigmoid(2.0 * (chosen - rejected - 0.1)).mean()
+
+
+def with_a_teacher(call: Call, x: list[Tensor]) -> Tensor:
+    return F.mse_loss(call(x[0]), call(x[1]).detach())
+
+
+def one_and_two(call: Call, x: list[Tensor]) -> Tensor:
+    """A product of two passes, in every other micro-batch of one and a sum beside it."""
+    if x[0][0, 0] > 0:
+        return call(x[0]).square().mean()
+    one, other = call(x[0]), call(x[1])
+    return (one * other).mean() + one.sum() + call(x[2]).square().mean()
+
+
+LOSSES: dict[str, Loss] = {
+    one.__name__: one for one in (siamese, triplet, info_nce, simcse, r_drop, dpo, with_a_teacher, one_and_two)
+}
+
+
+def data() -> list[list[Tensor]]:
+    source = torch.Generator().manual_seed(7)
+    return [[torch.randn(ROWS, WIDTH, generator=source) for _ in range(3)] for _ in range(STEPS * ACCUMULATION)]
+
+
+def plainly(
+    model: nn.Module, loss_of: Loss, batches: list[list[Tensor]], accumulation: int, clip: float
+) -> list[float]:
+    """Plain PyTorch, in which each forward pass of a step draws from its own seed; the losses."""
+    optimizer, losses, passes = sgd(model.parameters()), [], 0
+    for number, batch in enumerate(batches):
+
+        def call(x: Tensor, step: int = number // accumulation) -> Tensor:
+            nonlocal passes
+            torch.manual_seed(seed_of(step, passes))
+            passes += 1
+            made: Tensor = model(x)
+            return made
+
+        loss = loss_of(call, batch)
+        losses.append(loss.item())
+        (loss / accumulation).backward()
+        if (number + 1) % accumulation == 0:
+            passes = 0
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def by_engine(
+    engine: HarmonyEngine,
+    loss_of: Loss,
+    batches: list[list[Tensor]],
+    ratio: float | None = 1.0,
+    by_hand: bool = False,
+) -> list[float]:
+    """The same loop by the engine, whose steps take the swaps of `ratio`; the losses. `by_hand`: `loss.backward()`."""
+    losses = []
+    for batch in batches:
+        loss = loss_of(engine, batch)
+        losses.append(loss.detach())
+        if by_hand:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+        if engine.was_step_applied():
+            assert ratio is None or engine.swap_report().ratio == ratio
+            memory = engine.memory_report()
+            assert memory.device_peak_bytes <= memory.planned_peak_bytes
+    return [loss.item() for loss in losses]
+
+
+def assert_equal(found: nn.Module, expected: nn.Module) -> None:
+    for (name, own), (_, other) in zip(found.state_dict().items(), expected.state_dict().items(), strict=True):
+        assert torch.equal(own, other), (name, (own - other).abs().max().item())
+
+
+LOOKING = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that looks at an output early, unless it is marked as LOOKING."""
+    with warnings.catch_warnings():
+        if request.node.get_closest_marker("filterwarnings") is None:
+            warnings.filterwarnings("error", "a loss or an output was looked at")
+        yield
+
+
+@pytest.mark.parametrize("accumulation", [1, ACCUMULATION])
+@pytest.mark.parametrize("name", LOSSES)
+def test_passes_that_meet_in_a_loss_are_grouped_and_exact(name: str, accumulation: int) -> None:
+    plain, model = Encoder(0.2), Encoder(0.2)
+    expected = plainly(plain, LOSSES[name], data(), accumulation, 0.0)
+    with engine_for(model, sgd, config_of(accumulation, None, {"pack_layers": 1})) as engine:
+        assert by_engine(engine, LOSSES[name], data()) == expected
+    assert_equal(model, plain)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "clipped": {"clip": 0.3},
+    "two devices": {"harmony": {"devices": 2}},
+    "two devices, clipped": {"harmony": {"devices": 2}, "clip": 0.3},
+    "stash on the host": {"harmony": {"stash": "host"}},
+    "resident": {"harmony": {"residency": 3}},
+    "without grouping": {"harmony": {"grouping": False}, "ratio": None},
+    "packs by the search": {"harmony": {"pack_layers": None}},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["triplet", "one_and_two"])
+def test_settings_change_no_bit(name: str, setting: str) -> None:
+    settings = dict(SETTINGS[setting])
+    clip, ratio = settings.get("clip"), settings.get("ratio", 1.0)
+    plain, model = Encoder(0.2), Encoder(0.2)
+    expected = plainly(plain, LOSSES[name], data(), ACCUMULATION, clip or 0.0)
+    harmony = {"pack_layers": 1, **settings.get("harmony", {})}
+    with engine_for(model, sgd, config_of(ACCUMULATION, clip, harmony)) as engine:
+        assert by_engine(engine, LOSSES[name], data(), ratio) == expected
+    assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_programs_own_backward_divides_such_a_loss_once(name: str) -> None:
+    plain, model = Encoder(0.2), Encoder(0.2)
+    expected = plainly(plain, LOSSES[name], data()[:8], 4, 0.0)
+    with engine_for(model, sgd, config_of(4, None, {"pack_layers": 1})) as engine:
+        assert by_engine(engine, LOSSES[name], data()[:8], by_hand=True) == expected
+    assert_equal(model, plain)
+
+
+LOOKS: dict[str, Loss] = {}
+
+
+def look(loss_of: Loss) -> Loss:
+    LOOKS[loss_of.__name__] = loss_of
+    return loss_of
+
+
+@look
+def at_a_pass_before(call: Call, x: list[Tensor]) -> Tensor:
+    one, other = call(x[0]), call(x[1])
+    one.tolist()
+    return (one * other).mean()
+
+
+@look
+def at_a_pass_between(call: Call, x: list[Tensor]) -> Tensor:
+    one = call(x[0])
+    one.tolist()
+    return (one * call(x[1])).mean()
+
+
+@look
+def at_the_loss(call: Call, x: list[Tensor]) -> Tensor:
+    loss = (call(x[0]) * call(x[1])).mean()
+    loss.item()
+    return loss
+
+
+@look
+def for_the_input_of_another(call: Call, x: list[Tensor]) -> Tensor:
+    return call(call(x[0])).square().mean()
+
+
+@LOOKING
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("name", LOOKS)
+def test_looking_early_changes_no_gradient(name: str, by_hand: bool) -> None:
+    """Sums of gradients are regrouped: each pass runs back by itself."""
+    plain, model = Encoder(0.2), Encoder(0.2)
+    expected = plainly(plain, LOOKS[name], data()[:8], 4, 0.0)
+    with engine_for(model, sgd, config_of(4, None, {"pack_layers": 1})) as engine:
+        found = by_engine(engine, LOOKS[name], data()[:8], None, by_hand)
+    assert found == pytest.approx(expected, rel=1e-6)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+
+
+@LOOKING
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_looking_after_backward_propagates_all_passes_of_the_loss(by_hand: bool) -> None:
+    plain, model = Encoder(0.2), Encoder(0.2)
+    plainly(plain, triplet, data()[:8], 4, 0.0)
+    with engine_for(model, sgd, config_of(4, None, {"pack_layers": 1})) as engine:
+        for number, batch in enumerate(data()[:8]):
+            loss = triplet(engine, batch)
+            if by_hand:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            if number % 3 == 1:
+                assert loss.item() > 0.0
+            engine.step()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_that_are_read_in_mid_group_are_those_of_the_losses_so_far() -> None:
+    plain, model = Encoder(0.2), Encoder(0.2)
+    plainly(plain, info_nce, data()[:4], 4, 0.0)
+    half = Encoder(0.2)
+    optimizer = torch.optim.SGD(half.parameters(), lr=0.0)
+    for number, batch in enumerate(data()[:2]):
+        seeds = iter([seed_of(0, 2 * number), seed_of(0, 2 * number + 1)])
+
+        def call(x: Tensor, seeds: Iterator[int] = seeds) -> Tensor:
+            torch.manual_seed(next(seeds))
+            made: Tensor = half(x)
+            return made
+
+        (info_nce(call, batch) / 4).backward()
+    optimizer.step()
+    with engine_for(model, sgd, config_of(4, None, {"pack_layers": 1})) as engine:
+        for number, batch in enumerate(data()[:4]):
+            engine.backward(info_nce(engine, batch))
+            if number == 1:
+                for own, other in zip(model.parameters(), half.parameters(), strict=True):
+                    assert own.grad is not None
+                    assert torch.equal(own.grad, other.grad)
+            engine.step()
+    assert_equal(model, plain)
+
+
+def test_batch_normalization_sees_the_passes_in_order() -> None:
+    plain, model = Encoder(norm=True), Encoder(norm=True)
+    expected = plainly(plain, triplet, data(), ACCUMULATION, 0.0)
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        assert by_engine(engine, triplet, data()) == expected
+    assert_equal(model, plain)
+
+
+def test_losses_that_share_passes_in_turn_are_exact() -> None:
+    """Passes 0 and 2 meet, and 1 and 3."""
+
+    def crossed(call: Call, x: list[Tensor]) -> Tensor:
+        first, second, third, fourth = call(x[0]), call(x[1]), call(x[2]), call(x[0] + x[1])
+        return (first * third).mean() + (second * fourth).mean()
+
+    plain, model = Encoder(0.2, norm=True), Encoder(0.2, norm=True)
+    expected = plainly(plain, crossed, data(), 1, 0.0)
+    with engine_for(model, sgd, config_of(1, None, {"pack_layers": 1})) as engine:
+        found = []
+        for x in data():
+            first, second, third, fourth = engine(x[0]), engine(x[1]), engine(x[2]), engine(x[0] + x[1])
+            losses = (first * third).mean(), (second * fourth).mean()
+            engine.backward(losses[1])
+            engine.backward(losses[0])
+            engine.step()
+            assert engine.swap_report().ratio == 1.0
+            found.append((losses[0] + losses[1]).item())
+        assert found == pytest.approx(expected, rel=1e-5)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-7)
+
+
+class Remembering(Encoder):
+    """A model whose layers read what another forward pass may have written last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shift = x.mean(0, keepdim=True)
+        for block in self.blocks:
+            x = x + block(x + self.shift)
+        return self.head(x)
+
+
+def test_passes_that_read_what_others_wrote_are_refused_in_the_first_step() -> None:
+    model = Remembering()
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    with engine_for(model, sgd, config_of(1, None, {"pack_layers": 1})) as engine:
+        engine.backward(siamese(engine, data()[0]))
+        with pytest.raises(ModelError, match="where it runs alone"):
+            engine.step()
+        assert all(torch.equal(one, before[name]) for name, one in model.named_parameters())
+
+
+class Wide(nn.Sequential):
+    """Layers, and outputs, that take more memory than what is between them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)), nn.Linear(64, 1024))
+
+
+def steps_of(loss_of: Loss, budget: int | None) -> tuple[int, int, nn.Module]:
+    """Train a model; return the most that steps took and planned, and the model."""
+    model = Wide()
+    source = torch.Generator().manual_seed(7)
+    batches = [[torch.randn(32, 64, generator=source) for _ in range(2)] for _ in range(4)]
+    harmony = {} if budget is None else {"device_memory_gib": budget / 2**30}
+    with engine_for(model, sgd, config_of(2, None, harmony)) as engine:
+        by_engine(engine, loss_of, batches, None)
+        memory = engine.memory_report()
+        return memory.device_peak_bytes, memory.planned_peak_bytes, model
+
+
+def test_the_memory_of_a_shared_loss_is_planned() -> None:
+    def of_one(call: Call, x: list[Tensor]) -> Tensor:
+        return call(x[0]).square().mean()
+
+    def of_two(call: Call, x: list[Tensor]) -> Tensor:
+        return (call(x[0]) - call(x[1])).square().mean()
+
+    single, _, _ = steps_of(of_one, None)
+    shared, planned, expected = steps_of(of_two, None)
+    assert shared - single >= 4 * 32 * 1024  # the outputs of the other pass
+    assert shared <= planned
+    for budget in (planned - 30_000, planned - 100_000):  # in which less may stay on the device from step to step
+        peak, below, model = steps_of(of_two, budget)
+        assert peak <= below <= budget
+        assert_equal(model, expected)
+    with pytest.raises(DoesNotFitError, match="device memory"):
+        steps_of(of_two, 600_000)
