@@ -88,12 +88,15 @@ class HostGradients(GradientSums):
         return self._buffers.nbytes + self.world.slot_bytes
 
     def reserve(self, packs: Sequence[int], extra: int) -> None:
-        """Page-lock all buffers that steps with such `packs` (bytes each) may need; `extra` as in `swap_out`."""
+        """Page-lock all buffers that steps with such `packs` (bytes each) may need; `extra` as in `swap_out`.
+
+        These are as many of the largest pack's size as there may be transfers, or one for each pack where that is less.
+        """
         limit = self._limit  # None from one moment to the next, when the update thread has failed
         if limit is not None:
-            most = limit + extra
-            sizes = [self._room(nbytes) for nbytes in packs]
-            self._buffers.reserve(sizes if len(sizes) <= most else [max(sizes)] * most)
+            own = [self._room(nbytes) for nbytes in packs]
+            largest = [max(own)] * (limit + extra)
+            self._buffers.reserve(own if sum(own) <= sum(largest) else largest)
 
     def _room(self, nbytes: int) -> int:
         """Return the bytes of a buffer for gradients of `nbytes`, and for their norms if the device computes them."""
@@ -116,6 +119,7 @@ class HostGradients(GradientSums):
         extra: int | None,
         after: Stream = Stream.COMPUTE,
         norms: Tensor | None = None,
+        pack_bytes: int = 0,
     ) -> GradientTransfer:
         """Issue the copies of a pack's gradients to the host, after the work of the stream `after`.
 
@@ -124,12 +128,14 @@ class HostGradients(GradientSums):
         Args:
             extra: raises the limit, by transfers that do not wait for an update (None: no limit).
             norms: of `norms_of`.
+            pack_bytes: those of all gradients that the pack may have: its buffer is reserved for these, and one for fewer
+                may be another pack's.
         """
         device = self._device
         places, numel = layout_of(gradients, self._dtype.itemsize)
         nbytes = numel * self._dtype.itemsize
         device.wait(Stream.SWAP_OUT, device.record(after))
-        room = max(self._room(nbytes), nbytes + (0 if norms is None else norms.nbytes))
+        room = max(self._room(max(nbytes, pack_bytes)), nbytes + (0 if norms is None else norms.nbytes))
         with self._buffer_for(room, extra) as buffer, torch.no_grad(), device.on(Stream.SWAP_OUT):
             memory = buffer.memory[:nbytes].view(self._dtype)
             on_host = {name: place.view(memory) for name, place in places.items()}

@@ -234,7 +234,8 @@ class Updates:
         reduced = self._reduced.pop(task.pack, None)
         gradients, producer = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
         norms = parts.gradients.norms_of(gradients)
-        transfer = parts.gradients.swap_out(gradients, self._held, producer, norms)
+        pack_bytes = self._plan.packs[task.pack].piece_bytes(parts.world.local_rank)
+        transfer = parts.gradients.swap_out(gradients, self._held, producer, norms, pack_bytes)
         leaving = [*own.values(), *gradients.values(), *([] if norms is None else [norms])]
         self._leaving[task.pack] = leaving, transfer.arrived
         self._receive(task, transfer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harmony_ds.profiler.costs import CostTable
-from harmony_ds.scheduler.plan import Packing, Plan, Policy
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, held_transfers
 from harmony_ds.scheduler.swaps import stash_bytes
 
 
@@ -29,12 +29,15 @@ def waiting_of(plan: Plan, costs: CostTable) -> Waiting:
 
 
 def gradient_bytes(packing: Packing, policy: Policy) -> int:
-    """Return the bytes of one device: all gradients where they wait for their norm, else those of a few packs."""
-    swapped = [packing.packs[index].piece_bytes() for index in packing.backward if index not in policy.resident]
-    waiting = sum(swapped)
+    """Return the bytes of one device: of all gradients where they wait for their norm; else no more than these, and no more
+    than those of as many of the largest pack as may wait at a time.
+    """
+    swapped = [packing.packs[index] for index in packing.backward if index not in policy.resident]
+    own = [pack.piece_bytes() for pack in (*swapped, *packing.always)]
+    waiting = sum(own)
     if not policy.gradients_wait:
-        waiting = min(waiting, policy.gradient_slabs * max(swapped, default=0))
-    waiting += sum(pack.piece_bytes() for pack in packing.always)
+        transfers = policy.gradient_slabs + held_transfers(packing, policy)
+        waiting = min(waiting, transfers * max(own, default=0))
     if policy.reduce_on_host:
         waiting += policy.gradient_slabs * max(pack.gradient_bytes for pack in packing.packs)
     return waiting

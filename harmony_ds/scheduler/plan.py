@@ -276,20 +276,8 @@ class Plan:
 
     @property
     def held_transfers(self) -> int:
-        """Packs whose gradients must wait on the host: for other micro-batches' or other packs' of a parameter that both
-        have, or for the end of the backward pass.
-        """
-        packing = self.packing
-        if self.policy.gradients_wait:
-            return len(packing.backward)
-        transferred: set[str] = set()
-        held = 0
-        packs = [packing.packs[index] for index in reversed(packing.backward)]
-        for pack in (pack for pack in packs if pack.needs_backward):
-            first = set(pack.parameters) - transferred
-            held += bool(first - set(pack.owned))
-            transferred |= first
-        return held
+        """See the function of this name."""
+        return held_transfers(self.packing, self.policy)
 
     def owners_of(self, pack: Pack) -> list[Pack]:
         """Return the packs whose updates the swap-in of `pack` waits for: its own, and those that it shares with."""
@@ -321,6 +309,22 @@ class Plan:
 
 NOTHING = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
 """Where none has been run."""
+
+
+def held_transfers(packing: Packing, policy: Policy) -> int:
+    """Return how many packs' gradients must wait on the host: for other micro-batches' or other packs' of a parameter that
+    both have, or for the end of the backward pass.
+    """
+    if policy.gradients_wait:
+        return len(packing.backward)
+    transferred: set[str] = set()
+    held = 0
+    packs = [packing.packs[index] for index in reversed(packing.backward)]
+    for pack in (pack for pack in packs if pack.needs_backward):
+        first = set(pack.parameters) - transferred
+        held += bool(first - set(pack.owned))
+        transferred |= first
+    return held
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:

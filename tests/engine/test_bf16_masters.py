@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from torch import nn
+from torch import Tensor, nn
 
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.native import gil_free_op
+from harmony_ds.scheduler.host_room import gradient_bytes
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.checkpoint.runs import Setup, assert_equal, state_of, train_and_resume
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, seed_of, train_groups
@@ -80,6 +81,46 @@ def test_the_host_holds_as_many_bytes_as_the_dtypes_say(states: bool, numbers: i
     assert held["masters"] == 0
     assert held["weights"] + held["optimizer"] == pytest.approx(numbers * count, rel=0.02)  # slabs are aligned
     assert held["gradients"] <= 2 * count
+
+
+class Stack(nn.Module):
+    """Thirteen layers, of which the last twelve make two large packs, and a parameter that is no layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(13))
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return (self.scale * x).float().square().mean()
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "16-bit state": settings(),
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16 sums": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+    "fp32": {},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pack_layers", [1, 6, 100])
+def test_gradients_that_do_not_wait_take_no_more_of_the_host_than_those_that_do(form: str, pack_layers: int) -> None:
+    """And as much as the planner says."""
+    held = []
+    for clip in (None, 1.0):
+        model = Stack() if form == "fp32" else Stack().bfloat16()
+        make = None if "optimizer" in FORMS[form] else adamw
+        with engine_for(model, make, config_of(2, clip, {"pack_layers": pack_layers}, **FORMS[form])) as engine:
+            dtype = next(model.parameters()).dtype
+            for _ in range(2):
+                engine.train_batch([(torch.ones(2, 64, dtype=dtype),)] * 2)
+            assert engine.plan is not None
+            held.append(engine.memory_report().host_bytes["gradients"])
+            assert held[-1] == gradient_bytes(engine.plan.packing, engine.plan.policy)
+    assert held[0] <= held[1]
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -38,6 +38,31 @@ def test_buffers_are_reserved_though_the_update_thread_fails_meanwhile(monkeypat
     assert gradients.host_bytes == 64
 
 
+@pytest.mark.parametrize(
+    ("packs", "reserved"),
+    [([640, 64, 64, 64], 640 + 3 * 64), ([64] * 5, 3 * 64), ([320, 320, 64, 64, 64, 64], 2 * 320 + 4 * 64)],
+    ids=["one large pack", "equal packs", "two large packs"],
+)
+def test_no_more_is_reserved_than_all_gradients(packs: list[int], reserved: int) -> None:
+    gradients, _ = host(limit=3)
+    gradients.reserve(packs, extra=0)
+    assert gradients.host_bytes == reserved
+    sent = [gradients.swap_out({"p": torch.ones(nbytes // 4)}, 0, pack_bytes=nbytes) for nbytes in packs[:3]]
+    for transfer in sent:
+        release(gradients, transfer)
+    assert gradients.host_bytes == reserved
+
+
+def test_few_gradients_of_a_large_pack_leave_a_small_packs_buffer_to_that() -> None:
+    gradients, _ = host(limit=2)
+    gradients.reserve([640, 64], extra=0)
+    large = gradients.swap_out({"p": torch.ones(16)}, 0, pack_bytes=640)
+    gradients.swap_out({"q": torch.ones(16)}, 0, pack_bytes=64)
+    release(gradients, large)
+    gradients.swap_out({"p": torch.ones(160)}, 0, pack_bytes=640)
+    assert gradients.host_bytes == 640 + 64
+
+
 class OverlappingDevice(CpuDevice):
     """A device whose copies overlap compute, so that norms are computed before gradients leave."""
 
