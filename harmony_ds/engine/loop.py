@@ -213,10 +213,14 @@ class Loop:
         with self._world.reporting_failures():
             return self._step_over(1, lambda: [queue(one, call=loss_fn, aside=aside) for one in given], boundary)
 
-    def end_group(self) -> None:
-        """Take the optimizer step over the gradients that `train_group(..., boundary=False)` has left."""
+    def end_group(self, *, clip: bool = True) -> None:
+        """Take the optimizer step over the gradients that `train_group(..., boundary=False)` has left.
+
+        Args:
+            clip: whether gradients are clipped as the ds_config says; False: the program has done it.
+        """
         with self._world.reporting_failures():
-            self._open.step({})
+            self._open.step({}, clip=clip)
         self._training.begin_group(self._training.micro_steps)
 
     def _step_over(

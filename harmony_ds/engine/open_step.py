@@ -118,18 +118,19 @@ class OpenStep:
 
     # ---- the optimizer step
 
-    def step(self, schedule: dict[str, Any] | None) -> None:
+    def step(self, schedule: dict[str, Any] | None, *, clip: bool = True) -> None:
         """Take the optimizer step over all that is queued and has gathered, and begin the next one.
 
         Args:
             schedule: arguments of the scheduler's step; None: the caller steps it, and has called this step by hand.
+            clip: whether gradients are clipped; False: the program has clipped them.
         """
         training, group = self._training, self.group
         check_schedule(training.lr_scheduler, schedule)
         full = len(group) == training.settings.gradient_accumulation_steps() and not group.propagated
         try:
             with self._log.record.step(len(group), full):
-                ran = self._run()
+                ran = self._run(clip)
             training.finish_step(self._runner.executor.updates.outcome if ran else Outcome(), schedule)
         except BaseException:
             training.rewind()
@@ -154,11 +155,13 @@ class OpenStep:
         for parameter, gradient in unmanaged:  # for another optimizer
             parameter.grad = gradient
 
-    def _run(self) -> bool:
+    def _run(self, clip: bool) -> bool:
         """Run the queued group, and update from it and from the user's own backward passes; False without a gradient."""
         assert self._optimizer is not None and self.override is not None
         self.override.check()
         hyper, clipping = self._optimizer.hyper(), self._clipping()
+        if clipping is not None and not clip:
+            clipping = replace(clipping, max_norm=0.0)
         self.apply_user_edits()
         if (self._world.size > 1 or self._training.scaler.scale != 1.0) and self._assembly.parts.user_gradients.exist():
             self._world.refuse(

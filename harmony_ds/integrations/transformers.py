@@ -7,6 +7,9 @@
     training_step of the others       -> returns their losses
     clip, optimizer.step              -> done already: returns the norm
 
+Data that end within a group, without having said how much they are: the Trainer takes the step in the next epoch, and these
+micro-batches run then, with that step's own. Their losses are added to the Trainer's sum before it is read.
+
 So what a Trainer subclass does in `compute_loss` or `training_step` runs unchanged, once for each micro-batch. Weights
 are new from the group's first `training_step` on, not from `optimizer.step`; unless a callback has an
 `on_pre_optimizer_step`, which finds the gradients and the weights as they were: the update waits for `optimizer.step` then.
@@ -21,6 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +35,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.trainer import _is_peft_model
+from transformers.training_args import OptimizerNames
 
 from harmony_ds.calls.patching import Item, patched
 from harmony_ds.config import dtype_of_checkpoint
@@ -41,6 +46,16 @@ from harmony_ds.errors import UnsupportedError, UsageError
 _logger = logging.getLogger(__name__)
 _losses: ContextVar[list[Tensor]] = ContextVar("losses of the micro-batch whose training_step runs")
 _is_last: ContextVar[bool | None] = ContextVar("whether a micro-batch is its group's last", default=None)
+_divisor: ContextVar[int | None] = ContextVar("how many micro-batches the Trainer divides a loss by", default=None)
+_STEPS_IN_BACKWARD = (
+    OptimizerNames.LOMO,
+    OptimizerNames.ADALOMO,
+    OptimizerNames.GALORE_ADAMW_LAYERWISE,
+    OptimizerNames.GALORE_ADAMW_8BIT_LAYERWISE,
+    OptimizerNames.GALORE_ADAFACTOR_LAYERWISE,
+    OptimizerNames.APOLLO_ADAMW_LAYERWISE,
+)
+"""Optimizers that update a weight while the Trainer's own backward pass runs, which the engine's replaces."""
 
 
 class _GradientState(GradientState):  # type: ignore[misc]
@@ -72,6 +87,15 @@ class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
             step()
 
 
+@dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    """Arguments of one `training_step`, and what the Trainer divides its loss by if there are no items to count."""
+
+    batch: Any
+    num_items_in_batch: Any
+    divisor: int
+
+
 class HarmonyMixin(Trainer):  # type: ignore[misc]
     """Base that makes a Trainer train by harmony_ds; the first one of the class."""
 
@@ -100,6 +124,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         self._ds_config = None if ds_config is None else read_config(ds_config)
         self._losses: deque[Tensor] = deque()
         self._batches: list[Any] = []
+        self._waiting: list[_MicroBatch] = []  # of an epoch that ended within a group
         self._ends_step = True
         self._step_waits = False  # for optimizer.step()
         super().__init__(*args, **kwargs)
@@ -143,14 +168,25 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         self._max_steps = max_steps
         self._losses.clear()
+        self._waiting.clear()
         if self.harmony_engine is not None and self.harmony_engine.optimizer is None:
             self._destroy_engine()
         return super()._prepare_for_training(max_steps, *args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Create the Trainer's optimizer, unless the ds_config names one."""
+        """Create the Trainer's optimizer, unless the ds_config names one.
+
+        Raises:
+            UnsupportedError: it updates weights in the Trainer's backward pass.
+        """
         if self.optimizer is None and "optimizer" in (self._ds_config or {}):
             return None
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self.args.optim in _STEPS_IN_BACKWARD:
+            raise UnsupportedError(
+                f'optim="{OptimizerNames(self.args.optim).value}" updates weights in the Trainer\'s own backward pass, and '
+                'harmony_ds propagates back itself: use another, such as optim="adamw_torch", "adafactor" or "sgd", or '
+                'name one in the ds_config ("optimizer"). Its state lies in host memory.'
+            )
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -232,11 +268,20 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
 
     # ---- a step
 
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """The number of micro-batches that the Trainer divides a loss by: of the group that this one was fetched with."""
+        divisor = _divisor.get()
+        return self.__dict__["current_gradient_accumulation_steps"] if divisor is None else divisor
+
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, value: int) -> None:
+        self.__dict__["current_gradient_accumulation_steps"] = value
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Fetch the group's batches, and keep them for its first `training_step`."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._batches = list(batches)
-        # Data that ends early, without having said how much it is: the Trainer takes the step in the next epoch.
         self._ends_step = len(self._batches) == num_batches
         self._losses.clear()
         return batches, items
@@ -244,28 +289,75 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Return the loss of one micro-batch. The first call for a group runs the whole group.
 
+        Where data end within a group, its micro-batches wait for the next one, and the losses returned here are zero.
+
         Raises:
             UnsupportedError: the Trainer's training_step generates, or its _prepare_inputs counts micro-batches.
         """
         if not self._losses:
             batches, self._batches = self._batches or [inputs], []
-            if _prepares_inputs(type(self)):
+            prepares = _prepares_inputs(type(self))
+            if prepares:
                 batches = self._prepared(batches)
-            group = [*enumerate(dict(batch) if isinstance(batch, Mapping) else batch for batch in batches)]
-            last = len(group) - 1 if self._ends_step else None
-            returned: dict[int, Tensor] = {}
-
-            def loss_of(one: tuple[int, Any]) -> Tensor:
-                index, batch = one
-                loss, returned[index] = self._run_step(batch, index == last, num_items_in_batch)
-                return loss
-
-            self._step_waits = self._ends_step and self._shows_gradients()
-            boundary = self._ends_step and not self._step_waits
-            with self._running_together():
-                self._engine.train_group(group, loss_of, self._without_traces, boundary=boundary)
-            self._losses.extend(returned[index] for index, _ in group)
+            divisor = self.__dict__["current_gradient_accumulation_steps"]
+            group = [
+                _MicroBatch(dict(batch) if isinstance(batch, Mapping) else batch, num_items_in_batch, divisor)
+                for batch in batches
+            ]
+            # A trainer that prepares its inputs counts its micro-batches in training_step, so that must run now; earlier
+            # versions of transformers keep the sum of losses where it cannot be added to.
+            if self._ends_step or prepares or not hasattr(self, "_tr_loss"):
+                self._run_waiting_with(group)
+            else:
+                self._waiting.extend(group)
+                self._losses.extend(torch.zeros_like(self._tr_loss) for _ in group)
         return self._losses.popleft()
+
+    def _run_waiting_with(self, group: Sequence[_MicroBatch]) -> None:
+        """Run the micro-batches of `group` after those that wait, whose losses go to the Trainer's sum."""
+        waiting, self._waiting = self._waiting, []
+        losses = self._run_group([*waiting, *group])
+        for loss in losses[: len(waiting)]:
+            self._add_to_sum(loss)
+        self._losses.extend(losses[len(waiting) :])
+
+    def _run_group(self, group: Sequence[_MicroBatch]) -> list[Tensor]:
+        """Return the losses of micro-batches that run together, and take the optimizer's step if the Trainer does."""
+        last = len(group) - 1 if self._ends_step else None
+        returned: dict[int, Tensor] = {}
+
+        def loss_of(one: tuple[int, _MicroBatch]) -> Tensor:
+            index, micro_batch = one
+            loss, returned[index] = self._run_step(micro_batch, index == last)
+            return loss
+
+        self._step_waits = self._ends_step and self._shows_gradients()
+        boundary = self._ends_step and not self._step_waits
+        with self._running_together():
+            self._engine.train_group([*enumerate(group)], loss_of, self._without_traces, boundary=boundary)
+        return [returned[index] for index in range(len(group))]
+
+    def _add_to_sum(self, loss: Tensor) -> None:
+        """Add the loss of a micro-batch to the sum that the Trainer logs, as its own loop adds it."""
+        if self.args.logging_nan_inf_filter and not torch.isfinite(loss):
+            self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        else:
+            self._tr_loss += loss
+
+    def _run_waiting(self) -> None:
+        """Run the micro-batches that wait, without a step, because their losses are wanted now."""
+        if self._waiting:
+            self._ends_step = False
+            self._run_waiting_with([])
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._run_waiting()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._run_waiting()
+        return super()._finalize_training(*args, **kwargs)
 
     def _shows_gradients(self) -> bool:
         """Return whether a callback sees gradients before the update (transformers' own saves on SIGTERM then)."""
@@ -275,7 +367,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
     def _take_step(self) -> None:
         if self._step_waits:
             self._step_waits = False
-            self._engine.end_group()
+            self._engine.end_group(clip=False)  # they are clipped
 
     def _prepared(self, batches: Sequence[Any]) -> list[Any]:
         """Return each batch as the Trainer's own `_prepare_inputs` prepares it, in order; it may generate.
@@ -326,15 +418,16 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             self.__dict__.clear()
             self.__dict__.update(kept)
 
-    def _run_step(self, batch: Any, last: bool, num_items_in_batch: Any) -> tuple[Tensor, Tensor]:
+    def _run_step(self, micro_batch: _MicroBatch, last: bool) -> tuple[Tensor, Tensor]:
         """Return the loss to propagate back from, and the one to be logged, which the Trainer's training_step returns."""
         noted: list[Tensor] = []
-        losses, is_last = _losses.set(noted), _is_last.set(last)
+        losses, is_last, divisor = _losses.set(noted), _is_last.set(last), _divisor.set(micro_batch.divisor)
         try:
-            returned = super().training_step(self.model, batch, num_items_in_batch)
+            returned = super().training_step(self.model, micro_batch.batch, micro_batch.num_items_in_batch)
         finally:
             _losses.reset(losses)
             _is_last.reset(is_last)
+            _divisor.reset(divisor)
         if len(noted) != 1:
             raise UsageError(
                 f"{type(self).__name__}.training_step() called accelerator.backward {len(noted)} times, not once."
@@ -342,10 +435,15 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         return noted[0], returned.detach()
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
-        """Return the norm before clipping, which the engine does."""
+        """Return the norm before clipping, which the engine does; where a callback reads gradients, clip them here."""
         if not self._step_waits:
             return self._engine.get_global_grad_norm()
-        return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        limit = self._engine.gradient_clipping()
+        if limit > 0:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return float(norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float | None:
         return self._clip_grad_norm(model) if grad_norm is None else grad_norm

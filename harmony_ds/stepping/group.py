@@ -302,6 +302,9 @@ class StepGroup(Queue):
         end = len(self._queue) if last or not wanted else wanted[-1] + 1
         if any(ticket.stage is Stage.QUEUED and not ticket.wanted for ticket in self._queue[:end]):
             self.catch_up(next(iter(self._queue[end:]), None))
+        for ticket in self._queue if last else ():
+            if ticket.stage is Stage.QUEUED and not ticket.wanted and ticket.is_held:
+                self._forward(ticket)  # before weights change
         for ticket in [t for t in self._queue if last and not t.wanted]:
             for _, call in ticket.micro_batch.calls:
                 self._runner.parts.layer_calls.discard(call)

@@ -11,11 +11,14 @@ collectives, writing in place where another tensor may share the memory, adding 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,12 +48,27 @@ _LAZY = _ADDITIVE.union(
     "multilabel_margin_loss multilabel_soft_margin_loss gaussian_nll_loss pairwise_distance cdist interpolate pad".split(),
     "gt ge lt le eq ne isnan isinf isfinite logical_and logical_or logical_not".split(),
     "roll repeat repeat_interleave cos sin cosh erf logaddexp nan_to_num diff tril triu adaptive_avg_pool1d".split(),
+    "argmax argmin argsort sort topk kthvalue median nanmedian mode aminmax msort all any count_nonzero isin".split(),
+    "vector_norm matrix_norm dist prod cumprod cummax cummin quantile nanmean nansum std_mean var_mean".split(),
+    "long int short char byte bool type floor ceil round trunc frac sign neg sgn flip fmod remainder".split(),
+    "floor_divide true_divide rsub lerp addmm addcmul addcdiv dot outer baddbmm mv expm1 log2 log10 exp2".split(),
+    "logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not __and__ __or__ __xor__ __invert__ isclose".split(),
+    "positive absolute multiply subtract divide negative greater greater_equal less less_equal not_equal".split(),
+    "take take_along_dim one_hot layer_norm rms_norm hardtanh elu selu leaky_relu relu6 mish".split(),
+    "tan asin acos atan atan2 sinh asinh acosh atanh softsign logit erfc heaviside xlogy hypot trace".split(),
+    "__eq__ __ne__ __floordiv__ __rfloordiv__ __rpow__ isfinite linalg_vector_norm linalg_norm linalg_matrix_norm".split(),
+    "scatter scatter_add index_add index_fill index_copy masked_scatter tensor_split hsplit vsplit ravel".split(),
 )
 """Functions that may run later: they draw no random numbers, and write nothing."""
 _LIKE = frozenset("zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full".split())
 """Functions that read nothing of their operand but what is known."""
-_SHAPE = frozenset("shape ndim dim size numel __len__".split())
-_METADATA = _SHAPE | frozenset("dtype device layout is_floating_point is_cuda".split())
+_MOST_PARTS = 16
+"""Results of one function that may wait; where there are more (rows of a batch), they are computed at once."""
+_AUTOGRAD_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_SHAPE = frozenset("shape ndim dim size numel nbytes __len__".split())
+_METADATA = _SHAPE.union(
+    "dtype device layout is_floating_point is_complex is_cuda is_cpu is_meta is_sparse is_quantized element_size".split()
+)
 
 
 class Ticket(Protocol):
@@ -65,6 +83,10 @@ class Ticket(Protocol):
     @property
     def resolved(self) -> bool:
         """Whether its forward pass has run."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the model was in evaluation mode when it was called."""
 
     def check_not_propagated(self) -> None:
         """Raise UsageError if its backward pass is over."""
@@ -277,9 +299,8 @@ def _written(name: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what `func` will return; None if it cannot wait: an operand leads gradients elsewhere, or values decide.
-
-    Nor do tensors with gradients while they are off: an `autograd.Function` may be at work, which returns real ones.
+    """Return what `func` will return; None if it cannot wait: an operand leads gradients elsewhere, values decide, or an
+    `autograd.Function` is at work, which returns real tensors.
     """
     if name == "__getitem__":  # a mask does not show how many places it has; torch looks for them, too
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -292,8 +313,7 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     others = [one for one in operands if isinstance(one, Tensor)]
     grad = torch.is_grad_enabled()
     elsewhere = any(other.requires_grad and _leads_elsewhere(other) for other in others)
-    in_function = not grad and any(node.shape or (node.requires_grad and name != "detach") for node in nodes)
-    if not nodes or elsewhere or in_function:
+    if not nodes or elsewhere or (not grad and _in_autograd_function()):
         return None
     autocast = Autocast.current(nodes[0].device.type)
 
@@ -303,10 +323,16 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             return func(*args, **kwargs)
 
     like = _shown(function, operands)
-    if name in _VIEWS and isinstance(like, tuple) and len(like) <= 8:  # `func` runs once for each
-        return tuple(_later(name, lambda *a, i=i, **k: func(*a, **k)[i], args, kwargs) for i in range(len(like)))
+    if isinstance(like, (tuple, list)) and len(like) <= _MOST_PARTS:
+        for node in nodes:  # their shapes say how many parts there are
+            node.promised = True
+        parts = [_later(name, functools.partial(_part, func, place), args, kwargs) for place in range(len(like))]
+        return None if any(part is None for part in parts) else type(like)(parts)
     if not isinstance(like, Tensor):
         return None
+    loses_gradient = not like.requires_grad and name != "detach" and any(node.requires_grad for node in nodes)
+    if loses_gradient and any(ticket.evaluates for node in nodes for ticket in node.tickets):
+        return None  # predictions of an evaluation without no_grad, which may be read when its engine is gone
     tickets = tuple(dict.fromkeys(ticket for one in nodes for ticket in one.tickets))
     scales = name in ("mul", "div") and len(nodes) == 1 and operands[0] is nodes[0]
     adds = (scales or name in _ADDITIVE) and all(one.is_separable for one in nodes)
@@ -316,6 +342,21 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     made.divisors = frozenset(divided_by).union(*(one.divisors for one in nodes))
     made.memory = nodes[0].memory if name in _VIEWS else made.memory
     return PendingTensor(made)
+
+
+def _part(func: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> Any:
+    """Return one of several results of `func`, which runs once for each of them."""
+    return func(*args, **kwargs)[place]
+
+
+def _in_autograd_function() -> bool:
+    """Return whether the forward of an `autograd.Function` runs on this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _AUTOGRAD_FUNCTION:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _shown(function: Callable[[Iterable[Any]], Any], operands: Sequence[Any]) -> Any:

@@ -190,6 +190,15 @@ class QueuedMicroBatch:
         return (bool(self.loss.terms) or self.received) and self.stage is not Stage.PROPAGATED
 
     @property
+    def evaluates(self) -> bool:
+        return not self.micro_batch.state.modes.training[0]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the program still has something of its outputs, or made of them, that is not computed."""
+        return any(node.owner() is not None and node.value is None for node in self.nodes)
+
+    @property
     def measured_modes(self) -> bytes:
         """Key of its measurements: its modes, and whether the program makes its loss of other outputs, or of several."""
         flags, passes = self.micro_batch.state.modes.flags, len(self.loss.tickets)
@@ -275,7 +284,7 @@ class QueuedMicroBatch:
             )
 
     def check_not_propagated(self) -> None:
-        """Raise UsageError if its backward pass is over, or its engine destroyed."""
+        """Raise UsageError if its backward pass or its step is over, or its engine destroyed."""
         if self._destroyed:
             raise UsageError(DESTROYED)
         if self.stage is Stage.PROPAGATED:
@@ -283,6 +292,7 @@ class QueuedMicroBatch:
                 "this micro-batch has been propagated back from already: a parameter's .grad was looked at, or its inputs "
                 "require a gradient, so its backward pass ran at once. Propagate back once, from the sum of its losses."
             )
+        self._open_group()
 
     def backward_from_loss(self, divisor: int, scale: float) -> PendingTensor:
         """Do what `backward(loss / divisor * scale)` does; return the loss."""

@@ -84,7 +84,7 @@ def test_scores_are_not_taken_for_a_loss() -> None:
         told = engine(x, scores=1)  # as if it were the number of a step
         assert told.shape == ()
         with pytest.raises(BatchError, match=r"told the shape \(\) .* now it is \(2, 5\)"):
-            told.argmax()
+            told.argmax().item()
         assert torch.equal(engine(x, scores=1).argmax(), model(x, 1).argmax())
 
 
@@ -327,16 +327,23 @@ def test_losses_that_are_read_and_not_propagated_from_take_no_part_in_the_next_s
         assert [loss.item() for loss in validation] == known
 
 
-def test_a_loss_that_was_never_propagated_is_unknown_after_the_step() -> None:
-    with engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine:
-        forgotten = engine(**GROUPS[0][0]).loss
+def test_what_the_program_has_of_a_micro_batch_that_it_never_propagates_from_is_computed_by_the_step() -> None:
+    model = LLAMA.build(0.0)
+    with torch.no_grad():
+        expected = model(**GROUPS[0][0])
+    with engine_for(model, sgd, config_of(2)) as engine:
+        outputs = engine(**GROUPS[0][0])
+        loss, tokens = outputs.loss, outputs.logits.argmax(-1)
+        assert isinstance(tokens, PendingTensor)
+        dropped = engine(**GROUPS[0][2])
+        del outputs, dropped
         engine.step()
         wanted = engine(**GROUPS[0][1]).loss
         engine.backward(wanted)
         engine.step()
         assert wanted.item() > 0.0
-        with pytest.raises(BatchError, match="never propagated"):
-            forgotten.item()
+        assert loss.item() == expected.loss.item()
+        assert torch.equal(tokens, expected.logits.argmax(-1))
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")

@@ -151,25 +151,105 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
         return iter(text())
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
-def test_a_stream_that_ends_within_a_group_whose_gradients_count_in_the_next_epoch(
-    tmp_path: Path, max_grad_norm: float
-) -> None:
-    args = {"max_steps": 7, "max_grad_norm": max_grad_norm, "eval_strategy": "epoch", "save_strategy": "epoch"}
-    stock, ours = both(tmp_path, llama(), Stream(), args=args, eval_dataset=text(6))
-    assert_same(stock, ours)
-    assert ours._engine.global_steps == 7
-    assert ours._engine.micro_steps == 37  # three epochs of 11, and a step of 4 that the three before it are part of
-
-
-def test_classification_with_evaluation_and_prediction(tmp_path: Path) -> None:
+def bert() -> nn.Module:
     torch.manual_seed(0)
-    model = BertForSequenceClassification(
+    return BertForSequenceClassification(
         BertConfig(
             vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout=0.0,
         )
     )  # fmt: skip
+
+
+class Labelled(Stream):
+    """Rows whose loss the Trainer divides by the number of micro-batches that it fetched together."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"input_ids": row["input_ids"], "labels": index % 2} for index, row in enumerate(text())])
+
+
+class Swaps(TrainerCallback):
+    """Number of micro-batches, and swapped bytes over the least possible, of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float]] = []
+        self.trainer: Any = None
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if self.trainer is not None:
+            report = self.trainer.harmony_engine.swap_report()
+            self.steps.append((report.micro_batches, report.ratio))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{}, {"max_grad_norm": 0.0}, {"logging_steps": 3}, {"logging_strategy": "epoch"}, {"eval_strategy": "no"}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_a_stream_that_ends_within_a_group_whose_gradients_count_in_the_next_epoch(
+    tmp_path: Path, kind: str, args: dict[str, Any]
+) -> None:
+    args = {"max_steps": 7, "eval_strategy": "epoch", "save_strategy": "epoch", **args}
+    model, data = (llama(), Stream()) if kind == "llama" else (bert(), Labelled())
+    swaps = Swaps()
+    trainers = []
+    for cls, extra in ((Trainer, {}), (HarmonyTrainer, {"ds_config": CONFIG, "callbacks": [swaps]})):
+        trainer = cls(
+            model=copy.deepcopy(model), args=arguments(tmp_path, **args), train_dataset=data,
+            eval_dataset=list(data)[:6], **extra,
+        )  # fmt: skip
+        swaps.trainer = trainer if cls is HarmonyTrainer else None
+        trained = trainer.train()
+        trainers.append((trainer, trained.training_loss))
+    (stock, stock_loss), (ours, our_loss) = trainers
+    assert_same(stock, ours)
+    assert our_loss == stock_loss
+    assert ours._engine.global_steps == 7
+    assert ours._engine.micro_steps == 37  # three epochs of 11, and a step of 4 that the three before it are part of
+    if args.get("logging_strategy") != "epoch":  # which reads losses of micro-batches that could wait
+        assert [count for count, _ in swaps.steps] == [4, 4, 7, 4, 7, 4, 7]
+        assert {ratio for _, ratio in swaps.steps} == {1.0}
+
+
+class Watched(TrainerCallback):
+    """The gradients that a callback finds before the optimizer's step."""
+
+    def __init__(self) -> None:
+        self.found: list[list[torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+        model = getattr(model, "module", model)
+        self.found.append([p.grad.detach().clone() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
+def test_a_callback_finds_gradients_as_clipped(tmp_path: Path, max_grad_norm: float) -> None:
+    trainers, watched = [], []
+    for cls, extra in ((Trainer, {}), (HarmonyTrainer, {"ds_config": CONFIG})):
+        watched.append(Watched())
+        args = arguments(tmp_path, max_grad_norm=max_grad_norm)
+        trainer = cls(model=llama(), args=args, train_dataset=text(), callbacks=[watched[-1]], **extra)
+        trainer.train()
+        trainers.append(trainer)
+    assert_same(*trainers)
+    norms = [norm for _, norm, _ in logged(trainers[0])]
+    assert min(norms) > 0.5  # so that all are clipped
+    for expected, actual in zip(watched[0].found, watched[1].found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+
+
+@pytest.mark.parametrize("optim", ["lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
+def test_optimizers_that_step_in_the_backward_pass_are_refused_by_name(tmp_path: Path, optim: str) -> None:
+    trainer = HarmonyTrainer(
+        model=llama(), args=arguments(tmp_path, optim=optim), train_dataset=text(), ds_config=CONFIG
+    )
+    with pytest.raises(UnsupportedError, match=rf'optim="{optim}".*adamw_torch'):
+        trainer.train()
+
+
+def test_classification_with_evaluation_and_prediction(tmp_path: Path) -> None:
+    model = bert()
     data = [{"input_ids": row["input_ids"], "labels": index % 2} for index, row in enumerate(text())]
     stock, ours = both(tmp_path, model, data, args={"eval_strategy": "epoch"}, eval_dataset=data[:6])
     assert_same(stock, ours)

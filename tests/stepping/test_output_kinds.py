@@ -20,7 +20,7 @@ from harmony_ds.calls.contract import Contract
 from harmony_ds.errors import BatchError
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.inputs import Arguments
-from harmony_ds.stepping.output_kinds import OutputKind, OutputKinds
+from harmony_ds.stepping.output_kinds import CallForm, OutputKind, OutputKinds
 from harmony_ds.stepping.pending import PendingTensor
 from tests.stepping.test_pending import FakeTicket
 
@@ -54,12 +54,12 @@ class Model(ModelOutput):  # type: ignore[misc]
 
 
 CLASSES: list[Any] = [dict, Outputs, Model, Plain, Object]
-FORM = "a call's shapes and modes"
+FORM, ANOTHER_FORM = CallForm(((2, 3),), "modes"), CallForm(((2, 3), (4,)), "other modes")
 
 
-def outputs_like(real: Any, form: object = FORM) -> tuple[Any, FakeTicket]:
+def outputs_like(real: Any, form: CallForm = FORM) -> tuple[Any, FakeTicket]:
     """Return what stands for outputs like `real`, of a call of another or the same form, and the call."""
-    kind, ticket = OutputKind(type(real)), FakeTicket(lambda _: real, torch.ones(()))
+    kind, ticket = OutputKind(), FakeTicket(lambda _: real, torch.ones(()))
     kind.learn(real, FORM)
     return kind.outputs(ticket, form, torch.device("cpu")), ticket
 
@@ -67,7 +67,7 @@ def outputs_like(real: Any, form: object = FORM) -> tuple[Any, FakeTicket]:
 def waiting(cls: Any) -> tuple[Any, Any, FakeTicket]:
     """Outputs that wait, the real ones, and their call, whose other outputs than the loss are not known."""
     real = cls(loss=torch.tensor(6.0), logits=torch.ones(2))
-    output, ticket = outputs_like(real, "another form")
+    output, ticket = outputs_like(real, ANOTHER_FORM)
     return output, real, ticket
 
 
@@ -128,14 +128,14 @@ def test_a_sequence_of_tensors_may_be_unpacked(real: Any) -> None:
     assert type(output) is type(real) and all(isinstance(one, PendingTensor) for one in output)
     assert not ticket.looked
     assert [one.tolist() for one in output] == [one.tolist() for one in real]
-    assert outputs_like(real, "another form")[0] is None
+    assert outputs_like(real, ANOTHER_FORM)[0] is None
     assert outputs_like((*real, None))[0][-1] is None
     assert outputs_like((*real, 3))[0] is None
 
 
 def test_a_dict_of_losses_is_summed_without_a_look() -> None:
     real = {"boxes": torch.tensor(1.0), 2: torch.tensor(5.0)}
-    output, ticket = outputs_like(real, "another form")
+    output, ticket = outputs_like(real, ANOTHER_FORM)
     total = sum(output.values())
     assert isinstance(total, PendingTensor) and type(output) is dict and not ticket.looked
     del real["boxes"]
@@ -155,10 +155,11 @@ def test_none_that_turns_out_to_be_a_tensor_is_refused() -> None:
 
 
 def test_calls_of_each_form_have_keys_of_their_own() -> None:
-    kind, one = OutputKind(dict), torch.tensor(1.0)
-    kind.learn({"a": one, "b": one}, "both")
-    kind.learn({"a": one}, "first")
-    made = [kind.outputs(FakeTicket(torch.exp, one), form, one.device) for form in ("both", "first", "another")]
+    kind, one = OutputKind(), torch.tensor(1.0)
+    both, first, another = (CallForm(((rows,),), "modes") for rows in (1, 2, 3))
+    kind.learn({"a": one, "b": one}, both)
+    kind.learn({"a": one}, first)
+    made = [kind.outputs(FakeTicket(torch.exp, one), form, one.device) for form in (both, first, another)]
     assert [[*made[0]], [*made[1]], type(made[2]) is dict] == [["a", "b"], ["a"], False]
 
 
@@ -167,24 +168,25 @@ def test_a_tuple_that_turns_out_to_have_another_length_is_refused() -> None:
     hidden = outputs_like(real)[0]["hidden"]
     assert [one.shape.numel() for one in hidden] == [2, 3]
     real["hidden"] = real["hidden"][1:]
-    with pytest.raises(BatchError, match=r"'hidden' of the outputs has 1 tensors, not 2"):
+    with pytest.raises(BatchError, match=r"gave hidden \(tuple of 1\) where .* returned hidden \(tuple of 2\)"):
         hidden[0].tolist()
 
 
 def test_one_tensor_waits_in_calls_of_a_form_that_is_known_or_if_it_is_a_loss() -> None:
     assert outputs_like(torch.ones(2))[0].shape == (2,)
-    assert outputs_like(torch.ones(2), "another form")[0] is None
-    assert outputs_like(torch.ones(()), "another form")[0].requires_grad
-    count = outputs_like((torch.ones(()), torch.tensor(3)), "another form")[0][1]  # of tokens
+    assert outputs_like(torch.ones(2), ANOTHER_FORM)[0] is None
+    assert outputs_like(torch.ones(()), ANOTHER_FORM)[0].requires_grad
+    count = outputs_like((torch.ones(()), torch.tensor(3)), ANOTHER_FORM)[0][1]  # of tokens
     assert (count.dtype, count.requires_grad) == (torch.int64, False)
 
 
 def test_a_number_that_has_a_dimension_with_other_rows_is_no_loss() -> None:
-    kind = OutputKind(torch.Tensor)
-    kind.learn(torch.ones(()), "one row, squeezed")
-    kind.learn(torch.ones(2), "two rows")
-    kind.learn(torch.ones(()), "one row, squeezed")
-    assert kind.outputs(FakeTicket(torch.exp, torch.ones(())), "another form", torch.device("cpu")) is None
+    kind = OutputKind()
+    one_row, two_rows, three_rows = (CallForm(((rows, 4),), "modes") for rows in (1, 2, 3))
+    kind.learn(torch.ones(()), one_row)  # squeezed
+    kind.learn(torch.ones(2), two_rows)
+    kind.learn(torch.ones(()), one_row)
+    assert kind.outputs(FakeTicket(torch.exp, torch.ones(())), three_rows, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("cls", [dict, Model])
@@ -229,7 +231,7 @@ def test_what_the_outputs_do_not_have_is_their_error() -> None:
 
 def test_a_loss_that_is_not_first_is_not_found_by_its_place() -> None:
     real = Outputs(logits=torch.ones(2), loss=torch.tensor(6.0))
-    output, _ = outputs_like(real, "another form")
+    output, _ = outputs_like(real, ANOTHER_FORM)
 
     assert isinstance(output["loss"], PendingTensor)
     assert output[0] is real["logits"]
@@ -238,7 +240,7 @@ def test_a_loss_that_is_not_first_is_not_found_by_its_place() -> None:
 @pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: {"loss": loss}])
 @pytest.mark.parametrize("shape", [(), (1, 1)])
 def test_one_number_that_no_name_calls_a_loss_is_one_only_without_dimensions(wrap: Any, shape: tuple[int, ...]) -> None:
-    output, _ = outputs_like(wrap(torch.zeros(shape)), "another form")
+    output, _ = outputs_like(wrap(torch.zeros(shape)), ANOTHER_FORM)
     assert (output is None) is (shape != () and wrap(1) == 1)
 
 

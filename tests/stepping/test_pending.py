@@ -28,6 +28,7 @@ class FakeTicket:
         self.noted: list[Node] = []
         self.shares = False
         self.nodes: WeakSet[Node] = WeakSet()
+        self.evaluates = False
 
     @property
     def resolved(self) -> bool:
