@@ -68,13 +68,16 @@ class GroupPlans:
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
         together = self._planner.together
         runs: list[list[MicroBatch]] = []
+        last: list[MicroBatch] = []  # the run that more may join
         for unit in _by_loss(micro_batches):
             if len(unit) > together or not all(self._are_alike(unit[0], one) for one in unit):
                 runs += [[one] for one in unit]
-            elif runs and len(runs[-1]) + len(unit) <= together and self._are_alike(runs[-1][0], unit[0]):
-                runs[-1] += unit
+                last = []
+            elif last and len(last) + len(unit) <= together and self._are_alike(last[0], unit[0]):
+                last += unit
             else:
-                runs.append([*unit])
+                last = [*unit]
+                runs.append(last)
         return runs
 
     def _are_alike(self, one: MicroBatch, other: MicroBatch) -> bool:

@@ -388,3 +388,37 @@ def test_the_memory_of_a_shared_loss_is_planned() -> None:
         assert_equal(model, expected)
     with pytest.raises(DoesNotFitError, match="device memory"):
         steps_of(of_two, 600_000)
+
+
+@pytest.mark.parametrize("rows", [(8, 8), (16, 16), (2, 2)], ids=["pairs joined", "sets joined", "in slices"])
+@pytest.mark.parametrize("name", ["siamese", "triplet", "one_and_two"])
+def test_passes_may_be_joined_or_cut(name: str, rows: tuple[int, int]) -> None:
+    """To rounding: joined calls add up rows of several passes at once. A loss never meets only a part of its passes."""
+    plain, model = Encoder(), Encoder()
+    expected = plainly(plain, LOSSES[name], data(), ACCUMULATION, 0.3)
+    harmony = {"pack_layers": 1, "micro_batch": {"forward": rows[0], "backward": rows[1]}}
+    with engine_for(model, sgd, config_of(ACCUMULATION, 0.3, harmony)) as engine:
+        found = by_engine(engine, LOSSES[name], data())
+    assert found == pytest.approx(expected, rel=1e-5)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_scales_such_a_loss_once(precision: str) -> None:
+    plain, model = Encoder(), Encoder()
+    for batch in data()[:ACCUMULATION]:
+        (info_nce(plain, batch) / ACCUMULATION).backward()
+    expected = torch.cat([one.grad.flatten() for one in plain.parameters() if one.grad is not None]).norm().item()
+    block = {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}
+    with engine_for(model, sgd, config_of(ACCUMULATION, 0.3, {"pack_layers": 1}, **{precision: block})) as engine:
+
+        def call(x: Tensor) -> Tensor:
+            made: Tensor = engine(x.to(getattr(torch, "float16" if precision == "fp16" else "bfloat16"))).float()
+            return made
+
+        for batch in data()[:ACCUMULATION]:
+            engine.backward(info_nce(call, batch))
+            engine.step()
+        assert engine.swap_report().ratio == 1.0
+        assert engine.get_global_grad_norm() == pytest.approx(expected, rel=0.05)
