@@ -98,6 +98,35 @@ def loss_weighted(side: Side) -> Found:
     return trained(side, Net(), adamw, loss)
 
 
+@case(*ALL)
+def distance_of_two_passes(side: Side) -> Found:
+    """A Siamese loss: `F.mse_loss(engine(x), engine(-x))`, of a model with dropout."""
+    return trained(
+        side, Net(lambda: Block(dropout=0.2)), loss_of=lambda engine, x, _: F.mse_loss(engine(x), engine(-x))
+    )
+
+
+@case(*ALL)
+def triplets_of_three_passes(side: Side) -> Found:
+    """`F.triplet_margin_loss(engine(a), engine(b), engine(c))`."""
+
+    def loss_of(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return F.triplet_margin_loss(engine(x), engine(x + 0.1), engine(-x))
+
+    return trained(side, Net(), loss_of=loss_of)
+
+
+@case(*ALL)
+def one_batch_twice_with_dropout(side: Side) -> Found:
+    """R-Drop: a batch goes through the model twice, with dropout; the loss has the divergence of both outputs."""
+
+    def loss_of(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        first, second = (engine(x).log_softmax(-1) for _ in range(2))
+        return F.nll_loss(first, labels) + F.nll_loss(second, labels) + F.kl_div(first, second.exp())
+
+    return trained(side, Net(lambda: Block(dropout=0.2)), loss_of=loss_of)
+
+
 @case(tolerance=REGROUPED)
 def losses_summed_before_one_backward(side: Side) -> Found:
     """Two losses of the model are summed before one backward."""
