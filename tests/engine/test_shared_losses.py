@@ -422,3 +422,40 @@ def test_half_precision_scales_such_a_loss_once(precision: str) -> None:
             engine.step()
         assert engine.swap_report().ratio == 1.0
         assert engine.get_global_grad_norm() == pytest.approx(expected, rel=0.05)
+
+
+def test_outputs_and_what_was_made_of_them_are_there_after_the_step() -> None:
+    model, x = Encoder(), data()[0]
+    one, other = model(x[0]).detach(), model(x[1]).detach()
+    with engine_for(model, sgd, config_of(1, None, {"pack_layers": 1})) as engine:
+        first, second = engine(x[0]), engine(x[1])
+        distances = (first - second).square().mean(-1)
+        engine.backward(distances.mean())
+        engine.step()
+        assert engine.swap_report().ratio == 1.0
+        assert torch.equal(torch.tensor(distances.tolist()), (one - other).square().mean(-1))
+        assert torch.equal(torch.tensor(first.tolist()), one)
+        assert torch.equal(torch.tensor(second.tolist()), other)
+
+
+@LOOKING
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_loss_of_two_engines_passes_is_exact(by_hand: bool) -> None:
+    plain, models = [Encoder(), Encoder()], [Encoder(), Encoder()]
+    for batch in data()[:2]:
+        (F.mse_loss(plain[0](batch[0]), plain[1](batch[1])) / 2).backward()
+    for one in plain:
+        sgd(one.parameters()).step()
+    config = config_of(2, None, {"pack_layers": 1})
+    with engine_for(models[0], sgd, config) as first, engine_for(models[1], sgd, config) as second:
+        for batch in data()[:2]:
+            loss = F.mse_loss(first(batch[0]), second(batch[1]))
+            if by_hand:
+                loss.backward()
+            else:
+                first.backward(loss)
+            first.step()
+            second.step()
+    for model, one in zip(models, plain, strict=True):
+        for own, expected in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-8)
