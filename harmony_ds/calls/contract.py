@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,7 +85,7 @@ class Contract:
         self._held = [module.__dict__ for module in self._modules]
         self._parameters = list(model.parameters())
         self._written: set[Key] = set()  # by forward
-        self._leaves_graphs = False  # some of them hold tensors with a graph
+        self._with_graphs: set[Key] = set()  # those of them that hold tensors with a graph
         self._is_said = False
         self.is_running = False  # by the engine
         self._record()
@@ -180,12 +180,24 @@ class Contract:
         return ", ".join(map(self._name, sorted(self._written))) or "none that was seen"
 
     @property
-    def leaves_more(self) -> bool:
-        """Whether forward leaves more than its results for a loss: attributes with graphs, or what hooks take."""
-        # Libraries' own make inputs require gradients, or put hidden states into the results.
-        hooks = chain.from_iterable([hooks.values() for held in self._held if (hooks := held["_forward_hooks"])])
-        modules = [getattr(hook, "__module__", None) or "" for hook in hooks]
-        return self._leaves_graphs or any(name.partition(".")[0] not in LIBRARIES for name in modules)
+    def leaves_more(self) -> frozenset[Key]:
+        """What forward leaves beside its results that may go into a loss: attributes with graphs, and forward hooks.
+
+        Of a hook, the key is the number of its module and its own one.
+        """
+        found = set(self._with_graphs)
+        for number, held in enumerate(self._held):
+            for handle, hook in held["_forward_hooks"].items():
+                # Libraries' own make inputs require gradients, or put hidden states into the results.
+                library = (getattr(hook, "__module__", None) or "").partition(".")[0]
+                if library not in LIBRARIES:
+                    found.add((number, f"forward hook {handle}"))
+        return frozenset(found)
+
+    def name_all(self, keys: Iterable[Key]) -> str:
+        """Return the names of attributes or hooks."""
+        names = sorted(map(self._name, keys))
+        return ", ".join([*names[:4], "..."] if len(names) > 4 else names)
 
     def _modes(self) -> CallModes:
         return CallModes(tuple([module.training for module in self._modules]), self._trained(), read_switches())
@@ -240,8 +252,10 @@ class Contract:
                 ", ".join([*names[:4], "..."] if len(names) > 4 else names),
             )
         self._written |= keys
-        values = [self._held[number].get(name) for number, name in keys]
-        self._leaves_graphs |= any(isinstance(one, Tensor) and one.requires_grad for one in tree_iter(values))
+        for number, name in keys:
+            value = self._held[number].get(name)
+            if any(isinstance(one, Tensor) and one.requires_grad for one in tree_iter(value)):
+                self._with_graphs.add((number, name))
 
     def _name(self, key: Key) -> str:
         return ".".join(filter(None, (self._names[key[0]], key[1])))

@@ -72,6 +72,7 @@ class Loop:
             if isinstance(scaled, PendingTensor):
                 scaled.backward()
             else:
+                self._open.group.propagating_from_real()
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach()
 

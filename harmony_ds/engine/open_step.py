@@ -27,7 +27,7 @@ from harmony_ds.errors import ModelError, UnsupportedError, UsageError
 from harmony_ds.offload.updater import Clipping
 from harmony_ds.parameters.engine_parameter import ParameterLinks, gate
 from harmony_ds.runtime.updates import Outcome
-from harmony_ds.stepping.group import GroupParts, StepGroup
+from harmony_ds.stepping.group import GroupParts, StepGroup, Trial
 from harmony_ds.stepping.output_kinds import OutputKinds
 from harmony_ds.stepping.replaced_forward import ReplacedForward
 
@@ -72,6 +72,7 @@ class OpenStep:
             ledger=ledger,
             runner=self._runner,
             kinds=OutputKinds(),
+            trial=Trial(),
             replaced_forward=ReplacedForward(training.model),
             seed=self._world.first("seed", torch.initial_seed) if seed is None else seed,
             looked=partial(warn, EARLY_READ),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.contract import UnseenError
+from harmony_ds.calls.contract import Key, UnseenError
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.random_streams import micro_batch_seed
 from harmony_ds.calls.trees import map_tensors
@@ -32,8 +33,23 @@ from harmony_ds.stepping.runner import Runner
 from harmony_ds.stepping.step_checks import check_same_step, prove
 from harmony_ds.stepping.ticket import LossFunction, Queue, QueuedMicroBatch, Stage
 
+_logger = logging.getLogger("harmony_ds")
 _ATTEMPTS = 8
 """How often a step is run again because a micro-batch showed layers that were not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Whether losses of the program's own are made of what forward leaves beside its results.
+
+    In the first step such micro-batches run at once, so that hooks and attributes have got what is theirs when the program
+    makes its loss. If that is made of outputs alone, later ones wait.
+
+    Attributes:
+        verdicts: by the hooks and attributes there are, see `Contract.leaves_more`.
+    """
+
+    verdicts: dict[frozenset[Key], bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +69,7 @@ class GroupParts:
     ledger: Ledger
     runner: Runner
     kinds: OutputKinds
+    trial: Trial
     replaced_forward: ReplacedForward
     seed: int
     looked: Callable[[], None]
@@ -87,9 +104,11 @@ class StepGroup(Queue):
         """Take one call of the engine; return pending outputs, or real ones where they are not known well enough."""
         ticket = self.queue(Arguments(args, kwargs, take_over=True))
         waits = not self._runner.at_their_calls
-        # Beside what else forward leaves a program may well read it, to go with its outputs into a loss.
-        outputs = self._parts.kinds.outputs(ticket.micro_batch, ticket, self._contract.leaves_more) if waits else None
-        ticket.is_pending = outputs is not None
+        left = self._contract.leaves_more
+        uses_more = self._parts.trial.verdicts.get(left) if left else False
+        ticket.on_trial = waits and uses_more is None
+        outputs = self._parts.kinds.outputs(ticket.micro_batch, ticket, bool(uses_more)) if waits else None
+        ticket.is_pending = outputs is not None and not ticket.on_trial
         return ticket.outputs() if outputs is None else outputs
 
     def queue(
@@ -217,6 +236,27 @@ class StepGroup(Queue):
 
     # ---- propagating back
 
+    def propagating_from_real(self) -> None:
+        """Note that the program propagates back from a tensor that was computed, of whatever."""
+        for ticket in self._queue:
+            ticket.uses_more = True
+
+    def _judge(self) -> None:
+        """Note whether losses of micro-batches on trial are made of their outputs alone."""
+        tried = [ticket for ticket in self._queue if ticket.on_trial and ticket.received]
+        left = self._contract.leaves_more
+        if not tried or not left:
+            return
+        uses_more = any(ticket.uses_more for ticket in tried)
+        self._parts.trial.verdicts[left] = uses_more
+        if uses_more:
+            _logger.warning(
+                "forward hooks or attributes keep tensors (%s), and the loss is made of more than the model's outputs: the "
+                "forward pass of each micro-batch runs alone, and swaps the whole model in. To keep micro-batches grouped, "
+                "let the model return what the loss is made of: docs/loops.md.",
+                self._contract.name_all(left),
+            )
+
     def divisor(self, divided_by: frozenset[float]) -> int:
         divisor = self._parts.accumulation()
         if divisor > 1 and divisor in divided_by:
@@ -276,6 +316,7 @@ class StepGroup(Queue):
     def run(self, hyper: Hyper, clipping: Clipping | None) -> bool:
         """Run forward, backward and updates. False if no micro-batch wants a gradient, so that nothing ran."""
         runner = self._runner
+        self._judge()
         try:
             if not self.propagated and not runner.steps_whole:
                 return self._run(lambda part: runner.step(part, hyper, clipping), hyper, last=True)

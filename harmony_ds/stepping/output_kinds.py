@@ -194,6 +194,8 @@ class _PendingOutputs:
             self.expectation.told.append(structure)
 
     def tensor(self, leaf: TensorLeaf) -> PendingTensor:
+        if self.ticket.on_trial and leaf.shape:
+            self.ticket.outputs()  # what hooks and attributes get is there when the program has its outputs
         tensor: PendingTensor | None = self.made.get(leaf.path)
         if tensor is None:
             read = functools.partial(self.expectation.read, leaf=leaf)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from harmony_ds.calls.boundary import next_nodes, reachable_nodes
+from harmony_ds.calls.boundary import next_nodes, reachable_nodes, targets_of
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.errors import BatchError, UnsupportedError
 
@@ -62,6 +62,8 @@ _LAZY = _ADDITIVE.union(
 """Functions that may run later: they draw no random numbers, and write nothing."""
 _LIKE = frozenset("zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full".split())
 """Functions that read nothing of their operand but what is known."""
+_DOOR = "harmony_ds: an output as the program was given it"
+"""Key in the metadata of its node in autograd's graph."""
 _MOST_PARTS = 16
 """Results of one function that may wait; where there are more (rows of a batch), they are computed at once."""
 _AUTOGRAD_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -83,6 +85,13 @@ class Ticket(Protocol):
     @property
     def resolved(self) -> bool:
         """Whether its forward pass has run."""
+
+    on_trial: bool
+    """Whether its forward pass runs at once, to see what else than outputs the loss is made of: see `Trial`."""
+    is_of_outputs: bool
+    """Whether the program propagates back now from a loss that is made of outputs alone."""
+    joins_others: bool
+    """Whether the program has joined its outputs to a tensor with a graph of layers that is no output."""
 
     @property
     def evaluates(self) -> bool:
@@ -232,7 +241,14 @@ class PendingTensor(torch.Tensor):
             for ticket in node.tickets:
                 ticket.backward(node)
         else:
-            node.look().backward(*args, **kwargs)
+            loss = node.look()
+            for ticket in node.tickets:
+                ticket.is_of_outputs = True
+            try:
+                loss.backward(*args, **kwargs)
+            finally:
+                for ticket in node.tickets:
+                    ticket.is_of_outputs = False
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         waiting = f"PendingTensor(of shape {tuple(self.node.shape)}, not computed yet)"
@@ -312,7 +328,16 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     nodes = [one for one in operands if isinstance(one, Node)]
     others = [one for one in operands if isinstance(one, Tensor)]
     grad = torch.is_grad_enabled()
-    elsewhere = any(other.requires_grad and _leads_elsewhere(other) for other in others)
+    elsewhere = [other for other in others if other.requires_grad and _leads_elsewhere(other)]
+    joins_others = any(map(_reaches_layers, elsewhere))
+    for ticket in [ticket for node in nodes for ticket in node.tickets if joins_others]:
+        ticket.joins_others = True
+    if joins_others and not all(node.resolved for node in nodes):
+        raise BatchError(
+            "a loss is made of outputs that have not been computed, and of a tensor that an earlier forward pass has left "
+            "elsewhere (an attribute of a module, or what a hook has kept). Let the model return that tensor; or read a "
+            "value of the outputs first (loss.item()): then forward has run, and has left the one of this call."
+        )
     if not nodes or elsewhere or (not grad and _in_autograd_function()):
         return None
     autocast = Autocast.current(nodes[0].device.type)
@@ -381,10 +406,34 @@ def _leads_elsewhere(tensor: Tensor) -> bool:
     return not (reached and ends and own)
 
 
+def mark_door(node: Any) -> None:
+    """Note in autograd's graph that a program was given the output that `node` makes."""
+    node.metadata[_DOOR] = True
+
+
+def is_door(node: Any) -> bool:
+    return _DOOR in node.metadata
+
+
+def _reaches_layers(tensor: Tensor) -> bool:
+    """Return whether gradients of `tensor` reach layers otherwise than by outputs that the program was given."""
+    seen, waiting = set(), [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or is_door(node):
+            continue
+        if targets_of(node) is not None:
+            return True
+        seen.add(node)
+        waiting += next_nodes(node)
+    return False
+
+
 def _as_it_is(operand: Any) -> Any:
     """Return an operand as it is now: a tensor or an array may be written into before its micro-batch runs."""
     if isinstance(operand, PendingTensor):
-        return operand.node.look() if operand.node.resolved else operand.node
+        on_trial = any(ticket.on_trial for ticket in operand.node.tickets)
+        return operand.node.look() if operand.node.resolved and not on_trial else operand.node
     operand = operand.copy() if isinstance(operand, np.ndarray) else operand
     return operand.clone() if isinstance(operand, Tensor) else operand
 

@@ -25,7 +25,7 @@ from harmony_ds.errors import BatchError, UnsupportedError, UsageError
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.division import divided, divided_by
 from harmony_ds.stepping.inputs import Arguments
-from harmony_ds.stepping.pending import Evaluation, Node, PendingTensor
+from harmony_ds.stepping.pending import Evaluation, Node, PendingTensor, mark_door
 
 LossFunction = Callable[[Any], Tensor]
 DESTROYED = (
@@ -177,6 +177,10 @@ class QueuedMicroBatch:
         self.stage = Stage.QUEUED
         self.is_pending = False  # what its caller has been given
         self.received = False
+        self.on_trial = False
+        self.is_of_outputs = False  # the loss that a backward pass of autograd's now runs from
+        self.uses_more = False  # than its outputs: the loss that it was propagated back from
+        self.joins_others = False  # a tensor with a graph of layers has been joined to its outputs
         # Who propagates back expects the gradients of what came in as soon as that is done.
         self.leads_outside = any(t.requires_grad for t in arguments.tensors)
 
@@ -247,8 +251,15 @@ class QueuedMicroBatch:
         group = self._open_group()
         self._note_caller()
         self.received = True
+        self.uses_more |= not self.is_of_outputs
         group.propagating(self, later=True)
         divisor = self._divisor(group, frozenset())
+        if divisor != 1 and self.joins_others:
+            raise UnsupportedError(
+                "loss.backward() of a loss that is made of more than the model's outputs (an attribute of a module, or "
+                "what a hook has kept): only gradients that come by outputs can be divided by the accumulation steps. Call "
+                "engine.backward(loss), or let the model return what the loss is made of."
+            )
         return gradient if divisor == 1 else gradient / divisor
 
     def _divisor(self, group: Queue, loss_divisors: frozenset[float]) -> int:
@@ -443,4 +454,5 @@ def _door(output: Tensor) -> Tensor:
         return output
     with torch.inference_mode(False), torch.enable_grad():  # though the reader may want no gradient now
         door: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    mark_door(door.grad_fn)
     return door

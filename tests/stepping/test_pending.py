@@ -28,7 +28,7 @@ class FakeTicket:
         self.noted: list[Node] = []
         self.shares = False
         self.nodes: WeakSet[Node] = WeakSet()
-        self.evaluates = False
+        self.evaluates = self.on_trial = self.is_of_outputs = self.joins_others = False
 
     @property
     def resolved(self) -> bool:
