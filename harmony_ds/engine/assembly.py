@@ -21,7 +21,7 @@ from harmony_ds.decomposer.find import Decomposition, Layer, find_layers, layer_
 from harmony_ds.device import Device, make_devices
 from harmony_ds.engine import admission
 from harmony_ds.engine.incoming import accept
-from harmony_ds.errors import ModelError
+from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.offload.block_optimizer import BlockOptimizer, SharedMasters, SplitOptimizer
 from harmony_ds.offload.cores import update_threads
 from harmony_ds.offload.device_optimizer import DeviceOptimizer
@@ -33,6 +33,7 @@ from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
+from harmony_ds.offload.optimizer_chain import HostOptimizerChain, OptimizerChain
 from harmony_ds.offload.optimizers import (
     ClientOptimizer,
     Masters,
@@ -198,9 +199,16 @@ def _share_buffers(model: nn.Module, world: SingleProcess) -> None:
 
 
 def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess) -> HostOptimizer:
+    if isinstance(optimizer, OptimizerChain) and (store.split is not None or store.disk is not None or world.size > 1):
+        raise UnsupportedError(
+            "several optimizers step whole parameters on the host, in one process: neither several processes, nor "
+            "harmony.split_masters, nor offload_optimizer on a disk."
+        )
     if store.split is not None:
         return SplitOptimizer(optimizer, store.parameters, store.split, world)
     apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
+    if isinstance(optimizer, OptimizerChain):
+        return HostOptimizerChain(optimizer, store.masters, apart)
     if store.disk is not None:
         return DiskOptimizer(optimizer, store.masters, store.disk, world, apart)
     if isinstance(world, World):

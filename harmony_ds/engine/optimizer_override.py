@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from harmony_ds.errors import OptimizerError, UnsupportedError
+from harmony_ds.errors import OptimizerError, UnsupportedError, UsageError
+from harmony_ds.offload.optimizer_chain import OptimizerChain
 
 _NAMES = ("step", "zero_grad", "load_state_dict")
 
@@ -55,14 +56,20 @@ class OptimizerOverride:
         step_by_hand._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers leave it as it is
         self._ours = {"step": step_by_hand, "zero_grad": zero_grad_by_hand, "load_state_dict": load_state_dict}
         vars(optimizer).update(self._ours)
+        parts = optimizer.parts if isinstance(optimizer, OptimizerChain) else ()
+        self._parts = [OptimizerOverride(part, _refuse_step_of_part, _drop_nothing_more, finish) for part in parts]
 
     def check(self) -> None:
         """Raise OptimizerError if the program has replaced `optimizer.step` since."""
         if vars(self._optimizer).get("step") is not self._ours["step"]:
             raise _replaced()
+        for part in self._parts:
+            part.check()
 
     def remove(self) -> None:
         """Give the optimizer its own methods back."""
+        for part in self._parts:
+            part.remove()
         for name, ours in self._ours.items():
             if vars(self._optimizer).get(name) is ours:
                 del vars(self._optimizer)[name]
@@ -77,6 +84,17 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
         for key, value in saved["state"].get(number, {}).items():
             if isinstance(value, torch.Tensor) and value.dtype != parameter.dtype:
                 optimizer.state[parameter][key] = value.detach().to("cpu", copy=True)
+
+
+def _refuse_step_of_part() -> None:
+    raise UsageError(
+        "step() of one of the optimizers that an engine steps together: call engine.step(), or engine.optimizer.step(), "
+        "once for all of them."
+    )
+
+
+def _drop_nothing_more(set_to_none: bool) -> None:
+    """Leave the gradients of other parameters: `zero_grad` of one optimizer of several has dropped its own."""
 
 
 def _replaced() -> OptimizerError:

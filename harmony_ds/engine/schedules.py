@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim
     Raises:
         ConfigError: the ds_config's scheduler is unknown, or does not take its params.
     """
+    if isinstance(client, (list, tuple)):
+        return ScheduleChain(client)
     if client is not None:
         return client(optimizer) if isinstance(client, type) or not hasattr(client, "step") else client
     if section is None:
@@ -38,6 +41,31 @@ def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim
         return cls(optimizer, **section.params)
     except TypeError as error:
         raise ConfigError(f'scheduler "{section.type}" does not take these params: {error}') from None
+
+
+class ScheduleChain:
+    """Several learning-rate schedulers, of several optimizers, as one."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = tuple(parts)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step all of them."""
+        for part in self.parts:
+            part.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of all parameter groups."""
+        return [rate for part in self.parts for rate in part.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all, in their order."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave."""
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
 
 
 def check_schedule(scheduler: Any, schedule: dict[str, Any] | None) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from harmony_ds.engine.core import HarmonyEngine, UserObjects
 from harmony_ds.engine.partitioned import make_whole
 from harmony_ds.engine.zero_optimizer import unwrap_optimizer
 from harmony_ds.errors import ConfigError, UnsupportedError
+from harmony_ds.offload.optimizer_chain import as_one_optimizer
 from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups, parameters_in
 from harmony_ds.parallel import SingleProcess, join_world
 from harmony_ds.parallel.distributed import init_distributed, launched_size
@@ -35,7 +36,7 @@ DsConfig = Mapping[str, Any] | str | Path
 def initialize(
     args: Namespace | None = None,
     model: nn.Module | None = None,
-    optimizer: ClientOptimizer | None = None,
+    optimizer: ClientOptimizer | Sequence[torch.optim.Optimizer] | None = None,
     model_parameters: ParameterGroups | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
@@ -53,6 +54,8 @@ def initialize(
 
     Args:
         optimizer, lr_scheduler: over the model's parameters, or a callable that makes one; override the ds_config's.
+            Several optimizers over different parameters in a list, or in an object of the program's, are stepped together,
+            and so are several schedulers in a list.
         model_parameters: parameters or parameter groups to train (all that require gradients).
         training_data, collate_fn: a dataset, which the third result loads in micro-batches as DeepSpeed does.
         config, config_params: the ds_config: a dict, a path, or url-safe base64 of JSON. `args.deepspeed_config` may be it.
@@ -69,7 +72,7 @@ def initialize(
     """
     trained = _check_model(model, mpu, mesh_param)
     given = _choose_config(args, config if config is not None else config_params)
-    optimizer = unwrap_optimizer(optimizer)
+    optimizer = as_one_optimizer(unwrap_optimizer(optimizer))
     settings = _in_dtype_of(trained, _load_settings(given, optimizer, dist_init_required))
     _check_schedule(optimizer, lr_scheduler)
     parameters = None if model_parameters is None else list(model_parameters)

@@ -17,6 +17,7 @@ from harmony_ds.engine.settings import Settings
 from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.engine.zero_optimizer import ZeroOptimizer, note_overflow
 from harmony_ds.errors import UsageError
+from harmony_ds.offload.optimizer_chain import parts_of
 from harmony_ds.offload.updater import GradientNorm
 from harmony_ds.runtime.updates import Outcome
 
@@ -89,7 +90,8 @@ class Training:
         if outcome.overflow:
             self.skipped_steps += 1
         else:
-            self.optimizer._opt_called = True  # torch's schedulers warn without it
+            for optimizer in (self.optimizer, *parts_of(self.assembly.optimizer)):
+                optimizer._opt_called = True  # torch's schedulers warn without it
             if schedule is not None and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**schedule)
         self.scaler.update(outcome.overflow)

@@ -20,6 +20,7 @@ from harmony_ds.config.optimizers import named
 from harmony_ds.errors import ConfigError, OptimizerError
 from harmony_ds.offload.device_optimizer import torch_equivalent
 from harmony_ds.offload.native import make_native, native_of
+from harmony_ds.offload.optimizer_chain import parts_of
 
 ParameterGroups = Iterable[Any]
 _HOOKS = tuple(
@@ -89,9 +90,10 @@ def build_optimizer(
     """
     if client is not None:
         optimizer = client if isinstance(client, torch.optim.Optimizer) else client(given)
-        for hooks in _HOOKS:  # a wrapper around another one may not have called `Optimizer.__init__`
-            optimizer.__dict__.setdefault(hooks, OrderedDict())
-        masters.adopt(optimizer)
+        for part in parts_of(optimizer):
+            for hooks in _HOOKS:  # a wrapper around another one may not have called `Optimizer.__init__`
+                part.__dict__.setdefault(hooks, OrderedDict())
+            masters.adopt(part)
         return optimizer
     if section is None:
         return None

@@ -1,0 +1,214 @@
+"""Several optimizers over different parameters train as they do in plain PyTorch, together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import harmony_ds
+from harmony_ds import HarmonyEngine
+from harmony_ds.errors import ConfigError, OptimizerError, UsageError
+from tests.engine.drive import assert_same, config_of
+
+Optimizer = torch.optim.Optimizer
+ACCUMULATION, STEPS = 2, 3
+
+
+class Combined(Optimizer):
+    """As programs write it: an optimizer that shows the groups of others, and steps them."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        self.steps = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for one in self.optimizers:
+            one.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+
+class Beside:
+    """As `Combined`, and no torch optimizer."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self.by_name = dict(zip(("matrices", "rest"), optimizers, strict=True))
+
+    def step(self) -> None:
+        for one in self.by_name.values():
+            one.step()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+def both(model: nn.Module) -> list[Optimizer]:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    muon = torch.optim.Muon(matrices, lr=0.02)
+    return [muon, torch.optim.AdamW([{"params": rest[:2], "lr": 0.05}, {"params": rest[2:]}], lr=0.01)]
+
+
+GIVEN: dict[str, Callable[[list[Optimizer]], Any]] = {
+    "a list": list,
+    "an optimizer around them": Combined,
+    "an object around them": Beside,
+}
+
+
+@contextmanager
+def engine_with(model: nn.Module, optimizer: Any, config: Any, **arguments: Any) -> Iterator[HarmonyEngine]:
+    engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config, **arguments)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def groups() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(2, 8, generator=generator) for _ in range(ACCUMULATION)] for _ in range(STEPS)]
+
+
+def train_plainly(model: nn.Module, optimizers: list[Optimizer], schedulers: Iterable[Any] = ()) -> None:
+    for group in groups():
+        for x in group:
+            (model(x).pow(2).mean() / ACCUMULATION).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def train(engine: HarmonyEngine, these: list[list[Tensor]]) -> None:
+    for group in these:
+        for x in group:
+            engine.backward(engine(x).pow(2).mean())
+            engine.step()
+
+
+@pytest.mark.parametrize("residency", ["auto", "off"])
+@pytest.mark.parametrize("given", GIVEN)
+def test_training_is_that_of_plain_pytorch(given: str, residency: str) -> None:
+    model, plain = net(), net()
+    train_plainly(plain, both(plain))
+    optimizers = both(model)
+    with engine_with(model, GIVEN[given](optimizers), config_of(ACCUMULATION, harmony={"pack_layers": 1})) as engine:
+        train(engine, groups())
+        assert engine.swap_report().ratio == 1.0
+        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.02, 0.05, 0.01]
+        for one in optimizers:
+            own = [p for group in one.param_groups for p in group["params"]]
+            assert set(one.state_dict()["state"]) == set(range(len(own)))
+    assert_same(model, plain, bitwise=True)
+
+
+def test_a_step_of_an_object_around_them_is_called_once_a_step() -> None:
+    model = net()
+    combined = Combined(both(model))
+    with engine_with(model, combined, config_of(ACCUMULATION)) as engine:
+        train(engine, groups())
+        with pytest.raises(UsageError, match="steps together"):
+            combined.step()
+        assert combined.steps == STEPS + 1
+
+
+def test_a_plain_loop_steps_them_together() -> None:
+    model, plain = net(), net()
+    train_plainly(plain, both(plain))
+    engine, optimizer, *_ = harmony_ds.initialize(model=model, optimizer=both(model), config=config_of(ACCUMULATION))
+    for group in groups():
+        for x in group:
+            engine(x).pow(2).mean().backward()
+        assert optimizer is not None
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.destroy()
+    assert_same(model, plain, bitwise=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("given", ["a list", "an optimizer around them"])
+def test_a_checkpoint_goes_on(given: str, dtype: str, tmp_path: Path) -> None:
+    more = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
+    through, halves = net(), [net(), net()]
+    these = [[x.bfloat16() if more else x for x in group] for group in groups()]
+    with engine_with(through, GIVEN[given](both(through)), config_of(ACCUMULATION, clip=0.5, **more)) as engine:
+        train(engine, these)
+    with engine_with(halves[0], GIVEN[given](both(halves[0])), config_of(ACCUMULATION, clip=0.5, **more)) as engine:
+        train(engine, these[:1])
+        engine.save_checkpoint(tmp_path)
+    with engine_with(halves[1], GIVEN[given](both(halves[1])), config_of(ACCUMULATION, clip=0.5, **more)) as engine:
+        engine.load_checkpoint(tmp_path)
+        train(engine, these[1:])
+    assert_same(halves[1], through, bitwise=True)
+
+
+def test_state_dicts_go_on() -> None:
+    through, halves = net(), [net(), net()]
+    with engine_with(through, both(through), config_of(ACCUMULATION)) as engine:
+        train(engine, groups())
+    with engine_with(halves[0], both(halves[0]), config_of(ACCUMULATION)) as engine:
+        train(engine, groups()[:1])
+        saved, weights = engine.optimizer.state_dict(), engine.module.state_dict()
+        assert len(saved["param_groups"]) == 3
+    halves[1].load_state_dict(weights)
+    with engine_with(halves[1], both(halves[1]), config_of(ACCUMULATION)) as engine:
+        engine.optimizer.load_state_dict(saved)
+        train(engine, groups()[1:])
+    assert_same(halves[1], through, bitwise=True)
+
+
+def test_each_has_a_schedule_of_its_own() -> None:
+    def schedules(optimizers: list[Optimizer]) -> list[Any]:
+        return [torch.optim.lr_scheduler.StepLR(one, 1, rate) for one, rate in zip(optimizers, (0.5, 0.9), strict=True)]
+
+    model, plain = net(), net()
+    optimizers = both(plain)
+    train_plainly(plain, optimizers, schedules(optimizers))
+    optimizers = both(model)
+    with engine_with(model, optimizers, config_of(ACCUMULATION), lr_scheduler=schedules(optimizers)) as engine:
+        train(engine, groups())
+        assert engine.get_lr() == pytest.approx([0.02 * 0.5**3, 0.05 * 0.9**3, 0.01 * 0.9**3])
+        assert engine.lr_scheduler.get_last_lr() == pytest.approx(engine.get_lr())
+    assert_same(model, plain, bitwise=True)
+
+
+def test_after_destroy_they_are_plain_again() -> None:
+    model, plain = net(), net()
+    train_plainly(plain, both(plain))
+    optimizers = both(model)
+    with engine_with(model, optimizers, config_of(ACCUMULATION)) as engine:
+        train(engine, groups()[:2])
+    for x in groups()[2]:
+        (model(x).pow(2).mean() / ACCUMULATION).backward()
+    for one in optimizers:
+        one.step()
+    assert_same(model, plain, bitwise=True)
+
+
+def test_what_is_not_disjoint_or_no_optimizer_is_refused_by_name() -> None:
+    model = net()
+    twice = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW([model[0].weight])]
+    with pytest.raises(ConfigError, match=r"0\.weight occurs multiple times"):
+        harmony_ds.initialize(model=model, optimizer=twice, config=config_of(1))
+    with pytest.raises(OptimizerError, match="with Linear in it"):
+        harmony_ds.initialize(model=model, optimizer=[twice[0], model[0]], config=config_of(1))  # type: ignore[list-item]
+    with pytest.raises(OptimizerError, match="a sequence of 0"):
+        harmony_ds.initialize(model=model, optimizer=[], config=config_of(1))
