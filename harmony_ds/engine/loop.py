@@ -57,7 +57,7 @@ class Loop:
         Returns:
             The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
         """
-        self._training.require_optimizer("backward")
+        self._training.check_can_propagate()
         _need_scalar(
             loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
         )

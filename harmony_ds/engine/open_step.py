@@ -49,6 +49,7 @@ class OpenStep:
         self._assembly = assembly = training.assembly
         self._runner, self._world, self._optimizer = assembly.runner, assembly.world, assembly.host_optimizer
         self._running = False  # the step, or a part of it
+        self._passes = 0  # through a frozen model, which has no steps; each has random numbers of its own
         self.gradients = StepGradients(assembly, training.scaler)
         self.override: OptimizerOverride | None = None
         if assembly.optimizer is not None:
@@ -62,6 +63,9 @@ class OpenStep:
 
     def _group_parts(self) -> GroupParts:
         training, assembly, config = self._training, self._assembly, self._training.settings.now
+        check_propagation = training.scaler.check_scaled
+        if self._optimizer is None:
+            check_propagation = while_alive(training.check_can_propagate)
         device, seed, warn = assembly.device, config.harmony.seed, while_alive(training.warnings.warn)
         dtype, ledger = config.autocast_dtype, assembly.ledger
         autocast = None if dtype is None else Autocast(device.torch_device.type, dtype)
@@ -76,7 +80,7 @@ class OpenStep:
             replaced_forward=ReplacedForward(training.model),
             seed=self._world.first("seed", torch.initial_seed) if seed is None else seed,
             looked=partial(warn, EARLY_READ),
-            propagating=_refuse_backward if self._optimizer is None else training.scaler.check_scaled,
+            propagating=check_propagation,
             accumulation=training.settings.gradient_accumulation_steps,
             divided_by_hand=partial(warn, DIVIDED_TWICE),
             propagate=while_alive(self.propagate),
@@ -89,7 +93,7 @@ class OpenStep:
         if seed is not None and self._training.settings.now.harmony.seed is None:
             self.parts = replace(self.parts, seed=seed)
         self._runner.end_step()
-        self.group = StepGroup(self.parts, self._training.global_steps)
+        self.group = StepGroup(self.parts, self._training.global_steps + self._passes)
 
     def discard(self) -> None:
         """Discard its micro-batches when the engine is destroyed."""
@@ -182,16 +186,23 @@ class OpenStep:
 
         They are a part of the step: later micro-batches add to them, and `step` uses them.
         """
-        if self._running or self._optimizer is None or not self.group:
+        if self._running or not self.group:
             return False
         if not self.group.wanted:
             return self.group.propagated
         self._world.refuse(
             "gradients before the step that they are for (looked at, dropped, or of inputs that require them)"
         )
+        hyper = () if self._optimizer is None else self._optimizer.hyper()
         try:
             with self._busy():
-                return self.group.propagate(self._optimizer.hyper(), self._clipping() or Clipping())
+                gathered = self.group.propagate(hyper, self._clipping() or Clipping())
+            if self._optimizer is None and not self.group.is_open:
+                # No step follows: gradients have gone through a frozen model to what is before it.
+                self._passes += 1
+                self.renew()
+                return False
+            return gathered
         except BaseException:
             self.group.abandon()
             self.renew()
@@ -258,10 +269,3 @@ class OpenStep:
         if value is not None:
             self.finish()  # a pending update would take it
         self._assembly.parts.user_gradients.put(name, value)
-
-
-def _refuse_backward() -> None:
-    raise UsageError(
-        "must provide optimizer during init in order to use backward: name one in the ds_config or pass one. Gradients are "
-        "gathered for its parameters alone."
-    )

@@ -57,6 +57,18 @@ class Training:
                 f"must provide optimizer during init in order to use {what}: name one in the ds_config or pass one"
             )
 
+    def check_can_propagate(self) -> None:
+        """Raise UsageError if parameters would get gradients, and there is no optimizer for them.
+
+        A frozen model needs none: gradients go through it to what its inputs are made of.
+        """
+        if self.optimizer is None and any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise UsageError(
+                "must provide optimizer during init in order to use backward: name one in the ds_config or pass one, or "
+                "freeze the whole model (requires_grad_(False)) before initialize if gradients are to go through it alone. "
+                "Gradients are gathered for the optimizer's parameters alone."
+            )
+
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
         return self._of_groups("lr")
