@@ -47,7 +47,7 @@ class Untouched:
         self.layer: Collection[Tensor] = ()
         self.looks_into_layers = True
         self._kept: dict[int, _Kept] = {}
-        self._begin = torch.autograd._get_sequence_nr()
+        self._begin = torch._C._autograd._get_sequence_nr()
 
     def set_aside(self, nodes: Iterable[Node]) -> bool:
         """Take gradients and hooks off all of the program's leaves among `nodes`, which are about to be propagated through.
@@ -89,7 +89,7 @@ def untouched() -> Iterator[Untouched]:
 def _take_off(leaf: Tensor) -> _Kept:
     with torch._C.DisableTorchFunctionSubclass():
         gradient, leaf.grad = leaf.grad, None
-        own: list[dict[Any, Any] | None] = [leaf._backward_hooks, leaf._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+        own: list[dict[Any, Any] | None] = [leaf._backward_hooks, leaf._post_accumulate_grad_hooks]
     hooks = [(one, dict(one)) for one in own if one]
     for one, _ in hooks:
         one.clear()

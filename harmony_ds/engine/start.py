@@ -72,17 +72,17 @@ def initialize(
     """
     trained = _check_model(model, mpu, mesh_param)
     given = _choose_config(args, config if config is not None else config_params)
-    optimizer = as_one_optimizer(unwrap_optimizer(optimizer))
-    settings = _in_dtype_of(trained, _load_settings(given, optimizer, dist_init_required))
-    _check_schedule(optimizer, lr_scheduler)
+    client: ClientOptimizer | None = as_one_optimizer(unwrap_optimizer(optimizer))
+    settings = _in_dtype_of(trained, _load_settings(given, client, dist_init_required))
+    _check_schedule(client, lr_scheduler)
     parameters = None if model_parameters is None else list(model_parameters)
-    _check_for_duplicates(trained, optimizer, parameters)
+    _check_for_duplicates(trained, client, parameters)
     settings, world = _join(settings, trained, device)
     with world.reporting_failures():
-        assembly = assemble(trained, settings, optimizer, parameters, device, world)
+        assembly = assemble(trained, settings, client, parameters, device, world)
         try:
-            client = UserObjects(optimizer, lr_scheduler, training_data, collate_fn)
-            engine = HarmonyEngine(trained, settings, assembly, client)
+            objects = UserObjects(client, lr_scheduler, training_data, collate_fn)
+            engine = HarmonyEngine(trained, settings, assembly, objects)
         except BaseException:
             assembly.destroy()
             raise

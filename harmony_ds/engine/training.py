@@ -102,6 +102,7 @@ class Training:
         if outcome.overflow:
             self.skipped_steps += 1
         else:
+            assert self.assembly.optimizer is not None
             for optimizer in (self.optimizer, *parts_of(self.assembly.optimizer)):
                 optimizer._opt_called = True  # torch's schedulers warn without it
             if schedule is not None and self.lr_scheduler is not None:

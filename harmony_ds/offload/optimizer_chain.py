@@ -96,15 +96,25 @@ def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 
 def _held_by(given: Any) -> list[Optimizer]:
-    """Return the optimizers, several of them, that an object with `step` and `param_groups` holds in its attributes."""
-    shows_groups = isinstance(getattr(type(given), "param_groups", None), property)
-    if not (hasattr(given, "step") and (shows_groups or not isinstance(given, Optimizer))):
+    """Return the optimizers, several of them, that an object with a `step` holds in its attributes.
+
+    None if it is an optimizer that has parameters which they have not: it steps those by itself.
+    """
+    if not hasattr(given, "step") or not hasattr(given, "__dict__"):
         return []
     found: dict[int, Optimizer] = {}
     for value in vars(given).values():
-        held = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+        held: Iterable[Any] = [value]
+        if isinstance(value, (list, tuple)):
+            held = value
+        elif isinstance(value, Mapping):
+            held = value.values()
         found.update((id(one), one) for one in held if isinstance(one, Optimizer))
-    return list(found.values()) if len(found) > 1 else []
+    theirs = {id(p) for one in found.values() for group in one.param_groups for p in group["params"]}
+    own = given.param_groups if isinstance(given, Optimizer) else ()
+    if len(found) < 2 or any(id(p) not in theirs for group in own for p in group["params"]):
+        return []
+    return list(found.values())
 
 
 class HostOptimizerChain(HostOptimizer):

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import harmony_ds
 from harmony_ds import HarmonyEngine
 from harmony_ds.errors import ConfigError, OptimizerError, UsageError
-from tests.engine.drive import assert_same, config_of
+from harmony_ds.utils import safe_get_full_fp32_param
+from tests.engine.drive import assert_same, config_of, seed_of
+from tests.oracle import train_plainly_half
 
 Optimizer = torch.optim.Optimizer
 ACCUMULATION, STEPS = 2, 3
@@ -41,6 +43,18 @@ class Combined(Optimizer):
             one.zero_grad(set_to_none)
 
 
+class WithGroups(Optimizer):
+    """As `Combined`, with groups of its own."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([p for one in self.optimizers for group in one.param_groups for p in group["params"]], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.optimizers:
+            one.step()
+
+
 class Beside:
     """As `Combined`, and no torch optimizer."""
 
@@ -57,9 +71,10 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
 
 
-def both(model: nn.Module) -> list[Optimizer]:
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    rest = [p for p in model.parameters() if p.ndim != 2]
+def both(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
+    known = list(parameters)
+    matrices = [p for p in known if p.ndim == 2]
+    rest = [p for p in known if p.ndim != 2]
     muon = torch.optim.Muon(matrices, lr=0.02)
     return [muon, torch.optim.AdamW([{"params": rest[:2], "lr": 0.05}, {"params": rest[2:]}], lr=0.01)]
 
@@ -67,6 +82,7 @@ def both(model: nn.Module) -> list[Optimizer]:
 GIVEN: dict[str, Callable[[list[Optimizer]], Any]] = {
     "a list": list,
     "an optimizer around them": Combined,
+    "an optimizer with groups of its own": WithGroups,
     "an object around them": Beside,
 }
 
@@ -107,8 +123,8 @@ def train(engine: HarmonyEngine, these: list[list[Tensor]]) -> None:
 @pytest.mark.parametrize("given", GIVEN)
 def test_training_is_that_of_plain_pytorch(given: str, residency: str) -> None:
     model, plain = net(), net()
-    train_plainly(plain, both(plain))
-    optimizers = both(model)
+    train_plainly(plain, both(plain.parameters()))
+    optimizers = both(model.parameters())
     with engine_with(model, GIVEN[given](optimizers), config_of(ACCUMULATION, harmony={"pack_layers": 1})) as engine:
         train(engine, groups())
         assert engine.swap_report().ratio == 1.0
@@ -121,7 +137,7 @@ def test_training_is_that_of_plain_pytorch(given: str, residency: str) -> None:
 
 def test_a_step_of_an_object_around_them_is_called_once_a_step() -> None:
     model = net()
-    combined = Combined(both(model))
+    combined = Combined(both(model.parameters()))
     with engine_with(model, combined, config_of(ACCUMULATION)) as engine:
         train(engine, groups())
         with pytest.raises(UsageError, match="steps together"):
@@ -131,8 +147,10 @@ def test_a_step_of_an_object_around_them_is_called_once_a_step() -> None:
 
 def test_a_plain_loop_steps_them_together() -> None:
     model, plain = net(), net()
-    train_plainly(plain, both(plain))
-    engine, optimizer, *_ = harmony_ds.initialize(model=model, optimizer=both(model), config=config_of(ACCUMULATION))
+    train_plainly(plain, both(plain.parameters()))
+    engine, optimizer, *_ = harmony_ds.initialize(
+        model=model, optimizer=both(model.parameters()), config=config_of(ACCUMULATION)
+    )
     for group in groups():
         for x in group:
             engine(x).pow(2).mean().backward()
@@ -144,32 +162,56 @@ def test_a_plain_loop_steps_them_together() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("given", ["a list", "an optimizer around them"])
+@pytest.mark.parametrize("given", ["a list", "an optimizer with groups of its own"])
 def test_a_checkpoint_goes_on(given: str, dtype: str, tmp_path: Path) -> None:
     more = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
     through, halves = net(), [net(), net()]
     these = [[x.bfloat16() if more else x for x in group] for group in groups()]
-    with engine_with(through, GIVEN[given](both(through)), config_of(ACCUMULATION, clip=0.5, **more)) as engine:
+    with engine_with(
+        through, GIVEN[given](both(through.parameters())), config_of(ACCUMULATION, clip=0.5, **more)
+    ) as engine:
         train(engine, these)
-    with engine_with(halves[0], GIVEN[given](both(halves[0])), config_of(ACCUMULATION, clip=0.5, **more)) as engine:
+    with engine_with(
+        halves[0], GIVEN[given](both(halves[0].parameters())), config_of(ACCUMULATION, clip=0.5, **more)
+    ) as engine:
         train(engine, these[:1])
         engine.save_checkpoint(tmp_path)
-    with engine_with(halves[1], GIVEN[given](both(halves[1])), config_of(ACCUMULATION, clip=0.5, **more)) as engine:
+    with engine_with(
+        halves[1], GIVEN[given](both(halves[1].parameters())), config_of(ACCUMULATION, clip=0.5, **more)
+    ) as engine:
         engine.load_checkpoint(tmp_path)
         train(engine, these[1:])
     assert_same(halves[1], through, bitwise=True)
 
 
+@pytest.mark.parametrize("given", GIVEN)
+def test_masters_are_stepped_as_in_plain_mixed_precision(given: str) -> None:
+    model, plain = net(), net()
+    batches = [[{"input": x.bfloat16()} for x in group] for group in groups()]
+
+    def make(masters: list[nn.Parameter]) -> Combined:
+        return Combined(both(masters))
+
+    run = train_plainly_half(
+        plain, batches, make, clip=None, seed_of=seed_of, loss_of=lambda output: output.pow(2).mean()
+    )
+    config = config_of(ACCUMULATION, harmony={"pack_layers": 1}, bf16={"enabled": True})
+    with engine_with(model, GIVEN[given](both(model.parameters())), config) as engine:
+        train(engine, [[batch["input"] for batch in group] for group in batches])
+        masters = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
+    assert_same(masters, run.masters, bitwise=True)
+
+
 def test_state_dicts_go_on() -> None:
     through, halves = net(), [net(), net()]
-    with engine_with(through, both(through), config_of(ACCUMULATION)) as engine:
+    with engine_with(through, both(through.parameters()), config_of(ACCUMULATION)) as engine:
         train(engine, groups())
-    with engine_with(halves[0], both(halves[0]), config_of(ACCUMULATION)) as engine:
+    with engine_with(halves[0], both(halves[0].parameters()), config_of(ACCUMULATION)) as engine:
         train(engine, groups()[:1])
         saved, weights = engine.optimizer.state_dict(), engine.module.state_dict()
         assert len(saved["param_groups"]) == 3
     halves[1].load_state_dict(weights)
-    with engine_with(halves[1], both(halves[1]), config_of(ACCUMULATION)) as engine:
+    with engine_with(halves[1], both(halves[1].parameters()), config_of(ACCUMULATION)) as engine:
         engine.optimizer.load_state_dict(saved)
         train(engine, groups()[1:])
     assert_same(halves[1], through, bitwise=True)
@@ -180,9 +222,9 @@ def test_each_has_a_schedule_of_its_own() -> None:
         return [torch.optim.lr_scheduler.StepLR(one, 1, rate) for one, rate in zip(optimizers, (0.5, 0.9), strict=True)]
 
     model, plain = net(), net()
-    optimizers = both(plain)
+    optimizers = both(plain.parameters())
     train_plainly(plain, optimizers, schedules(optimizers))
-    optimizers = both(model)
+    optimizers = both(model.parameters())
     with engine_with(model, optimizers, config_of(ACCUMULATION), lr_scheduler=schedules(optimizers)) as engine:
         train(engine, groups())
         assert engine.get_lr() == pytest.approx([0.02 * 0.5**3, 0.05 * 0.9**3, 0.01 * 0.9**3])
@@ -192,8 +234,8 @@ def test_each_has_a_schedule_of_its_own() -> None:
 
 def test_after_destroy_they_are_plain_again() -> None:
     model, plain = net(), net()
-    train_plainly(plain, both(plain))
-    optimizers = both(model)
+    train_plainly(plain, both(plain.parameters()))
+    optimizers = both(model.parameters())
     with engine_with(model, optimizers, config_of(ACCUMULATION)) as engine:
         train(engine, groups()[:2])
     for x in groups()[2]:
