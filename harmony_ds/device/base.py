@@ -153,6 +153,10 @@ class Device(ABC):
     def upload(self, tensor: Tensor) -> Tensor:
         """Return a device copy for the compute stream; the caller may write into `tensor`, or drop it, at once."""
 
+    def host_copy(self, tensor: Tensor, non_blocking: bool) -> Tensor:
+        """Return a copy in host memory; if `non_blocking`, it is there when the compute stream has passed this point."""
+        return torch.empty_like(tensor, device="cpu").copy_(tensor, non_blocking=non_blocking)
+
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised flat buffer, counted against the budget until `free`.
 

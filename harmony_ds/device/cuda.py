@@ -115,8 +115,14 @@ class CudaDevice(Device):
     def upload(self, tensor: Tensor) -> Tensor:
         # Staged in torch's page-locked memory (copies from pageable memory block the host), which returns to its pool
         # after the copy: the caller's memory is not read later.
-        staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor) if tensor.layout is torch.strided else tensor
+        if not self.pins_host or tensor.layout is not torch.strided:
+            return tensor.to(self.torch_device, copy=True)
+        staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return staged.to(self.torch_device, non_blocking=True)
+
+    def host_copy(self, tensor: Tensor, non_blocking: bool) -> Tensor:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=self.pins_host)
+        return host.copy_(tensor, non_blocking=non_blocking and self.pins_host)
 
     def record_use(self, tensor: Tensor) -> None:
         tensor.record_stream(self._stream(Stream.COMPUTE))

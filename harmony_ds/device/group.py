@@ -121,6 +121,9 @@ class DeviceGroup(Device):
     def peaks(self) -> tuple[int, ...]:
         return tuple(member.peak_bytes() for member in self.members)
 
+    def host_copy(self, tensor: Tensor, non_blocking: bool) -> Tensor:
+        return self.active.host_copy(tensor, non_blocking)
+
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.members[HOME].host_empty(numel, dtype)
 

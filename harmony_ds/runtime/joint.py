@@ -153,7 +153,7 @@ class MemberStreams:
             raise UnseenError("the code between layers draws random numbers, which was not seen when it was measured.")
 
 
-_CALLED = ("index", "seed", "forward", "autocast", "backward_autocast", "context", "state", "home")
+_CALLED = ("index", "seed", "forward", "autocast", "backward_autocast", "context", "state", "home", "device")
 
 
 @dataclass(slots=True, eq=False)

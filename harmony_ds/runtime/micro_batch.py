@@ -44,6 +44,7 @@ class MicroBatch:
         context: the caller's context variables, likewise.
         state: what the call saw of the model.
         home: the device of losses whose values the program reads.
+        device: that it runs on, or the group of devices.
         count: how many micro-batches it stands for.
         reduce: of one without gradients: what is kept of its outputs (the loss, not everybody's logits).
         sharing: those that share its loss, which is made of the outputs of all of them, in the order of their calls, itself
@@ -57,6 +58,7 @@ class MicroBatch:
     autocast: Autocast | None
     state: CallState
     home: torch.device
+    device: Device
     backward_autocast: Autocast | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     count: int = 1

@@ -160,6 +160,7 @@ class StepGroup(Queue):
             autocast=Autocast.current(home.type),
             state=self._contract.take(),
             home=home,
+            device=self._runner.parts.device,
             reduce=reduce,
             inputs=inputs,
         )

@@ -414,8 +414,8 @@ def _keep(outputs: Mapping[QueuedMicroBatch, Any], values: Mapping[Node, Tensor]
         # memory of the device that no plan has. From there it comes back on the stream that it goes out by.
         if value.numel() == 1:
             return value.detach().clone()
-        host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        return host.copy_(value.detach(), non_blocking=value.device == ticket.micro_batch.home)
+        micro_batch = ticket.micro_batch
+        return micro_batch.device.host_copy(value.detach(), non_blocking=value.device == micro_batch.home)
 
     def is_kept(node: Node) -> bool:
         is_own = all(ticket in outputs for ticket in node.tickets)

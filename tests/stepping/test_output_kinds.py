@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from harmony_ds.calls.contract import Contract
+from harmony_ds.device import CpuDevice
 from harmony_ds.errors import BatchError
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.stepping.inputs import Arguments
@@ -246,7 +247,7 @@ def test_one_number_that_no_name_calls_a_loss_is_one_only_without_dimensions(wra
 
 def call_of(*args: Any, **kwargs: Any) -> MicroBatch:
     state, home = Contract(torch.nn.Linear(1, 1)).take(), torch.device("cpu")
-    return MicroBatch(0, 0, lambda: None, lambda outputs: None, None, state, home, inputs=(args, kwargs))
+    return MicroBatch(0, 0, lambda: None, lambda outputs: None, None, state, home, CpuDevice(), inputs=(args, kwargs))
 
 
 @pytest.mark.parametrize(
