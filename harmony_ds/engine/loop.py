@@ -39,14 +39,19 @@ class Loop:
             BatchError: there is no tensor among the arguments.
             DoesNotFitError: nothing fits this micro-batch in the device memory budget.
         """
-        if is_between_layers() and self._training.assembly.parts.contract.is_running:
-            return self._model(*args, **kwargs)  # in a function that this engine runs (`compute_loss`)
+        if self._is_running():
+            return self._model(*args, **kwargs)
         if not torch.is_grad_enabled():
             with self.streaming():
                 return self._open.parts.call(self._model, Arguments(args, kwargs))
         with self._world.reporting_failures():
             self._open.apply_user_edits()
             return self._open.group.add(args, kwargs)
+
+    def _is_running(self) -> bool:
+        """Return whether the caller is a function that this engine runs, such as `compute_loss`."""
+        is_running = self._training.assembly.parts.contract.is_running
+        return is_running and is_between_layers() and not self._runner.is_streaming
 
     # ---- propagating back: by the engine, or by the caller from a loss that the engine has scaled.
     # `LossScaler.check_scaled` is called in every backward pass, of `loss.backward()` too.
@@ -58,6 +63,11 @@ class Loop:
             The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
         """
         self._training.check_can_propagate()
+        if self._is_running():
+            raise UsageError(
+                "engine.backward() was called within a function that the engine runs (compute_loss): return the loss "
+                "instead, and the engine propagates back from it."
+            )
         _need_scalar(
             loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
         )

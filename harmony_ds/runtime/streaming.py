@@ -22,7 +22,11 @@ from harmony_ds.runtime.parts import Parts
 
 
 class Streamer:
-    """Handler of layer calls on the calling thread, which runs them without gradients. Subclasses look at more."""
+    """Handler of layer calls on the calling thread, which runs them without gradients. Subclasses look at more.
+
+    Attributes:
+        is_open: layer calls come to it.
+    """
 
     def __init__(self, parts: Parts, layers: tuple[Layer, ...]) -> None:
         self._parts = parts
@@ -32,7 +36,7 @@ class Streamer:
         self._next: dict[int, int] = {}
         self._ahead: dict[int, DeviceCopy] = {}  # of the layer that comes next
         self._fetched: dict[str, DeviceCopy] = {}
-        self._open = False
+        self.is_open = False
 
     # ---- what subclasses may do otherwise
 
@@ -54,7 +58,7 @@ class Streamer:
     @contextmanager
     def streaming(self, unlayered: tuple[str, ...], order: tuple[int, ...]) -> Iterator[None]:
         """Stream layer calls of this thread while open. `order` (may be empty) tells which layer to prefetch."""
-        if self._open:
+        if self.is_open:
             yield
             return
         self._parts.device_store.sync_to_device()
@@ -73,7 +77,7 @@ class Streamer:
         self._staying = frozenset(unlayered)
         self._next = dict(pairwise(order))
         copy = self._parts.residency.swap_in(unlayered)
-        self._open = True
+        self.is_open = True
         try:
             copy.wait(self.device)
             self.swapped_in(copy)
@@ -81,7 +85,7 @@ class Streamer:
             yield copy
         finally:
             self._parts.installation.fetch = None
-            self._open = False
+            self.is_open = False
             for left in (copy, *self._fetched.values(), *self._ahead.values()):
                 self._parts.residency.evict(left)
             self._fetched.clear()

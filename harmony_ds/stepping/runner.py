@@ -247,6 +247,11 @@ class Runner:
         ):
             yield
 
+    @property
+    def is_streaming(self) -> bool:
+        """Whether the program calls the model without gradients, in the context of `streaming`."""
+        return self._streamer.is_open
+
     @contextmanager
     def less_memory(self) -> Iterator[Callable[[torch.OutOfMemoryError], None]]:
         """Open a context with a function that lowers the budget after memory ran out, so that the next plan needs less.

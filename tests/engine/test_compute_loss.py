@@ -74,6 +74,17 @@ def test_both_kinds_of_functions_are_refused() -> None:
         engine.train_batch(data()[:1], lambda outputs: outputs.mean(), compute_loss=LOSSES["siamese"])
 
 
+def test_a_function_that_calls_backward_is_refused() -> None:
+    def compute_loss(engine: HarmonyEngine, batch: list[Tensor]) -> Tensor:
+        return engine.backward(engine(batch[0]).square().mean())
+
+    model = Encoder()
+    with engine_for(model, sgd, config_of(1)) as engine:
+        with pytest.raises(UsageError, match="return the loss instead"):
+            engine.train_batch(data()[:1], compute_loss=compute_loss)
+        engine.train_batch(data()[:1], compute_loss=LOSSES["siamese"])
+
+
 def test_passes_without_gradients_within_a_step_are_reported_apart() -> None:
     model = Encoder()
     with engine_for(model, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
@@ -92,3 +103,16 @@ def test_passes_without_gradients_within_a_step_are_reported_apart() -> None:
             assert report.beside_ratio == pytest.approx(references * nbytes / report.lower_bound_bytes)
             assert ("without gradients" in str(report)) is bool(references), step
         assert "beside" not in str(report)
+
+
+def test_calls_in_a_streaming_context_are_the_engines_own() -> None:
+    """They enter the ds_config's autocast, and copy their arguments."""
+    model, x = Encoder(), data()[0][0]
+    config = config_of(1, None, {"pack_layers": 1}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    with engine_for(model, sgd, config) as engine:
+        with torch.no_grad():
+            expected = engine(x)
+        with engine.streaming():
+            found = engine(x)
+        assert torch.equal(found, expected)
+        assert not torch.equal(found.float(), model(x))
