@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harmony_ds.calls.patching import patched
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_optimizer import HostOptimizer, Hyper
 
@@ -117,6 +116,17 @@ def _held_by(given: Any) -> list[Optimizer]:
     return list(found.values())
 
 
+@contextmanager
+def _with_own_steps(parts: Sequence[Optimizer]) -> Iterator[None]:
+    """Let `parts` have the step of their class, in the place of one on the object, which refuses to be called by hand."""
+    on_object = [(part, vars(part).pop("step")) for part in parts if "step" in vars(part)]
+    try:
+        yield
+    finally:
+        for part, step in on_object:
+            vars(part)["step"] = step
+
+
 class HostOptimizerChain(HostOptimizer):
     """`HostOptimizer` of a chain: each of its optimizers steps its own parameters."""
 
@@ -140,10 +150,8 @@ class HostOptimizerChain(HostOptimizer):
         """Call the step of every optimizer, or of the object around them, with `gradients`."""
         chain = self.optimizer
         if chain.around is not None:
-            # Within it the optimizers have their own step, in the place of the one that refuses to be called by hand.
-            own = [(vars(part), "step", partial(type(part).step, part)) for part in chain.parts]
-            with patched(own):
-                self._step_around(gradients, follow)
+            with _with_own_steps(chain.parts):
+                super().step_whole(gradients, follow)
             return
         for hook in list(chain._optimizer_step_pre_hooks.values()):
             hook(chain, (), {})
@@ -151,9 +159,6 @@ class HostOptimizerChain(HostOptimizer):
             part.step_whole({name: one for name, one in gradients.items() if part.trains(name)}, follow)
         for hook in list(chain._optimizer_step_post_hooks.values()):
             hook(chain, (), {})
-
-    def _step_around(self, gradients: Mapping[str, Tensor], follow: Callable[[], None]) -> None:
-        super().step_whole(gradients, follow)
 
     @property
     def trained(self) -> Iterable[str]:

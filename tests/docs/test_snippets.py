@@ -77,6 +77,14 @@ def plain_loop() -> Names:
     }
 
 
+def several_optimizers() -> Names:
+    model = Net()
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    names = {"harmony_ds": harmony_ds, "torch": torch, "model": model, "config": CONFIG}
+    return {**names, "matrices": matrices, "others": others}
+
+
 def a_trainer() -> Names:
     from transformers import Trainer, TrainingArguments
 
@@ -141,6 +149,16 @@ def trained(steps: int) -> Callable[[Names], None]:
     return check
 
 
+def stepped_together(names: Names) -> None:
+    engine = names["engine"]
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    assert len(engine.optimizer.param_groups) == 2
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
 def seeded(names: Names) -> None:
     assert torch.initial_seed() == harmony_ds.micro_batch_seed(1, 2, 3)
 
@@ -187,6 +205,7 @@ AROUND: list[tuple[str, Callable[[], Names], Callable[[Names], None]]] = [
     ("docs/loops.md", plain_loop, trained(4)),
     ("docs/loops.md", triplets, trained(2)),
     ("docs/loops.md", with_an_adapter, trained(2)),
+    ("docs/loops.md", several_optimizers, stepped_together),
     ("docs/loops.md", a_seed, seeded),
     ("docs/memory.md", saved_model, loaded),
     ("docs/memory.md", saved_weights, loaded),
