@@ -91,6 +91,7 @@ class Checkpoints:
         snapshot = checkpoint.read_any(folder)
         snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, world.rank, world.size))
         self._runner.check_usable()
+        self._training.settle()
         assembly = self._training.assembly
         assembly.finish_updates()
         world.agree("load")  # no process uses weights any more
@@ -146,6 +147,7 @@ class Checkpoints:
         training = self._training
         self._runner.check_usable()
         training.assembly.parts.updater.wait_all()
+        training.settle()
         if self._open.group:
             _logger.warning(
                 "micro-batches are queued (%d) whose step is not taken yet: the checkpoint is of the step before, and they "

@@ -234,6 +234,7 @@ class HarmonyEngine(nn.Module):
     def finish_updates(self) -> None:
         """Wait for pending updates, and copy resident packs to the host. Reading weights or state does so by itself."""
         self._assembly.finish_updates()
+        self._training.settle()
 
     def offload_states(self, *_: Any, **__: Any) -> None:
         """Free the device memory that is held between steps; the next step brings its contents back."""
@@ -255,7 +256,11 @@ class HarmonyEngine(nn.Module):
             BaseException: an update's failure that was not raised yet, after all of that.
         """
         self._open.discard()
-        self._release()
+        try:
+            if self.usable:
+                self._training.settle()
+        finally:
+            self._release()
 
     def check_alive(self) -> None:
         """Raise UsageError after `destroy`."""

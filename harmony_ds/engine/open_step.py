@@ -131,6 +131,7 @@ class OpenStep:
             clip: whether gradients are clipped; False: the program has clipped them.
         """
         training, group = self._training, self.group
+        training.settle_skip()  # it may set learning rates back
         check_schedule(training.lr_scheduler, schedule)
         full = len(group) == training.settings.gradient_accumulation_steps() and not group.propagated
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from harmony_ds.config import Section
 from harmony_ds.config.hints import check_params, nearest
@@ -78,3 +80,46 @@ def check_schedule(scheduler: Any, schedule: dict[str, Any] | None) -> None:
             f"the engine cannot step {type(scheduler).__name__}: {error}. Nothing was updated. Give engine.step() what it "
             'takes (lr_kwargs={"metrics": value}), or make it from engine.optimizer after initialize and step it yourself.'
         ) from None
+
+
+def can_step_back(scheduler: Any) -> bool:
+    """Return whether a step of `scheduler` can be undone: whether it gives its state, and takes it back."""
+    return all(hasattr(part, "state_dict") and hasattr(part, "load_state_dict") for part in _parts_of(scheduler))
+
+
+def _parts_of(scheduler: Any) -> tuple[Any, ...]:
+    return scheduler.parts if isinstance(scheduler, ScheduleChain) else (scheduler,)
+
+
+class ScheduleStep:
+    """A step of a scheduler that can be undone, if the optimizer's step turns out to be skipped."""
+
+    def __init__(self, scheduler: Any, groups: Sequence[dict[str, Any]], schedule: dict[str, Any]) -> None:
+        """Step `scheduler` with the arguments `schedule`; it sets values in the parameter `groups`."""
+        self._scheduler, self._groups = scheduler, groups
+        # DeepSpeed's states are without the last learning rates.
+        self._attributes = [(part, dict(vars(part))) for part in _parts_of(scheduler)]
+        self._state = copy.deepcopy(scheduler.state_dict())
+        self._before = [_copy_values(group) for group in self._groups]
+        scheduler.step(**schedule)
+        self._after = [_copy_values(group) for group in self._groups]
+
+    def undo(self) -> None:
+        """Give scheduler and parameter groups the values from before the step, but for those set by the program since."""
+        for part, attributes in self._attributes:
+            vars(part).update(attributes)
+        self._scheduler.load_state_dict(self._state)
+        for group, before, after in zip(self._groups, self._before, self._after, strict=False):
+            for key, value in before.items():
+                if after.get(key) == value or group.get(key) != after.get(key):
+                    continue
+                if isinstance(group[key], Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+
+def _copy_values(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a parameter group holds beside its parameters; tensors, which schedulers write into, as copies."""
+    held = {key: value for key, value in group.items() if key != "params"}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}

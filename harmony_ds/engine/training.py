@@ -10,12 +10,13 @@ from torch import nn
 
 from harmony_ds.checkpoint import Progress
 from harmony_ds.engine.assembly import Assembly
+from harmony_ds.engine.lifetime import while_alive
 from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.engine.one_time_warnings import NOT_FINITE, SKIPPED, OneTimeWarnings
-from harmony_ds.engine.schedules import build_scheduler
+from harmony_ds.engine.schedules import ScheduleStep, build_scheduler, can_step_back
 from harmony_ds.engine.settings import Settings
 from harmony_ds.engine.training_data import TrainingData
-from harmony_ds.engine.zero_optimizer import ZeroOptimizer, note_overflow
+from harmony_ds.engine.zero_optimizer import ZeroOptimizer
 from harmony_ds.errors import UsageError
 from harmony_ds.offload.optimizer_chain import parts_of
 from harmony_ds.offload.updater import GradientNorm
@@ -25,9 +26,11 @@ from harmony_ds.runtime.updates import Outcome
 class Training:
     """A model, its optimizer and schedule, DeepSpeed's counters, and the result of the last step.
 
+    A step returns before it is known whether its gradients were finite. It counts as taken until somebody asks, or until
+    the next step begins: then `settle` waits for the norm, and undoes what a skipped step must not have done.
+
     Attributes:
         optimizer: the optimizer under DeepSpeed's names; None without one.
-        lr_scheduler: the user's, else the ds_config's, else None.
         micro_steps: calls of `step()`, at a boundary or not.
         group_began: `micro_steps` when the group that is queued now began.
     """
@@ -39,13 +42,17 @@ class Training:
         self.model, self.assembly, self.settings, self.data = model, assembly, settings, data
         self.scaler = LossScaler(settings.now.loss_scale)
         optimizer = assembly.optimizer
-        self.optimizer: Any = None if optimizer is None else ZeroOptimizer(optimizer, settings, self.scaler.own)
-        self.lr_scheduler = build_scheduler(settings.now.scheduler, lr_scheduler, optimizer)
-        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.optimizer: Any = None
+        if optimizer is not None:
+            self.optimizer = ZeroOptimizer(optimizer, settings, self.scaler.own, while_alive(self.has_overflowed))
+        self._lr_scheduler = build_scheduler(settings.now.scheduler, lr_scheduler, optimizer)
+        self.global_steps = self.global_samples = self.micro_steps = self._skipped_steps = 0
         self.group_began = 0
         self._backwards = 0  # backward passes of the group that is queued now
         self._norm: Future[GradientNorm] | None = None
-        self._applied = False
+        self._applied = self._overflow = False
+        self._unsettled: Outcome | None = None  # of the last step
+        self._schedule_step: ScheduleStep | None = None  # that is undone if this step is skipped
         self.warnings = OneTimeWarnings()
 
     # ---- optimizer
@@ -82,50 +89,111 @@ class Training:
         return self._of_groups("type")
 
     def _of_groups(self, name: str) -> list[Any]:
+        self.settle_skip()
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [group.get(name, 0.0) for group in groups]
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The user's scheduler, else the ds_config's, else None."""
+        self.settle_skip()
+        return self._lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self.settle_skip()
+        self._lr_scheduler = scheduler
 
     # ---- the last step
 
     def was_step_applied(self) -> bool:
         """Return whether the last `step()` updated the weights: not without a boundary, or with an overflow."""
+        self.settle_skip()
         return self._applied
+
+    def has_overflowed(self) -> bool:
+        """Return whether the last optimizer step was skipped for inf or NaN in its gradients."""
+        self.settle_skip()
+        return self._overflow
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped for inf or NaN in their gradients."""
+        self.settle_skip()
+        return self._skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self.settle_skip()
+        self._skipped_steps = count
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of all gradients of the last step, before clipping, unscaled; None before the first."""
+        self.settle()
         return None if self._norm is None else self._norm.result().total
+
+    def settle_skip(self) -> None:
+        """Settle the last step if it may have been skipped."""
+        if self._unsettled is not None and self._unsettled.may_skip:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the norm of the last step: count the step as skipped, or warn, if its gradients were not finite.
+
+        Raises:
+            PeerFailedError: another process has not said its part of the norm.
+            BaseException: what has ended this process's update thread before the norm was known.
+        """
+        outcome = self._unsettled
+        if outcome is None:
+            return
+        try:
+            norm = None if outcome.norm is None else outcome.norm.result()
+        except Exception:
+            self._unsettled = self._schedule_step = None  # said once
+            self.assembly.parts.updater.raise_failure()  # which notes that the caller has got it
+            raise
+        schedule_step, self._unsettled, self._schedule_step = self._schedule_step, None, None
+        if norm is None:
+            return
+        if outcome.overflow:
+            self._applied, self._overflow = False, True
+            self._skipped_steps += 1
+            if schedule_step is not None:
+                schedule_step.undo()
+            self.warnings.log(SKIPPED, self.global_steps)
+        elif not math.isfinite(norm.total):
+            self.warnings.log(NOT_FINITE, self.global_steps, norm.total)
 
     def finish_step(self, outcome: Outcome, schedule: dict[str, Any] | None) -> None:
         """Count an optimizer step, and step the scheduler with `schedule` (None: the caller does) and the loss scale."""
-        self._norm, self._applied = outcome.norm, not outcome.overflow
-        self._warn_if_not_finite(outcome)
-        if outcome.overflow:
-            self.skipped_steps += 1
-        else:
-            assert self.assembly.optimizer is not None
-            for optimizer in (self.optimizer, *parts_of(self.assembly.optimizer)):
-                optimizer._opt_called = True  # torch's schedulers warn without it
-            if schedule is not None and self.lr_scheduler is not None:
-                self.lr_scheduler.step(**schedule)
-        self.scaler.update(outcome.overflow)
+        self.settle()  # the step before, whose updates this one has waited for
         self.global_steps += 1
+        self._norm, self._unsettled = outcome.norm, outcome
+        self._applied, self._overflow = True, False
+        assert self.assembly.optimizer is not None
+        for optimizer in (self.optimizer, *parts_of(self.assembly.optimizer)):
+            optimizer._opt_called = True  # torch's schedulers warn without it
+        if self.scaler.own.dynamic:  # the next losses have another scale after an overflow
+            self.settle_skip()
+        if schedule is not None and self._lr_scheduler is not None:
+            self._step_schedule(schedule)
+        self.scaler.update(self._overflow)
         if self.settings.now.values["managed_gradient_accumulation"]:
             self.global_samples += self.settings.train_batch_size()
         else:
             self.global_samples += self._backwards * self.settings.train_micro_batch_size_per_gpu()
-        note_overflow(self.optimizer, outcome.overflow)
 
-    def _warn_if_not_finite(self, outcome: Outcome) -> None:
-        warnings, step = self.warnings, self.global_steps + 1
-
-        def check(norm: Future[GradientNorm]) -> None:
-            if not norm.cancelled() and norm.exception() is None and not math.isfinite(norm.result().total):
-                warnings.log(NOT_FINITE, step, norm.result().total)
-
-        if outcome.overflow:
-            warnings.log(SKIPPED, step)
-        elif outcome.norm is not None:  # without clipping it is known later
-            outcome.norm.add_done_callback(check)
+    def _step_schedule(self, schedule: dict[str, Any]) -> None:
+        """Step the scheduler after a step that was not skipped; undo it later if that turns out to have been."""
+        if not can_step_back(self._lr_scheduler):
+            self.settle_skip()
+        if self._overflow:
+            return
+        if self._unsettled is not None and self._unsettled.may_skip:
+            self._schedule_step = ScheduleStep(self._lr_scheduler, self.optimizer.param_groups, schedule)
+        else:
+            self._lr_scheduler.step(**schedule)
 
     # ---- counters
 
@@ -147,9 +215,8 @@ class Training:
 
     def resume(self, progress: Progress | None) -> None:
         """Go on from a checkpoint's `progress` (None: from its weights alone, counting on)."""
-        self._norm, self._applied = None, False
-        if self.optimizer is not None:
-            note_overflow(self.optimizer, False)
+        self._norm = self._unsettled = self._schedule_step = None
+        self._applied = self._overflow = False
         if progress is None:
             self.rewind()
             return

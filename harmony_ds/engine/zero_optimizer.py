@@ -55,8 +55,15 @@ class ZeroOptimizer:
     It does not keep its engine alive, and copies and pickles are of the optimizer that steps.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings, scaler: Any) -> None:
-        vars(self).update(optimizer=optimizer, overflow=False, loss_scaler=scaler, _settings=settings)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        settings: Settings,
+        scaler: Any,
+        has_overflowed: Callable[[], bool | None],
+    ) -> None:
+        """`has_overflowed`: whether the last step was skipped for inf or NaN in its gradients; None: the engine is gone."""
+        vars(self).update(optimizer=optimizer, loss_scaler=scaler, _settings=settings, _has_overflowed=has_overflowed)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -64,6 +71,8 @@ class ZeroOptimizer:
 
     def __getattr__(self, name: str) -> Any:
         settings, optimizer = vars(self)["_settings"], vars(self)["optimizer"]
+        if name == "overflow":
+            return bool(vars(self)["_has_overflowed"]())
         if name in _ANSWERS:
             return _ANSWERS[name](settings)
         if name in _OF_SCALER:
@@ -116,11 +125,6 @@ class ZeroOptimizer:
     def override_loss_scale(self, loss_scale: float) -> None:
         """Raise UnsupportedError: the loss scale is the ds_config's."""
         raise _read_only("the loss scale (optimizer.override_loss_scale)", "fp16.loss_scale")
-
-
-def note_overflow(optimizer: ZeroOptimizer, overflow: bool) -> None:
-    """Record whether the last step was skipped for inf or NaN in its gradients."""
-    vars(optimizer)["overflow"] = overflow
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

@@ -49,7 +49,7 @@ class Clipping:
 
 @dataclass(frozen=True, slots=True)
 class GradientNorm:
-    """Global norm before clipping, the factor of every gradient, and whether any was inf or NaN."""
+    """Global norm before clipping, the factor of every gradient, and whether the update is skipped for inf or NaN."""
 
     total: float
     coefficient: Tensor | None
@@ -66,7 +66,7 @@ class GradientNorm:
         if clipping.loss_scale != 1.0:
             coefficient = (torch.ones(()) if coefficient is None else coefficient) / clipping.loss_scale
         value = total.item()
-        return GradientNorm(value, coefficient, not math.isfinite(value))
+        return GradientNorm(value, coefficient, clipping.skip_overflow and not math.isfinite(value))
 
 
 class PendingNorm(Future[GradientNorm]):
@@ -87,9 +87,6 @@ class PendingNorm(Future[GradientNorm]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return self._posted.exception(timeout)
-
-    def add_done_callback(self, fn: Callable[[Future[GradientNorm]], object]) -> None:
-        self._posted.add_done_callback(lambda _: fn(self))
 
 
 class Updater:
@@ -199,7 +196,7 @@ class Updater:
         return promised
 
     def update(self, pack: int, names: tuple[str, ...], hyper: Hyper, norm: Future[GradientNorm] | None) -> None:
-        """Queue the update of `names`, the parameters that `pack` owns."""
+        """Queue the update of `names`, the parameters that `pack` owns; with an overflow, their gradients are dropped."""
         with self._changed:
             self._pending[pack] += 1
             self._updating.update(names)
@@ -210,11 +207,13 @@ class Updater:
 
         def update() -> None:
             coefficient = None if norm is None else norm.result().coefficient
+            overflow = norm is not None and norm.result().overflow
             self._gradients.wait_arrived(names)
             with work:
-                gradients = self._gradients.for_update(names, coefficient, norm is not None, optimizer.master_dtype)
-                optimizer.step(gradients, hyper)
-                self._store.copy_masters_to_weights(gradients)
+                if not overflow:
+                    gradients = self._gradients.for_update(names, coefficient, norm is not None, optimizer.master_dtype)
+                    optimizer.step(gradients, hyper)
+                    self._store.copy_masters_to_weights(gradients)
                 self._gradients.clear_gradients(names)
             self._world.updated(names)
             with self._changed:

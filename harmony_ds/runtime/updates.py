@@ -30,15 +30,24 @@ class Outcome:
 
     Attributes:
         norm: of all gradients; promised when the step returns.
-        overflow: whether its updates were skipped, because gradients were not finite.
+        may_skip: whether its updates are skipped if gradients turn out not to be finite.
         updates_issued: packs whose weights it has changed, or will.
         others_update: whether other processes may change weights, though the step fails here.
     """
 
     norm: Future[GradientNorm] | None = None
-    overflow: bool = False
+    may_skip: bool = False
     updates_issued: int = 0
     others_update: bool = False
+
+    @property
+    def overflow(self) -> bool:
+        """Whether its updates were skipped; waits for the norm if they may have been.
+
+        Raises:
+            BaseException: what has ended the update thread before the norm was known.
+        """
+        return self.may_skip and self.norm is not None and self.norm.result().overflow
 
 
 class GatheredGradients:
@@ -172,11 +181,10 @@ class Updates:
         self._parts.device_store.drop()
         self._gathered.receive_own(names)
         updater.measure(names)
-        outcome.norm = updater.norm(clipping)
+        outcome.norm, outcome.may_skip = updater.norm(clipping), clipping.skip_overflow
         norm = outcome.norm.result()
         gradients = updater.pop_gradients(names)
-        if clipping.skip_overflow and norm.overflow:
-            outcome.overflow = True
+        if norm.overflow:
             return
         if norm.coefficient is not None:
             for gradient in gradients.values():
@@ -197,7 +205,7 @@ class Updates:
         self._gathered.receive_own(names)
         if clipping is not None:
             updater.measure(names)
-            self.outcome.norm = updater.norm(clipping)
+            self.outcome.norm, self.outcome.may_skip = updater.norm(clipping), clipping.skip_overflow
         self.outcome.updates_issued = 1
         updater.update(0, names, hyper, self.outcome.norm)
         self.promise_norm()
@@ -267,15 +275,10 @@ class Updates:
         updater.add_norms(store.take_norms())
         self._parts.world.agree("norm")  # from here on, weights change
         self.outcome.others_update = self._parts.world.size > 1
-        self.outcome.norm = updater.norm(self._clipping)
-        if self._clipping.skip_overflow and self.outcome.norm.result().overflow:
-            self.outcome.overflow = True
-            updater.discard()
-            store.clear_gradients()
+        # Not waited for: gradients are still on their way to the host, and the caller goes on.
+        self.outcome.norm, self.outcome.may_skip = updater.norm(self._clipping), self._clipping.skip_overflow
 
     def _update(self, task: Task) -> None:
-        if self.outcome.overflow:
-            return
         pack = self._plan.packs[task.pack]
         if task.pack == self._plan.packing.uncalled and self.outcome.norm is None:
             self._gathered.receive_own(pack.owned)
@@ -284,6 +287,7 @@ class Updates:
 
     def _update_on_device(self, task: Task) -> None:
         if self.outcome.overflow:
+            self._parts.device_store.clear_gradients(self._plan.packs[task.pack].owned)
             return
         self.outcome.updates_issued += 1
         norm, owned = self.outcome.norm, self._plan.packs[task.pack].owned

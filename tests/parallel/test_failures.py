@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -85,6 +86,47 @@ def test_an_exception_after_first_updates_ends_all() -> None:
     for rank, [(seen, _, again)] in enumerate(run(2, fails_in_a_layer, 0.0, ("backward",))):
         assert seen[0] == ("RuntimeError" if rank == 1 else "PeerFailedError"), seen
         assert again[0] in ("EngineFailedError", "PeerFailedError"), again
+
+
+class Records(logging.Handler):
+    """What has been logged, which nobody else handles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def fails_before_it_says_its_norm(read: str) -> Any:
+    """Process 1's update thread fails when all weights are updated; process 0 then asks for what needs its norm."""
+    records = Records()
+    logging.getLogger("concurrent.futures").addHandler(records)
+    engine = engine_of(MLP)
+    engine.train_batch(batches())
+    engine.finish_updates()
+    board = assembly_of(engine).world._board
+    if engine.global_rank == 1:
+
+        def burst(number: int, part: float) -> None:
+            raise RuntimeError("the norm has burst")
+
+        board.post_norm = burst
+    engine.train_batch(batches())
+    seen = error_of(getattr(engine, read))
+    again = error_of(lambda: engine.train_batch(batches()))
+    return seen, again, records.texts
+
+
+@pytest.mark.parametrize("read", ["finish_updates", "get_global_grad_norm", "destroy"])
+def test_a_process_that_ends_before_it_says_its_norm_is_an_error_of_whoever_needs_that(read: str) -> None:
+    first, second = run(2, fails_before_it_says_its_norm, read)
+    assert first[0][0] == "PeerFailedError" and "the norm has burst" in first[0][1], first
+    assert second[0] == ("RuntimeError", "the norm has burst")
+    for _, again, logged in (first, second):
+        assert again[0] in ("PeerFailedError", "EngineFailedError", "UsageError" if read == "destroy" else "")
+        assert not logged, "an error was swallowed by a callback"
 
 
 def fails_while_measuring() -> Any:
