@@ -1,11 +1,16 @@
-"""Python's garbage: collection within a step, and what failed calls keep alive."""
+"""Python's garbage: collections around steps, and what failed calls keep alive."""
 
 from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+_STEPS = 8
+"""After so many steps, everything made since the objects were frozen is searched for garbage."""
+_MANY = 100_000
+"""More objects than this take too long to search (20 ms): they are frozen, too."""
 
 
 def release_frames(error: BaseException) -> None:
@@ -16,23 +21,67 @@ def release_frames(error: BaseException) -> None:
         at = at.__cause__ or at.__context__
 
 
+class StepCollections:
+    """Full collections of a process that trains: cheap ones in steps, complete ones between them.
+
+    A step makes so many objects that every few steps (of a large model every step) Python makes a full collection, which
+    goes through all of torch and transformers: 0.2 to 0.3 s in which nothing is launched. So the objects that are there
+    when the first step begins are frozen: no collection goes through them.
+
+    made before the first step     frozen until somebody makes a full collection between steps, which goes through all
+    made later, in steps or not    collected as ever, and by a full collection every `_STEPS` steps
+    """
+
+    def __init__(self) -> None:
+        self.froze = False
+        """Whether objects are frozen, and it was for steps."""
+        self._running: set[object] = set()  # one for each step that runs, in whichever thread
+        self._until_full = _STEPS
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Open the context of a step."""
+        token = object()
+        self._running.add(token)
+        try:
+            self._begin_step()
+            yield
+        finally:
+            self._running.discard(token)
+
+    def _begin_step(self) -> None:
+        if self._unfreeze_for_all not in gc.callbacks:
+            gc.callbacks.append(self._unfreeze_for_all)
+        self._until_full -= 1
+        if not self.froze:
+            gc.collect(1)  # what has been garbage for a short time would be frozen
+            self._freeze()
+        elif self._until_full <= 0:
+            gc.collect()
+            self._until_full = _STEPS
+            if len(gc.get_objects()) > _MANY:
+                self._freeze()
+
+    def _freeze(self) -> None:
+        gc.freeze()
+        self.froze = True
+        self._until_full = _STEPS
+
+    def _unfreeze_for_all(self, phase: str, info: Mapping[str, int]) -> None:
+        """Let a full collection between steps go through everything; Python calls this around every collection."""
+        if phase == "start" and info["generation"] == 2 and self.froze and not self._running:
+            gc.unfreeze()
+            self.froze = False
+
+
+_COLLECTIONS = StepCollections()  # of the process, as the collector is
+
+
 def collection_within_steps() -> Callable[[], AbstractContextManager[None]]:
-    """Return the context of a step: `only_new_garbage`, unless the program has frozen objects, which stay frozen.
+    """Return the context of a step: `StepCollections.step`, unless the program has frozen objects, which stay frozen.
 
     Asked once for an engine: the answer is counted object by object, 40 ms for half a million.
     """
-    return nullcontext if gc.get_freeze_count() else only_new_garbage
-
-
-@contextmanager
-def only_new_garbage() -> Iterator[None]:
-    """While open, a collection goes only through objects that were made meanwhile.
-
-    A step makes so many that every few steps (of a large model every step) there is a full collection, which goes through
-    all of torch and transformers: 0.2 to 0.3 s in which nothing is launched.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    if not _COLLECTIONS.froze and gc.get_freeze_count():
+        return nullcontext
+    return _COLLECTIONS.step
