@@ -9,7 +9,6 @@ running    around the engine's runs: attributes that change meanwhile were set b
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,22 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from harmony_ds.calls.own_settings import CONTAINERS, NOT_PLAIN, SET_ONCE, Key, ModuleSettings, are_equal
 from harmony_ds.calls.trees import LIBRARIES
+from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.host_store import ungated
 
 _logger = logging.getLogger(__name__)
 
-_NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_flat_weight_refs", "_current_fx_name"}
-"""Attributes that are not compared: parameters, hooks, modes, and those that engines, wrappers and Lightning put there."""
-_SET_ONCE = "_output_capturing_hooks_installed"  # by transformers, when hidden states are first asked for
-_SCALARS = (bool, int, float, complex, str, bytes)
-_CONTAINERS = (list, dict, set, OrderedDict)
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
 _COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
 
-Key = tuple[int, str]
-"""The number of a module, and the name of an attribute."""
 Attributes = dict[Key, tuple[Any, int]]
 """The attributes, buffers and submodules of all modules at one time, each with its version if it is a tensor."""
 _ABSENT = object(), 0
@@ -63,12 +57,16 @@ class CallModes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallState:
-    """State of the model at a call. Calls with the same attributes share one `attributes` object. `own`: its `vars`."""
+    """State of the model at a call. Calls with the same attributes share one `attributes` object. `own`: its `vars`.
+
+    `settings`: those that its lane may make.
+    """
 
     modes: CallModes
     attributes: Attributes
     trained_now: Callable[[], tuple[bool, ...]]
     own: dict[str, Any]
+    settings: ModuleSettings
 
     def at_backward(self) -> CallState:
         """Return the state for a backward pass that is asked for now: parameters frozen since get no gradient."""
@@ -79,11 +77,12 @@ class CallState:
 class Contract:
     """Records the state of one model at each call, checks it, and restores its modes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[Layer] = ()) -> None:
         names = dict(model.named_modules())
         self._names, self._modules = list(names), list(names.values())
         self._held = [module.__dict__ for module in self._modules]
         self._parameters = list(model.parameters())
+        self.settings = ModuleSettings(self._modules, layers)
         self._written: set[Key] = set()  # by forward
         self._with_graphs: set[Key] = set()  # those of them that hold tensors with a graph
         self._is_said = False
@@ -98,13 +97,13 @@ class Contract:
                 self._record()
             modes = self._modes()
             self.modes = self.modes if modes == self.modes else modes
-        return CallState(self.modes, self._attributes, self._trained, self._held[0])
+        return CallState(self.modes, self._attributes, self._trained, self._held[0], self.settings)
 
     def check(self, states: Sequence[CallState]) -> None:
         """Raise ModelError if the program has changed attributes since calls in `states` that run now."""
         now = self.take().attributes
         for seen in [state.attributes for state in states if state.attributes is not now]:
-            changed = {key for key in _changed(seen, now) - self._written if key[1] != _SET_ONCE}
+            changed = {key for key in _changed(seen, now) - self._written if key[1] != SET_ONCE}
             if changed:
                 raise ModelError(
                     f"{self._name(min(changed))} was changed between the calls of a step, whose micro-batches run later "
@@ -117,8 +116,12 @@ class Contract:
         """Attribute changes to forward, which the engine runs while the context is open; warn once that it sets them."""
         outer, before = self.is_running, self.take().attributes
         self.is_running = True
+        if not outer:
+            self.settings.begin()
         try:
             yield
+            if not outer:
+                self.settings.leave()
         finally:
             self.is_running = outer
             if not outer and not self._is_unchanged():
@@ -137,11 +140,13 @@ class Contract:
     def _with_modes(self, state: CallState) -> Iterator[None]:
         before, self.modes = self.modes, state.modes
         self._set_modes(state.modes)
+        self.settings.begin()
         try:
             yield
         finally:
             self.modes = before
             self._set_modes(before)
+            self.settings.begin()
 
     @contextmanager
     def reverting(self) -> Iterator[None]:
@@ -151,7 +156,7 @@ class Contract:
         """
         modes, before = self._modes(), self._snapshot()
         values = [value for held in self._held for key, value in held.items() if key not in _STRUCTURE]
-        contents = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
+        contents = [(value, value.copy()) for value in values if type(value) in CONTAINERS]
         for _, content in contents:
             values += content.values() if isinstance(content, dict) else content
         small = [one for one in values if type(one) is Tensor and one.numel() * one.element_size() <= _COPIED_BYTES]
@@ -238,11 +243,11 @@ class Contract:
             (number, key): (value, _version(value) if isinstance(value, Tensor) else 0)
             for number, held in enumerate(self._held)
             for key, value in (*held.items(), *held["_buffers"].items(), *held["_modules"].items())
-            if key not in _NOT_PLAIN
+            if key not in NOT_PLAIN
         }
 
     def _note_written(self, keys: set[Key]) -> None:
-        told = {key for key in keys - self._written if key[1] not in (_SET_ONCE, *self._held[key[0]]["_buffers"])}
+        told = {key for key in keys - self._written if key[1] not in (SET_ONCE, *self._held[key[0]]["_buffers"])}
         names = sorted(map(self._name, told))
         if names and not self._is_said:
             self._is_said = True
@@ -266,14 +271,14 @@ def _version(tensor: Tensor) -> int:
 
 
 def _changed(before: Attributes, now: Attributes) -> set[Key]:
-    """Return the keys whose values are neither the same object nor equal scalars, or were written to."""
+    """Return the keys whose values are neither the same object nor equal plain values, or were written to."""
     return {key for key in before.keys() | now.keys() if not _same(before.get(key, _ABSENT), now.get(key, _ABSENT))}
 
 
 def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
     if one[0] is other[0]:
         return one[1] == other[1]
-    return type(one[0]) is type(other[0]) and isinstance(one[0], _SCALARS) and bool(one[0] == other[0])
+    return are_equal(one[0], other[0])
 
 
 _C: Any = torch._C  # whose functions are read at every layer call

@@ -15,7 +15,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,37 +27,56 @@ from harmony_ds.calls.intercept import is_between_layers
 from harmony_ds.calls.patching import Item, patched
 from harmony_ds.device.base import Device
 from harmony_ds.errors import ModelError
+from harmony_ds.offload.host_store import ungated
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.residency import Leaves
 
 _AT_HOME: Mapping[nn.Module, int] = {}
 Touched = Callable[[str], Tensor]
+NoteTrained = Callable[[nn.Parameter, bool], None]
 
 
 class PhantomParameter(torch.Tensor):
     """A parameter without memory: it has the shape, dtype and device that the parameter has on the device."""
 
     harmony_name: str
-    harmony_host: Tensor
+    harmony_host: nn.Parameter
     harmony_touched: Touched
+    harmony_trained: NoteTrained | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(name: str, like: Tensor, device: torch.device, touched: Touched) -> PhantomParameter:
+    def of(
+        name: str, like: nn.Parameter, device: torch.device, touched: Touched, trained: NoteTrained | None
+    ) -> PhantomParameter:
         """Return a phantom of `like` on `device`.
 
         When an operation wants its values, `touched` is called with its name: it runs on the tensor that is returned.
+        Before its `requires_grad` is set, `trained` is called with `like` and what that is.
         """
         phantom: PhantomParameter = torch.Tensor._make_wrapper_subclass(
             PhantomParameter, like.shape, dtype=like.dtype, device=device, requires_grad=like.requires_grad
         )
         phantom.harmony_name, phantom.harmony_host, phantom.harmony_touched = name, like, touched
+        phantom.harmony_trained = trained
         return phantom
 
-    requires_grad = property(
-        attrgetter("harmony_host.requires_grad"), lambda self, on: self.harmony_host.requires_grad_(on)
-    )
+    @property
+    def requires_grad(self) -> bool:
+        return self.harmony_host.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> PhantomParameter:
+        """Set it for the layer calls of the code that does so."""
+        with ungated():
+            if self.harmony_trained is not None:
+                self.harmony_trained(self.harmony_host, self.harmony_host.requires_grad)
+            self.harmony_host.requires_grad_(requires_grad)
+        return self
 
     def __getattr__(self, name: str) -> Any:  # those that the program has put on the parameter
         return getattr(vars(self)["harmony_host"], name)
@@ -120,7 +138,15 @@ def belongs_to_engine(model: nn.Module) -> bool:
 class Installation:
     """Installs phantoms, device copies and buffers in the modules of one model."""
 
-    def __init__(self, model: nn.Module, canonical: Mapping[int, str], device: Device, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        canonical: Mapping[int, str],
+        device: Device,
+        ledger: Ledger,
+        note_trained: NoteTrained | None = None,
+    ) -> None:
+        """Call `note_trained`, if given, with a parameter and its `requires_grad` before the model's code sets that."""
         self._device = device
         self.modules = tuple(model.modules())
         self._names: dict[nn.Module, dict[str, str]] = {}  # canonical names, of modules with parameters
@@ -130,7 +156,9 @@ class Installation:
             if own:
                 self._names[module] = names = {key: canonical[id(host)] for key, host in own.items()}
                 place, touch = device.torch_device, self._touch
-                phantoms = {key: PhantomParameter.of(names[key], host, place, touch) for key, host in own.items()}
+                phantoms = {
+                    key: PhantomParameter.of(names[key], host, place, touch, note_trained) for key, host in own.items()
+                }
                 self._phantoms[module] = FixedParameters({**module._parameters, **phantoms})
                 module.__dict__["_parameters"] = FixedParameters(module._parameters)
         self.buffers = DeviceBuffers(self.modules, device, ledger)

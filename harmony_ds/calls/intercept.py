@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from harmony_ds.calls.own_settings import Own
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.device.base import Device
 from harmony_ds.errors import UnsupportedError
@@ -72,6 +73,7 @@ class Request:
         forward: the layer's own forward, bound.
         context, grad, autocast: the caller's context variables, grad mode and autocast.
         around: makes the context of torch's modes and switches that the caller has set; None: none.
+        own: settings of modules that the caller has made for itself; None: none.
         raised: ids of exceptions of the layer's forward (the exceptions would keep the request, by their tracebacks).
     """
 
@@ -83,6 +85,7 @@ class Request:
     grad: bool
     autocast: Autocast | None
     around: Around | None = None
+    own: Own | None = None
     raised: list[int] = field(default_factory=list)
 
     def run(self, args: Iterable[Any], kwargs: Mapping[str, Any], aligned: Around | None = None) -> Any:

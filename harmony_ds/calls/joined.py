@@ -257,5 +257,6 @@ def _signature(request: Request, given: CallInputs, place: int) -> Any:
         f"{type(leaf)} {leaf!r}" if leaf is None or isinstance(leaf, PLAIN) else id(leaf) for leaf in arguments.leaves
     ]
     tensors = [(t.shape, t.dtype, t.requires_grad) for t in given.tensors]
-    called = request.grad, arguments.positional, arguments.keywords, tuple(arguments.collected.items())
+    own = None if request.own is None else request.own.signature
+    called = request.grad, own, arguments.positional, arguments.keywords, tuple(arguments.collected.items())
     return called, tuple(plain), tuple(tensors), repr((arguments.places, arguments.shape, list(arguments.caches)))

@@ -7,7 +7,7 @@ run, and a recomputation must give the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from harmony_ds.calls.arguments import CallInputs, CallOutputs
 from harmony_ds.calls.boundary import propagate
-from harmony_ds.calls.buffers import clone_buffers, substituted_buffers
+from harmony_ds.calls.buffers import Buffers, clone_buffers, substituted_buffers
 from harmony_ds.calls.caches import extract_caches, restore_caches, snapshot_caches
 from harmony_ds.calls.called_layer import CalledLayer, copy_with_gradient, cut_outputs, storage_of, storages_of
 from harmony_ds.calls.contract import UnseenError
@@ -24,6 +24,7 @@ from harmony_ds.calls.crossing import Crossings
 from harmony_ds.calls.installed import Installation
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Request
+from harmony_ds.calls.own_settings import Own, in_force
 from harmony_ds.calls.random_streams import State, states_differ
 from harmony_ds.calls.recorded_call import RecordedCall, norms_of
 from harmony_ds.calls.slices import Piece, SliceAssembler, Slicing, slicing_of
@@ -216,7 +217,8 @@ class LayerCalls:
         layer, came = self.layers[call.request.layer], [gradient for gradient in gradients if gradient is not None]
         if came and call.graph:
             replay(call.states[0])
-            _propagate(call, gradients)
+            with in_force(call.request.own):
+                _propagate(call, gradients)
         elif came:
             with _apart(layer, call):
                 tensors = self._saved_inputs(layer, call)
@@ -293,11 +295,25 @@ class LayerCalls:
 
 
 def _apart(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[None]:
-    """Return a context with copies of the layer's buffers: statistics must not be updated twice."""
+    """Return a context with the caller's own settings, and copies of the layer's buffers.
+
+    Statistics must not be updated twice.
+    """
     buffers = call.buffers
     if buffers is None and layer.changes_buffers:
         buffers = clone_buffers(layer.buffered)
-    return substituted_buffers(buffers) if buffers else nullcontext()
+    if not buffers:
+        return in_force(call.request.own)
+    if call.request.own is None:
+        return substituted_buffers(buffers)
+    return _with_settings(call.request.own, buffers)
+
+
+@contextmanager
+def _with_settings(own: Own, buffers: Buffers) -> Iterator[None]:
+    """Set a caller's own settings, and put `buffers` in the place of the layer's, while open."""
+    with own.in_force(), substituted_buffers(buffers):
+        yield
 
 
 def _run_again(

@@ -241,7 +241,9 @@ def _parts(
     updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
     if host_optimizer is not None:
         host_optimizer.watch_state(partial(_hand_out_state, updater, device_store))
-    installation, stash = Installation(model, decomposition.canonical, device, ledger), Stash(device, ledger)
+    contract = Contract(model, decomposition.layers)
+    installation = Installation(model, decomposition.canonical, device, ledger, contract.settings.note_trained)
+    stash = Stash(device, ledger)
     crossings = Crossings(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, crossings)
     parts = Parts(
@@ -253,7 +255,7 @@ def _parts(
         optimizer=host_optimizer,
         updater=updater,
         installation=installation,
-        contract=Contract(model),
+        contract=contract,
         crossings=crossings,
         layer_calls=layer_calls,
         joins=Joins(device, crossings, layer_calls.layers, residency),

@@ -84,6 +84,7 @@ class OpenStep:
             accumulation=training.settings.gradient_accumulation_steps,
             divided_by_hand=partial(warn, DIVIDED_TWICE),
             propagate=while_alive(self.propagate),
+            check_requires_grad=self.links.check_requires_grad,
         )
 
     # ---- its micro-batches

@@ -81,9 +81,22 @@ class Passes(Streamer):
         self._number = 0
         self._inter_layer = InterLayerGraph()
         self._parts.random.start(self, sample.seed)
+        settings = self._parts.contract.settings
+        settings.begin()
         with checkpoints_bypassed(), handled_by(self), torch.enable_grad():
             outputs = sample.call(sample.inputs)
+        settings.end_pass()
         self._parts.random.check_drawn()
+        return outputs
+
+    def call(self, request: Request) -> Any:
+        """Run one layer call at once; note what the code before it has set on modules."""
+        settings = self._parts.contract.settings
+        if not settings.are_unchanged(request.layer):
+            settings.note_arrival(request.layer)
+        outputs = super().call(request)
+        if not settings.is_layer_unchanged(request.layer):
+            settings.note_return(request.layer)
         return outputs
 
     def _propagate_loss(self, loss: Tensor | None) -> None:

@@ -22,8 +22,11 @@ from torch import Tensor, nn
 
 from harmony_ds.decomposer.graph import share_of
 from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.offload.ledger import Kind, Ledger
+
+_NONE: Mapping[int, bool] = {}
 
 
 class Leaves(dict[str, nn.Parameter]):
@@ -233,15 +236,19 @@ class Residency:
             return None
         return copy.leaves[name].grad if self.accumulates_in_place else copy.gradients.get(name)
 
-    def apply_user_settings(self, copy: DeviceCopy, modes: object) -> None:
-        """Apply hooks, attributes, and `requires_grad` of parameters, in `modes`, to their device copies."""
+    def apply_user_settings(self, copy: DeviceCopy, modes: object, own: Mapping[int, bool] = _NONE) -> None:
+        """Apply hooks, attributes, and `requires_grad` of parameters, in `modes`, to their device copies.
+
+        `own`: `requires_grad` of parameters for which a lane has set it otherwise, by their ids.
+        """
         if copy.modes is modes:
             return
         copy.modes = modes
         with ungated():
             for name, leaf in copy.leaves.items():
                 parameter, known = self._store.parameters[name], leaf.__dict__
-                hooks, trained, attributes = parameter._backward_hooks, parameter.requires_grad, _attributes(parameter)
+                hooks, attributes = parameter._backward_hooks, _attributes(parameter)
+                trained = own.get(id(parameter), parameter.requires_grad)
                 new = [key for key in attributes if known.get(key) is not attributes[key]]
                 if leaf.requires_grad is not trained or new:
                     leaf.requires_grad_(trained)
@@ -250,6 +257,20 @@ class Residency:
                 if hooks and trained and name not in copy.hooked:
                     leaf.register_hook(partial(_run_hooks, hooks))
                     copy.hooked.add(name)
+
+    def check_user_settings(self, copy: DeviceCopy) -> None:
+        """Raise UnsupportedError if the model's code has set `requires_grad` of a device copy that modules hold."""
+        with ungated():
+            for name, leaf in copy.leaves.items():
+                if leaf.requires_grad is not self._store.parameters[name].requires_grad:
+                    raise UnsupportedError(
+                        f"forward sets requires_grad of {name}, which code between layers uses, in all micro-batches: set "
+                        "it before a step, or name a module that contains all that uses it in harmony.layers."
+                    )
+
+    def thawed(self, copy: DeviceCopy, own: Mapping[int, bool]) -> list[str]:
+        """Return the parameters of `copy` that require a gradient by `own`."""
+        return [name for name in copy.leaves if own.get(id(self._store.parameters[name]))]
 
     def are_hooked(self, names: Iterable[str]) -> bool:
         """Return whether the user has registered hooks on parameters among `names`."""

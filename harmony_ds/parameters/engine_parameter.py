@@ -68,8 +68,6 @@ class EngineParameter(nn.Parameter):
         if descriptor:
             name = func.__self__.__name__
         is_mode = name in ("requires_grad", "requires_grad_")  # of calls: it changes no value
-        if is_mode and descriptor != "__get__":
-            vars(args[0])["_hp_mapping"].check_requires_grad(*args[1:], **kwargs)
         if is_mode or getattr(_gate, "passed", False) or (name in _DESCRIPTIONS and descriptor != "__set__"):
             with ungated():
                 return func(*args, **kwargs)
@@ -156,6 +154,12 @@ class ParameterLinks:
             link.update_master()
         for link in self._links:
             link.end_watch()
+
+    def check_requires_grad(self) -> None:
+        """Raise UnsupportedError if a parameter requires a gradient now that this engine does not train."""
+        with ungated():
+            for link in self._links:
+                link.check_requires_grad()
 
     def refresh_aliases(self) -> None:
         """Make tensors that share a parameter's memory show the update of a step, as in plain PyTorch."""

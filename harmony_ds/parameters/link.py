@@ -34,6 +34,7 @@ class ParameterLink:
         self.owner = owner
         self._parameter = store.parameters[name]
         self._weight = store.weight(name)
+        self._was_frozen = not self._parameter.requires_grad
         self._optimizer = optimizer
         self._master = store.masters[name] if optimizer is not None and optimizer.trains(name) else None
         self._apart = None if self._master is self._parameter else self._master  # the master that follows the weight
@@ -138,10 +139,9 @@ class ParameterLink:
         if not self.has_aliases:
             self._resident.unwatch(self.name)
 
-    def check_requires_grad(self, requires_grad: bool = True) -> None:
-        """Raise UnsupportedError if the parameter is to be thawed, and its engine has no master and no state of it."""
-        thaws = requires_grad and not self._parameter.requires_grad
-        if thaws and self._master is None and self._optimizer is not None:
+    def check_requires_grad(self) -> None:
+        """Raise UnsupportedError if the parameter has been thawed, and its engine has no master and no state of it."""
+        if self._was_frozen and self._parameter.requires_grad and self._master is None and self._optimizer is not None:
             raise UnsupportedError(
                 f"{self.name} is not trained by this engine: it did not require a gradient, or was not among the "
                 "optimizer's parameters, when initialize was called. To thaw it later, let it be trained at initialize and "

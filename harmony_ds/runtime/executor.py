@@ -23,9 +23,10 @@ from torch import nn
 from harmony_ds.calls.boundary import on_one_thread
 from harmony_ds.calls.checkpointing import checkpoints_bypassed
 from harmony_ds.calls.intercept import Autocast, Request
+from harmony_ds.calls.own_settings import Trained, both_trained, trained_by
 from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import HOME, Stream
-from harmony_ds.errors import ModelError
+from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
@@ -189,6 +190,8 @@ class Executor:
                 for copy in (*self._unlayered, *filter(None, [self._copies.get(task.pack)])):
                     self._parts.residency.apply_user_settings(copy, self._parts.contract.modes)
                 handler(task)
+                for copy in self._unlayered:
+                    self._parts.residency.check_user_settings(copy)
         finally:
             micro_batch.at_work = False
 
@@ -289,6 +292,7 @@ class Executor:
     def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int) -> Any:
         """Return the outputs, cut from their graph, of a layer call."""
         number = micro_batch.pass_position(position)
+        self._train(task.pack, request)
         rows = None if task.kind is TaskKind.FORWARD_FOR_GRAPH else self._plan.rows
         outputs, call = self._parts.layer_calls.forward(
             request, number, leaves, micro_batch.inter_layer, self._parts.random.snapshot, rows
@@ -299,9 +303,12 @@ class Executor:
             micro_batch.calls.append((position, call))
         return outputs
 
-    def _answer_attached(self, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int) -> Any:
+    def _answer_attached(
+        self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int
+    ) -> Any:
         """Return the outputs of a layer call as part of the micro-batch's graph."""
         micro_batch.pass_position(position)
+        self._train(task.pack, request)
         return self._parts.layer_calls.run_attached(request, leaves)
 
     def _fused(self, task: Task) -> None:
@@ -313,11 +320,12 @@ class Executor:
             self._forward(task)
         elif not micro_batch.forwarded:
             place = partial(micro_batch.place, plan.calls)
-            self._enter(micro_batch).run_on(place, partial(self._answer_attached, micro_batch, leaves))
+            self._enter(micro_batch).run_on(place, partial(self._answer_attached, task, micro_batch, leaves))
             micro_batch.finish()
         if self._parts.random.has(micro_batch):  # its lane may have ended in an earlier pack
             self._parts.random.switch(micro_batch)
         self.propagated = True
+        self._set_trained(task.pack, trained_by(micro_batch.own))
         with (self._parts.crossings.between_layers or nullcontext)():
             try:
                 micro_batch.propagate_loss()
@@ -342,6 +350,9 @@ class Executor:
         self.propagated = True
         for call in micro_batch.take_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(call.number)
+            owned = call.request.own is not None or micro_batch.own is not None
+            if owned or self._copies[task.pack].modes is not self._parts.contract.modes:
+                self._set_trained(task.pack, both_trained(call.request.own, micro_batch.own))
             self._parts.layer_calls.backward(
                 call, leaves, self._parts.random.replay, lambda: self._accumulate(task.pack)
             )
@@ -356,6 +367,31 @@ class Executor:
         micro_batch = self._micro_batches[task.micro_batch]
         if micro_batch.sharing and micro_batch is micro_batch.sharing[-1]:
             self._parts.residency.set_sums_aside(self._copies[task.pack])
+
+    def _train(self, pack: int, request: Request) -> None:
+        """Give the pack's copies the `requires_grad` that the caller of a layer has set for itself.
+
+        Raises:
+            UnsupportedError: a parameter that is not trained would get a gradient.
+        """
+        if not request.grad or (request.own is None and self._copies[pack].modes is self._parts.contract.modes):
+            return
+        trained = trained_by(request.own)
+        self._set_trained(pack, trained)
+        optimizer = self._parts.optimizer
+        if not trained or optimizer is None:
+            return
+        for name in self._parts.residency.thawed(self._copies[pack], trained):
+            if not optimizer.trains(name):
+                raise UnsupportedError(
+                    f"forward sets requires_grad of {name}, which is not trained by this engine: it did not require a "
+                    "gradient, or was not among the optimizer's parameters, when initialize was called. Call layers that "
+                    "use it under torch.no_grad(), or let it be trained at initialize."
+                )
+
+    def _set_trained(self, pack: int, trained: Trained) -> None:
+        modes = trained or self._parts.contract.modes
+        self._parts.residency.apply_user_settings(self._copies[pack], modes, trained)
 
     def _accumulate(self, pack: int) -> None:
         self._parts.residency.accumulate(self._copies[pack])

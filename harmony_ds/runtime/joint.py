@@ -18,6 +18,7 @@ from torch import Tensor
 from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Around, Request
 from harmony_ds.calls.joined import RAISED, Joined, Joins
+from harmony_ds.calls.own_settings import in_force
 from harmony_ds.calls.random_streams import RandomStreams, states_differ
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
@@ -29,7 +30,7 @@ class JointLane:
     """Lanes of several micro-batches, which go from layer to layer together."""
 
     def __init__(self, lanes: list[Lane], joins: Joins, streams: MemberStreams) -> None:
-        self._lanes = lanes
+        self.lanes = lanes
         self._joins = joins
         self._streams = streams
         self._calls: list[Joined] = []  # that are to be made
@@ -37,18 +38,18 @@ class JointLane:
     def start(self) -> None:
         """Run each lane up to its first layer call."""
         with self._streams.of_members():
-            for number, lane in enumerate(self._lanes):
+            for number, lane in enumerate(self.lanes):
                 self._streams.start(number)
                 lane.resume()
 
     @property
     def finished(self) -> bool:
         """Whether all lanes have come to their ends."""
-        return all(lane.finished for lane in self._lanes)
+        return all(lane.finished for lane in self.lanes)
 
     def waiting_tensors(self) -> list[Tensor]:
         """Return the tensors among the arguments of the calls to be made, which are joined."""
-        requests = [lane.request for lane in self._lanes if lane.request is not None]
+        requests = [lane.request for lane in self.lanes if lane.request is not None]
         return tensors_in([(call.request.args, call.request.kwargs) for call in self._joined(requests)])
 
     def run_on(self, place: Place, answer: Answer, last: int | None = None) -> None:
@@ -59,8 +60,10 @@ class JointLane:
         """
         try:
             while not self.finished:
-                requests = [lane.request for lane in self._lanes if lane.request is not None]
-                if len(requests) < len(self._lanes) or len({request.layer for request in requests}) > 1:
+                requests = [lane.request for lane in self.lanes if lane.request is not None]
+                if any(request.own is not None and request.own.trained for request in requests):
+                    raise self._joins.refuse("the code between layers sets requires_grad")
+                if len(requests) < len(self.lanes) or len({request.layer for request in requests}) > 1:
                     raise self._joins.refuse("micro-batches take different ways through the model")
                 position = place(requests[0])
                 if last is not None and position > last:
@@ -68,7 +71,7 @@ class JointLane:
                 replies = self._answered(requests, position, answer)
                 requests.clear()
                 with self._streams.of_members():
-                    for number, lane in enumerate(self._lanes):
+                    for number, lane in enumerate(self.lanes):
                         self._streams.switch(number)
                         lane.resume(replies.pop(0))
         except (OffPlanError, UnseenError, torch.OutOfMemoryError):
@@ -86,21 +89,24 @@ class JointLane:
         """Return what each lane gets."""
         replies: dict[int, Any] = {}
         for call in self._joined(requests):
-            result = answer(call.request, position)
+            with in_force(call.request.own):
+                result = answer(call.request, position)
             with torch.enable_grad():
                 replies.update(zip(call.places, self._joins.part(call, result), strict=True))
         self._calls = []
         return [replies[place] for place in range(len(requests))]
 
+    own = None  # each lane has its own
+
     @property
     def result(self) -> list[Any]:
         """Results of the lanes, in their order."""
-        return [lane.result for lane in self._lanes]
+        return [lane.result for lane in self.lanes]
 
     def close(self) -> None:
         """End all lanes wherever they are."""
         self._calls = []
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.close()
 
 
@@ -183,6 +189,12 @@ class JointMicroBatch(MicroBatch):
         joint.start()
         return joint
 
+    def finish(self) -> None:
+        joint: Any = self.lane
+        for member, lane in zip(self.members, joint.lanes, strict=True):
+            member.own = lane.own
+        MicroBatch.finish(self)  # super() knows another class, the one before it got slots
+
 
 def no_loss(outputs: Any) -> None:
     """Propagate back from nothing: the objective before the lanes are there."""
@@ -195,7 +207,8 @@ def _sum_of_losses(members: Sequence[MicroBatch], streams: MemberStreams, output
     with streams.of_members():
         for number, (member, own) in enumerate(zip(members, outputs, strict=True)):
             streams.enter_loss(number)
-            loss = member.objective(own)
+            with in_force(member.own):
+                loss = member.objective(own)
             if loss is not None and loss.requires_grad:
                 losses.append(loss)
     return sum(losses[1:], losses[0]) if losses else None

@@ -16,7 +16,9 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
+from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Around, Autocast, Request, handled_by
+from harmony_ds.calls.own_settings import Engines, ModuleSettings, Own
 from harmony_ds.calls.trees import tensors_in
 from harmony_ds.runtime.thread_state import OnTop, ThreadState
 
@@ -36,6 +38,7 @@ class Lane:
     Attributes:
         request: the layer call that it waits at.
         result: what `function` has returned.
+        own: settings of modules that it has made for itself; None: none.
     """
 
     def __init__(
@@ -46,8 +49,12 @@ class Lane:
         thread: ThreadState,
         context: contextvars.Context,
         between_layers: Around | None = None,
+        settings: ModuleSettings | None = None,
     ) -> None:
-        """Make a lane that will run in `context`; `between_layers` makes the context of the code between layer calls."""
+        """Make a lane that will run in `context`; `between_layers` makes the context of the code between layer calls.
+
+        `settings`: of modules, which it may make for itself; None: it makes none.
+        """
         self.device = thread.device
         self.request: Request | None = None
         self.result: Any = None
@@ -56,6 +63,8 @@ class Lane:
         self._autocast = autocast
         self._thread = thread
         self._between_layers = between_layers
+        self._settings = settings
+        self.own: Own | None = None
         self._on_top: OnTop | None = None  # while it is suspended
         self._reply: Any = None  # to the call that it waits at; not held elsewhere while the lane runs
         self._aborted = False
@@ -77,30 +86,92 @@ class Lane:
         What a layer has raised, the model's code gets; what else comes up in an answer is raised here.
         """
         engines = self._thread.read()
-        while self.request is not None:
-            position = place(self.request)
-            if last is not None and position > last:
-                return
-            try:
-                self._reply = answer(self.request, position)
-            except BaseException as error:
-                if id(error) not in self.request.raised:
-                    raise
-                self._go_on(engines, self._greenlet.throw, error)  # the model's code may know what to do about it
-            else:
-                self._go_on(engines, self._greenlet.switch)
+        settings = self._put_settings()
+        try:
+            while self.request is not None:
+                position = place(self.request)
+                if last is not None and position > last:
+                    return
+                try:
+                    self._reply = answer(self.request, position)
+                except BaseException as error:
+                    if id(error) not in self.request.raised:
+                        raise
+                    self._note_return(settings)
+                    self._go_on(engines, self._greenlet.throw, error)  # the model's code may know what to do about it
+                else:
+                    self._note_return(settings)
+                    self._go_on(engines, self._greenlet.switch)
+                self._note_arrival(settings)
+        finally:
+            self._take_settings(settings)
+        self._leave_settings()
 
     def resume(self, reply: Any = None) -> None:
         """Run on, with `reply` as the outputs of the layer call it waits at, until the next one or the end."""
         self._reply = reply
         del reply
-        self._go_on(self._thread.read(), self._greenlet.switch)
+        settings = self._put_settings()
+        try:
+            self._go_on(self._thread.read(), self._greenlet.switch)
+            self._note_arrival(settings)
+        finally:
+            self._take_settings(settings)
+        self._leave_settings()
 
     def close(self) -> None:
         """End it wherever it is, and unwind what is open in the model's code."""
         self._aborted = True
         if self._greenlet:
-            self._go_on(self._thread.read(), self._greenlet.throw, LaneAborted)
+            settings = self._put_settings()
+            try:
+                self._go_on(self._thread.read(), self._greenlet.throw, LaneAborted)
+            finally:
+                self._take_settings(settings)
+
+    # ---- what it sets on modules
+
+    def _put_settings(self) -> Engines | None:
+        """Let modules be as the lane has set them; return how they are to the engine."""
+        return None if self._settings is None else self._settings.put(self.own)
+
+    def _take_settings(self, engines: Engines | None) -> None:
+        """Let modules be as they are to the engine."""
+        if self._settings is not None and engines is not None and not self._settings.are_engines:
+            self.own = self._settings.own(engines, self.own)
+            self._settings.take(engines)
+
+    def _leave_settings(self) -> None:
+        """Note what the lane has set, if it has come to its end."""
+        if self._settings is not None and self.finished:
+            self._settings.begin()  # what it has set since its last call is no other lane's doing
+            self._settings.left = self.own
+
+    def _note_arrival(self, engines: Engines | None) -> None:
+        """Note what the lane has set before the call that it waits at.
+
+        Raises:
+            UnseenError: it was not known to set that.
+        """
+        settings, request = self._settings, self.request
+        if settings is None or engines is None or request is None:
+            return
+        if not settings.are_unchanged(request.layer) and (unseen := settings.find_unseen(request.layer)):
+            names = ", ".join(sorted({name for _, name in unseen}))
+            raise UnseenError(f"the code between layers sets {names}, which was not seen when it was measured.")
+        if not settings.are_engines:
+            self.own = settings.own(engines, self.own)
+        request.own = self.own
+
+    def _note_return(self, engines: Engines | None) -> None:
+        """Note what the call that it waits at has set."""
+        settings, request = self._settings, self.request
+        if settings is None or engines is None or request is None:
+            return
+        if not settings.is_layer_unchanged(request.layer):
+            settings.note_return(request.layer)
+        if not settings.are_engines:
+            self.own = settings.own(engines, self.own)
 
     def _go_on(self, engines: tuple[Any, ...], switch: Callable[..., Any], *values: Any) -> None:
         if self._between_layers is None:

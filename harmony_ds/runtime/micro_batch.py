@@ -14,6 +14,7 @@ from harmony_ds.calls.boundary import cut, explaining_errors, reachable_nodes
 from harmony_ds.calls.contract import CallState
 from harmony_ds.calls.inter_layer import InterLayerGraph
 from harmony_ds.calls.intercept import Around, Autocast, Request
+from harmony_ds.calls.own_settings import Own, in_force
 from harmony_ds.calls.recorded_call import RecordedCall
 from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device
@@ -66,6 +67,8 @@ class MicroBatch:
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
     lane: Lane | None = None
     outputs: Any = None
+    own: Own | None = None
+    """Settings of modules that its code has left."""
     forwarded: bool = False
     at_work: bool = False
     """Whether the engine runs it now, forward or back."""
@@ -87,7 +90,8 @@ class MicroBatch:
     def new_lane(self, device: Device, between_layers: Around | None) -> Lane:
         """Return a lane for its forward pass."""
         thread = ThreadState(device, self.state.own)
-        return Lane(self.forward, self.reduce is None, self.autocast, thread, self.context, between_layers)
+        settings = self.state.settings
+        return Lane(self.forward, self.reduce is None, self.autocast, thread, self.context, between_layers, settings)
 
     def place(self, order: tuple[int, ...], request: Request) -> int:
         """Return the position of `request`, its next layer call, in the call order.
@@ -122,7 +126,7 @@ class MicroBatch:
     def finish(self) -> None:
         """Take the outputs from a lane that ran to its end."""
         assert self.lane is not None
-        outputs, self.lane = self.lane.result, None
+        outputs, self.own, self.lane = self.lane.result, self.lane.own, None
         self.outputs = outputs if self.reduce is None else self.reduce(outputs)
         self.forwarded = True
 
@@ -136,12 +140,13 @@ class MicroBatch:
         members = self.sharing or (self,)
         for member in members:
             member.check_unwritten()
-        loss = self.objective(self.outputs)
+        with in_force(self.own):
+            loss = self.objective(self.outputs)
         for member in members:
             member.outputs = None
         if loss is not None and loss.requires_grad:
             graphs = [member.inter_layer for member in members if not member.inter_layer.is_trivial]
-            with explaining_errors():
+            with in_force(self.own), explaining_errors():
                 loss.backward(retain_graph=any(graph.touches(loss) for graph in graphs))
 
     def check_unwritten(self) -> None:
@@ -182,7 +187,7 @@ class MicroBatch:
         if self.lane is not None:
             self.lane.close()
         self.lane = None
-        self.outputs = None
+        self.outputs = self.own = None
         self.calls.clear()
         self.inter_layer = InterLayerGraph()
         self.forwarded = False

@@ -62,6 +62,7 @@ class GroupParts:
         accumulation: the accumulation steps, by which a backward pass of the program's own divides.
         divided_by_hand: called when a loss that the program has divided by them is about to be divided again.
         propagate: called when gradients are wanted before the boundary.
+        check_requires_grad: raises if a parameter requires a gradient that is not trained.
     """
 
     module: nn.Module
@@ -77,6 +78,7 @@ class GroupParts:
     accumulation: Callable[[], int]
     divided_by_hand: Callable[[], None]
     propagate: Callable[[], None]
+    check_requires_grad: Callable[[], None]
 
 
 class StepGroup(Queue):
@@ -92,6 +94,7 @@ class StepGroup(Queue):
         self._contract, self._world = parts.runner.parts.contract, parts.runner.parts.world
         self._step = step
         self._queue: list[QueuedMicroBatch] = []
+        self._checked: object = None  # modes in which only what is trained requires a gradient
         self._called_back = False
         self.buffers_before: dict[str, Tensor] = {}
 
@@ -151,6 +154,10 @@ class StepGroup(Queue):
                 f"micro-batch {index} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
                 f"{sorted(kwargs)}): pass what the model's forward takes."
             )
+        state = self._contract.take()
+        if reduce is None and state.modes is not self._checked:
+            self._parts.check_requires_grad()
+            self._checked = state.modes
         return MicroBatch(
             index=index,
             # As if one process had taken the micro-batches of all in turn.
@@ -158,7 +165,7 @@ class StepGroup(Queue):
             forward=lambda: self._parts.call(call, arguments),
             objective=lambda outputs: None,
             autocast=Autocast.current(home.type),
-            state=self._contract.take(),
+            state=state,
             home=home,
             device=self._runner.parts.device,
             reduce=reduce,
@@ -450,13 +457,23 @@ class StepGroup(Queue):
         """Return losses of micro-batches, without gradients."""
         self.catch_up()
         micro_batches: list[MicroBatch] = []
+        tickets: list[QueuedMicroBatch] = []
         for index, arguments in enumerate(batches):
             micro_batch = self._micro_batch(index, arguments, self._parts.module, reduce=loss_fn or loss_of)
+            ticket = QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._parts.module)
             if self._world.any("evaluate", not self._runner.planner.covers(micro_batch.inputs)):
-                self._measure(QueuedMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, self._parts.module))
+                self._measure(ticket)
             micro_batches.append(micro_batch)
+            tickets.append(ticket)
+
+        def diverged(error: Exception) -> None:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise error
+            if not isinstance(error, PeerDiverged):
+                self._world.tell_diverged()
+
         with self._parts.ledger.excluded():
-            self._runner.evaluate(micro_batches)
+            self._until_planned(lambda: self._runner.evaluate(micro_batches), tickets, diverged)
         return [micro_batch.outputs.detach() for micro_batch in micro_batches]
 
     def abandon(self, destroyed: bool = False) -> None:

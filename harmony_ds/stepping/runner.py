@@ -300,6 +300,7 @@ class Runner:
             except BaseException as error:
                 for micro_batch in micro_batches:
                     micro_batch.abandon()
+                self.parts.contract.settings.undo()
                 if part and not self.executor.propagated:
                     self.executor.abandon_run()
                 else:

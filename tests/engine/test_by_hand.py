@@ -79,13 +79,19 @@ def test_detaching_a_parameter_is_refused_and_changes_nothing(act: Any, kind: An
             assert_same(model, plain, bitwise=True)
 
 
-def test_thawing_a_parameter_that_was_frozen_at_the_start_is_refused() -> None:
+def test_training_with_a_thawed_parameter_that_was_frozen_at_the_start_is_refused() -> None:
     model = net()
     model.head.requires_grad_(False)
     with engine_for(model, sgd, config_of(1)) as engine:
         engine.train_batch([batch(0)])
-        with pytest.raises(UnsupportedError, match=r"head\.weight is not trained by this engine"):
-            model.requires_grad_(True)
+        model.requires_grad_(True)
+        with torch.no_grad():
+            engine(*batch(0))
+        for train in (lambda: engine.train_batch([batch(0)]), lambda: engine(*batch(0))):
+            with pytest.raises(UnsupportedError, match=r"head\.weight is not trained by this engine"):
+                train()
+        model.head.requires_grad_(False)
+        engine.train_batch([batch(1)])
 
 
 def test_a_parameter_group_that_is_added_later_is_refused() -> None:

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import Trainer
 
 from harmony_ds.integrations.transformers import HarmonyMixin
-from tests.integrations.test_trainer import CONFIG, arguments, assert_same, llama
+from tests.integrations.test_trainer import CONFIG, arguments, assert_same, llama, text
 
 trl = pytest.importorskip("trl")
 
 
-def kinds(kind: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Train the stock trainer, and ours with its further arguments."""
-    return [(kind, {}), (type("Ours", (HarmonyMixin, kind), {}), {"ds_config": CONFIG})]
+def kinds(kind: Any, plan: dict[str, Any] | None = None) -> list[tuple[Any, dict[str, Any]]]:
+    """Return the stock trainer, and ours with its further arguments; `plan`: settings of the ds_config's section."""
+    config = {"harmony": {**CONFIG["harmony"], **(plan or {})}}
+    return [(kind, {}), (type("Ours", (HarmonyMixin, kind), {}), {"ds_config": config})]
 
 
 def settings_of(config: Any, folder: Path, **more: Any) -> Any:
@@ -84,6 +86,71 @@ def test_dpo_with_lora_whose_reference_is_the_model_without_adapters(tmp_path: P
         )
         trainers[-1].train()
     assert_same(*trainers)
+
+
+PLANS = [{"pack_layers": 1}, {"device_memory_gib": 0.02}]
+COMPLETIONS = [
+    {"prompt": "the cat", "completion": " sat here" if i % 2 else " ran there", "label": i % 3 > 0} for i in range(24)
+]
+
+
+def tuned(peft: Any, *names: str) -> Any:
+    """A model whose LoRA has been trained: none of its adapters is zero."""
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(llama(), lora)
+    for name in names:
+        model.add_adapter(name, lora)
+    return model
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(("name", "rows"), [("DPO", PAIRS), ("KTO", COMPLETIONS)])
+def test_a_reference_that_is_an_adapter(
+    tmp_path: Path, tokenizer: Any, name: str, rows: list[dict[str, Any]], plan: dict[str, Any]
+) -> None:
+    """After supervised tuning with LoRA, TRL keeps a copy of the adapter, and switches to it for the reference."""
+    peft = pytest.importorskip("peft")
+    trainers = []
+    for kind, extra in kinds(getattr(trl, f"{name}Trainer"), plan):
+        args = settings_of(getattr(trl, f"{name}Config"), tmp_path, max_length=16)
+        data = Dataset.from_list(rows)
+        trainers.append(kind(model=tuned(peft), args=args, train_dataset=data, processing_class=tokenizer, **extra))
+        assert "ref" in trainers[-1].model.peft_config
+        trainers[-1].train()
+    assert_same_metrics(*trainers)
+    assert trainers[1].harmony_engine.swap_report().ratio <= 1.0
+    assert all(entry["grad_norm"] > 0 for entry in trainers[1].state.log_history if "grad_norm" in entry)
+
+
+@pytest.mark.parametrize("taken_back", [True, False])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_an_adapter_for_each_task(tmp_path: Path, plan: dict[str, Any], taken_back: bool) -> None:
+    """`compute_loss` chooses an adapter by its data; PEFT lets no other one be trained meanwhile."""
+    peft = pytest.importorskip("peft")
+
+    class Tasks(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            own = self.accelerator.unwrap_model(model)
+            before = own.active_adapter
+            own.set_adapter("default" if int(inputs["input_ids"].sum()) % 2 else "other")
+            loss = super().compute_loss(model, inputs, return_outputs, **kwargs)
+            if taken_back:
+                own.set_adapter(before)
+            return loss
+
+    trainers = []
+    for kind, extra in kinds(Tasks, plan):
+        model = tuned(peft, "other")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora" in name)
+        trainers.append(kind(model=model, args=arguments(tmp_path), train_dataset=text(), **extra))
+        trainers[-1].train()
+    assert_same(*trainers)
+    assert trainers[0].model.active_adapter == trainers[1].model.active_adapter
+    assert trainers[1].harmony_engine.swap_report().ratio <= 1.0
 
 
 # ---- trainers that generate in _prepare_inputs

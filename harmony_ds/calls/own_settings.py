@@ -1,0 +1,419 @@
+"""Settings that the code of a micro-batch makes on modules for itself: attributes, small containers, `requires_grad`.
+
+`previous = model.active_adapter; model.set_adapter("ref"); ...; model.set_adapter(previous)` around some layer calls, or
+`layer.scaling[name] *= scale` for the time of a forward pass: in plain PyTorch no other micro-batch sees it. Here others
+run meanwhile, and layers are recomputed later. So
+
+    found        what differs at a layer call from what it was when the pass began, other than by layers' own doing: in the
+                 passes that measure, and (raising UnseenError, for the step to run again) in each step
+    exchanged    it comes with a lane that goes on, and goes with one that is suspended, which leaves modules as they were
+    recorded     with each layer call, to be there again when the call is recomputed
+    left         what a lane has set when it ends: set for good when the engine has run
+
+Shared by all micro-batches are attributes that layers set in their calls, and numbers and tensors that a forward pass
+leaves otherwise than it found them (counters, averages).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from operator import getitem, is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.offload.host_store import ungated
+
+Key = tuple[int, str]
+"""The number of a module, and the name of an attribute."""
+Trained = Mapping[int, bool]
+"""By id of a parameter: its `requires_grad`, where that is not the engine's."""
+
+ABSENT: Any = object()
+SET_ONCE = "_output_capturing_hooks_installed"  # by transformers, when hidden states are first asked for
+NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_flat_weight_refs", "_current_fx_name"}
+"""Attributes that are not compared: parameters, hooks, modes, and those that engines, wrappers and Lightning put there."""
+SCALARS = (bool, int, float, complex, str, bytes)
+CONTAINERS = (list, dict, set, OrderedDict)
+_AS_ENGINE: Trained = {}
+_IGNORED = (NOT_PLAIN | {SET_ONCE}) - {"training"}
+_SMALL = 64  # elements of a container whose contents are compared
+_ROUNDING = 1e-9  # what is multiplied and divided again differs by
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The value of an attribute, and what it holds if it is a small container of plain values."""
+
+    value: Any
+    contents: Any = None
+
+    @staticmethod
+    def of(value: Any) -> Setting:
+        return Setting(value, value.copy() if _is_small(value) else None)
+
+    def is_same(self, other: Setting) -> bool:
+        """Return whether nothing tells them apart."""
+        if self.value is not other.value and not are_equal(self.value, other.value):
+            return False
+        return self.contents is other.contents or bool(self.contents == other.contents)
+
+    def is_restored_by(self, later: Setting) -> bool:
+        """Return whether `later` is this one again, up to the rounding of numbers and in equal containers."""
+        if self.contents is None or later.contents is None:
+            return self.value is later.value or _are_close(self.value, later.value)
+        return type(self.value) is type(later.value) and _are_close_containers(self.contents, later.contents)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Own:
+    """Settings that a lane has made.
+
+    Attributes:
+        settings: of all keys that are exchanged.
+        trained: `requires_grad` of parameters for which it has set that otherwise than the engine.
+    """
+
+    settings: Mapping[Key, Setting]
+    trained: Trained
+    _modules: ModuleSettings
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Set its attributes, not `requires_grad`, while open."""
+        before = self._modules.read()
+        self._modules.write(self.settings)
+        try:
+            yield
+        finally:
+            self._modules.write(before)
+
+    @property
+    def signature(self) -> object:
+        """What is equal for the settings of lanes that have made the same ones."""
+        values = [id(one.value) if one.contents is None else repr(one.contents) for one in self.settings.values()]
+        return tuple(values), tuple(self.trained.items())
+
+
+def in_force(own: Own | None) -> AbstractContextManager[None]:
+    """Return a context in which the attributes of `own` are set; None: there are none to set."""
+    return nullcontext() if own is None else own.in_force()
+
+
+@dataclass(slots=True, eq=False)
+class Engines:
+    """Settings of the engine while a lane runs with its own; `trained`: of parameters that lanes have set."""
+
+    settings: Mapping[Key, Setting]
+    trained: dict[int, bool]
+
+
+class ModuleSettings:
+    """Settings of one model's modules.
+
+    Attributes:
+        left: what the last lane that has ended has left.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], layers: Sequence[Layer]) -> None:
+        self._held = [module.__dict__ for module in modules]
+        numbers = {id(module): number for number, module in enumerate(modules)}
+        inside: set[int] = set()
+        self._skipped: set[Key] = set()
+        """Keys that are not compared any more: they are exchanged or shared."""
+        self._exchanged: list[Key] = []
+        self._layers: list[_Group] = []
+        for layer in layers:
+            own = [numbers[id(module)] for module in layer.module.modules()]
+            inside.update(own)
+            self._layers.append(_Group({number: self._held[number] for number in own}, self._skipped))
+        outside = {number: held for number, held in enumerate(self._held) if number not in inside}
+        self._outside = _Group(outside, self._skipped)
+        self._noted: dict[Key, Setting] = {}  # set in this pass, and what was there before
+        self._unseen: dict[Key, Setting] = {}  # the same of a lane, until it is undone
+        self._doubtful: set[Key] = set()  # seen in a step, and not by measuring
+        self._parameters: dict[int, nn.Parameter] = {}  # of which lanes have set requires_grad, by id
+        self._trained_set: dict[int, tuple[nn.Parameter, bool]] = {}  # since a lane went on, and what it was before
+        self.left: Own | None = None
+
+    # ---- finding out
+
+    def are_unchanged(self, layer: int) -> bool:
+        """Return whether nothing has been set on the modules of `layer`, or on those that are of no layer."""
+        return self._layers[layer].is_unchanged() and self._outside.is_unchanged()
+
+    def is_layer_unchanged(self, layer: int) -> bool:
+        """Return whether nothing has been set on the modules of `layer`."""
+        return self._layers[layer].is_unchanged()
+
+    @property
+    def are_engines(self) -> bool:
+        """Whether no lane is known to have settings of its own."""
+        return not (self._exchanged or self._parameters or self._trained_set)
+
+    def begin(self) -> None:
+        """Compare with what is there now from now on."""
+        for group in (self._outside, *self._layers):
+            group.follow()
+
+    def note_arrival(self, layer: int) -> None:
+        """Note, in a pass that runs by itself, what its code has set since the last call, before `layer` is run."""
+        for key, before in self._changes(layer).items():
+            self._noted.setdefault(key, before)
+
+    def find_unseen(self, layer: int) -> set[Key]:
+        """Return what the code of a lane has set before a call of `layer` that is not exchanged.
+
+        It is to be measured. What is found again after that is exchanged from then on.
+        """
+        found = self._changes(layer)
+        for key, before in found.items():
+            self._unseen.setdefault(key, before)
+        self._exchange([key for key in found if key in self._doubtful])
+        self._doubtful.update(found)
+        return set(found)
+
+    def note_return(self, layer: int) -> None:
+        """Let what a call of `layer` has set on its own modules be shared."""
+        self._skip(self._layers[layer].changes())
+
+    def end_pass(self) -> None:
+        """Decide, after a pass by itself, which of the settings that it has made are to be exchanged."""
+        noted, self._noted = self._noted, {}
+        shared: set[Key] = set()
+        for (number, name), before in noted.items():
+            now = Setting.of(self._held[number].get(name, ABSENT))
+            has_grown = before.value is now.value  # a container
+            if not before.is_restored_by(now) and (has_grown or isinstance(now.value, Tensor) or _is_number(now.value)):
+                shared.add((number, name))
+        self._exchange([key for key in noted if key not in shared])
+        self._skip(shared)
+
+    def undo(self) -> None:
+        """Set again what lanes of a step that has failed have set, as far as it is not exchanged."""
+        found, self._unseen = self._unseen, {}
+        for group in (self._outside, *self._layers):
+            if not group.is_unchanged():
+                for key, before in group.changes().items():
+                    found.setdefault(key, before)
+        self.left = None
+        self.write(found)
+        self.begin()
+
+    def _changes(self, layer: int) -> dict[Key, Setting]:
+        """Return what has changed since it was compared last, with what was there before."""
+        found: dict[Key, Setting] = {}
+        for group in (self._outside, self._layers[layer]):
+            if not group.is_unchanged():
+                found |= group.changes()
+        return found
+
+    def _exchange(self, keys: Iterable[Key]) -> None:
+        new = [key for key in keys if key not in self._skipped]
+        self._exchanged += new
+        self._skip(new)
+
+    def _skip(self, keys: Iterable[Key]) -> None:
+        before = len(self._skipped)
+        self._skipped.update(keys)
+        if len(self._skipped) > before:
+            for group in (self._outside, *self._layers):
+                group.record()
+
+    # ---- exchanging
+
+    def note_trained(self, parameter: nn.Parameter, before: bool) -> None:
+        """Note that the code of a lane sets `requires_grad`, which was so `before`, of a parameter."""
+        self._trained_set.setdefault(id(parameter), (parameter, before))
+
+    def read(self) -> dict[Key, Setting]:
+        """Return the settings that are exchanged, as they are now."""
+        held = self._held
+        return {key: Setting.of(held[key[0]].get(key[1], ABSENT)) for key in self._exchanged}
+
+    def write(self, settings: Mapping[Key, Setting]) -> None:
+        """Set attributes and contents of containers so."""
+        for (number, name), setting in settings.items():
+            held = self._held[number]
+            if setting.value is ABSENT:
+                held.pop(name, None)
+            else:
+                held[name] = setting.value
+            if setting.contents is not None and setting.value != setting.contents:
+                _fill(setting.value, setting.contents)
+
+    def put(self, own: Own | None) -> Engines:
+        """Set what a lane has as its own; return what the engine has."""
+        self._trained_set.clear()
+        self._outside.follow()  # what code other than lanes' has set
+        engines = Engines(self.read() if self._exchanged else {}, {})
+        if self._parameters:
+            with ungated():
+                engines.trained = {key: one.requires_grad for key, one in self._parameters.items()}
+        if own is not None:
+            self.write(own.settings)
+            self._train(own.trained)
+        return engines
+
+    def own(self, engines: Engines, before: Own | None) -> Own | None:
+        """Return what the lane that runs has as its own now: `before` again, if that is still so."""
+        if self._trained_set:
+            for key, (parameter, flag) in self._trained_set.items():
+                self._parameters[key] = parameter
+                engines.trained.setdefault(key, flag)
+            self._trained_set.clear()
+        if not (engines.settings or engines.trained):
+            return None
+        changed: dict[int, bool] = {}
+        with ungated():
+            for key, flag in engines.trained.items():
+                now = self._parameters[key].requires_grad
+                if now is not flag:
+                    changed[key] = now
+        settings = self.read()
+        if not changed and _are_same(settings, engines.settings):
+            return None
+        if before is None or before.trained != changed:
+            return Own(settings, changed, self)
+        if _are_same(settings, before.settings):
+            return before
+        return Own(settings, before.trained, self)  # the same object: device copies are set so already
+
+    def take(self, engines: Engines) -> None:
+        """Set again what the engine has."""
+        self.write(engines.settings)
+        self._train(engines.trained)
+
+    def leave(self) -> None:
+        """Set what the last lane has left."""
+        left, self.left = self.left, None
+        if left is not None:
+            self.write(left.settings)
+            self._train(left.trained)
+
+    def _train(self, trained: Trained) -> None:
+        if trained:
+            with ungated():
+                for key, flag in trained.items():
+                    self._parameters[key].requires_grad_(flag)
+
+
+def trained_by(own: Own | None) -> Trained:
+    """Return `requires_grad` as a lane has set it otherwise than the engine."""
+    return _AS_ENGINE if own is None else own.trained
+
+
+def both_trained(at_call: Own | None, at_end: Own | None) -> Trained:
+    """Return `requires_grad` for the backward pass of a call: a gradient reaches what is trained then and at the call."""
+    one, other = trained_by(at_call), trained_by(at_end)
+    if one is other:
+        return one
+    # Where only one of them differs from the engine's, one of them is False.
+    return {key: one[key] if key in one and key in other else False for key in one.keys() | other.keys()}
+
+
+class _Group:
+    """Modules whose attributes are compared together; those of `skipped` are not."""
+
+    def __init__(self, held: Mapping[int, dict[str, Any]], skipped: set[Key]) -> None:
+        self._all = held
+        self._skipped = skipped
+        self.record()
+
+    def record(self) -> None:
+        """Compare with what is there now from now on."""
+        self._keys: list[Key] = []
+        self._places: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        for number, held in self._all.items():
+            for name in held:
+                if name not in _IGNORED and (number, name) not in self._skipped:
+                    self._keys.append((number, name))
+                    self._places.append(held)
+                    self._names.append(name)
+        self._dictionaries = list(self._all.values())
+        self._counts = [*map(len, self._dictionaries)]
+        self._values = [*map(getitem, self._places, self._names)]
+        self._containers = [value for value in self._values if _is_small(value)]
+        self._contents = [value.copy() for value in self._containers]
+
+    def is_unchanged(self) -> bool:
+        """Compare with the record. It is quick, and may tell of changes that are none."""
+        try:
+            same = all(map(is_, map(getitem, self._places, self._names), self._values))
+        except KeyError:
+            return False
+        return same and [*map(len, self._dictionaries)] == self._counts and self._containers == self._contents
+
+    def follow(self) -> None:
+        """Record what is there, if it has changed."""
+        if not self.is_unchanged():
+            self.record()
+
+    def changes(self) -> dict[Key, Setting]:
+        """Return what differs from the record, and what it was; record what is there."""
+        before = self._settings()
+        self.record()
+        now = self._settings()
+        nothing = Setting(ABSENT)
+        found: dict[Key, Setting] = {}
+        for key in before.keys() | now.keys():
+            if key not in self._skipped and not before.get(key, nothing).is_same(now.get(key, nothing)):
+                found[key] = before.get(key, nothing)
+        return found
+
+    def _settings(self) -> dict[Key, Setting]:
+        contents = {id(one): copy for one, copy in zip(self._containers, self._contents, strict=True)}
+        pairs = zip(self._keys, self._values, strict=True)
+        return {key: Setting(value, contents.get(id(value))) for key, value in pairs}
+
+
+def _are_same(one: Mapping[Key, Setting], other: Mapping[Key, Setting]) -> bool:
+    return one.keys() == other.keys() and all(one[key].is_same(other[key]) for key in one)
+
+
+def _is_small(value: Any) -> bool:
+    """Return whether `value` is a container whose contents are compared."""
+    if type(value) not in CONTAINERS or len(value) > _SMALL:
+        return False
+    elements = value.values() if isinstance(value, dict) else value
+    return all(one is None or isinstance(one, SCALARS) for one in elements)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether both are equal plain values, or small containers of such."""
+    if type(one) is not type(other):
+        return False
+    return (isinstance(one, SCALARS) or (_is_small(one) and _is_small(other))) and bool(one == other)
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=_ROUNDING)
+    return one is None is other or are_equal(one, other)
+
+
+def _are_close_containers(one: Any, other: Any) -> bool:
+    """Return whether small containers of a type hold the same, up to the rounding of numbers."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_close(one[key], other[key]) for key in one)
+    return one == other if isinstance(one, set) else all(map(_are_close, one, other))
+
+
+def _fill(container: Any, contents: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(contents)
+    else:
+        container.update(contents)

@@ -1,0 +1,450 @@
+"""Settings that the code of a micro-batch makes on modules are its own, while it waits and when layers are recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds import UnsupportedError
+from harmony_ds.runtime.executor import Executor
+from tests.engine.drive import config_of, engine_for, seed_of, weights_of
+from tests.families import build_seeded
+from tests.oracle import assert_same
+
+WIDTH, ACCUMULATION = 8, 3
+PLANS: list[dict[str, Any]] = [{"pack_layers": 1}, {"pack_layers": 2}, {"device_memory_gib": 0.001}, {}]
+plans = pytest.mark.parametrize("plan", PLANS, ids=str)
+
+
+def inputs(index: int) -> Tensor:
+    """A batch whose first element is positive for some of every five."""
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index)).abs()
+    x[0, 0] *= 1 if index % 5 in (1, 4) else -1
+    return x
+
+
+class Adapted(nn.Module):
+    """A frozen linear with two trained adapters, one of which is used, by PEFT's names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.adapters = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
+        self.scaling = {"a": 1.0, "b": 1.0}
+        self.active, self.disabled = ["a"], False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        if not self.disabled:
+            for name in self.active:
+                y = y + self.adapters[name](x) * self.scaling[name]
+        return torch.tanh(y)
+
+
+class Stack(nn.Module):
+    """Layers whose adapters start at `start`."""
+
+    def __init__(self, start: float = 0.3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted() for _ in range(4))
+        for layer in self.layers:
+            for adapter in layer.adapters.values():
+                nn.init.normal_(adapter.weight, std=start)
+                nn.init.constant_(adapter.bias, start)
+        self.seen: list[int] = []
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def set_adapter(self, name: str, flags: bool = True) -> str:
+        """As PEFT does: the one that is used is trained, the other one is not. Return the one before."""
+        before = self.layers[0].active[0]
+        for layer in self.layers:
+            layer.active = [name]
+            for key, adapter in layer.adapters.items():
+                if flags:
+                    adapter.requires_grad_(key == name)
+        return before
+
+
+class PolicyFirst(Stack):
+    """A policy, and the other adapter as its reference."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        policy = self.body(x)
+        with torch.no_grad():
+            before = self.set_adapter("b")
+            reference = self.body(x)
+            self.set_adapter(before)
+        return (policy - reference).square().mean() + policy.mean()
+
+
+class ReferenceFirst(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = self.set_adapter("b")
+            reference = self.body(x)
+            self.set_adapter(before)
+        policy = self.body(x)
+        return (policy - reference).square().mean() + policy.mean()
+
+
+class Disabled(Stack):
+    """The reference is the model without adapters, which start at zero."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        policy = self.body(x)
+        for layer in self.layers:
+            layer.disabled = True
+        with torch.no_grad():
+            reference = self.body(x)
+        for layer in self.layers:
+            layer.disabled = False
+        return (policy - reference).square().mean() + policy.mean()
+
+
+class OneEach(Stack):
+    """An adapter for each task, which is not taken back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.set_adapter("a" if x[0, 0] > 0 else "b")
+        return self.body(x).mean()
+
+
+class IfAnother(Stack):
+    """The same, where it is not the one already."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = "a" if x[0, 0] > 0 else "b"
+        if self.layers[0].active != [name]:
+            self.set_adapter(name)
+        return self.body(x).mean()
+
+
+class TakenBack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.set_adapter("a" if x[0, 0] > 0 else "b")
+        loss = self.body(x).mean()
+        self.set_adapter(before)
+        return loss
+
+
+class BothTrained(Stack):
+    """Two tasks in one loss: of what is trained at the end alone, gradients come."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.set_adapter("a")
+        one = self.body(x).mean()
+        self.set_adapter("b")
+        return one + self.body(x).mean()
+
+
+class Scaled(Stack):
+    """Contents of dictionaries, changed for the time of a forward pass, as diffusers does; adapters start at zero."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__(start)
+
+    @contextmanager
+    def scaled(self, factor: float) -> Iterator[None]:
+        for layer in self.layers:
+            layer.scaling["a"] *= factor
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.scaling["a"] /= factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.scaled(0.3 + 0.4 * float(x[0, 0] > 0)):
+            y = self.body(x)
+            return y.square().mean() + y.mean()
+
+
+class ScaledFromTenth(Scaled):
+    def __init__(self) -> None:
+        super().__init__(0.1)
+
+
+class OneLayerAtATime(Stack):
+    """A mode that is set for each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = float(x[0, 0])
+        for number, layer in enumerate(self.layers):
+            layer.scaling["a"] = 1.0 + number * slope
+            x = layer(x)
+            layer.scaling["a"] = 1.0
+        return x.mean()
+
+
+class Counting(Stack):
+    """Counts its micro-batches, and a layer its calls: numbers that are left otherwise than they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.micro_batches, self.rows = 0, {"all": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.micro_batches += 1
+        self.rows["all"] += len(x)
+        self.mode = "used"
+        return self.body(x).mean()
+
+
+class Evaluating(Stack):
+    """Its reference runs in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        for layer in self.layers:
+            layer.adapters["a"] = nn.Sequential(layer.adapters["a"], nn.Dropout(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.eval()
+        with torch.no_grad():
+            reference = self.body(x)
+        self.train()
+        return (self.dropout(self.body(x)) - reference).square().mean()
+
+
+EVERY: list[type[Stack]] = [
+    PolicyFirst,
+    ReferenceFirst,
+    Disabled,
+    OneEach,
+    IfAnother,
+    TakenBack,
+    BothTrained,
+    Scaled,
+    ScaledFromTenth,
+    OneLayerAtATime,
+    Counting,
+    Evaluating,
+]
+
+
+def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def left_by(model: Stack) -> Any:
+    """What a program may see of its settings."""
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    of_layers = [(layer.active, layer.disabled, layer.training, dict(layer.scaling)) for layer in model.layers]
+    return flags, of_layers, [getattr(model, name, None) for name in ("micro_batches", "rows", "mode", "training")]
+
+
+def plainly(build: Callable[[], Stack], steps: int) -> Stack:
+    model = build_seeded(build)
+    optimizer = sgd([parameter for parameter in model.parameters() if parameter.requires_grad])
+    for step in range(steps):
+        for number in range(ACCUMULATION):
+            torch.manual_seed(seed_of(step, number))
+            (model(inputs(step * ACCUMULATION + number)) / ACCUMULATION).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@plans
+@pytest.mark.parametrize("build", EVERY)
+def test_a_micro_batch_has_its_own_settings(build: type[Stack], plan: dict[str, Any]) -> None:
+    steps = 3
+    plain, model = plainly(build, steps), build_seeded(build)
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, plan)) as engine:
+        for step in range(steps):
+            engine.train_batch([inputs(step * ACCUMULATION + number) for number in range(ACCUMULATION)])
+            assert engine.swap_report().ratio <= 1.0  # unused adapters have no gradients
+        assert_same(weights_of(model), weights_of(plain), bitwise=True)
+        found, expected = left_by(model), left_by(plain)
+        if build in (Scaled, ScaledFromTenth):  # rounding adds up in plain PyTorch
+            for mine, theirs in zip(found[1], expected[1], strict=True):
+                assert mine[-1] == pytest.approx(theirs[-1])
+        else:
+            assert found == expected
+
+
+class Later(Stack):
+    """Sets something once its data says so, which measuring has not seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] < 90:
+            return self.body(x).mean()
+        before = self.set_adapter("b", flags=False)
+        loss = self.body(x).mean()
+        self.set_adapter(before, flags=False)
+        return loss
+
+
+def later(index: int) -> Tensor:
+    x = inputs(index)
+    if index in (4, 7):
+        x[0, 0] = 99.0
+    return x
+
+
+@plans
+def test_what_was_not_seen_before_is_found_in_its_step(plan: dict[str, Any]) -> None:
+    plain = build_seeded(Later)
+    optimizer = sgd(p for p in plain.parameters() if p.requires_grad)
+    for step in range(3):
+        for number in range(ACCUMULATION):
+            (plain(later(step * ACCUMULATION + number)) / ACCUMULATION).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = build_seeded(Later)
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, plan)) as engine:
+        for step in range(3):
+            engine.train_batch([later(step * ACCUMULATION + number) for number in range(ACCUMULATION)])
+        assert_same(weights_of(model), weights_of(plain), bitwise=True)
+        assert engine.swap_report().ratio <= 1.0  # unused adapters have no gradients
+        assert left_by(model) == left_by(plain)
+
+
+def test_it_is_joined_with_its_likes() -> None:
+    plain, model = plainly(TakenBack, 2), build_seeded(TakenBack)
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1, "micro_batch": 6})) as engine:
+        for step in range(2):
+            engine.train_batch([inputs(step * ACCUMULATION + number) for number in range(ACCUMULATION)])
+        for name, weight in weights_of(plain).items():
+            torch.testing.assert_close(weights_of(model)[name], weight, rtol=1e-5, atol=1e-6)
+
+
+class FrozenReference(Stack):
+    """The other adapter is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.adapters["b"].requires_grad_(False)
+
+
+class Thawed(FrozenReference):
+    def forward(self, x: Tensor) -> Tensor:
+        self.set_adapter("b")
+        return self.body(x).mean()
+
+
+class ThawedWithoutGradients(FrozenReference, PolicyFirst):
+    pass
+
+
+def test_a_reference_that_is_not_trained_is_switched_to_without_gradients() -> None:
+    plain, model = plainly(ThawedWithoutGradients, 2), build_seeded(ThawedWithoutGradients)
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        for step in range(2):
+            engine.train_batch([inputs(step * ACCUMULATION + number) for number in range(ACCUMULATION)])
+        assert_same(weights_of(model), weights_of(plain), bitwise=True)
+
+
+def test_gradients_of_what_is_not_trained_are_refused_by_name() -> None:
+    model = build_seeded(Thawed)
+    before = weights_of(model)
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        with pytest.raises(UnsupportedError, match=r"layers\.\d\.adapters\.b\.\w+, which is not trained"):
+            engine.train_batch([inputs(number) for number in range(ACCUMULATION)])
+        engine.finish_updates()
+        assert_same(weights_of(model), before, bitwise=True)
+
+
+def test_an_error_leaves_settings_as_they_were() -> None:
+    class Failing(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            self.set_adapter("b")
+            if x[0, 0] > 90:
+                raise ValueError("too large")
+            loss = self.body(x).mean()
+            self.set_adapter("a")
+            return loss
+
+    model = build_seeded(Failing)
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        engine.train_batch([inputs(number) for number in range(ACCUMULATION)])
+        with pytest.raises(ValueError, match="too large"):
+            engine.train_batch([later(number) for number in (3, 4, 5)])
+        assert all(layer.active == ["a"] for layer in model.layers)
+
+
+def test_a_loop_switches_to_a_reference_that_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy's call waits while the reference runs at once, without gradients."""
+
+    def loss_of(call: Any, model: Stack, x: Tensor) -> Tensor:
+        policy = call(x)
+        with torch.no_grad():
+            before = model.set_adapter("b")
+            reference = call(x)
+            model.set_adapter(before)
+        return (policy - reference).square().mean()
+
+    class Body(FrozenReference):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    plain, model = build_seeded(Body), build_seeded(Body)
+    optimizer = sgd(p for p in plain.parameters() if p.requires_grad)
+    for number in range(ACCUMULATION):
+        (loss_of(plain, plain, inputs(number)) / ACCUMULATION).backward()
+    optimizer.step()
+    runs = []
+    run = Executor.run
+    monkeypatch.setattr(Executor, "run", lambda *args, **kwargs: runs.append(args) or run(*args, **kwargs))
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        for number in range(ACCUMULATION):
+            engine.backward(loss_of(engine, model, inputs(number)))
+            engine.step()
+        assert len(runs) == 1
+        assert_same(weights_of(model), weights_of(plain), bitwise=True)
+
+
+class OtherwiseInEvaluation(Stack):
+    """Uses the other adapter where it is evaluated, which is not measured again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.set_adapter("a" if self.training else "b", flags=False)
+        loss = self.body(x).mean()
+        self.set_adapter(before, flags=False)
+        return loss
+
+
+def test_evaluation_has_settings_of_its_own() -> None:
+    model = build_seeded(OtherwiseInEvaluation)
+    batches = [inputs(number) for number in range(ACCUMULATION)]
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        engine.train_batch(batches)
+        engine.eval()
+        found = engine.eval_batch(iter(batches))
+    with torch.no_grad():
+        assert found.item() == torch.stack([model(batch) for batch in batches]).mean().item()
+
+
+class Outside(Stack):
+    """Freezes a parameter that it uses between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.requires_grad_(bool(x[0, 0] > 0))
+        return (self.body(x) * self.scale).mean()
+
+
+def test_to_freeze_what_code_between_layers_uses_is_refused_by_name() -> None:
+    assert len({bool(inputs(number)[0, 0] > 0) for number in range(ACCUMULATION)}) == 2
+    with (
+        engine_for(build_seeded(Outside), sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine,
+        pytest.raises(UnsupportedError, match="forward sets requires_grad of scale"),
+    ):
+        engine.train_batch([inputs(number) for number in range(ACCUMULATION)])
