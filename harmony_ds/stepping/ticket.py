@@ -414,7 +414,7 @@ def _keep(outputs: Mapping[QueuedMicroBatch, Any], values: Mapping[Node, Tensor]
         # memory of the device that no plan has. From there it comes back on the stream that it goes out by.
         if value.numel() == 1:
             return value.detach().clone()
-        micro_batch = ticket.micro_batch
+        micro_batch: MicroBatch = ticket.micro_batch
         return micro_batch.device.host_copy(value.detach(), non_blocking=value.device == micro_batch.home)
 
     def is_kept(node: Node) -> bool:
