@@ -213,6 +213,12 @@ class LayerCalls:
         Args:
             gather: called between the slices of a call: adds up the gradients that have reached `copies`.
         """
+        self._propagate_through(call, copies, replay, gather)
+        self.discard(call)  # only now: no local variable holds the inputs any more
+
+    def _propagate_through(
+        self, call: RecordedCall, copies: Leaves, replay: SetState, gather: Callable[[], None]
+    ) -> None:
         gradients = [None if gradient is None else gradient.take() for gradient in call.output_gradients]
         layer, came = self.layers[call.request.layer], [gradient for gradient in gradients if gradient is not None]
         if came and call.graph:
@@ -231,7 +237,6 @@ class LayerCalls:
                     replay(call.states[min(number, len(call.states) - 1)])
                     _run_again(layer, call, own, copies, targets)
                     _propagate(call, given)
-        self.discard(call)
 
     def recompute(self, call: RecordedCall, copies: Leaves, replay: SetState) -> list[Tensor]:
         """Recompute the whole call and keep its graph for `backward`; return its outputs, detached."""

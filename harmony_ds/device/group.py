@@ -124,6 +124,9 @@ class DeviceGroup(Device):
     def host_copy(self, tensor: Tensor, non_blocking: bool) -> Tensor:
         return self.active.host_copy(tensor, non_blocking)
 
+    def record_use(self, tensor: Tensor) -> None:
+        self.active.record_use(tensor)
+
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.members[HOME].host_empty(numel, dtype)
 

@@ -151,6 +151,10 @@ class Stash:
         if entry.host_tensor is not None:
             # Allocated on the swap-in stream, read by compute: freed after the read.
             self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
+            if entry.device_tensor is not None and _has_other_references(entry.device_tensor):
+                self._device.record_use(
+                    entry.device_tensor
+                )  # a layer keeps its input, which may be read and freed later
             entry.device_tensor = None
         if entry.users == 0:
             entry.device_tensor = None
@@ -171,3 +175,10 @@ class Stash:
     def destroy(self) -> None:
         """Free the host buffers."""
         self._buffers.destroy()
+
+
+def _has_other_references(tensor: Tensor) -> bool:
+    """Return whether another tensor has the memory of `tensor`."""
+    storage = tensor.untyped_storage()  # the second reference, beside that of `tensor`
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count > 2

@@ -345,3 +345,47 @@ def test_calls_of_several_micro_batches(seed: int | None, clip: float | None) ->
         assert engine.plan.policy.together == 4
     assert found == pytest.approx(means_of(losses), rel=1e-5)
     assert_same(weights_of(model), weights_of(plain), bitwise=False)
+
+
+# ---- inputs that layers keep
+
+
+class Keeping(nn.Module):
+    """A layer that keeps its input, which in a backward pass came back from the host."""
+
+    kept: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x
+        return x + torch.tanh(self.linear(x))
+
+
+class Keepers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Keeping() for _ in range(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs.square().mean()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_input_that_a_layer_keeps_may_be_used_after_the_step(seed: int | None) -> None:
+    groups = inputs_of(4)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model: Any = Keepers()
+    seen: list[Tensor] = []
+    with late_engine(model, config_of(3, 0.5, {"pack_layers": 1, "stash": "host"}), seed, sgd) as engine:
+        for group in groups:
+            engine.train_batch(iter(group))
+            for layer in model.layers:
+                seen.append(layer.kept.detach().sum())  # a kernel, which nobody waits for
+                layer.kept = None
+    assert torch.stack(seen).isfinite().all()
