@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.contract import Key, UnseenError
+from harmony_ds.calls.contract import UnseenError
 from harmony_ds.calls.intercept import Autocast
+from harmony_ds.calls.own_settings import Key
 from harmony_ds.calls.random_streams import micro_batch_seed
 from harmony_ds.calls.trees import map_tensors
 from harmony_ds.checkpoint.capture import persistent_buffers
