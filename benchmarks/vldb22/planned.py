@@ -6,23 +6,26 @@ larger of the two; its calls are cut into slices of the smaller.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
-from benchmarks.vldb22.cost_model.jobs import HARMONY_VLDB22
+from benchmarks.vldb22.cost_model.jobs import HARMONY_VLDB22, step_ms
 from benchmarks.vldb22.cost_model.profile import LayerProfile, PackCosts, PassCosts
-from benchmarks.vldb22.cost_model.schedule import Mode, Schedule, Setup
+from benchmarks.vldb22.cost_model.schedule import Mode, Schedule, Setup, split_samples
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.flow import Flow, Kind
 from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
-from harmony_ds.scheduler.candidates import Cuts
+from harmony_ds.scheduler import candidates
+from harmony_ds.scheduler.candidates import Cut, Cuts
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.neighbours import Point, recut
 from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.search import Choice, search
 
@@ -39,6 +42,10 @@ _MOST_SIZES = 5
 _ROOM = 1.5
 """The engine counts prefetched weights and whole stashes, for which the original's capacity formula has no room."""
 _PROPOSALS = 10
+_MORE = 5
+"""So many numbers of packs are tried, from the fewest that fit on."""
+_STARTS, _EVALUATIONS = 8, 400
+"""So many schedules are improved, with so many neighbours of all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +113,15 @@ def _times_ms(passes: PassCosts, samples: int, unit: int) -> list[float]:
     return [a + b for a, b in zip(times, passes.at(rest)[0], strict=True)] if rest else times
 
 
-def machine_of(profile: LayerProfile, devices: int) -> Machine:
-    """Return the paper's server, by its scheduler's constants.
+def machine_of(profile: LayerProfile, devices: int, replicas: int = 1) -> Machine:
+    """Return the paper's server, by its scheduler's constants, as one of `replicas` sees it.
 
-    All devices share the host's link. Its one rate for both directions becomes the rate of host memory, on which all swaps
+    All devices share the host's link; replicas share it in equal parts at all times, as the
+    original's model has it. Its one rate for both directions becomes the rate of host memory, on which all swaps
     draw; updates, which have a rate of their own there, draw on nothing. The host updates as fast as one of the original's
     processes for each device, but no faster than its memory.
     """
-    swap = HARMONY_VLDB22.swap
+    swap = HARMONY_VLDB22.swap / replicas
     elements = sum(layer.weight_bytes for layer in profile.layers) / FP32.weight
     alone = elements / sum(layer.update_ms for layer in profile.layers)
     updates = min(devices * alone, _HOST_BYTES_PER_MS / UPDATE_BYTES_PER_ELEMENT)
@@ -175,7 +183,10 @@ def searched(question: Question) -> Iterator[Schedule]:
     costs = PackCosts(question.profile)
     for units in _promising(question, costs):
         with suppress(DoesNotFitError):
-            for choice in _search(question.profile, units, question.samples, question.request, _PROPOSALS):
+            found = _search(
+                question.profile, units, question.samples, question.request, _PROPOSALS, question.setup.replicas
+            )
+            for choice in found:
                 schedule = schedule_of(choice.plan.packing, units)
                 if capacity_bytes(costs, schedule) <= question.cap_bytes:
                     yield schedule
@@ -189,11 +200,150 @@ def cut(question: Question) -> Iterator[Schedule]:
         cuts = Cuts(table, Packer(graph, table, FP32, question.request.policy), question.request)
         near = (way for first in cuts.first() for way in (first, *cuts.near(first)))
         multiples = (1, 2, 3, 4) if question.devices == 1 else (1,)
-        for way in {replace(one, multiple=multiple) for one in near for multiple in multiples}:
-            if (made := cuts.packing(way)) is not None:
-                schedule = schedule_of(made[0], units)
+        ways = {replace(one, multiple=multiple) for one in near for multiple in multiples if not one.forward}
+        for kind in candidates.Kind:
+            ways |= _fewest(question, costs, units, cuts, kind)
+        yield from _filled(question, costs, units)
+        for way in ways:
+            bounds = cuts.bounds(way)
+            if bounds is not None:
+                schedule = schedule_of_bounds(*bounds, units)
                 if capacity_bytes(costs, schedule) <= question.cap_bytes:
                     yield schedule
+
+
+def _filled(question: Question, costs: PackCosts, units: Units) -> Iterator[Schedule]:
+    """Yield schedules whose packs are as full as fits, beginning with the last or with the first."""
+    for from_last in (True, False):
+        backward = _full_packs(question, costs, True, units.backward, costs.count, from_last)
+        if backward[-2] == costs.count - 1:  # the loss is no call of the engine's
+            continue
+        if question.devices > 1:
+            schedule = Schedule(units.forward, backward[:-1], units.backward, backward)
+            if capacity_bytes(costs, schedule) <= question.cap_bytes:
+                yield schedule
+            continue
+        for forward_from_last in (True, False):
+            forward: tuple[int, ...] = (0,)
+            if backward[-2]:
+                forward = _full_packs(question, costs, False, units.forward, backward[-2], forward_from_last)
+            yield Schedule(units.forward, forward, units.backward, backward)
+
+
+def _full_packs(
+    question: Question, costs: PackCosts, backward: bool, size: int, count: int, from_last: bool
+) -> tuple[int, ...]:
+    """Return bounds of the first `count` layers, every one of which fits."""
+    inner: list[int] = []
+    first, last = 0, count
+    for layer in range(count - 1, 0, -1) if from_last else range(1, count):
+        pack = (layer - 1, last) if from_last else (first, layer + 1)
+        if costs.memory_bytes(backward, size, *pack) > question.cap_bytes:
+            inner.append(layer)
+            first = last = layer
+    return (0, *sorted(inner), count)
+
+
+def _fewest(question: Question, costs: PackCosts, units: Units, cuts: Cuts, kind: candidates.Kind) -> set[Cut]:
+    """Return the cuts into the fewest packs that fit and a few more, those of the forward pass for themselves."""
+    found: set[Cut] = set()
+    for parts in range(1, costs.count):
+        bounds = cuts.bounds(Cut(kind, parts))
+        if bounds is None:
+            continue
+        backward = schedule_of_bounds(*bounds, units).backward
+        packs = [costs.memory_bytes(True, units.backward, *pack) for pack in pairwise(backward)]
+        if max(packs) > question.cap_bytes:
+            continue
+        found.add(Cut(kind, parts))
+        if question.devices == 1 and kind is not candidates.Kind.EQUAL:
+            found |= _fewest_forward(question, costs, units, cuts, Cut(kind, parts))
+        if len({one.parts for one in found}) >= _MORE:
+            break
+    return found
+
+
+def _fewest_forward(question: Question, costs: PackCosts, units: Units, cuts: Cuts, cut: Cut) -> set[Cut]:
+    found: set[Cut] = set()
+    for parts in range(1, cut.parts + 1):
+        way = replace(cut, forward=parts)
+        bounds = cuts.bounds(way)
+        if bounds is None:
+            break
+        if capacity_bytes(costs, schedule_of_bounds(*bounds, units)) <= question.cap_bytes:
+            found.add(way)
+        if len(found) >= _MORE:
+            break
+    return found
+
+
+def timed(question: Question, schedules: Iterable[Schedule]) -> dict[Schedule, float]:
+    """Return the ms of schedules in the original's model, without those that cannot be among the fastest."""
+    costs = PackCosts(question.profile)
+    at_least = {one: _least_ms(question, costs, one) for one in schedules}
+    times: dict[Schedule, float] = {}
+    best = float("inf")
+    for one in sorted(at_least, key=lambda one: (at_least[one], str(one), one.backward, one.forward)):
+        if at_least[one] > best:
+            break
+        times[one] = step_ms(question.setup, one, costs, HARMONY_VLDB22, overlap=True)
+        best = min(best, times[one])
+    return times
+
+
+def _least_ms(question: Question, costs: PackCosts, schedule: Schedule) -> float:
+    """Return what the device that computes most takes at least for that, and for freeing the memory of its tasks."""
+    samples, forward, backward = question.samples, schedule.forward_micro_batch, schedule.backward_micro_batch
+    total = HARMONY_VLDB22.free_ms * (len(schedule.forward) + len(schedule.backward) - 2)
+    for size in split_samples(samples, forward):
+        total += costs.forward_ms(size, 0, schedule.forward[-1])
+    for size in split_samples(samples, backward):
+        total += costs.backward_ms(size, 0, costs.count)
+    return total / question.devices
+
+
+def improved(question: Question, schedules: Mapping[Schedule, float]) -> Iterator[tuple[Schedule, float]]:
+    """Yield better and better schedules by the neighbours that the engine's search tries, judged by the original's model.
+
+    Args:
+        schedules: to begin with, and their ms.
+    """
+    costs = PackCosts(question.profile)
+    tried = dict(schedules)
+    unlike: dict[str, Schedule] = {}  # the fastest of every sizes and numbers of packs
+    for schedule in sorted(schedules, key=schedules.__getitem__):
+        unlike.setdefault(str(schedule), schedule)
+    budget = _EVALUATIONS
+    for start in [*unlike.values()][:_STARTS]:
+        best, going = start, True
+        while going and budget > 0:
+            going = False
+            for schedule in _around(best, question.devices):
+                if schedule in tried or capacity_bytes(costs, schedule) > question.cap_bytes:
+                    continue
+                budget -= 1
+                if _least_ms(question, costs, schedule) > tried[best]:
+                    tried[schedule] = float("inf")
+                else:
+                    tried[schedule] = step_ms(question.setup, schedule, costs, HARMONY_VLDB22, overlap=True)
+                if tried[schedule] < tried[best]:
+                    best, going = schedule, True
+                    break
+                if budget <= 0:
+                    break
+        yield best, tried[best]
+
+
+def _around(schedule: Schedule, devices: int) -> Iterator[Schedule]:
+    """Yield a schedule with other cuts, one change away."""
+    backward = (
+        *schedule.backward[:-1],
+        schedule.backward[-1] - 1,
+    )  # without the loss, which is no call of the engine's
+    point = Point(backward, schedule.forward, 0, frozenset(), frozenset(), prefetch=True)
+    for near in recut(point, devices):
+        bounds = (*near.backward[:-1], schedule.backward[-1])
+        yield replace(schedule, forward=near.forward, backward=bounds)
 
 
 def _promising(question: Question, costs: PackCosts) -> list[Units]:
@@ -223,18 +373,25 @@ def _request(profile: LayerProfile, settings: HarmonySettings, devices: int, bud
     return PlanRequest(settings, 1, budget_bytes + buffers, buffers, policy)
 
 
-def _search(profile: LayerProfile, units: Units, samples: int, request: PlanRequest, top: int) -> tuple[Choice, ...]:
+def _search(
+    profile: LayerProfile, units: Units, samples: int, request: PlanRequest, top: int, replicas: int = 1
+) -> tuple[Choice, ...]:
     request = replace(request, micro_batches=-(-samples // units.together), thorough=top == 1)
-    machine = machine_of(profile, request.policy.pipeline)
+    machine = machine_of(profile, request.policy.pipeline, replicas)
     return search(graph_of(profile), table_of(profile, units), machine, FP32, request, top)
 
 
 def schedule_of(packing: Packing, units: Units) -> Schedule:
     """Return cuts as the original writes them; its last pack takes the loss, too."""
-    begins, last = [pack.positions[0] for pack in packing.packs], packing.fused.positions[-1]
-    backward = (*(begins[index] for index in packing.backward), last + 2)
+    begins = [pack.positions[0] for pack in packing.packs if pack.positions]
+    backward = (*(begins[index] for index in packing.backward), packing.fused.positions[-1] + 1)
     forward = (*(begins[index] for index in packing.forward), backward[-2])
-    return Schedule(units.forward, forward, units.backward, backward)
+    return schedule_of_bounds(backward, forward, units)
+
+
+def schedule_of_bounds(backward: Bounds, forward: Bounds, units: Units) -> Schedule:
+    """Return bounds of calls as the original writes them, which counts the loss as a layer."""
+    return Schedule(units.forward, forward, units.backward, (*backward[:-1], backward[-1] + 1))
 
 
 def capacity_bytes(costs: PackCosts, schedule: Schedule) -> int:

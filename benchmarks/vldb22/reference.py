@@ -13,7 +13,13 @@ from benchmarks.vldb22.cost_model.schedule import Mode, Schedule, Setup
 from benchmarks.vldb22.cost_model.volumes import volumes_of
 
 _DATA = Path(__file__).parent / "data"
-LARGEST = {"bert_large": (243, 78), "bert_96": (243, 78), "gpt2_medium": (18, 9), "gpt2_10b": (18, 9)}
+LARGEST = {
+    "bert_large": (243, 78),
+    "bert_96": (243, 78),
+    "gpt2_medium": (18, 9),
+    "gpt2_10b": (18, 9),
+    "vgg416": (197, 173),
+}
 """By model: the largest micro-batches that the original profiled, forward and backward."""
 
 LAST_PROFILED = 40

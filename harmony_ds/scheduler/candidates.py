@@ -11,12 +11,13 @@ from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.packing import Packer
-from harmony_ds.scheduler.partition import BestCuts, uniform_bounds
+from harmony_ds.scheduler.partition import BestCuts, Bounds, uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.resident import closed, may_stay, resident_packs
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _MULTIPLES = (1, 2, 4)
+_FORWARD_SHARES = (0.3, 0.45, 0.65)
 
 
 # ---- where to cut
@@ -28,6 +29,7 @@ class Kind(Enum):
     EQUAL = "of {size} calls"
     TIME = "of balanced time"
     MEMORY = "of balanced memory"
+    WORKING = "of balanced working memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,14 @@ class Cut:
             first pack, which is the last to have its gradients and the first that the next step needs: it should be small,
             and the ones after it so large that theirs are hidden under what runs before.
         multiple: so many of its packs are one in the forward pass, which holds neither gradients nor graphs.
+        forward: packs of the forward pass, cut for themselves and not as multiples of the others; 0: as multiples.
     """
 
     kind: Kind
     parts: int
     small_first: bool = False
     multiple: int = 1
+    forward: int = 0
 
 
 class Cuts:
@@ -58,7 +62,9 @@ class Cuts:
         singles = packer.packs(tuple(range(count + 1)))
         times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
         weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
-        self._best = {Kind.TIME: BestCuts(times), Kind.MEMORY: BestCuts(weights)}
+        # What a layer computes in backward is on the device for its whole pack: of convolutions it is most of their memory.
+        working = [weight + cost.graph_bytes for weight, cost in zip(weights, costs.costs, strict=True)]
+        self._best = {Kind.TIME: BestCuts(times), Kind.MEMORY: BestCuts(weights), Kind.WORKING: BestCuts(working)}
 
     def first(self) -> Iterator[Cut]:
         """Yield the cuts to begin with: of every kind, into 1, 2, 3, 4, 6, 9, ... packs, the fewest first."""
@@ -70,29 +76,46 @@ class Cuts:
     def near(self, cut: Cut) -> Iterator[Cut]:
         """Yield the cuts to try next if that one is good."""
         yield replace(cut, small_first=not cut.small_first)
-        yield from (replace(cut, multiple=multiple) for multiple in _MULTIPLES if multiple != cut.multiple)
+        yield from (replace(cut, multiple=multiple, forward=0) for multiple in _MULTIPLES if multiple != cut.multiple)
+        if self._packer.pipeline == 1 and cut.parts > 3:
+            for parts in sorted({round(share * cut.parts) for share in _FORWARD_SHARES}):
+                yield replace(cut, multiple=1, forward=parts)
         for parts in sorted({cut.parts - 1, cut.parts + 1, round(0.8 * cut.parts), round(1.25 * cut.parts)}):
             if 0 < parts <= self._count and parts != cut.parts:
                 yield replace(cut, parts=parts)
 
     def packing(self, cut: Cut) -> tuple[Packing, str] | None:
         """Its packs and its name; None: there are none."""
-        size = self._size or -(-self._count // cut.parts)
+        bounds = self.bounds(cut)
+        if bounds is None:
+            return None
+        backward, forward = bounds
+        name = cut.kind.value.format(size=self._size_of(cut)) + (", as configured" if self._size is not None else "")
+        name += ", small ones first" if cut.small_first else ""
+        name += f", {len(forward) - 1} in the forward pass" if cut.multiple > 1 or cut.forward else ""
+        return self._packer.packing(backward, forward), f"{counted(len(backward) - 1, 'pack')} {name}"
+
+    def bounds(self, cut: Cut) -> tuple[Bounds, Bounds] | None:
+        """Return the bounds of its packs in the backward pass and in the forward pass; None: there are none."""
         best = self._best.get(cut.kind)
-        bounds = uniform_bounds(self._count, size) if best is None else best.bounds(cut.parts)
-        name = cut.kind.value.format(size=size) + (", as configured" if self._size is not None else "")
+        bounds = uniform_bounds(self._count, self._size_of(cut)) if best is None else best.bounds(cut.parts)
         if cut.small_first:
             ends = [2**power - 1 for power in range(1, bounds[1].bit_length()) if 3 * (2**power - 1) < 2 * bounds[1]]
             if not ends:
                 return None
-            bounds, name = (0, *ends, *bounds[1:]), f"{name}, small ones first"
+            bounds = (0, *ends, *bounds[1:])
         before = bounds[:-1]
-        forward = tuple(sorted({0, *before[len(before) - 1 :: -cut.multiple]}))
-        if cut.multiple > 1:
-            if not 1 < len(forward) < len(before):
+        if cut.forward:
+            if self._packer.pipeline > 1 or best is None or not 0 < cut.forward <= before[-1]:
                 return None
-            name += f", {len(forward) - 1} in the forward pass"
-        return self._packer.packing(bounds, forward), f"{counted(len(before), 'pack')} {name}"
+            return bounds, best.bounds(cut.forward, before[-1])
+        forward = tuple(sorted({0, *before[len(before) - 1 :: -cut.multiple]}))
+        if cut.multiple > 1 and not 1 < len(forward) < len(before):
+            return None
+        return bounds, forward
+
+    def _size_of(self, cut: Cut) -> int:
+        return self._size or -(-self._count // cut.parts)
 
 
 def _ladder(count: int) -> list[int]:

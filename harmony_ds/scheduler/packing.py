@@ -38,6 +38,11 @@ class Packer:
         self._unlayered = frozenset(graph.unlayered)
         self._known: dict[tuple[tuple[int, ...], tuple[str, ...]], Pack] = {}
 
+    @property
+    def pipeline(self) -> int:
+        """How many devices one process drives."""
+        return self._policy.pipeline
+
     def packing(self, backward: tuple[int, ...], forward: tuple[int, ...] | None = None) -> Packing:
         """Packs between `backward` bounds for the pass back, and between `forward` bounds for the pass there.
 

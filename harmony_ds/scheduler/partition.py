@@ -45,9 +45,9 @@ class BestCuts:
             best = np.take_along_axis(joined, begins[None, :], axis=0)[0]
             self._begins.append(begins.tolist())
 
-    def bounds(self, parts: int) -> Bounds:
-        """Return the best cut into `parts`: one at least, and no more than there are items."""
-        bounds = [len(self._begins)]
+    def bounds(self, parts: int, count: int | None = None) -> Bounds:
+        """Return the best cut of the first `count` items (None: of all) into `parts`: one to `count`."""
+        bounds = [len(self._begins) if count is None else count]
         for begins in reversed(self._begins[:parts]):
             bounds.append(begins[bounds[-1]])
         return tuple(reversed(bounds))

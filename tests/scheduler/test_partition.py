@@ -40,3 +40,11 @@ def test_the_best_cuts_are_the_best_of_all(values: list[int]) -> None:
         assert is_cut(found, len(values))
         assert len(found) == parts + 1
         assert cost_of(found, values) == min(cost_of(cut, values) for cut in all_cuts(len(values), parts))
+
+
+@given(VALUES)
+def test_cuts_of_the_first_items_are_those_of_these_items_alone(values: list[int]) -> None:
+    best = BestCuts(values)
+    for count in range(1, len(values) + 1):
+        for parts in range(1, count + 1):
+            assert best.bounds(parts, count) == BestCuts(values[:count]).bounds(parts)

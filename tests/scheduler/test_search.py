@@ -18,9 +18,10 @@ from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer import LayerGraph
 from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.profiler.profile import Machine
-from harmony_ds.scheduler.candidates import Cuts, policies
+from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, policies
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.compose import Group
+from harmony_ds.scheduler.neighbours import Point, recut
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.saved import adopt
@@ -299,3 +300,22 @@ def test_an_error_that_is_caught_keeps_no_frame_alive() -> None:
         assert held[0]() is None
     finally:
         gc.enable()
+
+
+def test_packs_of_layers_that_compute_much_and_weigh_little_are_cut_by_what_they_compute() -> None:
+    graph = graph_of([256] * 12)
+    calls = tuple(replace(COSTS.costs[0], graph_bytes=9_000 if p < 4 else 100) for p in range(12))
+    costs = replace(COSTS, calls=graph.calls, costs=calls)
+    cuts = Cuts(costs, Packer(graph, costs, FP32), request(60_000))
+
+    assert cuts.bounds(Cut(Kind.WORKING, 5)) == ((0, 1, 2, 3, 5, 12), (0, 1, 2, 3, 5))
+    assert cuts.bounds(Cut(Kind.WORKING, 5, forward=2)) == ((0, 1, 2, 3, 5, 12), (0, 2, 5))
+    assert cuts.bounds(Cut(Kind.WORKING, 5, forward=6)) is None
+    pipeline = Packer(graph, costs, FP32, Policy(pipeline=2))
+    assert Cuts(costs, pipeline, request(60_000)).bounds(Cut(Kind.WORKING, 5, forward=2)) is None
+
+
+def test_cuts_of_large_packs_move_by_a_quarter_of_the_pack_too() -> None:
+    point = Point((0, 40, 60), (0, 40), 0, frozenset(), frozenset(), prefetch=True)
+    cuts = {near.backward[1] for near in recut(point, 1) if len(near.backward) == 3}
+    assert cuts == {30, 39, 41, 45}

@@ -14,7 +14,7 @@ IDS = [f"{case.model}-{case.name}" for case in CASES]
 
 
 def test_all_published_schedules_are_here() -> None:
-    assert len(CASES) == 45
+    assert len(CASES) == 53
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -37,6 +37,8 @@ def test_bytes_are_those_of_the_original(case: reference.Shipped) -> None:
         ("bert_large", "D32_vDP_N2_Top1"),
         ("gpt2_medium", "D32_vDP_N1_Ufwd2_Ubwd2_P7"),
         ("gpt2_medium", "D32_vPP_N2_Ufwd2_Ubwd2_P7"),
+        ("vgg416", "D16_vDP_N4_Top1"),
+        ("vgg416", "D64_vDP_N4_Top1"),
     ],
 )
 def test_the_engine_plans_no_slower_schedule_in_the_same_memory(model: str, name: str) -> None:
