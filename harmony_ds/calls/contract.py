@@ -186,9 +186,9 @@ class Contract:
 
     @property
     def leaves_more(self) -> frozenset[Key]:
-        """What forward leaves beside its results that may go into a loss: attributes with graphs, and forward hooks.
+        """Keys of attributes with graphs, and of forward hooks: a loss may use them beside forward's results.
 
-        Of a hook, the key is the number of its module and its own one.
+        The key of a hook is the number of its module, and the number of the hook.
         """
         found = set(self._with_graphs)
         for number, held in enumerate(self._held):

@@ -95,7 +95,7 @@ class Own:
 
     @property
     def signature(self) -> object:
-        """What is equal for the settings of lanes that have made the same ones."""
+        """A key that lanes with the same settings share."""
         values = [id(one.value) if one.contents is None else repr(one.contents) for one in self.settings.values()]
         return tuple(values), tuple(self.trained.items())
 

@@ -38,7 +38,10 @@ Names = tuple[str, ...]
 
 
 class Held(Enum):
-    """What a resident parameter has on the host and on the device. A weight that is its own master has no other one."""
+    """A tensor, or tensors, that a resident parameter has on the host and on the device.
+
+    A parameter that is trained in its own dtype has no master beside its weight.
+    """
 
     WEIGHT = "weight"
     MASTER = "master"

@@ -116,7 +116,7 @@ class OutputKind:
 
 @dataclass(slots=True)
 class _Expectation:
-    """What the program has been told of a call's outputs."""
+    """Names, kinds and shapes of a call's outputs that the program has been told before the call has run."""
 
     kind: OutputKind
     form: CallForm
