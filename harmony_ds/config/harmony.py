@@ -38,7 +38,8 @@ class HarmonySettings:
     pack_layers: _Count | None = None
     """Layer calls in a pack; searched unless given. See [planning.md](planning.md)."""
     layers: tuple[StrictStr, ...] = ()
-    """A list of shell patterns over module names, such as `["model.layers.*"]`; found unless given."""
+    """A list of shell patterns over module names, such as `["model.layers.*"]` (a star matches points, too; of nested
+    matches the outermost is a layer). Found unless given: those too large for the device are cut finer."""
     stash: Literal["auto", "device", "host"] = "auto"
     """Where inputs wait for backward; `"auto"`: on the device if they fit."""
     residency: ResidentPacks = "auto"

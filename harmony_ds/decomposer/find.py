@@ -45,14 +45,36 @@ class Decomposition:
     """`id(parameter)` to canonical name, for every parameter of the model."""
 
 
-def find_layers(model: nn.Module, patterns: tuple[str, ...] = ()) -> Decomposition:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Device memory for layers, and what a layer takes of it while its gradients are computed.
+
+    Attributes:
+        budget_bytes: of the device.
+        weight_bytes, gradient_bytes: of one number, there.
+    """
+
+    budget_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
+
+    def holds(self, module: nn.Module) -> bool:
+        """Return whether weights and gradients of `module` take at most half, so that another layer can be swapped in."""
+        nbytes = 0
+        for parameter in module.parameters():
+            nbytes += parameter.numel() * (self.weight_bytes + self.gradient_bytes * parameter.requires_grad)
+        return 2 * nbytes <= self.budget_bytes
+
+
+def find_layers(model: nn.Module, patterns: tuple[str, ...] = (), room: Room | None = None) -> Decomposition:
     """Decompose `model`.
 
     Args:
         model: any module.
         patterns: shell patterns over qualified module names ("model.layers.*") of the blocks. By default, blocks are the
             top-most gradient-checkpointing layers of transformers, else the elements of the outermost `ModuleList`s and
-            `Sequential`s.
+            `Sequential`s. A pattern's star matches points, too; of nested matches the outermost is the block.
+        room: on the device; elements that are too large for it are replaced by those of the lists inside them.
 
     Raises:
         ConfigError: a pattern matches no module.
@@ -62,7 +84,7 @@ def find_layers(model: nn.Module, patterns: tuple[str, ...] = ()) -> Decompositi
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     if not canonical:
         raise ModelError(f"{type(model).__name__} has no parameters: there is nothing to train.")
-    blocks = _matching(model, patterns) if patterns else _repeated_blocks(model)
+    blocks = _matching(model, patterns) if patterns else _repeated_blocks(model, room)
     layers: list[Layer] = []
     unlayered: list[str] = []
     seen: set[nn.Module] = set()  # a model may hold one module in several places
@@ -93,15 +115,18 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Module]:
     blocks: set[nn.Module] = set()
     names = [(name, module) for name, module in model.named_modules() if name]
     for pattern in patterns:
-        found = {module for name, module in names if fnmatchcase(name, pattern)}
-        lists = [name for name, module in names if module in found and isinstance(module, _CONTAINERS)]
-        if lists:
-            raise ConfigError(
-                f'harmony.layers: the pattern "{pattern}" matches {lists[0]}, a list that is never called itself: name its '
-                f'elements, such as "{lists[0]}.*".'
-            )
-        if not found:
+        matches = [(name, module) for name, module in names if fnmatchcase(name, pattern)]
+        if not matches:
             raise ConfigError(f'harmony.layers: the pattern "{pattern}" matches no module of {type(model).__name__}.')
+        found = {module for _, module in matches if not isinstance(module, _CONTAINERS)}
+        inside = {inner for module in found for inner in module.modules()}
+        for name, module in matches:
+            # A list inside a match is part of it, and one of which elements match stands for these.
+            if module not in inside and inside.isdisjoint(module.modules()):
+                raise ConfigError(
+                    f'harmony.layers: the pattern "{pattern}" matches {name}, a list that is never called itself: name its '
+                    f'elements, such as "{name}.*".'
+                )
         blocks |= found
     return _topmost(blocks)
 
@@ -111,11 +136,25 @@ def _topmost(modules: set[nn.Module]) -> set[nn.Module]:
     return modules - nested
 
 
-def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
+def _repeated_blocks(model: nn.Module, room: Room | None) -> set[nn.Module]:
     checkpointing = {m for m in model.modules() if _is_checkpointing_layer(m)}
     blocks = _topmost(checkpointing)
     covered = {inner for block in blocks for inner in block.modules()}
-    return blocks | set(_outermost_elements(nn.ModuleList([model]), covered))
+    elements = set(_outermost_elements(nn.ModuleList([model]), covered))
+    if room is not None:
+        elements = _cut_to_fit(elements, room)
+    return blocks | elements
+
+
+def _cut_to_fit(elements: set[nn.Module], room: Room) -> set[nn.Module]:
+    """Replace each element that `room` does not hold by the elements of its own outermost lists, if it has some."""
+    fitting: set[nn.Module] = set()
+    for element in elements:
+        inner: set[nn.Module] = set()
+        if not room.holds(element):
+            inner = set(_outermost_elements(nn.ModuleList([element]), set()))
+        fitting |= _cut_to_fit(inner, room) if inner else {element}
+    return fitting
 
 
 def _is_checkpointing_layer(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from harmony_ds.calls.joined import Joins
 from harmony_ds.calls.layer_call import LayerCalls
 from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.config import Config
-from harmony_ds.decomposer.find import Decomposition, Layer, find_layers, layer_graph
+from harmony_ds.decomposer.find import Decomposition, Layer, Room, find_layers, layer_graph
 from harmony_ds.device import Device, make_devices
 from harmony_ds.engine import admission
 from harmony_ds.engine.incoming import accept
@@ -138,7 +138,7 @@ def assemble(
     device = device or make_devices(settings.device, settings.devices, settings.budget_bytes, settings.pin_memory)
     admission.check_devices(config, device, saved)
     accept(model, device, config.compute_dtype)
-    decomposition = find_layers(model, settings.layers)
+    decomposition = find_layers(model, settings.layers, _room(config, device, world))
     given = list(model.parameters() if model_parameters is None else model_parameters)
     planned = admission.PlannedOptimizer.of(config, client_optimizer, given)
     if device.host_type == "cpu":
@@ -161,6 +161,14 @@ def assemble(
     runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(layers, model, device)
     device.limit_process()
     return Assembly(device, store, ledger, parts, world, runner, interception, layers, optimizer, host_optimizer)
+
+
+def _room(config: Config, device: Device, world: SingleProcess) -> Room | None:
+    """Return the first process's room for layers, so that all find the same ones; None: no bound is known."""
+    budget_bytes = world.first("the device's memory", lambda: device.budget_bytes)
+    if budget_bytes is None:
+        return None
+    return Room(budget_bytes, config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
 
 
 def _to_slabs(

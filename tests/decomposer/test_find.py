@@ -8,6 +8,7 @@ from torch import nn
 
 from harmony_ds import ConfigError, ModelError
 from harmony_ds.decomposer import Decomposition, find_layers
+from harmony_ds.decomposer.find import Room
 from tests.families import FAMILIES, MODULES, WIDTH, Block, Family
 
 EVERY_FAMILY = FAMILIES + MODULES
@@ -157,6 +158,79 @@ def test_a_pattern_may_match_inside_blocks_but_no_list() -> None:
     assert "transformer.h.1.mlp" in names(find_layers(model, ("transformer.h.*.mlp",))).split()
     with pytest.raises(ConfigError, match=r"transformer.h"):
         find_layers(model, ("transformer.h",))
+
+
+class Attention(nn.Module):
+    """A layer that holds a list, as every attention of diffusers does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.to_out = nn.Linear(width, width), nn.ModuleList([nn.Linear(width, width), nn.Dropout(0.0)])
+
+
+class UpBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList([nn.Linear(width, width) for _ in range(2)])
+        self.attentions = nn.ModuleList([Attention(width) for _ in range(2)])
+        self.upsampler = nn.Linear(width, width)
+
+
+class CoarseNet(nn.Module):
+    """Blocks of which one holds nearly all parameters, as in a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_blocks = nn.ModuleList([UpBlock(16), UpBlock(2)])
+
+
+INSIDE_UP_BLOCK_0 = (
+    "up_blocks.0.resnets.0 up_blocks.0.resnets.1 up_blocks.0.attentions.0 up_blocks.0.attentions.1 "
+    "up_blocks.0.upsampler"
+)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("up_blocks.*", "up_blocks.0 up_blocks.1"),
+        ("up_blocks.[0-9]", "up_blocks.0 up_blocks.1"),
+        ("*.attentions.*", f"{INSIDE_UP_BLOCK_0} {INSIDE_UP_BLOCK_0.replace('up_blocks.0', 'up_blocks.1')}"),
+        ("up_blocks*", "up_blocks.0 up_blocks.1"),  # the list itself, too: its elements are meant
+    ],
+)
+def test_a_pattern_may_match_lists_inside_a_layer(pattern: str, expected: str) -> None:
+    assert names(find_layers(CoarseNet(), (pattern,))) == expected
+
+
+def test_a_list_of_which_a_pattern_matches_no_element_is_an_error_that_names_them() -> None:
+    with pytest.raises(ConfigError, match=r'matches up_blocks.0.resnets.*such as "up_blocks.0.resnets.\*"'):
+        find_layers(CoarseNet(), ("up_blocks.?.resnets",))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "fits_bytes", "expected"),
+    [
+        (False, None, "up_blocks.0 up_blocks.1"),
+        (False, 2 * 7 * 272 * 8, "up_blocks.0 up_blocks.1"),
+        (False, 2 * 7 * 272 * 8 - 1, f"{INSIDE_UP_BLOCK_0} up_blocks.1"),
+        (True, 2 * 7 * 272 * 4, "up_blocks.0 up_blocks.1"),  # a frozen one has no gradients
+        (False, 2 * 272 * 8, "up_blocks.0.resnets.0 up_blocks.0.resnets.1 up_blocks.0.attentions.0.q "
+            "up_blocks.0.attentions.0.to_out.0 up_blocks.0.attentions.1.q up_blocks.0.attentions.1.to_out.0 "
+            "up_blocks.0.upsampler up_blocks.1"),
+    ],
+)  # fmt: skip
+def test_a_block_that_takes_more_than_half_of_the_device_is_cut_finer(
+    frozen: bool, fits_bytes: int | None, expected: str
+) -> None:
+    model = CoarseNet().requires_grad_(not frozen)
+    room = None if fits_bytes is None else Room(fits_bytes, weight_bytes=4, gradient_bytes=4)
+    assert names(find_layers(model, room=room)) == expected
+
+
+def test_a_block_without_lists_stays_whole_whatever_the_device_holds() -> None:
+    model = nn.ModuleList([Block(0.0), Block(0.0)])
+    assert names(find_layers(model, room=Room(1, weight_bytes=4, gradient_bytes=4))) == "0 1"
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_names_it() -> None:
