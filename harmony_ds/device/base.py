@@ -215,7 +215,16 @@ class Device(ABC):
         """Return the most bytes in use since the last `reset_peak`."""
 
     @abstractmethod
-    def reset_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        """Begin to measure a peak, which may reset statistics that the program reads: only while a model is measured."""
+
+    def watch_peak(self) -> None:
+        """Begin to watch the peak of a step, without resetting statistics that the program reads."""
+        self.reset_peak()
+
+    def peak_has_risen(self) -> bool:
+        """Return whether `peak_bytes` was reached after `watch_peak`; False: only before."""
+        return True
 
     def probe(self) -> AbstractContextManager[MemoryProbe]:
         """Return a context that measures memory, activations included: the device itself if its allocator counts them."""

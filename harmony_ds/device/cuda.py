@@ -25,6 +25,7 @@ _PORTABLE = 1
 _FIXED, _GROWING = 10, 25
 """One part in so many of the budget may be lost to fragmentation: in fixed segments (9.4 % of 24 GiB on an H200 were, which
 ended a step), and in expandable ones (not measured)."""
+_EXPANDABLE = "expandable_segments:True"
 
 
 class CudaDevice(Device):
@@ -33,6 +34,8 @@ class CudaDevice(Device):
     copies_overlap = True
     _shares: ClassVar[dict[int, list[float]]] = {}
     """By device, the process's memory fractions: without engines, then of each living engine. The last is in force."""
+    _growing: ClassVar[int] = 0
+    """Living engines' devices for which the caching allocator's segments are expandable."""
 
     def __init__(self, index: int = 0, budget_bytes: int | None = None, pin: bool = True, logical: int = 1) -> None:
         """`logical`: the number of logical devices on this GPU, which share its memory and have streams of their own."""
@@ -43,8 +46,9 @@ class CudaDevice(Device):
         _, total_bytes = torch.cuda.mem_get_info(index)
         self.budget_bytes = int(0.9 * self.available_bytes()) if budget_bytes is None else budget_bytes
         self._share = None if budget_bytes is None else min(1.0, logical * budget_bytes / total_bytes)
-        self._scattered_bytes = (budget_bytes or 0) // (_GROWING if _grow_segments() else _FIXED)
-        self._limits = False
+        self._scattered_bytes = (budget_bytes or 0) // (_GROWING if self._may_grow_segments() else _FIXED)
+        self._limits = self._grows = False
+        self._peak_before = 0  # when the step began
         self.pins_host = pin
         self._registered: dict[int, int] = {}  # address to bytes
         self._mapped: dict[int, mmap.mmap] = {}  # address to the memory of `host_empty`
@@ -177,25 +181,55 @@ class CudaDevice(Device):
             memory.madvise(mmap.MADV_DOFORK)
 
     def limit_process(self) -> None:
-        """Make the caching allocator refuse to reserve more than the budget."""
-        if self._share is None or self._limits:
+        """Make the caching allocator refuse to reserve more than the budget, and its segments expandable."""
+        if self._limits:
+            return
+        self._limits = True
+        self._grow_segments()
+        if self._share is None:
             return
         index = self.torch_device.index
         shares = self._shares.setdefault(index, [torch.cuda.get_per_process_memory_fraction(index)])
         shares.append(self._share)
-        self._limits = True
         torch.cuda.set_per_process_memory_fraction(self._share, index)
 
     def unlimit_process(self) -> None:
-        if self._share is None or not self._limits:
+        if not self._limits:
+            return
+        self._limits = False
+        self._put_segments_back()
+        if self._share is None:
             return
         index = self.torch_device.index
         shares = self._shares[index]
         del shares[shares.index(self._share, 1)]
-        self._limits = False
         torch.cuda.set_per_process_memory_fraction(shares[-1], index)
         if len(shares) == 1:
             del self._shares[index]
+
+    @classmethod
+    def _may_grow_segments(cls) -> bool:
+        """Return whether the program leaves the caching allocator's settings to the engine."""
+        if os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+            return False
+        return cls._growing > 0 or not torch._C._accelerator_getAllocatorSettings()
+
+    def _grow_segments(self) -> None:
+        self._grows = self._may_grow_segments()
+        if self._grows:
+            CudaDevice._growing += 1
+            if CudaDevice._growing == 1:
+                torch._C._accelerator_setAllocatorSettings(_EXPANDABLE)
+
+    def _put_segments_back(self) -> None:
+        """Allocate as torch does by default after the last engine; segments that there are stay as they are."""
+        if self._grows:
+            self._grows = False
+            CudaDevice._growing -= 1
+            # A program that has set others meanwhile keeps them.
+            if CudaDevice._growing == 0 and torch._C._accelerator_getAllocatorSettings() == _EXPANDABLE:
+                torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+                torch._C._accelerator_setAllocatorSettings("")
 
     def reserve_bytes(self) -> int:
         """Return the bytes of cuBLAS workspaces, and of fragments that the caching allocator cannot use.
@@ -232,6 +266,14 @@ class CudaDevice(Device):
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
+    def watch_peak(self) -> None:
+        # torch has one peak a process, which the program may read, too: it is not reset, so that a step that stays below it
+        # has no peak of its own.
+        self._peak_before = torch.cuda.max_memory_allocated(self.torch_device)
+
+    def peak_has_risen(self) -> bool:
+        return torch.cuda.max_memory_allocated(self.torch_device) > self._peak_before
+
     def random_state(self) -> tuple[Tensor, ...]:
         return (torch.get_rng_state(), torch.cuda.get_rng_state(self.torch_device))
 
@@ -243,12 +285,3 @@ class CudaDevice(Device):
         torch.default_generator.manual_seed(seed)
         with torch.cuda.device(self.torch_device):
             torch.cuda.manual_seed(seed)
-
-
-def _grow_segments() -> bool:
-    """Make the caching allocator's segments expandable, unless the program has configured it; return whether they are."""
-    if os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-        return False
-    since_2_9 = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (since_2_9 or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
-    return True

@@ -115,6 +115,13 @@ class DeviceGroup(Device):
         for member in self.members:
             member.reset_peak()
 
+    def watch_peak(self) -> None:
+        for member in self.members:
+            member.watch_peak()
+
+    def peak_has_risen(self) -> bool:
+        return any(member.peak_has_risen() for member in self.members)
+
     def peak_bytes(self) -> int:
         return max(self.peaks())
 

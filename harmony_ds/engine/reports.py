@@ -88,7 +88,8 @@ class MemoryReport:
     """Bytes on the device and on the host.
 
     Attributes:
-        device_peak_bytes: the most in use during the last step; of several devices, on the one with most.
+        device_peak_bytes: the most in use during the last step (on CUDA, since the model was last measured, or since the
+            program has reset the peak); of several devices, on the one with most.
         planned_peak_bytes: predicted by the plan.
         budget_bytes: the limit (None: unlimited).
         host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash"; "chunks" of weights from a disk.
@@ -128,7 +129,7 @@ class PlanReport:
     Attributes:
         choices: the plan that runs, and the next best that the search found, each with its prediction.
         measured_step_ms: of each full step since the plan was made, but the first; without the caller's own time.
-        device_peak_bytes: the most in use during the last step.
+        device_peak_bytes: as in `MemoryReport`.
         swapped_bytes: weights, gradients and stash in the last step, both ways.
         sent_bytes: sent by this process's device to others' in the last step.
         planned: the bytes that this process's device moves in a step, by the plan.

@@ -41,7 +41,7 @@ class StepRecord:
     def step(self, micro_batches: int, as_planned: bool) -> Iterator[None]:
         """Measure an optimizer step; `as_planned`: a full group, run at once."""
         device = self._assembly.device
-        device.reset_peak()
+        device.watch_peak()
         begin = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Threads of the host's updates: beside an accelerator, some cores are left to the threads that feed it."""
+"""Threads of the host's updates: beside an accelerator, a core is left to the thread that feeds it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-_KEEPING_BUSY = 2
-"""Threads of a process that issue work to its device: the program's own, and autograd's."""
+_KEEPING_BUSY = 1
+"""Threads of a process that issue work to its device: the program's own, on which backward passes run, too."""
 
 
 def update_threads(processes: int) -> int:

@@ -133,6 +133,7 @@ class Runner:
         self.check_usable()
         self.make_room()
         moved = self.planner.measure(sample)
+        self.parts.device.reset_peak()  # steps are not what was measured
         for micro_batch in queued:
             micro_batch.move(moved)
 
@@ -165,13 +166,16 @@ class Runner:
         with self._recovering(sets):
             device = self.parts.device
             others = others_bytes(self.parts)
-            device.reset_peak()
+            device.watch_peak()
             with self.parts.timeline.step(plan):
                 self.executor.run(plan, sets, hyper, clipping)
                 self.executor.updates.promise_norm()
             # Workspaces are made when a thread first needs one, in some step.
             set_aside = device.reserve_bytes() + self.planner.exchange_bytes(plan)
-            self.planner.check_peak(device.peak_bytes() - others - set_aside if as_planned else 0)
+            peak_bytes = 0
+            if as_planned and device.peak_has_risen():
+                peak_bytes = device.peak_bytes() - others - set_aside
+            self.planner.check_peak(peak_bytes)
 
     def part(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping) -> None:
         """Run forward and backward of a part of an optimizer step, whose gradients wait; `end` ends the step."""

@@ -15,6 +15,12 @@ from harmony_ds.errors import ConfigError
 TOTAL = 1_000
 
 
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaDevice, "_growing", 0)
+    monkeypatch.setattr(CudaDevice, "_shares", {})
+
+
 @pytest.fixture
 def shares(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Replace torch's calls; return the memory fraction of this process by device."""
@@ -49,19 +55,91 @@ def test_a_budget_limits_the_process_only_while_it_is_in_force(shares: dict[int,
     assert shares == {0: 1.0, 1: 0.8}
 
 
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace torch's calls; return all settings of the caching allocator, the last of which is in force."""
+    given = [""]
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: given[-1], raising=False)
+    return given
+
+
 @pytest.mark.parametrize(
     ("variable", "part"), [("PYTORCH_ALLOC_CONF", 10), ("PYTORCH_CUDA_ALLOC_CONF", 10), ("PATH", 25)]
 )
 def test_the_allocators_segments_grow_unless_the_program_has_configured_it(
-    variable: str, part: int, shares: dict[int, float], monkeypatch: pytest.MonkeyPatch
+    variable: str,
+    part: int,
+    shares: dict[int, float],
+    settings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setenv(variable, "max_split_size_mb:64")
     without, device = CudaDevice(0), CudaDevice(0, 500)
-    assert given == ["expandable_segments:True"] * (2 if part == 25 else 0)
     assert device.reserve_bytes() - without.reserve_bytes() == 500 // part
+    device.limit_process()
+    assert settings == ["", *["expandable_segments:True"] * (part == 25)]
+    device.unlimit_process()
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 500])
+def test_segments_grow_until_the_last_engine_ends(
+    budget_bytes: int | None, shares: dict[int, float], settings: list[str]
+) -> None:
+    first, second = CudaDevice(0, budget_bytes), CudaDevice(1, budget_bytes)
+    assert settings == [""]  # a device without an engine changes nothing
+    for device in (first, second):
+        device.limit_process()
+    assert settings == ["", "expandable_segments:True"]
+    first.unlimit_process()
+    first.unlimit_process()
+    assert settings == ["", "expandable_segments:True"]
+    second.unlimit_process()
+    assert settings[2:] == ["expandable_segments:False", ""]
+    CudaDevice(0).limit_process()
+    assert settings[4:] == ["expandable_segments:True"]
+
+
+def test_settings_that_a_program_has_made_stay(shares: dict[int, float], settings: list[str]) -> None:
+    settings.append("max_split_size_mb:64")
+    device = CudaDevice(0, 500)
+    device.limit_process()
+    device.unlimit_process()
+    assert settings == ["", "max_split_size_mb:64"]
+    settings.append("")
+    device = CudaDevice(0, 500)
+    device.limit_process()
+    settings.append("garbage_collection_threshold:0.8")
+    device.unlimit_process()
+    assert settings[-1] == "garbage_collection_threshold:0.8"
+
+
+def test_a_step_resets_no_peak_that_the_program_reads(
+    shares: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peak = 700  # of the process
+
+    def reset(_: Any) -> None:
+        nonlocal peak
+        peak = 100
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    device = CudaDevice(0)
+    device.watch_peak()
+    assert peak == 700 and not device.peak_has_risen() and device.peak_bytes() == 700
+    peak = 800
+    assert device.peak_has_risen() and device.peak_bytes() == 800
+    device.watch_peak()
+    assert not device.peak_has_risen()
+    device.reset_peak()  # measuring cannot do without
+    assert device.peak_bytes() == 100
+    device.watch_peak()
+    peak = 300
+    assert device.peak_has_risen() and device.peak_bytes() == 300
 
 
 def test_a_device_without_a_budget_of_its_own_limits_nothing(shares: dict[int, float]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import ConfigError, DoesNotFitError, HarmonyEngine
+from harmony_ds.device.cpu import CpuDevice
 from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.updater import Updater
@@ -220,3 +221,40 @@ def test_a_forward_pack_waits_for_all_the_packs_that_update_its_weights(monkeypa
         train_groups(engine, GROUPS)
     assert next(gated, None) is None
     assert_same(model, plain, bitwise=True)
+
+
+class Watched(CpuDevice):
+    """Notes when peaks are reset, and lets one step seem to take more than it does, or a peak be an earlier one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resets, self.watches = 0, 0
+        self.stale_bytes: int | None = None
+
+    def reset_peak(self) -> None:
+        self.resets += 1
+        super().reset_peak()
+
+    def watch_peak(self) -> None:
+        self.watches += 1
+        CpuDevice.reset_peak(self)
+
+    def peak_has_risen(self) -> bool:
+        return self.stale_bytes is None
+
+    def peak_bytes(self) -> int:
+        return super().peak_bytes() if self.stale_bytes is None else self.stale_bytes
+
+
+def test_peaks_are_reset_while_the_model_is_measured_alone(caplog: pytest.LogCaptureFixture) -> None:
+    device, groups = Watched(), groups_of(LLAMA, 4, 2)
+    with engine_for(LLAMA.build(0.0), adamw, config_of(2), device=device) as engine:
+        train_groups(engine, groups[:1])
+        resets, watches = device.resets, device.watches
+        assert resets > 0 and watches > 0
+        train_groups(engine, groups[1:3])
+        assert device.resets == resets and device.watches > watches
+        device.stale_bytes = 2**40  # of the program's own work before
+        train_groups(engine, groups[3:])
+        assert engine.memory_report().device_peak_bytes == 2**40
+    assert "more than planned" not in caplog.text
