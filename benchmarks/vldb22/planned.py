@@ -44,7 +44,7 @@ _ROOM = 1.5
 _PROPOSALS = 10
 _MORE = 5
 """So many numbers of packs are tried, from the fewest that fit on."""
-_STARTS, _EVALUATIONS = 8, 400
+_STARTS, _EVALUATIONS = 24, 1600
 """So many schedules are improved, with so many neighbours of all of them."""
 
 
