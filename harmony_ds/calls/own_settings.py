@@ -65,7 +65,9 @@ class Setting:
 
     def is_restored_by(self, later: Setting) -> bool:
         """Return whether `later` is this one again, up to the rounding of numbers and in equal containers."""
-        if self.contents is None or later.contents is None:
+        if (self.contents is None) is not (later.contents is None):
+            return False  # what is not plain, such as a tensor, has been put into the container, or taken out
+        if self.contents is None:
             return self.value is later.value or _are_close(self.value, later.value)
         return type(self.value) is type(later.value) and _are_close_containers(self.contents, later.contents)
 

@@ -179,7 +179,7 @@ def test_the_host_is_given_a_plan_that_it_has_room_for_if_there_is_one(monkeypat
         return (fastest.choice,)
 
     monkeypatch.setattr("harmony_ds.estimate.forecast.search", searched)
-    state = fastest.host_total_bytes - fastest.host_bytes["gradients"]
+    state = sum(fastest.host_bytes[kind] for kind in ("weights", "masters", "optimizer"))
     for budget in (None, state + 7, state, state - 1):
         forecast(tight(), budget)
     assert asked == [None, 7, 0, 0]
