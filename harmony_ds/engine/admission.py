@@ -23,6 +23,7 @@ from harmony_ds.offload.host_memory import HostNeed, MappedFiles, check_host_mem
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.optimizers import ClientOptimizer, parameters_in
 from harmony_ds.parallel import SingleProcess
+from harmony_ds.scheduler.host_room import cast_bytes
 from harmony_ds.scheduler.plan import Plan
 
 _ON_DISK = ("adam", "adamw", "adagrad", "lion", "sgd")
@@ -168,6 +169,7 @@ def host_need(
         layers = [sum(trainable.get(name, 0) for name in layer.parameters) for layer in decomposition.layers]
         count = sum(trainable.values()) if config.deferred_update else max(layers, default=0)
         gradients = accumulation.itemsize * count
+    casts = cast_bytes(optimizer.elements, accumulation.itemsize, config.master_dtype.itemsize)
     numbers = 0 if optimizer.has_state else optimizer.numbers or 0
     state_bytes = config.state_dtype.itemsize * numbers * sum(optimizer.elements)
     mapped = MappedFiles()
@@ -177,6 +179,7 @@ def host_need(
         "masters": config.master_bytes * sum(trainable.values()),
         "optimizer": 0 if config.disk_folder is not None else state_bytes,
         "gradients": gradients,
+        "casts": casts,
     }
     return HostNeed(
         by_kind,

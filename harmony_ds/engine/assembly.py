@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harmony_ds.calls.contract import Contract
 from harmony_ds.calls.crossing import Crossings
@@ -50,6 +50,7 @@ from harmony_ds.offload.user_gradients import UserGradients
 from harmony_ds.parallel import ALONE, SingleProcess, World
 from harmony_ds.runtime.parts import Parts
 from harmony_ds.runtime.timeline import StepTimeline
+from harmony_ds.scheduler.host_room import cast_bytes
 from harmony_ds.stepping.runner import Runner
 
 
@@ -94,6 +95,7 @@ class Assembly:
             **self.store.host_bytes(),
             "optimizer": 0 if optimizer is None else optimizer.state_bytes(),
             "gradients": self.parts.gradients.host_bytes,
+            "casts": 0 if self.parts.gradients.casts is None else self.parts.gradients.casts.nbytes,
             "stash": self.parts.stash.host_bytes,
         }
 
@@ -229,7 +231,20 @@ def _host_gradients(
 ) -> HostGradients:
     limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
     trains = (lambda _: False) if optimizer is None else optimizer.trains
-    return HostGradients(device, ledger, config.accumulation_dtype, limit, trains, world)
+    return HostGradients(
+        device, ledger, config.accumulation_dtype, limit, trains, world, _casts(config, optimizer, world)
+    )
+
+
+def _casts(config: Config, optimizer: HostOptimizer | None, world: SingleProcess) -> Tensor | None:
+    """Return the buffer that gradients are cast in for the optimizer, which has pieces of them in several processes."""
+    if optimizer is None:
+        return None
+    pieces = [world.piece(numel) for numel in optimizer.trained_numels()]
+    elements = [piece.stop - piece.start for piece in pieces]
+    dtype = optimizer.master_dtype
+    nbytes = cast_bytes(elements, config.accumulation_dtype.itemsize, dtype.itemsize)
+    return torch.zeros(nbytes // dtype.itemsize, dtype=dtype) if nbytes else None
 
 
 def _parts(

@@ -92,7 +92,8 @@ class MemoryReport:
             program has reset the peak); of several devices, on the one with most.
         planned_peak_bytes: predicted by the plan.
         budget_bytes: the limit (None: unlimited).
-        host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash"; "chunks" of weights from a disk.
+        host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash"; "casts": of 16-bit gradients
+            for an optimizer that steps fp32; "chunks" of weights from a disk.
         disk_bytes: of the files for masters and optimizer state, and for weights ("device": "nvme").
         counted: "allocator" where activations are counted as they are allocated, "plan" where they are charged as
             measured per layer (the CPU device).

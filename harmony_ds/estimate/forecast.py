@@ -14,7 +14,7 @@ from harmony_ds.offload.disk_weights import HOST_BYTES
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
-from harmony_ds.scheduler.host_room import waiting_of
+from harmony_ds.scheduler.host_room import cast_bytes, waiting_of
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import uniform_bounds
@@ -113,10 +113,14 @@ def _state_bytes(survey: Survey) -> dict[str, int]:
     update = update_cost(survey.config)
     weights = sum(slab_bytes(spec.numel, weight) for spec in parameters)
     elements = sum(spec.numel for spec in parameters if spec.trainable)
+    devices = survey.request.policy.devices
+    pieces = [-(-spec.numel // devices) for spec in parameters if spec.trainable]
+    casts = cast_bytes(pieces, survey.element.gradient, survey.config.master_dtype.itemsize)
     return {
         "weights": min(weights, HOST_BYTES) if update.disk_weight_bytes else weights,
         "masters": update.master_bytes * elements if update.copy_bytes else 0,
         "optimizer": 0 if update.disk_bytes else update.state_bytes * update.states * elements,
+        "casts": devices * casts,
     }
 
 

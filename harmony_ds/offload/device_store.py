@@ -349,9 +349,12 @@ class DeviceStore(GradientSums):
 
     @torch.no_grad()
     def update(self, names: Iterable[str], hyper: Hyper, coefficient: Tensor | None, measured: bool) -> None:
-        """Update `names` from their gradients, which are dropped; see `for_update`."""
+        """Update `names` from their gradients, which are dropped; the rest as in `_scale`."""
         assert self._optimizer is not None
-        gradients = self.for_update(names, coefficient, measured)
+        gradients: dict[str, Tensor] = {}
+        for name, total in self._trained(names):
+            gradients[name] = total.to(torch.float32)
+            self._scale(name, gradients[name], coefficient, measured)
         self.received.update(gradients)
         stepped = {name: self._stepped[name] for name in gradients}
         for name in stepped:

@@ -47,23 +47,17 @@ class GradientSums(ABC):
     def _norm_of(self, name: str, total: Tensor) -> Tensor:
         return self.world.norm_part(total)
 
-    def for_update(
-        self, names: Iterable[str], coefficient: Tensor | None, measured: bool, dtype: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
-        """Return the gradients of `names` for the optimizer.
+    def _scale(self, name: str, gradient: Tensor, coefficient: Tensor | None, measured: bool) -> None:
+        """Scale `gradient`, that of `name` in the dtype of the parameter that the optimizer steps.
 
         Args:
             coefficient: factor of the gradients (on the host, 0-dim).
             measured: their norms are known; if not, they are computed, for reports.
-            dtype: of the parameters that the optimizer steps.
         """
-        gradients: dict[str, Tensor] = {}
-        for name, total in self._trained(names):
-            gradient = total.to(dtype)
-            if not measured:
-                self.norms[name] = self._norm_of(name, gradient)
-            gradients[name] = gradient if coefficient is None else gradient.mul_(coefficient.item())
-        return gradients
+        if not measured:
+            self.norms[name] = self._norm_of(name, gradient)
+        if coefficient is not None:
+            gradient.mul_(coefficient.item())
 
     def drop_unused(self, names: Iterable[str]) -> None:
         self.clear_gradients(names)

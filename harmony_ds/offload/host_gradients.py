@@ -70,9 +70,18 @@ class HostGradients(GradientSums):
         limit: int | None,
         trains: Callable[[str], bool],
         world: SingleProcess = ALONE,
+        casts: Tensor | None = None,
     ) -> None:
-        """`limit`: the most transfers kept at a time (None: any number)."""
+        """Begin without buffers.
+
+        Args:
+            dtype: of the gradients that wait.
+            limit: the most transfers kept at a time (None: any number).
+            casts: a flat buffer in the dtype of the parameters that the optimizer steps, which has room for the largest
+                (None: they have `dtype`).
+        """
         super().__init__(trains, world)
+        self.casts = casts
         self._device = device
         self._ledger = ledger
         self._dtype = dtype
@@ -256,6 +265,31 @@ class HostGradients(GradientSums):
             total.add_(later.gradients[name])
             self._used(name, later)
         return total
+
+    def for_update(
+        self, names: Iterable[str], coefficient: Tensor | None, measured: bool
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the gradients of `names` for the optimizer; `coefficient` and `measured` as in `_scale`.
+
+        They come all at once, or as many at a time as the buffer for casts has room for: use them before the next ones.
+        """
+        if self.casts is None:
+            gradients = dict(self._trained(names))
+            for name, gradient in gradients.items():
+                self._scale(name, gradient, coefficient, measured)
+            yield gradients
+            return
+        batch: dict[str, Tensor] = {}
+        begin = 0  # of the next one in the buffer
+        for name, total in self._trained(names):
+            if begin + total.numel() > self.casts.numel():
+                yield batch
+                batch, begin = {}, 0
+            gradient = self.casts[begin : begin + total.numel()].view(total.shape).copy_(total)
+            self._scale(name, gradient, coefficient, measured)
+            batch[name] = gradient
+            begin += slab_bytes(total.numel(), gradient.element_size()) // gradient.element_size()
+        yield batch
 
     def clear_gradients(self, names: Iterable[str] | None = None) -> None:
         if names is None:

@@ -101,7 +101,11 @@ class HostOptimizer:
 
     @property
     def trained_elements(self) -> int:
-        return sum(self._masters[name].numel() for name in self._group_of)
+        return sum(self.trained_numels())
+
+    def trained_numels(self) -> list[int]:
+        """Return the elements of each parameter that it trains."""
+        return [self._masters[name].numel() for name in self.trained]
 
     def trains(self, name: str) -> bool:
         return name in self._group_of

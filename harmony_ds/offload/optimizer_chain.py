@@ -164,10 +164,6 @@ class HostOptimizerChain(HostOptimizer):
     def trained(self) -> Iterable[str]:
         return self._owner
 
-    @property
-    def trained_elements(self) -> int:
-        return sum(part.trained_elements for part in self._parts)
-
     def trains(self, name: str) -> bool:
         return name in self._owner
 

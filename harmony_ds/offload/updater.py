@@ -211,9 +211,9 @@ class Updater:
             self._gradients.wait_arrived(names)
             with work:
                 if not overflow:
-                    gradients = self._gradients.for_update(names, coefficient, norm is not None, optimizer.master_dtype)
-                    optimizer.step(gradients, hyper)
-                    self._store.copy_masters_to_weights(gradients)
+                    for gradients in self._gradients.for_update(names, coefficient, measured=norm is not None):
+                        optimizer.step(gradients, hyper)
+                        self._store.copy_masters_to_weights(gradients)
                 self._gradients.clear_gradients(names)
             self._world.updated(names)
             with self._changed:

@@ -1,12 +1,20 @@
-"""Bytes that wait in host memory while a plan runs: gradients for their update, and stash for its backward pass."""
+"""Bytes that wait in host memory while a plan runs: gradients for their update, and stash for its backward pass.
+
+And those of the buffer for casts, which every plan needs alike.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, held_transfers
 from harmony_ds.scheduler.swaps import stash_bytes
+
+_CAST_BYTES = 2**22
+"""Small gradients are cast so many bytes at a time: an optimizer's step has a price of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +49,16 @@ def gradient_bytes(packing: Packing, policy: Policy) -> int:
     if policy.reduce_on_host:
         waiting += policy.gradient_slabs * max(pack.gradient_bytes for pack in packing.packs)
     return waiting
+
+
+def cast_bytes(elements: Iterable[int], gradient_bytes: int, master_bytes: int) -> int:
+    """Return the bytes of the buffer that gradients are cast in for the optimizer; 0: there are none to be cast.
+
+    Args:
+        elements: numbers of each parameter that is trained.
+        gradient_bytes, master_bytes: of a number of a gradient that waits, and of a parameter that the optimizer steps.
+    """
+    if gradient_bytes == master_bytes:
+        return 0
+    sizes = [slab_bytes(numel, master_bytes) for numel in elements]
+    return min(sum(sizes), max(_CAST_BYTES, *sizes)) if sizes else 0

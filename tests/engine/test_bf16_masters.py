@@ -16,6 +16,7 @@ from harmony_ds.scheduler.host_room import gradient_bytes
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.checkpoint.runs import Setup, assert_equal, state_of, train_and_resume
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, seed_of, train_groups
+from tests.inside import updater_of
 from tests.oracle import assert_same, train_plainly
 
 LLAMA = family("llama")
@@ -121,6 +122,28 @@ def test_gradients_that_do_not_wait_take_no_more_of_the_host_than_those_that_do(
             held.append(engine.memory_report().host_bytes["gradients"])
             assert held[-1] == gradient_bytes(engine.plan.packing, engine.plan.policy)
     assert held[0] <= held[1]
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("split", [False, True])
+def test_gradients_are_cast_for_the_optimizer_in_one_buffer_that_is_counted(clip: float | None, split: bool) -> None:
+    """All in the memory of the largest parameter's, or of a few MiB where there are many small ones."""
+    config = config_of(2, clip, {"pack_layers": 6, "split_masters": split}, **FORMS["bf16 sums"])
+    used, elements = set(), 13 * (64 * 64 + 64) + 64
+    with engine_for(Stack().bfloat16(), adamw, config) as engine:
+        optimizer = updater_of(engine)._optimizer
+        stepping = optimizer.step
+
+        def step(gradients: dict[str, Tensor], hyper: Any) -> None:
+            used.update((one.dtype, one.untyped_storage().data_ptr()) for one in gradients.values())
+            stepping(gradients, hyper)
+
+        optimizer.step = step
+        for _ in range(2):
+            engine.train_batch([(torch.ones(2, 64, dtype=torch.bfloat16),)] * 2)
+        held = engine.memory_report().host_bytes["casts"]
+    assert [dtype for dtype, _ in used] == [torch.float32]  # in one place
+    assert 4 * elements <= held <= 4 * (elements + 27 * 128)  # slabs are aligned
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:

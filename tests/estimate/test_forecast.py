@@ -88,6 +88,7 @@ def test_host_memory_of_a_deferred_update_holds_every_gradient() -> None:
         "weights": LAYERS * WEIGHT,
         "masters": LAYERS * 4 * ELEMENTS,
         "optimizer": LAYERS * 8 * ELEMENTS,
+        "casts": 0,
         "gradients": LAYERS * GRADIENT,
         "stash": found.prediction.swaps.stash_out,
     }

@@ -83,7 +83,9 @@ def test_norms_travel_with_gradients_and_are_dropped_when_those_change() -> None
     assert torch.equal(gradients.norms["w"], sent["w"].norm())
 
     gradients.add(gradients.swap_out({"u": sent["b"]}, None, norms=torch.ones(1)))
-    gradients.for_update(["u"], None, measured=False)  # an update that waits for no norm takes what travelled, too
+    list(
+        gradients.for_update(["u"], None, measured=False)
+    )  # an update that waits for no norm takes what travelled, too
     assert torch.equal(gradients.norms["u"], torch.ones(()))
 
     for _ in range(2):
@@ -177,3 +179,17 @@ def test_a_gradient_whose_update_ends_meanwhile_is_not_the_programs() -> None:
         own = UserGradients(store, SimpleNamespace(is_updating=lambda _, p=parameter: p.is_updating))  # type: ignore[arg-type]
         assert ask(own) == answer
         assert own.popped == 0
+
+
+def test_gradients_are_cast_as_many_at_a_time_as_the_buffer_holds() -> None:
+    casts = torch.zeros(256)
+    gradients = HostGradients(CpuDevice(), Ledger(), torch.bfloat16, None, lambda _: True, casts=casts)
+    sent = {name: torch.randn(numel).bfloat16() for name, numel in {"a": 100, "b": 20, "c": 256, "d": 1}.items()}
+    gradients.add(gradients.swap_out(sent, None))
+    batches = []
+    for batch in gradients.for_update(sent, torch.tensor(0.3), measured=True):
+        batches.append(list(batch))
+        for name, gradient in batch.items():
+            assert gradient.untyped_storage().data_ptr() == casts.untyped_storage().data_ptr()
+            assert torch.equal(gradient, sent[name].float() * 0.3)
+    assert batches == [["a", "b"], ["c"], ["d"]]
