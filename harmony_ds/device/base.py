@@ -1,7 +1,8 @@
 """The interface of devices.
 
-A `Device` owns five streams: COMPUTE, SWAP_IN (host to device), SWAP_OUT (device to host), PEER (between devices) and
-DISK (weights that a thread reads from a disk to the device; it allocates nothing).
+A `Device` owns six streams: COMPUTE, SWAP_IN (host to device), SWAP_OUT (device to host), UPLOAD (inputs to the device,
+which are to wait neither for kernels nor for weights that are prefetched), PEER (between devices) and DISK (weights that a
+thread reads from a disk to the device; it allocates nothing).
 Work is *issued* on a stream and *ordered* by events; the host waits for a device only through `Event.synchronize`.
 Where no allocator counts memory (the CPU device), every byte is reported through `charge` and `discharge`.
 """
@@ -26,6 +27,7 @@ class Stream(Enum):
     COMPUTE = "compute"
     SWAP_IN = "swap_in"
     SWAP_OUT = "swap_out"
+    UPLOAD = "upload"
     PEER = "peer"
     DISK = "disk"
 
@@ -149,9 +151,16 @@ class Device(ABC):
     def make_current(self, place: object) -> None:  # noqa: B027 - most devices have one stream for the model's code
         """Make `place`, which `current` returned, current on this thread; it waits for work issued so far."""
 
-    @abstractmethod
     def upload(self, tensor: Tensor) -> Tensor:
         """Return a device copy for the compute stream; the caller may write into `tensor`, or drop it, at once."""
+        copy = self._copy_in(tensor)
+        self.wait(Stream.COMPUTE, self.record(Stream.UPLOAD))
+        self.record_use(copy)
+        return copy
+
+    @abstractmethod
+    def _copy_in(self, tensor: Tensor) -> Tensor:
+        """Return a device copy, allocated and written on the upload stream; `tensor` is as free as after `upload`."""
 
     def host_copy(self, tensor: Tensor, non_blocking: bool) -> Tensor:
         """Return a copy in host memory; if `non_blocking`, it is there when the compute stream has passed this point."""

@@ -43,7 +43,7 @@ class HostStreamDevice(Device):
     def as_current(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def upload(self, tensor: Tensor) -> Tensor:
+    def _copy_in(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=self.torch_device).copy_(tensor)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:

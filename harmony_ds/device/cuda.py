@@ -117,12 +117,18 @@ class CudaDevice(Device):
         torch.cuda.set_device(device)  # after set_stream, which makes the stream's own device current
 
     def upload(self, tensor: Tensor) -> Tensor:
-        # Staged in torch's page-locked memory (copies from pageable memory block the host), which returns to its pool
-        # after the copy: the caller's memory is not read later.
-        if not self.pins_host or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:  # whose memory `record_use` does not know
             return tensor.to(self.torch_device, copy=True)
-        staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-        return staged.to(self.torch_device, non_blocking=True)
+        return super().upload(tensor)
+
+    def _copy_in(self, tensor: Tensor) -> Tensor:
+        with torch.cuda.stream(self._stream(Stream.UPLOAD)):
+            if not self.pins_host:
+                return tensor.to(self.torch_device, copy=True)
+            # Staged in torch's page-locked memory (copies from pageable memory block the host), which returns to its pool
+            # after the copy: the caller's memory is not read later.
+            staged = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+            return staged.to(self.torch_device, non_blocking=True)
 
     def host_copy(self, tensor: Tensor, non_blocking: bool) -> Tensor:
         host = torch.empty_like(tensor, device="cpu", pin_memory=self.pins_host)

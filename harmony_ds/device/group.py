@@ -148,6 +148,7 @@ class DeviceGroup(Device):
 
     on, record, wait, current_member = map(_of_current, (Device.on, Device.record, Device.wait, Device.current_member))
     current, make_current, upload = map(_of_current, (Device.current, Device.make_current, Device.upload))
+    _copy_in = _of_current(Device._copy_in)
     empty, free, charge, discharge = map(_of_current, (Device.empty, Device.free, Device.charge, Device.discharge))
     reserve_bytes, allocated_bytes = map(_of_current, (Device.reserve_bytes, Device.allocated_bytes))
     random_state, set_random_state = map(_of_current, (Device.random_state, Device.set_random_state))

@@ -67,6 +67,9 @@ def test_host_memory_is_page_locked_only_if_the_ds_config_says_so(
     cuda = CudaDevice(0, 250, pin=pin)
     cuda.torch_device = torch.device("cpu")  # where copies to it end
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: torch.no_grad())
+    for ordering in ("record", "wait", "record_use"):
+        monkeypatch.setattr(cuda, ordering, lambda *_: None)
     device = DeviceGroup([cuda]) if grouped else cuda
     tensor = torch.arange(6.0).view(2, 3).t()
     with Pinned() as pinned:

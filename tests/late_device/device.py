@@ -1,6 +1,6 @@
 """A CPU device whose copies are as late as its events allow, and which reports accesses that no event orders.
 
-    swap streams     copies wait in a queue until some stream or the host waits for a later event, or (with a seed) until
+    swap and upload  copies wait in a queue until some stream or the host waits for a later event, or (with a seed) until
                      a random time before that; copies that nothing waits for are never done
     compute          kernels run at once, since torch runs them so; late are their effects on the host: their
                      copies into page-locked memory, and the passing of their events
@@ -182,10 +182,21 @@ class LateDevice(CpuDevice):
         assert block is not None
         block.used.add((self.place, Stream.COMPUTE))
 
-    def upload(self, tensor: Tensor) -> Tensor:
-        with self._here.unwatched():
-            made = tensor.clone()  # staged: done when the call returns
-        self._own((self.place, Stream.COMPUTE), made, "upload")
+    def _copy_in(self, tensor: Tensor) -> Tensor:
+        with self._lock, self._here.unwatched():
+            staged = tensor.clone()  # done when the call returns
+            made = poisoned(torch.empty_like(staged))
+        self._own((self.place, Stream.UPLOAD), made, "upload")
+        there = TensorRef(made)
+        self._queued_writes[there.key] = self._queued_writes.get(there.key, 0) + 1
+
+        def work() -> None:
+            self._queued_writes[there.key] -= 1
+            target = there.tensor()
+            if target is not None:
+                target.copy_(staged)
+
+        self._queues[self.place, Stream.UPLOAD].append(work)
         return made
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -166,3 +166,35 @@ def test_allocations_and_waits_are_reported_but_not_when_memory_is_reused() -> N
     assert sum(what.startswith("1200 bytes of device memory") for what in device.waste) == 2
     waits = [what for what in device.waste if what.startswith("the host waits for")]
     assert [what.split()[4] for what in waits] == ["SWAP_IN", "COMPUTE", *(stream.name for stream in Stream)]
+
+
+# ---- inputs
+
+
+def test_an_upload_waits_for_no_kernel_and_kernels_wait_for_it() -> None:
+    device = LateDevice()
+    with device.watched():
+        torch.ones(2) * 2  # a kernel
+        host = torch.ones(2)
+        here = device.upload(host)
+        host.fill_(3.0)
+        assert (0, Stream.COMPUTE) not in device.order.snapshot((0, Stream.UPLOAD))
+        assert here.tolist() == [1.0, 1.0]
+    device.assert_in_order()
+
+
+def test_an_upload_that_kernels_do_not_wait_for_has_not_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice()
+    with device.watched():
+        monkeypatch.setattr(device, "wait", lambda *_: None)
+        assert device.upload(torch.ones(2)).isnan().all()
+    assert reported(device, "which UPLOAD may not have written yet")
+
+
+def test_an_uploads_memory_is_not_handed_out_before_kernels_have_read_it(device: LateDevice) -> None:
+    here = device.upload(torch.ones(2))
+    doubled = here * 2
+    del here
+    there = device.upload(torch.zeros(2))
+    assert doubled.tolist() == [2.0, 2.0] and there.tolist() == [0.0, 0.0]
+    device.assert_in_order()
