@@ -192,6 +192,8 @@ class Contract:
         """
         found = set(self._with_graphs)
         for number, held in enumerate(self._held):
+            if not held["_forward_hooks"]:  # as in most modules
+                continue
             for handle, hook in held["_forward_hooks"].items():
                 # Libraries' own make inputs require gradients, or put hidden states into the results.
                 library = (getattr(hook, "__module__", None) or "").partition(".")[0]

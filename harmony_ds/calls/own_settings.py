@@ -120,6 +120,8 @@ class ModuleSettings:
 
     Attributes:
         left: what the last lane that has ended has left.
+        are_engines: whether no lane has been seen to make settings of its own. What a lane then sets is found when it, or
+            another lane, comes to a call of the layer it is set on: fewer comparisons do, since the step is run again.
     """
 
     def __init__(self, modules: Sequence[nn.Module], layers: Sequence[Layer]) -> None:
@@ -142,6 +144,7 @@ class ModuleSettings:
         self._parameters: dict[int, nn.Parameter] = {}  # of which lanes have set requires_grad, by id
         self._trained_set: dict[int, tuple[nn.Parameter, bool]] = {}  # since a lane went on, and what it was before
         self.left: Own | None = None
+        self.are_engines = True
 
     # ---- finding out
 
@@ -152,11 +155,6 @@ class ModuleSettings:
     def is_layer_unchanged(self, layer: int) -> bool:
         """Return whether nothing has been set on the modules of `layer`."""
         return self._layers[layer].is_unchanged()
-
-    @property
-    def are_engines(self) -> bool:
-        """Whether no lane is known to have settings of its own."""
-        return not (self._exchanged or self._parameters or self._trained_set)
 
     def begin(self) -> None:
         """Compare with what is there now from now on."""
@@ -174,6 +172,8 @@ class ModuleSettings:
         It is to be measured. What is found again after that is exchanged from then on.
         """
         found = self._changes(layer)
+        if found:
+            self.are_engines = False
         for key, before in found.items():
             self._unseen.setdefault(key, before)
         self._exchange([key for key in found if key in self._doubtful])
@@ -218,6 +218,8 @@ class ModuleSettings:
     def _exchange(self, keys: Iterable[Key]) -> None:
         new = [key for key in keys if key not in self._skipped]
         self._exchanged += new
+        if new:
+            self.are_engines = False
         self._skip(new)
 
     def _skip(self, keys: Iterable[Key]) -> None:
@@ -232,6 +234,7 @@ class ModuleSettings:
     def note_trained(self, parameter: nn.Parameter, before: bool) -> None:
         """Note that the code of a lane sets `requires_grad`, which was so `before`, of a parameter."""
         self._trained_set.setdefault(id(parameter), (parameter, before))
+        self.are_engines = False
 
     def read(self) -> dict[Key, Setting]:
         """Return the settings that are exchanged, as they are now."""
@@ -251,9 +254,12 @@ class ModuleSettings:
 
     def put(self, own: Own | None) -> Engines:
         """Set what a lane has as its own; return what the engine has."""
+        engines = Engines({}, {})
+        if self.are_engines:
+            return engines
         self._trained_set.clear()
         self._outside.follow()  # what code other than lanes' has set
-        engines = Engines(self.read() if self._exchanged else {}, {})
+        engines.settings = self.read()
         if self._parameters:
             with ungated():
                 engines.trained = {key: one.requires_grad for key, one in self._parameters.items()}
@@ -290,6 +296,14 @@ class ModuleSettings:
         """Set again what the engine has."""
         self.write(engines.settings)
         self._train(engines.trained)
+
+    def end(self, own: Own | None) -> None:
+        """Note that a lane has ended, with `own`: what it has set since its last call is no other lane's doing."""
+        if self.are_engines:
+            self._outside.follow()
+        else:
+            self.begin()
+        self.left = own
 
     def leave(self) -> None:
         """Set what the last lane has left."""

@@ -248,7 +248,9 @@ class Residency:
             for name, leaf in copy.leaves.items():
                 parameter, known = self._store.parameters[name], leaf.__dict__
                 hooks, attributes = parameter._backward_hooks, _attributes(parameter)
-                trained = own.get(id(parameter), parameter.requires_grad)
+                trained = parameter.requires_grad
+                if own:
+                    trained = own.get(id(parameter), trained)
                 new = [key for key in attributes if known.get(key) is not attributes[key]]
                 if leaf.requires_grad is not trained or new:
                     leaf.requires_grad_(trained)

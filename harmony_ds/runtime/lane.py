@@ -144,8 +144,7 @@ class Lane:
     def _leave_settings(self) -> None:
         """Note what the lane has set, if it has come to its end."""
         if self._settings is not None and self.finished:
-            self._settings.begin()  # what it has set since its last call is no other lane's doing
-            self._settings.left = self.own
+            self._settings.end(self.own)
 
     def _note_arrival(self, engines: Engines | None) -> None:
         """Note what the lane has set before the call that it waits at.

@@ -313,6 +313,56 @@ def test_what_was_not_seen_before_is_found_in_its_step(plan: dict[str, Any]) -> 
         assert left_by(model) == left_by(plain)
 
 
+class LeftLater(Stack):
+    """Sets something else late, and leaves it so; the next micro-batch sets it again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.set_adapter("b" if x[0, 0] > 90 else "a", flags=False)
+        loss = self.body(x).mean()
+        self.is_late = bool(x[0, 0] > 90)
+        return loss
+
+
+class CountingLater(Stack):
+    """A layer that counts the rows of some calls."""
+
+    class Counting(Adapted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x[0, 0] > 90:
+                self.rows += len(x)
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = self.Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).mean()
+
+
+@pytest.mark.parametrize("build", [LeftLater, CountingLater], ids=lambda build: build.__name__)
+@plans
+def test_what_is_set_first_in_a_later_step_is_as_in_plain_training(build: type[Stack], plan: dict[str, Any]) -> None:
+    plain, model = build_seeded(build), build_seeded(build)
+    optimizer = sgd(p for p in plain.parameters() if p.requires_grad)
+    for step in range(4):
+        for number in range(ACCUMULATION):
+            (plain(later(step * ACCUMULATION + number)) / ACCUMULATION).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, plan)) as engine:
+        for step in range(4):
+            for number in range(ACCUMULATION):
+                engine.backward(engine(later(step * ACCUMULATION + number)))
+                engine.step()
+        assert_same(weights_of(model), weights_of(plain), bitwise=True)
+        assert left_by(model) == left_by(plain)
+
+
 def test_it_is_joined_with_its_likes() -> None:
     plain, model = plainly(TakenBack, 2), build_seeded(TakenBack)
     with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1, "micro_batch": 6})) as engine:
