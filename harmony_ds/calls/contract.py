@@ -30,6 +30,7 @@ from harmony_ds.offload.host_store import ungated
 _logger = logging.getLogger(__name__)
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
+_HOOK = "forward hook "
 _COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
 
 Attributes = dict[Key, tuple[Any, int]]
@@ -198,7 +199,7 @@ class Contract:
                 # Libraries' own make inputs require gradients, or put hidden states into the results.
                 library = (getattr(hook, "__module__", None) or "").partition(".")[0]
                 if library not in LIBRARIES:
-                    found.add((number, f"forward hook {handle}"))
+                    found.add((number, f"{_HOOK}{handle}"))
         return frozenset(found)
 
     def name_all(self, keys: Iterable[Key]) -> str:
@@ -266,6 +267,11 @@ class Contract:
 
     def _name(self, key: Key) -> str:
         return ".".join(filter(None, (self._names[key[0]], key[1])))
+
+
+def is_hook(key: Key) -> bool:
+    """Return whether a key of `Contract.leaves_more` is that of a forward hook."""
+    return key[1].startswith(_HOOK)
 
 
 def _version(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.contract import UnseenError
+from harmony_ds.calls.contract import UnseenError, is_hook
 from harmony_ds.calls.intercept import Autocast
 from harmony_ds.calls.own_settings import Key
 from harmony_ds.calls.random_streams import micro_batch_seed
@@ -257,7 +257,16 @@ class StepGroup(Queue):
         if not tried or not left:
             return
         uses_more = any(ticket.uses_more for ticket in tried)
-        self._parts.trial.verdicts[left] = uses_more
+        verdicts = self._parts.trial.verdicts
+        hooks = {key for key in left if is_hook(key)}
+        if hooks and not uses_more and False not in verdicts.values():
+            _logger.warning(
+                "micro-batches are grouped from now on, and the model has forward hooks (%s), that run when the step runs: "
+                "a value that a hook keeps is of an earlier step when the program computes a loss. If the loss uses such "
+                "values (without their graphs), let the model return them: docs/loops.md.",
+                self._contract.name_all(hooks),
+            )
+        verdicts[left] = uses_more
         if uses_more:
             _logger.warning(
                 "forward hooks or attributes keep tensors (%s), and the loss is made of more than the model's outputs: the "

@@ -132,6 +132,8 @@ def test_a_loss_of_outputs_alone_is_grouped_after_the_first_step(
     assert all(torch.equal(p, q.data) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
     assert [ratio == 1.0 for ratio in ratios[1:]] == [groups] * (STEPS - 1), ratios
     assert ("runs alone" in caplog.text) is not groups
+    hooks = any(module._forward_hooks for module in model.modules())
+    assert caplog.text.count("is of an earlier step") == int(hooks and groups)
 
 
 @pytest.mark.parametrize("apart", [False, True])
