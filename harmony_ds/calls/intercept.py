@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.nn.utils.prune import BasePruningMethod
 
 from harmony_ds.calls.own_settings import Own
 from harmony_ds.decomposer.find import Layer
@@ -173,7 +174,10 @@ class InterceptedForward:
             )
         autocast = Autocast.current(self._device.torch_device.type)
         context, grad = contextvars.copy_context(), torch.is_grad_enabled()
-        return handler.call(Request(layer.index, self._handled, args, kwargs, context, grad, autocast))
+        forward = self._handled
+        if layer.module._forward_pre_hooks:
+            forward = _with_pruning(layer.module, forward)
+        return handler.call(Request(layer.index, forward, args, kwargs, context, grad, autocast))
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.before is None:
@@ -231,6 +235,23 @@ class Interception:
                 if intercepted.before is not None:
                     own["forward"] = intercepted.before
         self._forwards.clear()
+
+
+def _with_pruning(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that makes pruned weights again, of the parameters that the layer's call has.
+
+    The hooks of `torch.nn.utils.prune` have made them before the call, as attributes with a graph that other calls share.
+    """
+    pruning = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, BasePruningMethod)]
+    if not pruning:
+        return forward
+
+    def pruned_forward(*args: Any, **kwargs: Any) -> Any:
+        for hook in pruning:
+            hook(module, args)
+        return forward(*args, **kwargs)
+
+    return pruned_forward
 
 
 def _compiler_of(module: nn.Module) -> Compiler | None:

@@ -49,6 +49,12 @@ def pruned(model: Net) -> None:
     prune.l1_unstructured(model[0][0], "weight", 0.4)
 
 
+def pruned_layer(model: Net) -> None:
+    """Prune a module that is a layer by itself: the hook that makes its weight runs before the layer's call."""
+    prune.l1_unstructured(model[3], "weight", 0.4)
+    prune.l1_unstructured(model[3], "bias", 1)
+
+
 def weight_norm(model: Net) -> None:
     with pytest.warns(FutureWarning):
         torch.nn.utils.weight_norm(model[1][0])
@@ -191,3 +197,34 @@ def test_gradients_that_cannot_be_divided_are_refused(
         x, y = batches()[0]
         with pytest.raises(UnsupportedError, match=r"Call engine\.backward"):
             of_more(engine, model, x, y).backward()
+
+
+class OwnLoss(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(x), y)
+
+
+def of_model(model: Any, net: Net, x: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = model(x, y)
+    return loss
+
+
+@pytest.mark.parametrize(("cls", "make_loss"), [(OwnLoss, of_model), (Net, of_outputs)])
+@pytest.mark.parametrize("plan", [{"pack_layers": 1}, {}], ids=str)
+def test_a_pruned_layer_trains_as_in_plain_pytorch(cls: type[Net], make_loss: Any, plan: dict[str, Any]) -> None:
+    plain, model = cls(), cls()
+    pruned_layer(plain)
+    pruned_layer(model)
+    optimizer = sgd(plain.parameters())
+    with engine_for(model, sgd, config_of(ACCUMULATION, None, plan)) as engine:
+        for number, (x, y) in enumerate(batches(), start=1):
+            expected, loss = make_loss(plain, plain, x, y), make_loss(engine, model, x, y)
+            (expected / ACCUMULATION).backward()
+            engine.backward(loss)
+            engine.step()
+            if number % ACCUMULATION == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                assert loss.item() == expected.item()
+        assert engine.swap_report().ratio == 1.0
+    assert all(torch.equal(p, q.data) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
