@@ -186,6 +186,7 @@ class ModuleSettings:
 
     def end_pass(self) -> None:
         """Decide, after a pass by itself, which of the settings that it has made are to be exchanged."""
+        self._note_after_last_call()
         noted, self._noted = self._noted, {}
         shared: set[Key] = set()
         for (number, name), before in noted.items():
@@ -195,6 +196,18 @@ class ModuleSettings:
                 shared.add((number, name))
         self._exchange([key for key in noted if key not in shared])
         self._skip(shared)
+
+    def _note_after_last_call(self) -> None:
+        """Note what the pass has set since its last layer call: modes that the next forward pass sets otherwise.
+
+        Other values (a result, a cache) are left for the program, and stay shared: to exchange them would keep them alive.
+        """
+        for group in (self._outside, *self._layers):
+            if group.is_unchanged():
+                continue
+            for key, before in group.changes().items():
+                if _is_mode(before.value) and _is_mode(self._held[key[0]].get(key[1], ABSENT)):
+                    self._noted.setdefault(key, before)
 
     def undo(self) -> None:
         """Set again what lanes of a step that has failed have set, as far as it is not exchanged."""
@@ -399,6 +412,11 @@ def _is_small(value: Any) -> bool:
         return False
     elements = value.values() if isinstance(value, dict) else value
     return all(one is None or isinstance(one, SCALARS) for one in elements)
+
+
+def _is_mode(value: Any) -> bool:
+    """Return whether `value` may tell how a layer is to run; `ABSENT` may."""
+    return value is None or value is ABSENT or isinstance(value, bool | str) or _is_small(value)
 
 
 def _is_number(value: Any) -> bool:

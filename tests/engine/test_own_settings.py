@@ -219,7 +219,33 @@ class Evaluating(Stack):
         return (self.dropout(self.body(x)) - reference).square().mean()
 
 
+class LeftDisabled(Stack):
+    """Leaves its layers in a mode that every forward pass begins by taking back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.disabled = False
+        y = self.body(x)
+        for layer in self.layers:
+            layer.disabled = True
+        return y.mean()
+
+
+class LeftDisabledBySome(Stack):
+    """The same, of which data decide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.disabled = False
+        y = self.body(x)
+        for layer in self.layers:
+            layer.disabled = bool(x[0, 0] > 0)
+        return y.mean()
+
+
 EVERY: list[type[Stack]] = [
+    LeftDisabled,
+    LeftDisabledBySome,
     PolicyFirst,
     ReferenceFirst,
     Disabled,
