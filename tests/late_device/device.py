@@ -49,7 +49,7 @@ _READS_A_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equ
 _HOST = None
 _SHARED = (
     *("order", "registered", "waste", "_spare", "_chance", "_queues", "_done", "_blocks", "_storages"),
-    *("_queued_writes", "_lock", "_here", "_group"),
+    *("_queued_writes", "_queued_reads", "_lock", "_here", "_group"),
 )
 """Attributes that the devices of a group share."""
 
@@ -86,6 +86,7 @@ class LateDevice(CpuDevice):
         self._blocks: dict[int, Block] = {}  # by storage
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._queued_writes: dict[int, int] = {}  # by storage: copies into it that are not done yet
+        self._queued_reads: dict[int, int] = {}  # by storage: copies out of it that are not done yet
         self._lock = threading.RLock()
         self._here = _ThreadState()
 
@@ -330,13 +331,16 @@ class LateDevice(CpuDevice):
                     source = source.detach().clone()
                 else:
                     target.detach().copy_(source)
-            if out and not self._queued_writes.get(there.key) and target.is_floating_point():
+            in_use = self._queued_writes.get(there.key) or self._queued_reads.get(there.key)
+            if out and not in_use and target.is_floating_point():  # else events order this copy after those
                 target.detach().fill_(float("nan"))
         self._queued_writes[there.key] = self._queued_writes.get(there.key, 0) + 1
+        self._queued_reads[here.key] = self._queued_reads.get(here.key, 0) + 1
         kept = source if computes and out else None
 
         def work() -> None:
             self._queued_writes[there.key] -= 1
+            self._queued_reads[here.key] -= 1
             self._do_copy(there, TensorRef(kept) if kept is not None else here, seen, out, computes)
 
         self._queues[who].append(work)
