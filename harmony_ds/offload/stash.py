@@ -152,9 +152,8 @@ class Stash:
             # Allocated on the swap-in stream, read by compute: freed after the read.
             self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
             if entry.device_tensor is not None and _has_other_references(entry.device_tensor):
-                self._device.record_use(
-                    entry.device_tensor
-                )  # a layer keeps its input, which may be read and freed later
+                # A layer keeps its input, which may be read and freed later.
+                self._device.record_use(entry.device_tensor)
             entry.device_tensor = None
         if entry.users == 0:
             entry.device_tensor = None

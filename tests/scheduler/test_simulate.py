@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.stash_order.run import weights_first
 from harmony_ds.config import HarmonySettings
 from harmony_ds.profiler.costs import CostTable
 from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import Bounds, uniform_bounds
-from harmony_ds.scheduler.plan import ALL_PACKS, Plan, Policy, Task, TaskKind
+from harmony_ds.scheduler.plan import ALL_PACKS, Plan, Policy, TaskKind
 from harmony_ds.scheduler.simulate import simulate, step_ms
 from harmony_ds.scheduler.spans import COMPUTE, STREAMS, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import swaps_of
@@ -188,20 +188,3 @@ def test_no_run_waits_for_the_next_packs_weights_or_for_gradients_on_their_way_o
     stash = next(s for s in simulate(plan, costs, slow).spans if str(s.tasks[0]) == "T3.1")
     gradients = next(s for s in simulate(plan, costs, slow).spans if str(s.tasks[0]) == "O4")
     assert stash.end_ms < gradients.end_ms
-
-
-def weights_first(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
-    """The same tasks, each pack's first two stashes directly before its first run."""
-    late: list[Task] = []
-    waiting: list[Task] = []
-    seen: Counter[int] = Counter()
-    for task in tasks:
-        if task.kind is TaskKind.STASH_IN and seen[task.pack] < 2:
-            seen[task.pack] += 1
-            waiting.append(task)
-            continue
-        if task.kind is TaskKind.BACKWARD and waiting and waiting[0].pack == task.pack:
-            late += waiting
-            waiting = []
-        late.append(task)
-    return tuple(late)
