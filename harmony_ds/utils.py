@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.parameters.engine_parameter import EngineParameter
+from harmony_ds.model.engine_parameter import EngineParameter
 
 _DEEPSPEEDS = ("RepeatingLoader", "logger", "log_dist")
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from harmony_ds.device.base import Device
-from harmony_ds.measuring import measuring
-from harmony_ds.measuring.sample import Sample
-from harmony_ds.measuring.timing import Timing
-from harmony_ds.offload.host_optimizer import HostOptimizer
-from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.profile import Machine
+from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.profiling import measuring
+from harmony_ds.profiling.sample import Sample
+from harmony_ds.profiling.timing import Timing
 from harmony_ds.runtime import executor
-from harmony_ds.stepping import group_plans
+from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.profile import Machine
+from harmony_ds.step import group_plans
 from tests.scheduler.validate import composed
 
 Patch = Callable[[Any, str, Any], None]

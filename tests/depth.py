@@ -60,8 +60,8 @@ RULES: dict[str, Rule] = {
     "tests": every,
     "tests/bench": one,
     "tests/benchmarks": one,
-    "tests/calls": each_value,
-    "tests/calls/test_compiling.py": one,
+    "tests/model": each_value,
+    "tests/model/test_compiling.py": one,
     "tests/checkpoint": none,
     "tests/checkpoint/test_export.py": one,
     "tests/checkpoint/test_refusals.py": one,
@@ -86,13 +86,13 @@ RULES: dict[str, Rule] = {
     "tests/late_device/test_faults.py": every_tenth,
     "tests/late_device/test_pipeline.py::test_several_devices_train_as_one": every_tenth,
     "tests/offload": each_value,
-    "tests/parallel": none,
-    "tests/parallel/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
-    "tests/parallel/test_failures.py": every,
-    "tests/parallel/test_failures.py::test_the_others_notice_a_process_that_is_gone_or_stopped": one,
-    "tests/parallel/test_host_room.py": one,
-    "tests/parallel/test_servers.py::test_processes_agree_on_more_than_a_row_of_the_board_holds": every,
-    "tests/parallel/test_slots.py": every,
+    "tests/distributed": none,
+    "tests/distributed/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
+    "tests/distributed/test_failures.py": every,
+    "tests/distributed/test_failures.py::test_the_others_notice_a_process_that_is_gone_or_stopped": one,
+    "tests/distributed/test_host_room.py": one,
+    "tests/distributed/test_servers.py::test_processes_agree_on_more_than_a_row_of_the_board_holds": every,
+    "tests/distributed/test_slots.py": every,
     "tests/scheduler": each_value,
     "tests/scheduler/test_search.py": one,
     "tests/simdevice": one,
@@ -113,7 +113,7 @@ SLOW = """
     bench/test_bench.py::test_two_processes_are_compared_as_one_engine
     benchmarks/test_paper.py::test_grouped_swaps_do_not_grow_and_those_of_each_alone_do
     benchmarks/test_search.py::test_a_comparison_is_never_better_than_all_plans
-    calls/test_compiling.py::test_compiled_by_inductor
+    model/test_compiling.py::test_compiled_by_inductor
     checkpoint/test_resume.py::test_adams_take_each_others_state
     checkpoint/test_resume.py::test_an_engine_goes_back_to_what_it_saved
     checkpoint/test_resume.py::test_another_accumulation_goes_on_as_if_it_had_been_changed_on_the_way
@@ -157,12 +157,12 @@ SLOW = """
     integrations/test_trainer.py::test_sequence_to_sequence_with_generation
     integrations/test_trainer.py::test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock
     late_device/test_engine.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
-    parallel/test_failures.py::test_a_model_that_waits_for_the_others_is_measured_by_all_as_often
-    parallel/test_failures.py::test_an_exception_after_first_updates_ends_all
-    parallel/test_failures.py::test_reading_is_right_in_every_process
-    parallel/test_failures.py::test_unsupported_calls_are_refused_by_name
-    parallel/test_failures.py::test_side_effects_in_every_process_are_refused_by_name
-    parallel/test_host_room.py::test_each_process_has_a_share_of_the_least_room_and_all_run_one_plan
+    distributed/test_failures.py::test_a_model_that_waits_for_the_others_is_measured_by_all_as_often
+    distributed/test_failures.py::test_an_exception_after_first_updates_ends_all
+    distributed/test_failures.py::test_reading_is_right_in_every_process
+    distributed/test_failures.py::test_unsupported_calls_are_refused_by_name
+    distributed/test_failures.py::test_side_effects_in_every_process_are_refused_by_name
+    distributed/test_host_room.py::test_each_process_has_a_share_of_the_least_room_and_all_run_one_plan
     scheduler/test_devices.py::test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step
     scheduler/test_search.py::test_a_larger_budget_never_gives_a_slower_plan
     scheduler/test_search.py::test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen

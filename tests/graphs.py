@@ -10,7 +10,7 @@ import pytest
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.plan import Plan, TaskKind
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.stepping import planner
+from harmony_ds.step import planner
 
 
 def keep_graphs(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]) -> None:

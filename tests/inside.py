@@ -10,8 +10,8 @@ from harmony_ds import HarmonyEngine
 from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.offload.disk import DiskFile
-from harmony_ds.offload.updater import Updater
-from harmony_ds.stepping.planner import Planner
+from harmony_ds.optim.updater import Updater
+from harmony_ds.step.planner import Planner
 
 
 def assembly_of(engine: HarmonyEngine) -> Assembly:
@@ -26,7 +26,7 @@ def planner_of(engine: HarmonyEngine) -> Planner:
 
 def updater_of(engine: HarmonyEngine) -> Updater:
     """Return its thread of updates."""
-    return engine._assembly.parts.updater
+    return engine._assembly.runtime.updater
 
 
 def scaler_of(engine: HarmonyEngine) -> LossScaler:

@@ -21,8 +21,8 @@ from harmony_ds.bench.engines.adapter import Adapter, Loop, adam_section, checkp
 from harmony_ds.bench.engines.deepspeed import Zero, ZeroOffload
 from harmony_ds.bench.workload import Batch, Workload
 from harmony_ds.decomposer.find import find_layers
-from harmony_ds.offload.optimizers import decoupled_decay
-from harmony_ds.parallel.distributed import init_distributed
+from harmony_ds.distributed.process_group import init_distributed
+from harmony_ds.optim.optimizers import decoupled_decay
 
 _PRESETS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM")
 

@@ -39,8 +39,8 @@ import torch.distributed as dist
 
 from benchmarks.kill.forked import Ended, Forked, Tell
 from benchmarks.kill.run import MICRO_BATCHES, batch, check_same, digest, engine_from, saved_steps, steps_of, warm_up
-from harmony_ds.parallel import exchange as exchange_module
-from harmony_ds.parallel.slots import GradientSlots
+from harmony_ds.distributed import exchange as exchange_module
+from harmony_ds.distributed.slots import GradientSlots
 from harmony_ds.scheduler.plan import Task
 
 STEPS = 8

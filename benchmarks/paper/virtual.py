@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device import CpuDevice, Device, DeviceGroup, Event, Stream
-from harmony_ds.profiler.profile import Machine, Profile
+from harmony_ds.model.trees import tensors_in
+from harmony_ds.scheduler.profile import Machine, Profile
 
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
@@ -150,7 +150,7 @@ def keep_pace(engine: Any, device: Device, pace: Pace) -> None:
     measuring = assembly.runner.planner.measuring
     measured = measuring.profile
     measuring.profile = lambda *wanted: pace.of(measured(*wanted))
-    calls = assembly.parts.layer_calls
+    calls = assembly.runtime.layer_calls
     attached, backward = calls.run_attached, calls.backward
 
     def take(duration_ms: float) -> None:

@@ -7,12 +7,12 @@ from random import Random
 
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
-from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.hardware import UpdateCost, hardware_of
-from harmony_ds.profiler.profile import Machine
+from harmony_ds.profiling.hardware import UpdateCost, hardware_of
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.costs import CallCost, CostTable
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.plan import ALL_PACKS, Policy
+from harmony_ds.scheduler.profile import Machine
 
 HALF = ElementBytes(weight=2, gradient=4)
 _ADAM = UpdateCost(states=2, gradient_bytes=4, copy_bytes=2)

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.search.policies import Policies
-from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Packing
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.search.policies import Policies
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.lowering import STASH_PIECES
 from harmony_ds.scheduler.plan import Pack, Packing
+from harmony_ds.scheduler.profile import Machine
 
 _Times = NDArray[np.float64]
 

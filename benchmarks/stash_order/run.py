@@ -15,7 +15,7 @@ from benchmarks.common import GIB, ROOT
 from harmony_ds.config.load import load_config
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import estimate
-from harmony_ds.profiler.hardware import hardware_of
+from harmony_ds.profiling.hardware import hardware_of
 from harmony_ds.scheduler.plan import Task, TaskKind
 from harmony_ds.scheduler.search import search
 from harmony_ds.scheduler.simulate import simulate

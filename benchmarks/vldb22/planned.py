@@ -17,21 +17,21 @@ from benchmarks.vldb22.cost_model.schedule import Mode, Schedule, Setup, split_s
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.flow import Flow, Kind
-from harmony_ds.profiler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
 from harmony_ds.scheduler import candidates
 from harmony_ds.scheduler.candidates import Cut, Cuts
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.flow import Flow, Kind
 from harmony_ds.scheduler.neighbours import Point, recut
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Policy
+from harmony_ds.scheduler.profile import UPDATE_BYTES_PER_ELEMENT, Machine
 from harmony_ds.scheduler.search import Choice, search
 
 FP32 = ElementBytes(4, 4)
 _TASK_MS, _SWAP_MS = 0.1, 0.02
-"""The engine's values for issuing a task and for the latency of a copy (`harmony_ds/profiler/hardware.json`)."""
+"""The engine's values for issuing a task and for the latency of a copy (`harmony_ds/profiling/hardware.json`)."""
 _DEVICE_BYTES_PER_MS = 484e6 * 0.85
 _HOST_BYTES_PER_MS = 4 * 2400e3 * 8 * 0.75
 """Four channels of DDR4-2400: assumed; the shares are the catalogue's."""

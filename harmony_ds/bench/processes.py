@@ -14,7 +14,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from harmony_ds.bench.child import ChildFailedError, merged, serve
 from harmony_ds.bench.workload import Workload
-from harmony_ds.calls.patching import patched
+from harmony_ds.model.patching import patched
 
 
 class Child(AbstractContextManager["Child"]):

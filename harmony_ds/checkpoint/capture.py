@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from harmony_ds.checkpoint.data_position import ResumableLoader
 from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source
 from harmony_ds.device.base import Device
-from harmony_ds.offload.device_store import DeviceStore
-from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.optim.device_store import DeviceStore
+from harmony_ds.optim.host_optimizer import HostOptimizer
 
 _EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 

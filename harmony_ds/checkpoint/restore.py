@@ -14,8 +14,8 @@ from harmony_ds.checkpoint.capture import Trained, persistent_buffers, restore_r
 from harmony_ds.checkpoint.snapshot import OptimizerState, Snapshot, Source, listed
 from harmony_ds.config.optimizers import same_formula
 from harmony_ds.errors import CheckpointError
-from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
+from harmony_ds.optim.host_optimizer import HostOptimizer
 
 _KERNEL_KEYS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Hyper-parameters that choose a kernel: the engine's own stay."""

@@ -11,7 +11,7 @@ from harmony_ds.cli.answer import answer, reply
 from harmony_ds.config import Config
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import Survey, estimate
-from harmony_ds.profiler.hardware import hardware_of
+from harmony_ds.profiling.hardware import hardware_of
 
 ABOUT = "Say whether MODEL fits a machine, how fast it will train there, and what limits it. Allocates nothing."
 

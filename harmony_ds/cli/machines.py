@@ -10,7 +10,7 @@ from typing import Any
 
 from harmony_ds.cli.options import add_json
 from harmony_ds.estimate.text import columns, wrapped
-from harmony_ds.profiler.hardware import known_hardware
+from harmony_ds.profiling.hardware import known_hardware
 
 ABOUT = "List GPUs, links and hosts. A machine is GPU, GPU/LINK, GPU/HOST or GPU/LINK/HOST."
 _COLUMNS = {

@@ -13,7 +13,7 @@ from harmony_ds.errors import ProfileError
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import Survey, measure, with_profile
 from harmony_ds.offload.host_memory import free_host_bytes
-from harmony_ds.profiler.profile import Profile
+from harmony_ds.scheduler.profile import Profile
 
 ABOUT = "Say how MODEL will be trained on this machine: the plan, its time and memory, and what limits it."
 

@@ -15,14 +15,14 @@ from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, slab_bytes
 from harmony_ds.device import Device
+from harmony_ds.distributed import SingleProcess
 from harmony_ds.errors import ConfigError, OptimizerError, UnsupportedError
-from harmony_ds.offload.device_optimizer import DeviceOptimizer
 from harmony_ds.offload.disk import disk_bytes
 from harmony_ds.offload.disk_weights import HOST_BYTES
 from harmony_ds.offload.host_memory import HostNeed, MappedFiles, check_host_memory
 from harmony_ds.offload.host_store import HostStore
-from harmony_ds.offload.optimizers import ClientOptimizer, parameters_in
-from harmony_ds.parallel import SingleProcess
+from harmony_ds.optim.device_optimizer import DeviceOptimizer
+from harmony_ds.optim.optimizers import ClientOptimizer, parameters_in
 from harmony_ds.scheduler.host_room import cast_bytes
 from harmony_ds.scheduler.plan import Plan
 

@@ -9,32 +9,36 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.contract import Contract
-from harmony_ds.calls.crossing import Crossings
-from harmony_ds.calls.installed import Installation, belongs_to_engine
-from harmony_ds.calls.intercept import Interception
-from harmony_ds.calls.joined import Joins
-from harmony_ds.calls.layer_call import LayerCalls
-from harmony_ds.calls.random_streams import RandomStreams
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition, Layer, Room, find_layers, layer_graph
 from harmony_ds.device import Device, make_devices
+from harmony_ds.distributed import ALONE, SingleProcess, World
 from harmony_ds.engine import admission
 from harmony_ds.engine.incoming import accept
 from harmony_ds.errors import ModelError, UnsupportedError
-from harmony_ds.offload.block_optimizer import BlockOptimizer, SharedMasters, SplitOptimizer
-from harmony_ds.offload.cores import update_threads
-from harmony_ds.offload.device_optimizer import DeviceOptimizer
-from harmony_ds.offload.device_store import DeviceStore
+from harmony_ds.model.contract import Contract
+from harmony_ds.model.crossing import Crossings
+from harmony_ds.model.installed import Installation, belongs_to_engine
+from harmony_ds.model.intercept import Interception
+from harmony_ds.model.joined import Joins
+from harmony_ds.model.layer_call import LayerCalls
+from harmony_ds.model.random_streams import RandomStreams
 from harmony_ds.offload.disk import DiskFile, DiskMasters
-from harmony_ds.offload.disk_optimizer import DiskOptimizer
 from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_gradients import HostGradients
-from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
-from harmony_ds.offload.optimizer_chain import HostOptimizerChain, OptimizerChain
-from harmony_ds.offload.optimizers import (
+from harmony_ds.offload.residency import Residency
+from harmony_ds.offload.split_masters import SplitMasters
+from harmony_ds.offload.stash import Stash
+from harmony_ds.optim.block_optimizer import BlockOptimizer, SharedMasters, SplitOptimizer
+from harmony_ds.optim.cores import update_threads
+from harmony_ds.optim.device_optimizer import DeviceOptimizer
+from harmony_ds.optim.device_store import DeviceStore
+from harmony_ds.optim.disk_optimizer import DiskOptimizer
+from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.optim.optimizer_chain import HostOptimizerChain, OptimizerChain
+from harmony_ds.optim.optimizers import (
     ClientOptimizer,
     Masters,
     ParameterGroups,
@@ -42,16 +46,12 @@ from harmony_ds.offload.optimizers import (
     check_dtypes,
     with_state_dtype,
 )
-from harmony_ds.offload.residency import Residency
-from harmony_ds.offload.split_masters import SplitMasters
-from harmony_ds.offload.stash import Stash
-from harmony_ds.offload.updater import Updater
-from harmony_ds.offload.user_gradients import UserGradients
-from harmony_ds.parallel import ALONE, SingleProcess, World
-from harmony_ds.runtime.parts import Parts
+from harmony_ds.optim.updater import Updater
+from harmony_ds.optim.user_gradients import UserGradients
+from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.scheduler.host_room import cast_bytes
-from harmony_ds.stepping.runner import Runner
+from harmony_ds.step.runner import Runner
 
 
 def _wait_for_updates(updater: Updater, device_store: DeviceStore) -> None:
@@ -71,7 +71,7 @@ class Assembly:
     device: Device
     store: HostStore
     ledger: Ledger
-    parts: Parts
+    runtime: Runtime
     world: SingleProcess
     runner: Runner
     interception: Interception
@@ -81,12 +81,12 @@ class Assembly:
 
     def wait_for_updates(self) -> None:
         """Wait for all updates on the host, and for queued copies that read its memory."""
-        _wait_for_updates(self.parts.updater, self.parts.device_store)
+        _wait_for_updates(self.runtime.updater, self.runtime.device_store)
 
     def finish_updates(self) -> None:
         """Bring every weight, master and optimizer state on the host up to date."""
         self.wait_for_updates()
-        self.parts.device_store.sync_to_host()
+        self.runtime.device_store.sync_to_host()
 
     def host_bytes(self) -> dict[str, int]:
         """Return the bytes of host memory by kind."""
@@ -94,9 +94,9 @@ class Assembly:
         return {
             **self.store.host_bytes(),
             "optimizer": 0 if optimizer is None else optimizer.state_bytes(),
-            "gradients": self.parts.gradients.host_bytes,
-            "casts": 0 if self.parts.gradients.casts is None else self.parts.gradients.casts.nbytes,
-            "stash": self.parts.stash.host_bytes,
+            "gradients": self.runtime.gradients.host_bytes,
+            "casts": 0 if self.runtime.gradients.casts is None else self.runtime.gradients.casts.nbytes,
+            "stash": self.runtime.stash.host_bytes,
         }
 
     def destroy(self) -> None:
@@ -105,22 +105,22 @@ class Assembly:
         Raises:
             BaseException: an update's failure that was not raised yet, after all of that.
         """
-        self.parts.updater.stop()
+        self.runtime.updater.stop()
         self.runner.destroy()
-        self.parts.device_store.destroy()
+        self.runtime.device_store.destroy()
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch_state()
             self.host_optimizer.restore_parameters(self.store.parameters)
             self.host_optimizer.close()
         self.interception.remove()
-        self.parts.installation.remove()
-        self.parts.gradients.destroy()
-        self.parts.stash.destroy()
-        self.parts.joins.destroy()
+        self.runtime.installation.remove()
+        self.runtime.gradients.destroy()
+        self.runtime.stash.destroy()
+        self.runtime.joins.destroy()
         self.store.release()
         self.device.unlimit_process()
         self.world.leave()
-        self.parts.updater.raise_failure()
+        self.runtime.updater.raise_failure()
 
 
 def assemble(
@@ -158,11 +158,13 @@ def assemble(
     graph = layer_graph(decomposition, store.parameters)
     graph = admission.with_update_bytes(graph, store, device_optimizer if stays else None)
     # From here on a thread runs: all that may be refused has been checked.
-    parts, ledger = _parts(model, config, decomposition, (device, store, world), host_optimizer, device_optimizer)
+    runtime, ledger = _make_runtime(
+        model, config, decomposition, (device, store, world), host_optimizer, device_optimizer
+    )
     layers = decomposition.layers
-    runner, interception = Runner(parts, decomposition, graph, config, saved), Interception(layers, model, device)
+    runner, interception = Runner(runtime, decomposition, graph, config, saved), Interception(layers, model, device)
     device.limit_process()
-    return Assembly(device, store, ledger, parts, world, runner, interception, layers, optimizer, host_optimizer)
+    return Assembly(device, store, ledger, runtime, world, runner, interception, layers, optimizer, host_optimizer)
 
 
 def _room(config: Config, device: Device, world: SingleProcess) -> Room | None:
@@ -247,14 +249,14 @@ def _casts(config: Config, optimizer: HostOptimizer | None, world: SingleProcess
     return torch.zeros(nbytes // dtype.itemsize, dtype=dtype) if nbytes else None
 
 
-def _parts(
+def _make_runtime(
     model: nn.Module,
     config: Config,
     decomposition: Decomposition,
     memory: tuple[Device, HostStore, SingleProcess],
     host_optimizer: HostOptimizer | None,
     device_optimizer: DeviceOptimizer | None,
-) -> tuple[Parts, Ledger]:
+) -> tuple[Runtime, Ledger]:
     device, store, world = memory
     ledger, timeline = Ledger(device), StepTimeline(device)
     residency = Residency(device, store, ledger, config.accumulation_dtype)
@@ -269,7 +271,7 @@ def _parts(
     stash = Stash(device, ledger)
     crossings = Crossings(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, crossings)
-    parts = Parts(
+    runtime = Runtime(
         device=device,
         residency=residency,
         device_store=device_store,
@@ -288,4 +290,4 @@ def _parts(
         world=world,
         copy_masters_to_weights=store.copy_masters_to_weights,
     )
-    return parts, ledger
+    return runtime, ledger

@@ -95,7 +95,7 @@ class Checkpoints:
         assembly = self._training.assembly
         assembly.finish_updates()
         world.agree("load")  # no process uses weights any more
-        assembly.parts.device_store.note_all_written()
+        assembly.runtime.device_store.note_all_written()
         try:
             checkpoint.restore(self._trained(), snapshot, wanted, str(folder))
             world.agree("loaded")
@@ -146,7 +146,7 @@ class Checkpoints:
     def _captured(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
         training = self._training
         self._runner.check_usable()
-        training.assembly.parts.updater.wait_all()
+        training.assembly.runtime.updater.wait_all()
         training.settle()
         if self._open.group:
             _logger.warning(
@@ -175,7 +175,7 @@ class Checkpoints:
             self._training.model,
             assembly.store,
             assembly.device,
-            assembly.parts.device_store,
+            assembly.runtime.device_store,
             assembly.host_optimizer,
             self._training.lr_scheduler,
             loader if isinstance(loader, checkpoint.ResumableLoader) else None,

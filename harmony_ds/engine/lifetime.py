@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from harmony_ds.engine.assembly import Assembly
-from harmony_ds.engine.optimizer_override import OptimizerOverride
-from harmony_ds.parameters.engine_parameter import ParameterLinks, gate
+from harmony_ds.model.engine_parameter import ParameterLinks, gate
+from harmony_ds.optim.optimizer_override import OptimizerOverride
 
 
 def release(links: ParameterLinks, override: OptimizerOverride | None, assembly: Assembly) -> None:
@@ -26,7 +26,7 @@ def release(links: ParameterLinks, override: OptimizerOverride | None, assembly:
 
     if override is not None:
         override.remove()
-    if assembly.parts.updater.is_inside:  # garbage was collected there
+    if assembly.runtime.updater.is_inside:  # garbage was collected there
         ending = threading.Thread(target=end, name="harmony-destroy")
         ending.start()
         links.hand_over(_Ending(ending, assembly.store.parameters))

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.intercept import is_between_layers
 from harmony_ds.engine.open_step import OpenStep
 from harmony_ds.engine.step_log import StepLog
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import BatchError, UsageError
-from harmony_ds.stepping.division import divided
-from harmony_ds.stepping.inputs import Arguments
-from harmony_ds.stepping.pending import PendingTensor
-from harmony_ds.stepping.ticket import LossFunction, QueuedMicroBatch
+from harmony_ds.model.intercept import is_between_layers
+from harmony_ds.step.division import divided
+from harmony_ds.step.inputs import Arguments
+from harmony_ds.step.pending import PendingTensor
+from harmony_ds.step.ticket import LossFunction, QueuedMicroBatch
 
 
 class Loop:
@@ -50,7 +50,7 @@ class Loop:
 
     def _is_running(self) -> bool:
         """Return whether the caller is a function that this engine runs, such as `compute_loss`."""
-        is_running = self._training.assembly.parts.contract.is_running
+        is_running = self._training.assembly.runtime.contract.is_running
         return is_running and is_between_layers() and not self._runner.is_streaming
 
     # ---- propagating back: by the engine, or by the caller from a loss that the engine has scaled.
@@ -267,7 +267,7 @@ class Loop:
         with self._world.reporting_failures():
             batches = self._training.data.take(data_iter)
             self._model.eval()
-            self._training.assembly.parts.updater.wait_all()
+            self._training.assembly.runtime.updater.wait_all()
             try:
                 losses = self._open.group.evaluate(batches, loss_fn)
             finally:

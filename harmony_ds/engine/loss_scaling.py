@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from harmony_ds.distributed.process_group import init_distributed
 from harmony_ds.errors import EngineFailedError, UsageError
-from harmony_ds.parallel.distributed import init_distributed
 
 _MOVING = ("cur_scale", "cur_hysteresis", "cur_iter", "last_overflow_iter")
 """What of a scaler's state its rules change; the rest is the ds_config's."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.intercept import Autocast
-from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import Device
+from harmony_ds.model.intercept import Autocast
+from harmony_ds.model.trees import map_tensors
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.stepping.inputs import Arguments
+from harmony_ds.step.inputs import Arguments
 
 
 @dataclass(frozen=True, slots=True)

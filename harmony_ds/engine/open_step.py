@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.intercept import Autocast
 from harmony_ds.engine.lifetime import while_alive
 from harmony_ds.engine.model_calls import ModelCalls
 from harmony_ds.engine.one_time_warnings import DIVIDED_TWICE, DROPPED, EARLY_READ
-from harmony_ds.engine.optimizer_override import OptimizerOverride
-from harmony_ds.engine.schedules import check_schedule
 from harmony_ds.engine.step_gradients import StepGradients
 from harmony_ds.engine.step_log import StepLog
 from harmony_ds.engine.training import Training
 from harmony_ds.engine.used_gradients import check_dropped
 from harmony_ds.errors import ModelError, UnsupportedError, UsageError
-from harmony_ds.offload.updater import Clipping
-from harmony_ds.parameters.engine_parameter import ParameterLinks, gate
+from harmony_ds.model.engine_parameter import ParameterLinks, gate
+from harmony_ds.model.intercept import Autocast
+from harmony_ds.optim.optimizer_override import OptimizerOverride
+from harmony_ds.optim.schedules import check_schedule
+from harmony_ds.optim.updater import Clipping
 from harmony_ds.runtime.updates import Outcome
-from harmony_ds.stepping.group import GroupParts, StepGroup, Trial
-from harmony_ds.stepping.output_kinds import OutputKinds
-from harmony_ds.stepping.replaced_forward import ReplacedForward
+from harmony_ds.step.group import GroupParts, StepGroup, Trial
+from harmony_ds.step.output_kinds import OutputKinds
+from harmony_ds.step.replaced_forward import ReplacedForward
 
 _logger = logging.getLogger("harmony_ds")
 
@@ -56,7 +56,7 @@ class OpenStep:
             calls = while_alive(self.step_by_hand), self.gradients.zero_by_hand, while_alive(self.finish)
             self.override = OptimizerOverride(assembly.optimizer, *calls)  # may refuse: nothing is changed yet
         self.links = ParameterLinks(
-            assembly.store, assembly.parts.device_store, assembly.host_optimizer, weakref.proxy(self)
+            assembly.store, assembly.runtime.device_store, assembly.host_optimizer, weakref.proxy(self)
         )
         self.parts = self._group_parts()
         self.renew()
@@ -153,7 +153,7 @@ class OpenStep:
         """
         assert self._optimizer is not None
         training, queued = self._training, len(self.group)
-        if not queued and not self._assembly.parts.user_gradients.exist(self._optimizer.trained):
+        if not queued and not self._assembly.runtime.user_gradients.exist(self._optimizer.trained):
             check_dropped(self.gradients.used)
             return
         unmanaged = self.gradients.pop_unmanaged()
@@ -170,7 +170,9 @@ class OpenStep:
         if clipping is not None and not clip:
             clipping = replace(clipping, max_norm=0.0)
         self.apply_user_edits()
-        if (self._world.size > 1 or self._training.scaler.scale != 1.0) and self._assembly.parts.user_gradients.exist():
+        if (
+            self._world.size > 1 or self._training.scaler.scale != 1.0
+        ) and self._assembly.runtime.user_gradients.exist():
             self._world.refuse(
                 "gradients that are put on parameters by hand, or by a backward pass of the program's own"
             )
@@ -270,4 +272,4 @@ class OpenStep:
             self._runner.executor.gathered.drop((name,))
         if value is not None:
             self.finish()  # a pending update would take it
-        self._assembly.parts.user_gradients.put(name, value)
+        self._assembly.runtime.user_gradients.put(name, value)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from harmony_ds.config import Config
+from harmony_ds.distributed import SingleProcess
 from harmony_ds.errors import ConfigError
-from harmony_ds.parallel import SingleProcess
 
 
 class Settings:

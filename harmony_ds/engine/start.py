@@ -19,15 +19,15 @@ from torch import nn
 from harmony_ds.config import Config, for_loaded_model, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device, devices_of_process
+from harmony_ds.distributed import SingleProcess, join_world
+from harmony_ds.distributed.process_group import init_distributed, launched_size
 from harmony_ds.engine.assembly import assemble
 from harmony_ds.engine.core import HarmonyEngine, UserObjects
 from harmony_ds.engine.partitioned import make_whole
 from harmony_ds.engine.zero_optimizer import unwrap_optimizer
 from harmony_ds.errors import ConfigError, UnsupportedError
-from harmony_ds.offload.optimizer_chain import as_one_optimizer
-from harmony_ds.offload.optimizers import ClientOptimizer, ParameterGroups, parameters_in
-from harmony_ds.parallel import SingleProcess, join_world
-from harmony_ds.parallel.distributed import init_distributed, launched_size
+from harmony_ds.optim.optimizer_chain import as_one_optimizer
+from harmony_ds.optim.optimizers import ClientOptimizer, ParameterGroups, parameters_in
 
 _logger = logging.getLogger(__name__)
 DsConfig = Mapping[str, Any] | str | Path

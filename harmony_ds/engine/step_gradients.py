@@ -21,8 +21,8 @@ class StepGradients:
     def __init__(self, assembly: Assembly, scaler: LossScaler) -> None:
         self._store, self._optimizer = assembly.store, assembly.host_optimizer
         self._gathered = assembly.runner.executor.gathered
-        self._own, self._updater = assembly.parts.user_gradients, assembly.parts.updater
-        self._sums = (assembly.parts.gradients, assembly.parts.device_store)
+        self._own, self._updater = assembly.runtime.user_gradients, assembly.runtime.updater
+        self._sums = (assembly.runtime.gradients, assembly.runtime.device_store)
         self._scaler = scaler
         self._shown: set[str] = set()  # unscaled now, and perhaps changed
         self.used: set[str] = set()

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.config import Config
+from harmony_ds.distributed.process_group import init_distributed
 from harmony_ds.engine.step_record import StepRecord
 from harmony_ds.engine.training import Training
 from harmony_ds.errors import ConfigError
-from harmony_ds.parallel.distributed import init_distributed
 
 _logger = logging.getLogger("harmony_ds.progress")
 Event = tuple[str, float, int]

@@ -46,7 +46,7 @@ class StepRecord:
         try:
             yield
         finally:  # the bytes of a step that fails are not the next one's
-            traffic, sent = self._assembly.ledger.drain(), self._assembly.parts.world.sent_bytes
+            traffic, sent = self._assembly.ledger.drain(), self._assembly.runtime.world.sent_bytes
             beside = self._assembly.ledger.drain_beside()
             sent_bytes, self._sent_before = sent - self._sent_before, sent
         self.step_ms = (time.perf_counter() - begin) * 1e3
@@ -68,8 +68,8 @@ class StepRecord:
         Raises:
             RuntimeError: steps are being recorded already.
         """
-        parts = self._assembly.parts
-        return parts.timeline.recording(parts.updater.wait_all)
+        runtime = self._assembly.runtime
+        return runtime.timeline.recording(runtime.updater.wait_all)
 
     def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
         """Return the predicted step, and the `executed` one, as a Chrome trace: https://ui.perfetto.dev opens its JSON.
@@ -89,7 +89,7 @@ class StepRecord:
         return SwapReport(
             {kind.value: nbytes for kind, nbytes in traffic.host_to_device.items()},
             {kind.value: nbytes for kind, nbytes in traffic.device_to_host.items()},
-            lower_bound_bytes(plan, self._assembly.parts.world.local_rank),
+            lower_bound_bytes(plan, self._assembly.runtime.world.local_rank),
             zero3_offload_bytes(self._planner.graph, weight_bytes, self.micro_batches),
             self.micro_batches,
             self._sent_bytes,
@@ -111,14 +111,14 @@ class StepRecord:
             max(self._peaks),
             swapped,
             self._sent_bytes,
-            swaps_of(plan, self._planner.costs[0], self._assembly.parts.world.local_rank),
+            swaps_of(plan, self._planner.costs[0], self._assembly.runtime.world.local_rank),
             sum(traffic.between_devices.values()),
             self._planner.advice,
         )
 
     def memory_report(self) -> MemoryReport:
         """Return the device peak of the last step, the plan's and the budget, and host bytes by kind."""
-        self._assembly.parts.updater.wait_all()
+        self._assembly.runtime.updater.wait_all()
         plan, device, store = self._planner.plan, self._assembly.device, self._assembly.store
         return MemoryReport(
             device_peak_bytes=max(self._peaks),

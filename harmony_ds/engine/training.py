@@ -13,13 +13,13 @@ from harmony_ds.engine.assembly import Assembly
 from harmony_ds.engine.lifetime import while_alive
 from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.engine.one_time_warnings import NOT_FINITE, SKIPPED, OneTimeWarnings
-from harmony_ds.engine.schedules import ScheduleStep, build_scheduler, can_step_back
 from harmony_ds.engine.settings import Settings
 from harmony_ds.engine.training_data import TrainingData
 from harmony_ds.engine.zero_optimizer import ZeroOptimizer
 from harmony_ds.errors import UsageError
-from harmony_ds.offload.optimizer_chain import parts_of
-from harmony_ds.offload.updater import GradientNorm
+from harmony_ds.optim.optimizer_chain import parts_of
+from harmony_ds.optim.schedules import ScheduleStep, build_scheduler, can_step_back
+from harmony_ds.optim.updater import GradientNorm
 from harmony_ds.runtime.updates import Outcome
 
 
@@ -151,7 +151,7 @@ class Training:
             norm = None if outcome.norm is None else outcome.norm.result()
         except Exception:
             self._unsettled = self._schedule_step = None  # said once
-            self.assembly.parts.updater.raise_failure()  # which notes that the caller has got it
+            self.assembly.runtime.updater.raise_failure()  # which notes that the caller has got it
             raise
         schedule_step, self._unsettled, self._schedule_step = self._schedule_step, None, None
         if norm is None:

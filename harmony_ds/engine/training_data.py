@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from harmony_ds.checkpoint import ResumableLoader
+from harmony_ds.distributed import SingleProcess
 from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import BatchError
-from harmony_ds.parallel import SingleProcess
-from harmony_ds.stepping.inputs import Arguments, take_batches
+from harmony_ds.step.inputs import Arguments, take_batches
 
 
 class TrainingData:

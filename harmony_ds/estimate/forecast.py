@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.estimate.survey import Survey, update_cost
 from harmony_ds.offload.disk_weights import HOST_BYTES
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.host_room import cast_bytes, waiting_of
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan
+from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.simulate import Prediction, simulate
 from harmony_ds.scheduler.swaps import zero3_offload_bytes

@@ -11,26 +11,26 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harmony_ds.calls.intercept import Autocast
-from harmony_ds.calls.trees import map_tensors
 from harmony_ds.config import Config, Section, for_loaded_model
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device import Device, DeviceGroup
 from harmony_ds.device.meta import MetaDevice
+from harmony_ds.distributed.exchange import buffer_bytes
 from harmony_ds.engine.assembly import Assembly, assemble
 from harmony_ds.errors import ConfigError, DoesNotFitError, ModelError, ProfileError
 from harmony_ds.estimate.subject import Subject
-from harmony_ds.measuring.measuring import SEVERAL
-from harmony_ds.measuring.sample import Sample
-from harmony_ds.parallel.exchange import buffer_bytes
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.hardware import Hardware, KernelRates, UpdateCost
-from harmony_ds.profiler.profile import Machine, Profile
-from harmony_ds.profiler.roofline import RooflineClock, on_meta
+from harmony_ds.model.intercept import Autocast
+from harmony_ds.model.trees import map_tensors
+from harmony_ds.profiling.hardware import Hardware, KernelRates, UpdateCost
+from harmony_ds.profiling.measuring import SEVERAL
+from harmony_ds.profiling.roofline import RooflineClock, on_meta
+from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.packing import ElementBytes
+from harmony_ds.scheduler.profile import Machine, Profile
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes, combined, rank_sizes
 
@@ -126,7 +126,7 @@ def measure(subject: Subject, config: Config) -> Survey:
     measured = replace(config, optimizer=config.optimizer or _ADAM, harmony=replace(config.harmony, profile=None))
     assembly = assemble(subject.model, measured, None, None, None)
     try:
-        moved = map_tensors(assembly.parts.device.upload, subject.inputs)
+        moved = map_tensors(assembly.runtime.device.upload, subject.inputs)
         return _see(assembly, replace(subject, inputs=moved), config, None)
     finally:
         assembly.destroy()

@@ -8,8 +8,8 @@ from torch import nn
 
 from harmony_ds import utils, zero
 from harmony_ds.checkpoint import zero_to_fp32
+from harmony_ds.distributed.process_group import init_distributed
 from harmony_ds.engine import HarmonyEngine, initialize
-from harmony_ds.parallel.distributed import init_distributed
 
 LOCAL_HELPERS = tuple(name for name in vars(utils) if "_local_" in name)
 """Functions of `deepspeed.utils` that ask for ZeRO-3's partitions; the others find this engine by themselves."""

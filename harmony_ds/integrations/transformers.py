@@ -37,11 +37,11 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.trainer import _is_peft_model
 from transformers.training_args import OptimizerNames
 
-from harmony_ds.calls.patching import Item, patched
 from harmony_ds.config import dtype_of_checkpoint
 from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.errors import UnsupportedError, UsageError
+from harmony_ds.model.patching import Item, patched
 
 _logger = logging.getLogger(__name__)
 _losses: ContextVar[list[Tensor]] = ContextVar("losses of the micro-batch whose training_step runs")

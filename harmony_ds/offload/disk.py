@@ -21,9 +21,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from harmony_ds.distributed import ALONE, SingleProcess
+from harmony_ds.distributed.shared_memory import map_privately
 from harmony_ds.errors import HostMemoryError
-from harmony_ds.parallel import ALONE, SingleProcess
-from harmony_ds.parallel.shared_memory import map_privately
 
 _MEASURED_BYTES = 2**26
 _GRAIN = 4096

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream, StreamContext
+from harmony_ds.distributed import ALONE, SingleProcess
 from harmony_ds.offload.disk import DiskFile, submit
-from harmony_ds.parallel import ALONE, SingleProcess
 
 CHUNK_BYTES = 2**24
 _CHUNKS = 4

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from harmony_ds.parallel import ALONE, SingleProcess
+from harmony_ds.distributed import ALONE, SingleProcess
 
 
 class GradientSums(ABC):

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.distributed import ALONE, SingleProcess, World
+from harmony_ds.distributed.slots import HostSum
 from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.offload.layout import layout_of
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.parallel import ALONE, SingleProcess, World
-from harmony_ds.parallel.slots import HostSum
 
 _NORMS_BYTES = 2**16
 """Room for the norms of one pack's gradients, which is usually enough."""

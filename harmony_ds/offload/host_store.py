@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
+from harmony_ds.distributed import ALONE, SingleProcess
 from harmony_ds.offload.disk import DiskMasters
 from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_memory import trim_allocator
 from harmony_ds.offload.layout import Region, layout_of
 from harmony_ds.offload.split_masters import SplitMasters
-from harmony_ds.parallel import ALONE, SingleProcess
 
 ungated = torch._C.DisableTorchFunctionSubclass
-"""Context in which the engine uses the model's parameters past their gate (see `harmony_ds.parameters`)."""
+"""Context in which the engine uses the model's parameters past their gate (see `harmony_ds.model`)."""
 
 _WORTH_RETURNING = 2**20
 """Freed bytes after which the allocator is trimmed, which takes milliseconds."""

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
+from harmony_ds.distributed import ALONE, SingleProcess
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.layout import blocks_of
 from harmony_ds.offload.native import GilFreeOp, compiling
-from harmony_ds.parallel import ALONE, SingleProcess
 
 
 @functools.cache

@@ -20,21 +20,21 @@ from typing import Any
 
 from torch import nn
 
-from harmony_ds.calls.boundary import on_one_thread
-from harmony_ds.calls.checkpointing import checkpoints_bypassed
-from harmony_ds.calls.intercept import Autocast, Request
-from harmony_ds.calls.own_settings import Trained, both_trained, trained_by
-from harmony_ds.calls.trees import map_tensors
 from harmony_ds.device.base import HOME, Stream
 from harmony_ds.errors import ModelError, UnsupportedError
-from harmony_ds.offload.host_optimizer import Hyper
+from harmony_ds.model.boundary import on_one_thread
+from harmony_ds.model.checkpointing import checkpoints_bypassed
+from harmony_ds.model.intercept import Autocast, Request
+from harmony_ds.model.own_settings import Trained, both_trained, trained_by
+from harmony_ds.model.trees import map_tensors
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
-from harmony_ds.offload.updater import Clipping
+from harmony_ds.optim.host_optimizer import Hyper
+from harmony_ds.optim.updater import Clipping
 from harmony_ds.runtime.garbage import collection_within_steps
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
-from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.updates import GatheredGradients, Outcome, Updates
 from harmony_ds.runtime.waiting import WaitingSwapIns
 from harmony_ds.scheduler.plan import NOTHING, Pack, Plan, Task, TaskKind
@@ -47,8 +47,8 @@ OnTask = Callable[[int, int, Task], None]
 class Executor:
     """Runner of a plan's tasks, on the calling thread."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._collection = collection_within_steps()
         self._plan = NOTHING
         self._first = 0  # task of a micro-batch, as what follows
@@ -61,8 +61,8 @@ class Executor:
         self.propagated = False
         """Whether the plan that was run last has begun to propagate back."""
         self._told: OnTask | None = None
-        self.gathered = GatheredGradients(parts, lambda: self._unlayered)
-        self.updates = Updates(parts, self._copies, self.gathered)
+        self.gathered = GatheredGradients(runtime, lambda: self._unlayered)
+        self.updates = Updates(runtime, self._copies, self.gathered)
         self._handlers: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.SWAP_IN: self._swap_in,
             TaskKind.GATHER: self._gather,
@@ -72,8 +72,8 @@ class Executor:
             TaskKind.FORWARD_FOR_GRAPH: self._forward,
             TaskKind.BACKWARD_FROM_GRAPH: self._backward,
             TaskKind.EVICT: self._evict,
-            TaskKind.STASH_OUT: lambda task: parts.stash.swap_out(self._entries(task)),
-            TaskKind.STASH_IN: lambda task: parts.stash.swap_in(self._entries(task)),
+            TaskKind.STASH_OUT: lambda task: runtime.stash.swap_out(self._entries(task)),
+            TaskKind.STASH_IN: lambda task: runtime.stash.swap_in(self._entries(task)),
             TaskKind.MOVE: self._move,
             TaskKind.MOVE_BACK: self._move_back,
             **self.updates.handlers,
@@ -97,48 +97,48 @@ class Executor:
         Raises:
             OffPlanError: a micro-batch called a layer that `plan` has no place for; nothing has been updated.
         """
-        with self._parts.device.as_current(), self._collection(), checkpoints_bypassed(), on_one_thread():
+        with self._runtime.device.as_current(), self._collection(), checkpoints_bypassed(), on_one_thread():
             self._run(plan, micro_batches, hyper, clipping)
 
     def _run(self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
-        parts = self._parts
+        runtime = self._runtime
         self._take(plan)
         self._done = 0
         self.accumulate_unlayered()
         self.updates.start(hyper, clipping)
         self._hold_packs()
         self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
-        parts.random.open()
+        runtime.random.open()
         try:
             tasks = zip(plan.tasks, plan.activation_bytes, strict=True)
-            waiting = WaitingSwapIns(parts, plan)
+            waiting = WaitingSwapIns(runtime, plan)
             self._execute(waiting.placed(islice(tasks, self._first)))
             if self._first < len(plan.tasks):  # what modules show meanwhile has been swapped in by now
                 unlayered = {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
-                with parts.installation.installed(unlayered, places=self._buffers):
+                with runtime.installation.installed(unlayered, places=self._buffers):
                     self._execute(waiting.placed(tasks))
             self._execute(waiting.left())
-            parts.device.enter(HOME)
+            runtime.device.enter(HOME)
             if not self.propagated:
-                parts.random.check_drawn()
+                runtime.random.check_drawn()
         finally:
-            parts.crossings.finish()
-            parts.joins.forget()
-            parts.random.close()
+            runtime.crossings.finish()
+            runtime.joins.forget()
+            runtime.random.close()
             self._micro_batches = {}
             for index in plan.policy.resident:
                 del self._copies[index]
 
     def _execute(self, tasks: Iterable[tuple[Task, int]]) -> None:
-        parts = self._parts
+        runtime = self._runtime
         for task, nbytes in tasks:
-            parts.device.enter(self._plan.packs[task.pack].device)
-            parts.device.charge(nbytes, "the activations and gradients of a task")
+            runtime.device.enter(self._plan.packs[task.pack].device)
+            runtime.device.charge(nbytes, "the activations and gradients of a task")
             try:
-                with parts.timeline.task(task):
+                with runtime.timeline.task(task):
                     self._handle(task)
             finally:
-                parts.device.discharge(nbytes)
+                runtime.device.discharge(nbytes)
             self._done += 1
             if self._told is not None:
                 self._told(self._done, len(self._plan.tasks), task)
@@ -160,38 +160,38 @@ class Executor:
         for pack, copy in list(self._copies.items()):
             if copy not in self._before:
                 self._free(pack)
-        self._parts.stash.abandon()
+        self._runtime.stash.abandon()
 
     def abandon(self) -> None:
         """Free everything on the device but resident packs, after a failure; the updater drops gradients on the host."""
-        self._parts.stash.abandon()
-        self._parts.device_store.clear_gradients()
+        self._runtime.stash.abandon()
+        self._runtime.device_store.clear_gradients()
         for pack in list(self._copies):
             self._free(pack)
         self.updates.abandon()
-        self._parts.device.enter(HOME)
+        self._runtime.device.enter(HOME)
 
     def _free(self, pack: int) -> None:
-        self._parts.device.enter(self._plan.packs[pack].device)
-        self._parts.residency.evict(self._copies.pop(pack))
+        self._runtime.device.enter(self._plan.packs[pack].device)
+        self._runtime.residency.evict(self._copies.pop(pack))
 
     def _handle(self, task: Task) -> None:
         """Run a task, in the modes that its micro-batch was called in."""
         handler = self._handlers[task.kind]
         if task.micro_batch < 0:
             if task.kind in _USING_GRADIENTS:
-                self._parts.joins.check()
+                self._runtime.joins.check()
             handler(task)
             return
         micro_batch = self._micro_batches[task.micro_batch]
         micro_batch.at_work = True
         try:
-            with self._parts.contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
+            with self._runtime.contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
                 for copy in (*self._unlayered, *filter(None, [self._copies.get(task.pack)])):
-                    self._parts.residency.apply_user_settings(copy, self._parts.contract.modes)
+                    self._runtime.residency.apply_user_settings(copy, self._runtime.contract.modes)
                 handler(task)
                 for copy in self._unlayered:
-                    self._parts.residency.check_user_settings(copy)
+                    self._runtime.residency.check_user_settings(copy)
         finally:
             micro_batch.at_work = False
 
@@ -203,24 +203,24 @@ class Executor:
             return
         if plan.packs != self._plan.packs:
             # Updates are waited for by the places of their packs, so none may be pending under another plan's.
-            self._parts.updater.wait_all()
+            self._runtime.updater.wait_all()
             always = dict(zip([pack.index for pack in plan.packing.always], self._unlayered, strict=False))
             self._copies.clear()
             self._copies.update(always)
             for index, copy in self._copies.items():  # more may have turned out to be used between layers
-                self._parts.residency.add_parameters(copy, plan.packs[index].parameters)
+                self._runtime.residency.add_parameters(copy, plan.packs[index].parameters)
         self._plan = plan
         tasks = enumerate(plan.tasks)
         self._first = next((place for place, task in tasks if task.micro_batch >= 0), len(plan.tasks))
         packs = [plan.packs[index] for index in plan.packing.backward]
         self._needs_backward = {position: pack.needs_backward for pack in packs for position in pack.positions}
-        if self._parts.device.count > 1:
+        if self._runtime.device.count > 1:
             devices: defaultdict[int, list[int]] = defaultdict(list)
             for pack in plan.packing.covering:
                 for layer in pack.layers:
                     devices[layer].append(pack.device)
             unlayered = [name for pack in plan.packing.always for name in pack.parameters]
-            self._buffers = self._parts.layer_calls.place_buffers(devices, unlayered)
+            self._buffers = self._runtime.layer_calls.place_buffers(devices, unlayered)
         self.updates.take(plan)
 
     @property
@@ -232,43 +232,43 @@ class Executor:
         """Bring resident packs to the device, once, when the host has updated them."""
         resident = self._plan.policy.resident
         names = [self._plan.packs[index].parameters for index in resident]
-        if not self._parts.device_store.holds(names):
-            self._parts.updater.wait_all()
-        self._copies.update(zip(resident, self._parts.device_store.make_resident(names), strict=True))
+        if not self._runtime.device_store.holds(names):
+            self._runtime.updater.wait_all()
+        self._copies.update(zip(resident, self._runtime.device_store.make_resident(names), strict=True))
         for index in resident:
             self._copies[index].modes = None  # hooks may have been registered
 
     def _swap_in(self, task: Task) -> None:
-        pack, world, shared = self._plan.packs[task.pack], self._parts.world, self._plan.policy.shared
+        pack, world, shared = self._plan.packs[task.pack], self._runtime.world, self._plan.policy.shared
         for owner in self._plan.owners_of(pack):
-            self._parts.updater.wait(owner.needed_at)
-        self._parts.timeline.waited()
+            self._runtime.updater.wait(owner.needed_at)
+        self._runtime.timeline.waited()
         rank, devices = (world.local_rank, world.local_size) if shared else (0, 1)
-        self._copies[task.pack] = self._parts.residency.swap_in(pack.parameters, rank=rank, devices=devices)
+        self._copies[task.pack] = self._runtime.residency.swap_in(pack.parameters, rank=rank, devices=devices)
         if not shared:
             self._came(pack)
 
     def _gather(self, task: Task) -> None:
-        device, copy = self._parts.device, self._copies[task.pack]
+        device, copy = self._runtime.device, self._copies[task.pack]
         if (arrived := copy.take_arrival()) is not None:
             device.wait(Stream.PEER, arrived)
-        self._parts.world.gather(f"pack {task.pack}", device, copy.buffer)
+        self._runtime.world.gather(f"pack {task.pack}", device, copy.buffer)
         copy.arrived = device.record(Stream.PEER)
         self._came(self._plan.packs[task.pack])
 
     def _came(self, pack: Pack) -> None:
         if not pack.positions:  # used by code that asks for nothing first
-            self._copies[pack.index].wait(self._parts.device)
+            self._copies[pack.index].wait(self._runtime.device)
 
     def _evict(self, task: Task) -> None:
         if not self._plan.packs[task.pack].positions:  # which may be on its way to other devices
-            self._parts.crossings.finish()
-        self._parts.residency.evict(self._copies.pop(task.pack))
+            self._runtime.crossings.finish()
+        self._runtime.residency.evict(self._copies.pop(task.pack))
 
     def _leaves(self, pack: int) -> Leaves:
         copy = self._copies[pack]
-        copy.wait(self._parts.device)
-        self._parts.timeline.computes()
+        copy.wait(self._runtime.device)
+        self._runtime.timeline.computes()
         return copy.leaves
 
     # ---- compute
@@ -287,15 +287,17 @@ class Executor:
             micro_batch.finish()
             # A fused pack propagates back at once; so does that of those that share a loss, when the last one is there.
             if task.kind is not TaskKind.FUSED and not micro_batch.sharing:
-                micro_batch.outputs = map_tensors(partial(self._parts.crossings.move, place=HOME), micro_batch.outputs)
+                micro_batch.outputs = map_tensors(
+                    partial(self._runtime.crossings.move, place=HOME), micro_batch.outputs
+                )
 
     def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int) -> Any:
         """Return the outputs, cut from their graph, of a layer call."""
         number = micro_batch.pass_position(position)
         self._train(task.pack, request)
         rows = None if task.kind is TaskKind.FORWARD_FOR_GRAPH else self._plan.rows
-        outputs, call = self._parts.layer_calls.forward(
-            request, number, leaves, micro_batch.inter_layer, self._parts.random.snapshot, rows
+        outputs, call = self._runtime.layer_calls.forward(
+            request, number, leaves, micro_batch.inter_layer, self._runtime.random.snapshot, rows
         )
         if call is not None:
             if not self._needs_backward[position]:  # it returned its input when it was measured
@@ -309,7 +311,7 @@ class Executor:
         """Return the outputs of a layer call as part of the micro-batch's graph."""
         micro_batch.pass_position(position)
         self._train(task.pack, request)
-        return self._parts.layer_calls.run_attached(request, leaves)
+        return self._runtime.layer_calls.run_attached(request, leaves)
 
     def _fused(self, task: Task) -> None:
         plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]
@@ -322,18 +324,18 @@ class Executor:
             place = partial(micro_batch.place, plan.calls)
             self._enter(micro_batch).run_on(place, partial(self._answer_attached, task, micro_batch, leaves))
             micro_batch.finish()
-        if self._parts.random.has(micro_batch):  # its lane may have ended in an earlier pack
-            self._parts.random.switch(micro_batch)
+        if self._runtime.random.has(micro_batch):  # its lane may have ended in an earlier pack
+            self._runtime.random.switch(micro_batch)
         self.propagated = True
         self._set_trained(task.pack, trained_by(micro_batch.own))
-        with (self._parts.crossings.between_layers or nullcontext)():
+        with (self._runtime.crossings.between_layers or nullcontext)():
             try:
                 micro_batch.propagate_loss()
             except ModelError:  # a loss that is not its own, of calls that should not have been joined
-                self._parts.joins.check()
+                self._runtime.joins.check()
                 raise
-        self._parts.random.check_drawn()
-        self._parts.joins.issue_checks()
+        self._runtime.random.check_drawn()
+        self._runtime.joins.issue_checks()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
         if plan.rows.cuts:
@@ -351,22 +353,22 @@ class Executor:
         for call in micro_batch.take_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(call.number)
             owned = call.request.own is not None or micro_batch.own is not None
-            if owned or self._copies[task.pack].modes is not self._parts.contract.modes:
+            if owned or self._copies[task.pack].modes is not self._runtime.contract.modes:
                 self._set_trained(task.pack, both_trained(call.request.own, micro_batch.own))
-            self._parts.layer_calls.backward(
-                call, leaves, self._parts.random.replay, lambda: self._accumulate(task.pack)
+            self._runtime.layer_calls.backward(
+                call, leaves, self._runtime.random.replay, lambda: self._accumulate(task.pack)
             )
             call.propagated()
         micro_batch.settle()
         self._accumulate(task.pack)
         if micro_batch.sharing and micro_batch is micro_batch.sharing[0]:
-            self._parts.residency.add_sums_aside(self._copies[task.pack])
+            self._runtime.residency.add_sums_aside(self._copies[task.pack])
 
     def _set_sums_aside(self, task: Task) -> None:
         """Let the gradients of those that share a loss add up by themselves first, as in one backward pass of autograd."""
         micro_batch = self._micro_batches[task.micro_batch]
         if micro_batch.sharing and micro_batch is micro_batch.sharing[-1]:
-            self._parts.residency.set_sums_aside(self._copies[task.pack])
+            self._runtime.residency.set_sums_aside(self._copies[task.pack])
 
     def _train(self, pack: int, request: Request) -> None:
         """Give the pack's copies the `requires_grad` that the caller of a layer has set for itself.
@@ -374,14 +376,14 @@ class Executor:
         Raises:
             UnsupportedError: a parameter that is not trained would get a gradient.
         """
-        if not request.grad or (request.own is None and self._copies[pack].modes is self._parts.contract.modes):
+        if not request.grad or (request.own is None and self._copies[pack].modes is self._runtime.contract.modes):
             return
         trained = trained_by(request.own)
         self._set_trained(pack, trained)
-        optimizer = self._parts.optimizer
+        optimizer = self._runtime.optimizer
         if not trained or optimizer is None:
             return
-        for name in self._parts.residency.thawed(self._copies[pack], trained):
+        for name in self._runtime.residency.thawed(self._copies[pack], trained):
             if not optimizer.trains(name):
                 raise UnsupportedError(
                     f"forward sets requires_grad of {name}, which is not trained by this engine: it did not require a "
@@ -390,32 +392,32 @@ class Executor:
                 )
 
     def _set_trained(self, pack: int, trained: Trained) -> None:
-        modes = trained or self._parts.contract.modes
-        self._parts.residency.apply_user_settings(self._copies[pack], modes, trained)
+        modes = trained or self._runtime.contract.modes
+        self._runtime.residency.apply_user_settings(self._copies[pack], modes, trained)
 
     def _accumulate(self, pack: int) -> None:
-        self._parts.residency.accumulate(self._copies[pack])
+        self._runtime.residency.accumulate(self._copies[pack])
         self.accumulate_unlayered()
 
     def accumulate_unlayered(self) -> None:
         """Add to their sums the gradients that a backward pass, also of the program's own, left on unlayered parameters."""
         for copy in self._unlayered:
-            self._parts.residency.accumulate(copy)
+            self._runtime.residency.accumulate(copy)
 
     def _enter(self, micro_batch: MicroBatch) -> Lane:
         """Return the micro-batch's lane, started, and make its random stream current."""
         if micro_batch.lane is not None:
-            self._parts.random.switch(micro_batch)
+            self._runtime.random.switch(micro_batch)
             return micro_batch.lane
-        self._parts.random.start(micro_batch, micro_batch.seed)
-        return micro_batch.start(self._parts.device, self._parts.crossings.between_layers)
+        self._runtime.random.start(micro_batch, micro_batch.seed)
+        return micro_batch.start(self._runtime.device, self._runtime.crossings.between_layers)
 
     # ---- between devices
 
     def _move(self, task: Task) -> None:
         """Move what the micro-batch hands to the next pack to that pack's device, while others compute."""
         if (lane := self._micro_batches[task.micro_batch].lane) is not None:
-            self._parts.crossings.to_current(lane.waiting_tensors())
+            self._runtime.crossings.to_current(lane.waiting_tensors())
 
     def _move_back(self, task: Task) -> None:
         """Move gradients of the pack's outputs back to its device."""

@@ -1,6 +1,6 @@
 """Several micro-batches that go through the layers as one: each has a lane of its own, and they take turns between layers.
 
-What makes of them one micro-batch for the executor is that their calls of a layer are joined (`harmony_ds.calls.joined`),
+What makes of them one micro-batch for the executor is that their calls of a layer are joined (`harmony_ds.model.joined`),
 where they can be; the code between layers, and the loss, see single ones, and draw from their random streams.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.contract import UnseenError
-from harmony_ds.calls.intercept import Around, Request
-from harmony_ds.calls.joined import RAISED, Joined, Joins
-from harmony_ds.calls.own_settings import in_force
-from harmony_ds.calls.random_streams import RandomStreams, states_differ
-from harmony_ds.calls.trees import tensors_in
 from harmony_ds.device.base import Device
+from harmony_ds.model.contract import UnseenError
+from harmony_ds.model.intercept import Around, Request
+from harmony_ds.model.joined import RAISED, Joined, Joins
+from harmony_ds.model.own_settings import in_force
+from harmony_ds.model.random_streams import RandomStreams, states_differ
+from harmony_ds.model.trees import tensors_in
 from harmony_ds.runtime.lane import Answer, Lane, Place
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 

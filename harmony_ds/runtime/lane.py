@@ -16,10 +16,10 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from harmony_ds.calls.contract import UnseenError
-from harmony_ds.calls.intercept import Around, Autocast, Request, handled_by
-from harmony_ds.calls.own_settings import Engines, ModuleSettings, Own
-from harmony_ds.calls.trees import tensors_in
+from harmony_ds.model.contract import UnseenError
+from harmony_ds.model.intercept import Around, Autocast, Request, handled_by
+from harmony_ds.model.own_settings import Engines, ModuleSettings, Own
+from harmony_ds.model.trees import tensors_in
 from harmony_ds.runtime.thread_state import OnTop, ThreadState
 
 Place = Callable[[Request], int]

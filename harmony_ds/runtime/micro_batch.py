@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.boundary import cut, explaining_errors, reachable_nodes
-from harmony_ds.calls.contract import CallState
-from harmony_ds.calls.inter_layer import InterLayerGraph
-from harmony_ds.calls.intercept import Around, Autocast, Request
-from harmony_ds.calls.own_settings import Own, in_force
-from harmony_ds.calls.recorded_call import RecordedCall
-from harmony_ds.calls.trees import map_tensors, tensors_in
 from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError
+from harmony_ds.model.boundary import cut, explaining_errors, reachable_nodes
+from harmony_ds.model.contract import CallState
+from harmony_ds.model.inter_layer import InterLayerGraph
+from harmony_ds.model.intercept import Around, Autocast, Request
+from harmony_ds.model.own_settings import Own, in_force
+from harmony_ds.model.recorded_call import RecordedCall
+from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.thread_state import ThreadState
 from harmony_ds.scheduler.plan import Pack

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.calls.checkpointing import checkpoints_bypassed
-from harmony_ds.calls.intercept import Request, handled_by
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.model.checkpointing import checkpoints_bypassed
+from harmony_ds.model.intercept import Request, handled_by
 from harmony_ds.offload.residency import DeviceCopy
-from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.runtime import Runtime
 
 
 class Streamer:
@@ -28,9 +28,9 @@ class Streamer:
         is_open: layer calls come to it.
     """
 
-    def __init__(self, parts: Parts, layers: tuple[Layer, ...]) -> None:
-        self._parts = parts
-        self.device = parts.device
+    def __init__(self, runtime: Runtime, layers: tuple[Layer, ...]) -> None:
+        self._runtime = runtime
+        self.device = runtime.device
         self._layers = layers
         self._staying: frozenset[str] = frozenset()  # on the device, whatever layer is called
         self._next: dict[int, int] = {}
@@ -48,7 +48,7 @@ class Streamer:
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Run a layer call on its parameters; return the outputs for the model."""
-        return self._parts.layer_calls.run_attached(request, copy.leaves)
+        return self._runtime.layer_calls.run_attached(request, copy.leaves)
 
     def evicted(self) -> None:
         """Note that the call is over, and its layer has left the device."""
@@ -61,10 +61,10 @@ class Streamer:
         if self.is_open:
             yield
             return
-        self._parts.device_store.sync_to_device()
+        self._runtime.device_store.sync_to_device()
         with (
             self.on_device(unlayered, order) as copy,
-            self._parts.installation.installed(copy.leaves),
+            self._runtime.installation.installed(copy.leaves),
             checkpoints_bypassed(),
             handled_by(self),
             torch.no_grad(),
@@ -76,18 +76,18 @@ class Streamer:
         """Keep `unlayered` on the device, and handle layer calls, while open. Nothing stays."""
         self._staying = frozenset(unlayered)
         self._next = dict(pairwise(order))
-        copy = self._parts.residency.swap_in(unlayered)
+        copy = self._runtime.residency.swap_in(unlayered)
         self.is_open = True
         try:
             copy.wait(self.device)
             self.swapped_in(copy)
-            self._parts.installation.fetch = self._fetch
+            self._runtime.installation.fetch = self._fetch
             yield copy
         finally:
-            self._parts.installation.fetch = None
+            self._runtime.installation.fetch = None
             self.is_open = False
             for left in (copy, *self._fetched.values(), *self._ahead.values()):
-                self._parts.residency.evict(left)
+                self._runtime.residency.evict(left)
             self._fetched.clear()
             self._ahead.clear()
 
@@ -104,7 +104,7 @@ class Streamer:
                 self.swapped_in(copy)
                 return self.run(request, copy)
             finally:
-                self._parts.residency.evict(copy)
+                self._runtime.residency.evict(copy)
                 del copy  # its memory
                 self.evicted()
 
@@ -117,11 +117,11 @@ class Streamer:
     def _copy_of(self, layer: int) -> DeviceCopy:
         copy = self._ahead.pop(layer, None)
         while self._ahead:
-            self._parts.residency.evict(self._ahead.popitem()[1])
+            self._runtime.residency.evict(self._ahead.popitem()[1])
         return self._swap_in(self._layers[layer].parameters) if copy is None else copy
 
     def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
-        held = self._parts.device_store.leaves(names)
-        copy = self._parts.residency.swap_in(tuple(n for n in names if n not in self._staying and n not in held))
+        held = self._runtime.device_store.leaves(names)
+        copy = self._runtime.residency.swap_in(tuple(n for n in names if n not in self._staying and n not in held))
         copy.leaves.update(held)
         return copy

@@ -17,8 +17,8 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
-from harmony_ds.calls.contract import read_switches, set_switches
 from harmony_ds.device.base import Device
+from harmony_ds.model.contract import read_switches, set_switches
 
 _C: Any = torch._C
 _hooks: Any = _C._autograd

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from harmony_ds.device.base import Event, Stream
+from harmony_ds.distributed import World
 from harmony_ds.offload.host_gradients import GradientTransfer, PostedGradients
-from harmony_ds.offload.host_optimizer import Hyper
 from harmony_ds.offload.residency import DeviceCopy
-from harmony_ds.offload.updater import Clipping, GradientNorm
-from harmony_ds.parallel import World
-from harmony_ds.runtime.parts import Parts
+from harmony_ds.optim.host_optimizer import Hyper
+from harmony_ds.optim.updater import Clipping, GradientNorm
+from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.plan import NOTHING, Plan, Task, TaskKind
 
 
@@ -53,9 +53,9 @@ class Outcome:
 class GatheredGradients:
     """Keeper of gradients of a step that has run in part, which wait for their update on the host, or on the device."""
 
-    def __init__(self, parts: Parts, unlayered: Callable[[], Sequence[DeviceCopy]]) -> None:
+    def __init__(self, runtime: Runtime, unlayered: Callable[[], Sequence[DeviceCopy]]) -> None:
         """Take `unlayered`, which gives the copy of the unlayered parameters while it is on the device."""
-        self._parts = parts
+        self._runtime = runtime
         self._unlayered = unlayered
         self._moved = False  # to the host, of packs that are updated on the device, since a plan was exchanged
 
@@ -65,49 +65,49 @@ class GatheredGradients:
         Args:
             measure: takes the norms of their gradients anew if so.
         """
-        parts = self._parts
-        if own := parts.user_gradients.pop(names):
-            parts.world.refuse(f"a loss with {min(own)} in it outside the model's forward (a temperature, a penalty)")
+        runtime = self._runtime
+        if own := runtime.user_gradients.pop(names):
+            runtime.world.refuse(f"a loss with {min(own)} in it outside the model's forward (a temperature, a penalty)")
             # Copies: the program may write into its tensors right after the step.
-            parts.updater.receive(parts.gradients.on_host({name: g.clone() for name, g in own.items()}))
+            runtime.updater.receive(runtime.gradients.on_host({name: g.clone() for name, g in own.items()}))
             if measure:
-                parts.updater.measure(names)
+                runtime.updater.measure(names)
 
     def to_host(self) -> None:
         """Move the gradients of resident packs to the host, since the packs leave the device."""
-        parts = self._parts
-        kept = parts.device_store.take_gradients()
+        runtime = self._runtime
+        kept = runtime.device_store.take_gradients()
         if kept:
-            parts.updater.receive(parts.gradients.on_host(kept))
-            parts.updater.measure(tuple(kept))
+            runtime.updater.receive(runtime.gradients.on_host(kept))
+            runtime.updater.measure(tuple(kept))
             self._moved = True
 
     def to_device(self, names: tuple[str, ...]) -> None:
         """Move gradients of `names`, which are updated on the device, there from the host."""
-        on_host = self._parts.updater.pop_gradients(names) if self._moved else {}
-        for gradients in (on_host, self._parts.user_gradients.pop(names)):
+        on_host = self._runtime.updater.pop_gradients(names) if self._moved else {}
+        for gradients in (on_host, self._runtime.user_gradients.pop(names)):
             for name, gradient in gradients.items():
-                self._parts.device_store.add_gradient(name, gradient)
+                self._runtime.device_store.add_gradient(name, gradient)
 
     def find(self, name: str) -> Tensor | None:
         """Return the gradient of `name`: the tensor itself."""
-        store = self._parts.device_store
+        store = self._runtime.device_store
         if self._moved and store.leaves((name,)):
             self.to_device((name,))
         for copy in self._unlayered():
-            if (found := self._parts.residency.gradient(copy, name)) is not None:
+            if (found := self._runtime.residency.gradient(copy, name)) is not None:
                 return found
         found = store.gradient(name)
-        return self._parts.updater.gradient(name) if found is None else found
+        return self._runtime.updater.gradient(name) if found is None else found
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop the gradients of `names`."""
-        self._parts.gradients.received.difference_update(names)
-        self._parts.updater.drop_gradients(tuple(names))
-        self._parts.device_store.clear_gradients(names)
+        self._runtime.gradients.received.difference_update(names)
+        self._runtime.updater.drop_gradients(tuple(names))
+        self._runtime.device_store.clear_gradients(names)
         for copy in self._unlayered():
             for name in names:
-                self._parts.residency.clear_gradient(copy, name)
+                self._runtime.residency.clear_gradient(copy, name)
 
     def used(self) -> None:
         """End the step."""
@@ -122,9 +122,9 @@ class Updates:
         outcome: of the step that runs.
     """
 
-    def __init__(self, parts: Parts, copies: Mapping[int, DeviceCopy], gathered: GatheredGradients) -> None:
+    def __init__(self, runtime: Runtime, copies: Mapping[int, DeviceCopy], gathered: GatheredGradients) -> None:
         """Work with `copies`: by pack, what is on the device now."""
-        self._parts = parts
+        self._runtime = runtime
         self._copies = copies
         self._gathered = gathered
         self._plan = NOTHING
@@ -154,31 +154,31 @@ class Updates:
         if self._sends:
             sent = [plan.packs[index] for index in self._sends]
             if plan.policy.reduce_on_host:
-                world, nbytes = self._parts.world, max(pack.gradient_bytes for pack in sent)
+                world, nbytes = self._runtime.world, max(pack.gradient_bytes for pack in sent)
                 assert isinstance(world, World)
-                world.make_slots(self._parts.device, plan.policy.gradient_slabs, nbytes)
-            waiting = [pack.piece_bytes(self._parts.world.local_rank) for pack in sent]
-            self._parts.gradients.reserve(waiting, self._held_transfers)
+                world.make_slots(self._runtime.device, plan.policy.gradient_slabs, nbytes)
+            waiting = [pack.piece_bytes(self._runtime.world.local_rank) for pack in sent]
+            self._runtime.gradients.reserve(waiting, self._held_transfers)
 
     def start(self, hyper: Hyper, clipping: Clipping | None) -> None:
         """Begin to run the plan, with `hyper` for updates; with `clipping`, they wait for the norm of all gradients."""
         self._hyper, self._clipping, self._to_send = hyper, clipping, self._sends.copy()
         self._held = self._held_transfers if clipping is None else None
-        self._parts.updater.begin()
+        self._runtime.updater.begin()
 
     def promise_norm(self) -> None:
         """Promise the norm of all gradients, where no update waits for it: when all are made."""
         if self.outcome.norm is None:
-            self._parts.updater.add_norms(self._parts.device_store.take_norms())
-            self.outcome.norm = self._parts.updater.norm_of_updates()
+            self._runtime.updater.add_norms(self._runtime.device_store.take_norms())
+            self.outcome.norm = self._runtime.updater.norm_of_updates()
 
     def step_whole(self, clipping: Clipping) -> None:
         """Call the optimizer's own `step` over all gradients that have gathered, and have left the device."""
-        optimizer, updater, outcome = self._parts.optimizer, self._parts.updater, self.outcome
+        optimizer, updater, outcome = self._runtime.optimizer, self._runtime.updater, self.outcome
         assert optimizer is not None
         names = tuple(optimizer.trained)
         self._gathered.to_host()
-        self._parts.device_store.drop()
+        self._runtime.device_store.drop()
         self._gathered.receive_own(names)
         updater.measure(names)
         outcome.norm, outcome.may_skip = updater.norm(clipping), clipping.skip_overflow
@@ -190,18 +190,18 @@ class Updates:
             for gradient in gradients.values():
                 gradient.mul_(norm.coefficient)
         outcome.updates_issued = 1  # from here on, it is not known what has been changed
-        optimizer.step_whole(gradients, lambda: self._parts.copy_masters_to_weights(gradients))
+        optimizer.step_whole(gradients, lambda: self._runtime.copy_masters_to_weights(gradients))
 
     def update_own(self, hyper: Hyper, clipping: Clipping | None) -> None:
         """Update from what the user's own backward passes left on host parameters, and nothing else."""
-        optimizer, updater = self._parts.optimizer, self._parts.updater
+        optimizer, updater = self._runtime.optimizer, self._runtime.updater
         assert optimizer is not None
         if optimizer.steps_whole:
             self.step_whole(clipping or Clipping())
             return
         names = tuple(optimizer.trained)
         updater.wait_all()
-        self._parts.device_store.drop()
+        self._runtime.device_store.drop()
         self._gathered.receive_own(names)
         if clipping is not None:
             updater.measure(names)
@@ -220,52 +220,52 @@ class Updates:
     # ---- handlers
 
     def _reduce(self, task: Task) -> None:
-        parts, copy, kind = self._parts, self._copies[task.pack], f"of pack {task.pack}"
+        runtime, copy, kind = self._runtime, self._copies[task.pack], f"of pack {task.pack}"
         if self._plan.policy.reduce_on_host:
-            transfer, write = parts.gradients.reduce_posted(kind, self._left.pop(task.pack), self._held)
-            parts.updater.reduce(write)
+            transfer, write = runtime.gradients.reduce_posted(kind, self._left.pop(task.pack), self._held)
+            runtime.updater.reduce(write)
             self._receive(task, transfer)
         else:
-            residency = parts.residency
-            self._reduced[task.pack] = parts.world.reduce(
-                kind, parts.device, copy.leaves, residency.gradients(copy), residency.accumulation_dtype
+            residency = runtime.residency
+            self._reduced[task.pack] = runtime.world.reduce(
+                kind, runtime.device, copy.leaves, residency.gradients(copy), residency.accumulation_dtype
             )
         self.outcome.others_update |= self._clipping is None
 
     def _swap_out(self, task: Task) -> None:
-        parts, copy = self._parts, self._copies[task.pack]
-        own = parts.residency.gradients(copy)
+        runtime, copy = self._runtime, self._copies[task.pack]
+        own = runtime.residency.gradients(copy)
         if self._plan.policy.reduce_on_host:
-            left = self._left[task.pack] = parts.gradients.post(own, copy.leaves, parts.updater.raise_failure)
+            left = self._left[task.pack] = runtime.gradients.post(own, copy.leaves, runtime.updater.raise_failure)
             self._leaving[task.pack] = [*own.values()], left.arrived
             return
         reduced = self._reduced.pop(task.pack, None)
         gradients, producer = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
-        norms = parts.gradients.norms_of(gradients)
-        pack_bytes = self._plan.packs[task.pack].piece_bytes(parts.world.local_rank)
-        transfer = parts.gradients.swap_out(gradients, self._held, producer, norms, pack_bytes)
+        norms = runtime.gradients.norms_of(gradients)
+        pack_bytes = self._plan.packs[task.pack].piece_bytes(runtime.world.local_rank)
+        transfer = runtime.gradients.swap_out(gradients, self._held, producer, norms, pack_bytes)
         leaving = [*own.values(), *gradients.values(), *([] if norms is None else [norms])]
         self._leaving[task.pack] = leaving, transfer.arrived
         self._receive(task, transfer)
 
     def _receive(self, task: Task, transfer: GradientTransfer) -> None:
         """Issue the update with the pack's gradients, which are on their way to the host."""
-        parts, pack = self._parts, self._plan.packs[task.pack]
-        parts.updater.receive(transfer)
+        runtime, pack = self._runtime, self._plan.packs[task.pack]
+        runtime.updater.receive(transfer)
         self._to_send[task.pack] -= 1
         if not self._to_send[task.pack]:  # the last of theirs that will come
             self._gathered.receive_own(pack.owned)
             if self._clipping is not None and pack.owned:
-                parts.updater.measure(pack.owned)
+                runtime.updater.measure(pack.owned)
 
     def _free(self, pack: int) -> None:
         _, copied = self._leaving.pop(pack)
         # Their memory belongs to the compute stream: its next owner there comes after the copy.
-        self._parts.device.wait(Stream.COMPUTE, copied)
+        self._runtime.device.wait(Stream.COMPUTE, copied)
 
     def _norm(self, task: Task) -> None:
         assert self._clipping is not None
-        store, updater = self._parts.device_store, self._parts.updater
+        store, updater = self._runtime.device_store, self._runtime.updater
         for pack in self._plan.packs:
             if pack.index in self._plan.policy.resident:
                 self._gathered.to_device(pack.owned)
@@ -273,8 +273,8 @@ class Updates:
             else:  # after the backward pass of the step's last part
                 self._gathered.receive_own(pack.owned, measure=True)
         updater.add_norms(store.take_norms())
-        self._parts.world.agree("norm")  # from here on, weights change
-        self.outcome.others_update = self._parts.world.size > 1
+        self._runtime.world.agree("norm")  # from here on, weights change
+        self.outcome.others_update = self._runtime.world.size > 1
         # Not waited for: gradients are still on their way to the host, and the caller goes on.
         self.outcome.norm, self.outcome.may_skip = updater.norm(self._clipping), self._clipping.skip_overflow
 
@@ -283,16 +283,16 @@ class Updates:
         if task.pack == self._plan.packing.uncalled and self.outcome.norm is None:
             self._gathered.receive_own(pack.owned)
         self.outcome.updates_issued += 1
-        self._parts.updater.update(pack.needed_at, pack.owned, self._hyper, self.outcome.norm)
+        self._runtime.updater.update(pack.needed_at, pack.owned, self._hyper, self.outcome.norm)
 
     def _update_on_device(self, task: Task) -> None:
         if self.outcome.overflow:
-            self._parts.device_store.clear_gradients(self._plan.packs[task.pack].owned)
+            self._runtime.device_store.clear_gradients(self._plan.packs[task.pack].owned)
             return
         self.outcome.updates_issued += 1
         norm, owned = self.outcome.norm, self._plan.packs[task.pack].owned
         coefficient = None if norm is None else norm.result().coefficient
         if norm is None:
             self._gathered.to_device(owned)
-        self._parts.timeline.computes()
-        self._parts.device_store.update(owned, self._hyper, coefficient, measured=norm is not None)
+        self._runtime.timeline.computes()
+        self._runtime.device_store.update(owned, self._hyper, coefficient, measured=norm is not None)

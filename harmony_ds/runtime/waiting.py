@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.plan import Plan, Task, TaskKind
 
 Charged = tuple[Task, int]
@@ -19,8 +19,8 @@ Charged = tuple[Task, int]
 class WaitingSwapIns:
     """Scheduler of the swap-ins of one run of `plan`: it puts them where they hold nothing up."""
 
-    def __init__(self, parts: Parts, plan: Plan) -> None:
-        self._parts = parts
+    def __init__(self, runtime: Runtime, plan: Plan) -> None:
+        self._runtime = runtime
         self._plan = plan
         self._waiting: deque[Charged] = deque()
 
@@ -53,10 +53,10 @@ class WaitingSwapIns:
 
         Those that other devices take part in stay at their place in the plan.
         """
-        if task.kind is not TaskKind.SWAP_IN or self._plan.policy.shared or not self._parts.device.copies_overlap:
+        if task.kind is not TaskKind.SWAP_IN or self._plan.policy.shared or not self._runtime.device.copies_overlap:
             return False
         return bool(self._plan.packs[task.pack].positions) and (bool(self._waiting) or self._is_updating(task))
 
     def _is_updating(self, task: Task) -> bool:
-        updater, plan = self._parts.updater, self._plan
+        updater, plan = self._runtime.updater, self._plan
         return any(updater.is_pending(owner.needed_at) for owner in plan.owners_of(plan.packs[task.pack]))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import combinations, product
 
-from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import BestCuts, Bounds, uniform_bounds

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harmony_ds.config.harmony import HarmonySettings
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
+from harmony_ds.scheduler.profile import Machine
 
 
 @dataclass(frozen=True, slots=True)

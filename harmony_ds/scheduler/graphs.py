@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.pack_bytes import PackBytes
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.resident import may_stay

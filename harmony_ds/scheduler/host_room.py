@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harmony_ds.decomposer.graph import slab_bytes
-from harmony_ds.profiler.costs import CostTable
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, held_transfers
 from harmony_ds.scheduler.swaps import stash_bytes
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.costs import CallCost, CostTable
 from harmony_ds.scheduler.packing import ElementBytes
+from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.spans import HOST
 

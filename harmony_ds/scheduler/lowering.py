@@ -20,10 +20,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, zip_longest
 
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.events import Job
 from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Pack, Plan, Task, TaskKind
+from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.spans import COMPUTE, DISK, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, of_device
 from harmony_ds.scheduler.swaps import moved_bytes, stash_bytes
 

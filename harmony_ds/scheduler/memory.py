@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from harmony_ds.profiler.costs import CostTable
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.pack_bytes import PackBytes, with_stash_on_host
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
 

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.lowering import run_ms
 from harmony_ds.scheduler.memory import MemoryWalks
 from harmony_ds.scheduler.pack_bytes import PackBytes
 from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Packing, Plan, Policy, TaskKind
+from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.simulate import step_ms
 from harmony_ds.scheduler.swaps import swaps_of
 

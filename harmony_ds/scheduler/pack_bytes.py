@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
-from harmony_ds.profiler.costs import CostTable
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Pack
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec, piece_of, share_of, slab_bytes
-from harmony_ds.profiler.costs import CostTable
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Pack, Packing, Policy
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from harmony_ds.profiler.rows import WHOLE_CALLS, Rows
+from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
 
 class TaskKind(Enum):

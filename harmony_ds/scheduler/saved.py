@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import ConfigError, DoesNotFitError
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, make_plan
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
+from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.resident import closed
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.simulate import simulate

@@ -21,10 +21,9 @@ from itertools import zip_longest
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import ConfigError, DoesNotFitError
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, every_set, first_fitting, policies, use_of
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.host_room import waiting_of
@@ -35,6 +34,7 @@ from harmony_ds.scheduler.pack_bytes import PackBytes
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
+from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.resident import closed, may_stay
 from harmony_ds.scheduler.simulate import Prediction, simulate
 

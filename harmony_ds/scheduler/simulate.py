@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.events import Timeline, run_alone, run_jobs
 from harmony_ds.scheduler.lowering import STASH_PIECES, Lowering
 from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.spans import COMPUTE, STREAMS, UPDATE, Span, of_device
 from harmony_ds.scheduler.swaps import Swaps, swaps_of
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Profile
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Policy
+from harmony_ds.scheduler.profile import Profile
 from harmony_ds.scheduler.search import Choice, steps
 
 _GAIN = 0.99

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harmony_ds.decomposer.graph import LayerGraph
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.flow import Flow, Move
+from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.flow import Flow, Move
 from harmony_ds.scheduler.plan import Pack, Packing, Plan, TaskKind
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harmony_ds.profiler.costs import CostTable
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.simulate import Prediction

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.paper.virtual import VirtualDevice
 from harmony_ds.device import Stream
-from tests.parallel.training import Training, engine_of, train_plainly, train_with
+from tests.distributed.training import Training, engine_of, train_plainly, train_with
 
 MIB_PER_S = 2**20 / 1e3
 FAST = 2.0**40

@@ -64,7 +64,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "zero2 fp16": {"stage": 2, "precision": "fp16"},
     "zero3 offload": {"stage": 3, "optimizer": "cpu"},
 }
-"""Checkpoints of two processes, at every stage, and universal ones: `tests/parallel/test_deepspeed.py`."""
+"""Checkpoints of two processes, at every stage, and universal ones: `tests/distributed/test_deepspeed.py`."""
 
 
 @pytest.fixture(scope="module")

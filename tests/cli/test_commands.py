@@ -18,7 +18,7 @@ import harmony_ds
 from harmony_ds.cli.app import COMMANDS
 from harmony_ds.cli.options import DEFAULT
 from harmony_ds.estimate.subject import load_subject
-from harmony_ds.profiler.profile import Profile
+from harmony_ds.scheduler.profile import Profile
 from tests.cli.shell import run
 
 TINY = {

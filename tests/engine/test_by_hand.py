@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harmony_ds import HarmonyEngine, ModelError, OptimizerError, UnsupportedError, UsageError
+from harmony_ds.model.link import ParameterLink
 from harmony_ds.offload.host_gradients import HostGradients
-from harmony_ds.parameters.link import ParameterLink
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import adamw, config_of, engine_for, sgd, weights_of
 from tests.inside import updater_of

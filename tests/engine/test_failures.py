@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import harmony_ds
 from harmony_ds import EngineFailedError, HarmonyEngine
 from harmony_ds.config.ablations import ABLATIONS
-from harmony_ds.stepping.group_plans import GroupPlans
+from harmony_ds.step.group_plans import GroupPlans
 from tests.cover import pairs
 from tests.engine.drive import (
     adamw,

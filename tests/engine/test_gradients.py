@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import UsageError
-from harmony_ds.calls.layer_call import LayerCalls
-from harmony_ds.offload.host_optimizer import HostOptimizer
+from harmony_ds.model.layer_call import LayerCalls
+from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.utils import safe_get_full_grad
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups
 from tests.inside import assembly_of

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.called_layer import CalledLayer
-from harmony_ds.measuring import measuring
-from harmony_ds.measuring.measure import Measurement
-from harmony_ds.measuring.sample import Sample
+from harmony_ds.model.called_layer import CalledLayer
+from harmony_ds.profiling import measuring
+from harmony_ds.profiling.measure import Measurement
+from harmony_ds.profiling.sample import Sample
 from tests.cheap import constant_rates
 from tests.engine.drive import (
     adamw,

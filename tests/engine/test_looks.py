@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harmony_ds import BatchError
-from harmony_ds.stepping.pending import PendingTensor
+from harmony_ds.step.pending import PendingTensor
 from tests.engine.drive import config_of, engine_for, sgd
 
 ROWS, TOKENS, WORDS = 2, 6, 11

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harmony_ds import BatchError, UnsupportedError
-from harmony_ds.stepping.pending import PendingTensor
+from harmony_ds.step.pending import PendingTensor
 from tests.engine.drive import (
     EVERY_FAMILY,
     adamw,

@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from harmony_ds.offload.host_optimizer import HostOptimizer
-from harmony_ds.offload.updater import Updater
+from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.optim.updater import Updater
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups
 from tests.oracle import assert_same
 

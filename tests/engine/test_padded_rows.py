@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harmony_ds import BatchError
-from harmony_ds.stepping.pending import PendingTensor
+from harmony_ds.step.pending import PendingTensor
 from tests.engine.drive import config_of, engine_for, sgd
 
 WORDS, ROWS = 13, 2

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from harmony_ds import ConfigError, DoesNotFitError, HarmonyEngine
 from harmony_ds.device.cpu import CpuDevice
-from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.residency import Residency
-from harmony_ds.offload.updater import Updater
+from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.optim.updater import Updater
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.stepping import planner
+from harmony_ds.step import planner
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups
 from tests.inside import updater_of
 from tests.oracle import assert_same

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyEngine, OptimizerError
-from harmony_ds.offload.device_optimizer import DeviceOptimizer
-from harmony_ds.offload.device_store import DeviceStore
+from harmony_ds.optim.device_optimizer import DeviceOptimizer
+from harmony_ds.optim.device_store import DeviceStore
 from harmony_ds.scheduler import candidates
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.plan import Packing
 from harmony_ds.scheduler.resident import closed, resident_packs
 from harmony_ds.scheduler.search import Choice
-from harmony_ds.stepping import planner
+from harmony_ds.step import planner
 from tests.cover import spread
 from tests.engine.drive import (
     adamw,
@@ -300,7 +300,7 @@ def test_evaluation_and_streaming_use_resident_packs(residency: int, monkeypatch
     with engine_for(model, adamw, config_with(residency)) as engine:
         train_groups(engine, GROUPS[:2])
         swapped: list[str] = []
-        swap_in = (store := assembly_of(engine).parts.residency).swap_in
+        swap_in = (store := assembly_of(engine).runtime.residency).swap_in
         monkeypatch.setattr(
             store, "swap_in", lambda names, *more, **by: (swapped.extend(names), swap_in(names, *more, **by))[1]
         )

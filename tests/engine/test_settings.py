@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from harmony_ds.config import load_config
+from harmony_ds.distributed import SingleProcess
 from harmony_ds.engine.settings import Settings, deepspeed_names
-from harmony_ds.parallel import SingleProcess
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

@@ -13,7 +13,7 @@ import torch
 from harmony_ds import EngineFailedError, HarmonyEngine
 from harmony_ds.device.cpu import CpuDevice
 from harmony_ds.device.group import DeviceGroup
-from harmony_ds.offload.user_gradients import UserGradients
+from harmony_ds.optim.user_gradients import UserGradients
 from harmony_ds.scheduler.plan import Task, TaskKind
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups, weights_of
 from tests.inside import assembly_of

@@ -14,10 +14,10 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.estimate.forecast import Forecast, changes, forecast, smallest_peak_bytes
 from harmony_ds.estimate.subject import Subject
 from harmony_ds.estimate.survey import Survey
-from harmony_ds.profiler.costs import CallCost
-from harmony_ds.profiler.profile import Machine, Profile
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.costs import CallCost
 from harmony_ds.scheduler.plan import Policy
+from harmony_ds.scheduler.profile import Machine, Profile
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.swaps import lower_bound_bytes
 from tests.scheduler.examples import costs_of, graph_of

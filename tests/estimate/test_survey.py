@@ -20,14 +20,14 @@ from harmony_ds.errors import ModelError, ProfileError
 from harmony_ds.estimate.forecast import forecast, joining
 from harmony_ds.estimate.subject import Subject, load_subject
 from harmony_ds.estimate.survey import Survey, estimate, measure, update_cost, with_profile
-from harmony_ds.measuring.measure import Measurement
-from harmony_ds.measuring.sample import Sample
-from harmony_ds.profiler import roofline
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.hardware import hardware_of
-from harmony_ds.profiler.profile import Profile
-from harmony_ds.profiler.roofline import on_meta
+from harmony_ds.profiling import roofline
+from harmony_ds.profiling.hardware import hardware_of
+from harmony_ds.profiling.measure import Measurement
+from harmony_ds.profiling.roofline import on_meta
+from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of
+from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.profile import Profile
 from tests.cover import spread
 from tests.engine.drive import engine_for, family, sgd
 from tests.families import Family
@@ -108,7 +108,7 @@ def table_on(device: type[MetaDevice]) -> CostTable:
     inputs = on_meta_device(one.batch(0))
     with on_meta(HARDWARE.kernels()) as clock:
         made: Assembly = assemble(model, config_of(), None, None, device(lambda: clock.ms, lambda: clock.issued_ms))
-        measurement = Measurement(made.parts, made.layers)
+        measurement = Measurement(made.runtime, made.layers)
         try:
             return measurement.measure(Sample(inputs, lambda named: model(**named), loss_of, 0))
         finally:

@@ -139,7 +139,7 @@ def undisturbed() -> Trained:
 
 def state_of(engine: HarmonyEngine, devices: Any) -> Any:
     """Return what a failed step must not change: weights, optimizer state, device tensors and host buffers."""
-    parts = assembly_of(engine).parts
+    parts = assembly_of(engine).runtime
     engine.finish_updates()
     gc.collect()
     state = {f"{i} {k}": v.clone() for i, s in enumerate(engine.optimizer.state.values()) for k, v in s.items()}

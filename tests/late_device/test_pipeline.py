@@ -18,7 +18,7 @@ from harmony_ds.offload.stash import Stash
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.stepping import planner
+from harmony_ds.step import planner
 from tests.cover import spread
 from tests.engine.drive import (
     EVERY_FAMILY,

@@ -12,7 +12,7 @@ import torch
 from harmony_ds.device import CpuDevice
 from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
 from harmony_ds.offload.ledger import Kind, Ledger
-from harmony_ds.offload.user_gradients import UserGradients
+from harmony_ds.optim.user_gradients import UserGradients
 
 
 def host(limit: int | None = None, dtype: torch.dtype = torch.float32) -> tuple[HostGradients, Ledger]:

@@ -19,7 +19,7 @@ from harmony_ds import OptimizerError
 from harmony_ds.config import Section
 from harmony_ds.offload import native
 from harmony_ds.offload.native import compiling, make_native
-from harmony_ds.offload.optimizers import Masters, build_optimizer
+from harmony_ds.optim.optimizers import Masters, build_optimizer
 from tests.offload.examples import odd_sizes
 
 

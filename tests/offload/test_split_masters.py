@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.graph import piece_of
+from harmony_ds.distributed import ALONE, SingleProcess
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload import native, split_masters
-from harmony_ds.offload.block_optimizer import SplitOptimizer
-from harmony_ds.offload.cores import computing_with
-from harmony_ds.offload.host_optimizer import HostOptimizer
 from harmony_ds.offload.native import make_native
 from harmony_ds.offload.split_masters import SplitMasters
-from harmony_ds.parallel import ALONE, SingleProcess
+from harmony_ds.optim.block_optimizer import SplitOptimizer
+from harmony_ds.optim.cores import computing_with
+from harmony_ds.optim.host_optimizer import HostOptimizer
 
 FEW_LOW_BITS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 

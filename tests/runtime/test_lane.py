@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.intercept import Autocast, Interception, Request
 from harmony_ds.decomposer import find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.device.base import Device
+from harmony_ds.model.intercept import Autocast, Interception, Request
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.thread_state import ThreadState
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.calls.intercept import Request
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.engine.assembly import Assembly
+from harmony_ds.model.intercept import Request
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.runtime.streaming import Streamer
 from tests.runtime.scripted import ScriptedDevice, assembled
@@ -47,8 +47,8 @@ class Bench:
     """A model, its device and its streamer."""
 
     def __init__(self, assembly: Assembly, model: Net, device: ScriptedDevice) -> None:
-        parts = assembly.parts
-        self.parts, self.layers, self.model, self.device = parts, assembly.layers, model, device
+        parts = assembly.runtime
+        self.runtime, self.layers, self.model, self.device = parts, assembly.layers, model, device
         self.streamer = Streamer(parts, assembly.layers)
         self.sizes = {
             sum(slab_bytes(p.numel(), 4) for p in layer.parameters()) // 4: number
@@ -79,7 +79,7 @@ class Noting(Streamer):
     """Notes in the device's log what it is told."""
 
     def __init__(self, bench: Bench) -> None:
-        super().__init__(bench.parts, bench.layers)
+        super().__init__(bench.runtime, bench.layers)
         self.log = bench.device.log
 
     def arrived(self, request: Request) -> None:
@@ -150,7 +150,7 @@ def test_nothing_stays_and_nothing_is_open_where_something_fails(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     with monkeypatch.context() as patched:
-        owner, name = (bench.model.layers[1], "forward") if fails == "layer" else (bench.parts.residency, "swap_in")
+        owner, name = (bench.model.layers[1], "forward") if fails == "layer" else (bench.runtime.residency, "swap_in")
         patched.setattr(owner, name, _fail)
         with pytest.raises(ZeroDivisionError):
             bench.stream((0, 1, 2))

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harmony_ds.calls.intercept import Autocast
 from harmony_ds.device import CpuDevice
+from harmony_ds.model.intercept import Autocast
 from harmony_ds.runtime.thread_state import ThreadState
 from tests.runtime.test_lane import model_and_lane
 

@@ -135,7 +135,7 @@ def test_recording_counts_device_memory_and_changes_no_bit() -> None:
 
 
 def nothing_is_watched(engine: HarmonyEngine) -> bool:
-    parts = assembly_of(engine).parts
+    parts = assembly_of(engine).runtime
     return parts.device._watch is None and parts.timeline._steps is None
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from harmony_ds.runtime.parts import Parts
+from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.waiting import WaitingSwapIns
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from tests.scheduler.examples import packs_of, parse, with_unlayered
@@ -32,7 +32,7 @@ def placed(updates: Updates, done_before: dict[str, int], overlap: bool = True) 
     parts = SimpleNamespace(updater=updates, device=SimpleNamespace(copies_overlap=overlap))
     tasks = parse(TASKS)
     plan = Plan(PACKING, Policy(), tasks, micro_batches=2, resident_bytes=0, peak_bytes=0)
-    waiting = WaitingSwapIns(cast("Parts", parts), plan)
+    waiting = WaitingSwapIns(cast("Runtime", parts), plan)
     order: list[str] = []
 
     def run() -> Iterator[Any]:
@@ -67,5 +67,5 @@ def test_parameters_without_calls_are_never_waited_for_later() -> None:
     tasks = parse("I3 I0 F0.0")
     parts = SimpleNamespace(updater=Updates(-1), device=SimpleNamespace(copies_overlap=True))
     plan = Plan(packing, Policy(), tasks, micro_batches=1, resident_bytes=0, peak_bytes=0)
-    waiting = WaitingSwapIns(cast("Parts", parts), plan)
+    waiting = WaitingSwapIns(cast("Runtime", parts), plan)
     assert [str(task) for task, _ in waiting.placed((task, 0) for task in tasks)] == ["I3", "I0", "F0.0"]

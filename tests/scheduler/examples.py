@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 from harmony_ds.decomposer import LayerGraph, LayerSpec, ParameterSpec
-from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.profile import Machine
+from harmony_ds.scheduler.costs import CallCost, CostTable
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds, uniform_bounds
 from harmony_ds.scheduler.plan import Pack, Packing, Task
+from harmony_ds.scheduler.profile import Machine
 
 GPU = Machine(
     name="a GPU of numbers that add up",

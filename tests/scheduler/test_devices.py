@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from harmony_ds.config import HarmonySettings
-from harmony_ds.profiler.costs import CostTable
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, make_plan
 from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Plan, Policy
 from harmony_ds.scheduler.search import search

@@ -8,11 +8,11 @@ import pytest
 
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec
-from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.costs import CallCost, CostTable
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.plan import Policy
+from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.search import search
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of
 

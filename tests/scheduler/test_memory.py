@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
+from harmony_ds.scheduler.costs import CallCost, CostTable
 from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
 from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Policy
 from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly, packs_of, reused, text

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from harmony_ds.decomposer import LayerGraph, LayerSpec, ParameterSpec
-from harmony_ds.profiler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import CallCost, CostTable
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Pack
 from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly

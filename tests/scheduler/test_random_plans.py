@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from harmony_ds.profiler.costs import CallCost, CostTable
 from harmony_ds.scheduler.compose import Group
+from harmony_ds.scheduler.costs import CallCost, CostTable
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Policy

@@ -8,9 +8,9 @@ import pytest
 
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer import ParameterSpec
-from harmony_ds.profiler.costs import CallCost
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.costs import CallCost
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.plan import Packing, Plan, Policy

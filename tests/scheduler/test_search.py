@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from harmony_ds import DoesNotFitError, Plan
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer import LayerGraph
-from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, policies
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.compose import Group
+from harmony_ds.scheduler.costs import CallCost, CostTable
 from harmony_ds.scheduler.neighbours import Point, recut
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Policy
+from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search, steps
 from harmony_ds.scheduler.simulate import simulate

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from benchmarks.stash_order.run import weights_first
 from harmony_ds.config import HarmonySettings
-from harmony_ds.profiler.costs import CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import Bounds, uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan, Policy, TaskKind
+from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.simulate import simulate, step_ms
 from harmony_ds.scheduler.spans import COMPUTE, STREAMS, SWAP_IN, SWAP_OUT, UPDATE
 from harmony_ds.scheduler.swaps import swaps_of

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from harmony_ds.profiler.costs import CallCost, CostTable
-from harmony_ds.profiler.profile import Machine
 from harmony_ds.scheduler.compose import Group, compose_step
+from harmony_ds.scheduler.costs import CallCost, CostTable
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Plan, Policy, Task, TaskKind
+from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.spans import STREAMS, UPDATE, Span
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of

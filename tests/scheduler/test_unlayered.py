@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from harmony_ds.decomposer import LayerGraph
-from harmony_ds.profiler.costs import CallCost
 from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
+from harmony_ds.scheduler.costs import CallCost
 from harmony_ds.scheduler.grid import format_plan
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import Packer

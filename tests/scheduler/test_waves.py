@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from harmony_ds.config import HarmonySettings
-from harmony_ds.profiler.costs import CallCost
 from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.costs import CallCost
 from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import Packer

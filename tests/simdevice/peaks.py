@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.engine.reports import SwapReport
-from harmony_ds.profiler.costs import CostTable
+from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Plan
 from tests import simdevice
 from tests.engine.drive import config_of, engine_for, family, small_sgd

@@ -133,7 +133,7 @@ def test_threads_have_the_engines_device_as_their_current_one(tmp_path: Path) ->
     with engine_for(nn.Sequential(nn.Linear(8, 8)), adamw, config, device=SimDevice(index=1)) as engine:
         weights = engine._assembly.store.disk_weights
         assert weights is not None
-        assert engine._assembly.parts.updater._answer(index) == weights._reader.submit(index).result() == 1
+        assert engine._assembly.runtime.updater._answer(index) == weights._reader.submit(index).result() == 1
     assert index() == 0
 
 

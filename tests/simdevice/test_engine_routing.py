@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import harmony_ds
-from harmony_ds.measuring.watches import RoutingWatch, extremes
+from harmony_ds.profiling.watches import RoutingWatch, extremes
 from tests.engine.drive import small_sgd
 from tests.simdevice.device import SimDevice, engine_of
 

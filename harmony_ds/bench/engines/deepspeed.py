@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harmony_ds.bench.engines.adapter import Adapter, Loop, checkpoint
 from harmony_ds.bench.workload import Workload
-from harmony_ds.parallel.distributed import init_distributed
+from harmony_ds.distributed.process_group import init_distributed
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class Harmony:
         return self._engine.train_batch(iter(batches))
 
     def drain(self) -> None:
-        self._engine._assembly.parts.updater.wait_all()  # `finish_updates` would copy resident packs to the host, too
+        self._engine._assembly.runtime.updater.wait_all()  # `finish_updates` would copy resident packs to the host, too
         self._engine._assembly.device.now_ms()
 
     def report(self) -> dict[str, Any]:

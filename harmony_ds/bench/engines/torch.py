@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from harmony_ds.bench.engines.adapter import Adapter, Loop, adam_section, checkpoint, clip_and_step, needs_adam
 from harmony_ds.bench.workload import Workload
-from harmony_ds.offload.optimizers import make_adam
+from harmony_ds.optim.optimizers import make_adam
 
 
 class Accumulation(Loop):

@@ -1,0 +1,215 @@
+"""One layer, run on device copies of its parameters: what calls change is found out, and outputs are cut from its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.model.arguments import Arguments, CallOutputs, collect, contents, has_changed
+from harmony_ds.model.boundary import cut, targets_of
+from harmony_ds.model.buffers import reads_statistics, updates_statistics, versions
+from harmony_ds.model.caches import restore_caches, snapshot_caches
+from harmony_ds.model.installed import LayerParameters
+from harmony_ds.model.intercept import Around
+from harmony_ds.model.recorded_call import RecordedCall, SharedOutput
+from harmony_ds.model.targets import DeadEnd, OutputGradient, Targets
+from harmony_ds.model.trees import flatten_all
+from harmony_ds.offload.residency import Leaves, leaf_over
+
+
+class CalledLayer:
+    """Runs one layer, and records what its calls change.
+
+    Attributes:
+        changes_inputs, changes_buffers: a call was seen to do so.
+        inputs_change: the code between layers was seen to write to an input after the call, so that copies are saved.
+        draws: a call was seen to draw random numbers that measuring had not found.
+        replayed: it depends on buffers that it changes, so that a recomputation starts from their former values.
+        aligned: makes the context that it runs in, if it needs one: with several devices, one that moves operands.
+    """
+
+    def __init__(self, layer: Layer, parameters: LayerParameters) -> None:
+        self.name = layer.name
+        self.parameters = parameters
+        self.dead_end = DeadEnd(layer.name)
+        self.buffered = [module for module in layer.module.modules() if module._buffers]
+        self.changes_inputs = False
+        self.inputs_change = False
+        self.changes_buffers = False
+        self.replayed = False
+        self.draws = False
+        self.aligned: Around | None = None
+        self._gathering: set[nn.Module] = set()  # normalization modules seen to update running statistics
+        self._reading: set[nn.Module] = set()  # and those seen to read them
+        self.names = layer.parameters
+
+    @property
+    def may_keep_graphs(self) -> bool:
+        """Whether graphs stay valid while other micro-batches pass: buffers that calls read, and inputs, stay."""
+        return not (self.replayed or self.inputs_change)
+
+    def replay_buffers(self) -> bool:
+        """Let recomputations start from its former buffers from now on; return False if they do already."""
+        new, self.replayed, self.changes_buffers = not self.replayed, True, True
+        return new
+
+    def may_be_sliced(self, arguments: Arguments) -> bool:
+        """Return whether a call with `arguments` can be run in slices of its rows."""
+        return self.treats_rows_alike and arguments.may_be_sliced
+
+    @property
+    def treats_rows_alike(self) -> bool:
+        """Whether it was not seen to change inputs or buffers, which belong to all rows at once."""
+        return not (self.changes_inputs or self.changes_buffers)
+
+    def parameter_storages(self, copies: Leaves) -> set[int]:
+        """Return the storages of the layer's parameters among `copies`."""
+        found: set[int] | None = copies.cache.get(self)
+        if found is None:
+            found = copies.cache[self] = storages_of(copies[name] for name in self.names if name in copies)
+        return found
+
+    def guarded(self, copies: Leaves) -> Leaves:
+        """Return aliases of the layer's `copies` (a pack may hold more) that refuse gradients, for discarded graphs."""
+        found: Leaves | None = copies.cache.get(self.dead_end)
+        if found is None:
+            own = ((name, copies[name]) for name in self.names if name in copies)
+            found = copies.cache[self.dead_end] = Leaves({name: leaf_over(one.detach(), one) for name, one in own})
+            for alias in found.values():
+                if alias.requires_grad:
+                    alias.register_hook(self.dead_end.add)
+        return found
+
+    def run(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: Targets) -> CallOutputs:
+        """Run the call with `tensors`, whose gradients go to `targets`."""
+        request, arguments = call.request, call.arguments
+        inputs = list(tensors)
+        ends = [place for place, target in enumerate(targets) if target is not None]
+        cut_inputs = cut([tensors[place] for place in ends], [target for target in targets if target is not None])
+        for place, tensor in zip(ends, cut_inputs, strict=True):
+            inputs[place] = tensor
+        values = arguments.rebuild(inputs)
+        held = [contents(values[place]) for place in arguments.containers] if arguments.containers else []
+        collected = collect(request, arguments.collected) if arguments.collected else {}
+        caches = snapshot_caches(arguments.caches.values()) if arguments.caches else []
+        before = versions(self.buffered) if self.buffered else []
+        tracked = inputs if request.grad else []  # tensors of inference mode have no versions
+        written_to = [tensor._version for tensor in tracked]
+        kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
+        with self.parameters.installed(copies):
+            result = request.run(values[: arguments.positional], kwargs, self.aligned)
+        for key in collected:
+            del collected[key][: arguments.collected[key]]
+        if caches:
+            restore_caches(caches)
+        if self.buffered:
+            self._look_at_buffers(before)
+        altered, written = [], []
+        if written_to != [tensor._version for tensor in tracked]:
+            altered = [place for place, tensor in enumerate(inputs) if _leads_into_layer(tensor)]
+        if held:
+            written = [p for p, one in zip(arguments.containers, held, strict=True) if has_changed(values[p], one)]
+        if altered or written or (collected and any(collected.values())):
+            # Views, since the tensors themselves may be among the results.
+            views = [inputs[place].view_as(inputs[place]) for place in altered]
+            leaves, shape = flatten_all((result, collected, [values[place] for place in written], views))
+            for collection in collected.values():
+                collection.clear()  # the call's context is kept
+        else:  # the common case
+            leaves, shape = flatten_all((result,))
+        return CallOutputs(inputs, leaves, shape, written, altered)
+
+    def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
+        """Note whether a call has changed buffers; `before`: their versions before it."""
+        if self.changes_buffers and self.replayed:
+            return
+        self._gathering.update(filter(updates_statistics, self.buffered))
+        self._reading.update(filter(reads_statistics, self.buffered))
+        after = versions(self.buffered)
+        pairs = zip(after, before, strict=False)
+        seen = len(after) != len(before) or any(a is not b or v != w for (a, v), (b, w) in pairs)
+        self.replayed |= seen or not self._gathering.isdisjoint(self._reading)
+        self.changes_buffers |= seen or bool(self._gathering)
+
+
+def _leads_into_layer(tensor: Tensor) -> bool:
+    """Return whether an input, where the layer's graph began, now has a graph of the layer's own operations."""
+    return tensor.grad_fn is not None and targets_of(tensor.grad_fn) is None
+
+
+def cut_outputs(call: RecordedCall, outcome: CallOutputs, inputs: list[Tensor], own: set[int], name: str) -> list[Any]:
+    """Return the output leaves for the model: inputs that were returned are its own tensors, others are cut once.
+
+    Sets the output gradients and views of `call`. Outputs in storages `own`, which will be evicted, are copied.
+    """
+    # What the model gets, by the id of what the layer has returned.
+    made = dict(zip(map(id, outcome.inputs), inputs, strict=True))
+    tensors = outcome.tensors
+    gradients: dict[int, OutputGradient] = {}
+    memories: dict[int, int | None] = {}
+    for leaf in tensors:
+        key = id(leaf)
+        if key in made:
+            continue
+        memory = storage_of(leaf)
+        made[key] = copy_strided(leaf.detach()) if memory in own else leaf.detach()
+        if leaf.requires_grad:
+            gradients[key] = OutputGradient(call.number, leaf)
+            memories[key] = None if memory in own else memory
+    made |= zip(gradients, cut([made[key] for key in gradients], [*gradients.values()]), strict=True)
+    call.output_gradients = [gradients.get(id(leaf)) for leaf in tensors]
+    if memories:
+        shared = _shared([*memories.values()], outcome)
+        call.views = [SharedOutput(name, made[key]) for key, memory in memories.items() if memory in shared]
+    return [made[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in outcome.leaves]
+
+
+def _shared(memories: list[int | None], outcome: CallOutputs) -> set[int | None]:
+    """Return the storages of several outputs, or of outputs and unchanged inputs.
+
+    When such a tensor is written to in place, the graphs of the others do not know of it.
+    """
+    of_inputs = storages_of([tensor for place, tensor in enumerate(outcome.inputs) if place not in outcome.altered])
+    if len(set(memories)) == len(memories) and of_inputs.isdisjoint(memories):  # the common case
+        return set()
+    return {own for own in memories if own is not None and (own in of_inputs or memories.count(own) > 1)}
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return copy_strided(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def copy_with_gradient(tensor: Tensor) -> Tensor:
+    """Return a copy of `tensor` with the same strides, and a graph that leads to `tensor`."""
+    copy: Tensor = _Copy.apply(tensor)  # type: ignore[no-untyped-call]
+    return copy
+
+
+def copy_strided(tensor: Tensor) -> Tensor:
+    """Return a copy of `tensor` with the same strides, by which kernels that read it are chosen."""
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((n - 1) * stride for n, stride in places) if tensor.numel() else 0
+    flat = tensor.as_strided((extent,), (1,)).clone()
+    return torch.empty_like(flat).set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Return the id of a tensor's storage; None: it has none (a phantom, a sparse tensor)."""
+    has_any = tensor.layout is torch.strided and torch._C._has_storage(tensor)
+    own: int | None = tensor.untyped_storage()._cdata if has_any else None
+    return own
+
+
+def storages_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the ids of the storages of `tensors`, of those that have any."""
+    return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided and torch._C._has_storage(t)}

@@ -1,0 +1,328 @@
+"""The state that a forward pass may depend on besides its arguments (docs/contract.md), checked and restored later.
+
+take       at the call: record its modes, and the plain attributes of the model's modules
+check      before its micro-batch runs: those attributes must be unchanged
+entered    around all that runs for the call: set its modes
+running    around the engine's runs: attributes that change meanwhile were set by forward
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.errors import ModelError
+from harmony_ds.model.own_settings import CONTAINERS, NOT_PLAIN, SET_ONCE, Key, ModuleSettings, are_equal
+from harmony_ds.model.trees import LIBRARIES
+from harmony_ds.offload.host_store import ungated
+
+_logger = logging.getLogger(__name__)
+
+_STRUCTURE = ("_parameters", "_buffers", "_modules")
+_HOOK = "forward hook "
+_COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
+
+Attributes = dict[Key, tuple[Any, int]]
+"""The attributes, buffers and submodules of all modules at one time, each with its version if it is a tensor."""
+_ABSENT = object(), 0
+
+
+class UnseenError(ModelError):
+    """A forward pass did something that measuring had not seen; it is noted, and the step can be run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallModes:
+    """The modes of a call: `training` of every module, `requires_grad` of every parameter, torch's switches."""
+
+    training: tuple[bool, ...]
+    trained: tuple[bool, ...]
+    switches: tuple[Any, ...]
+
+    @property
+    def flags(self) -> bytes:
+        """The modes that measurements depend on."""
+        return bytes((*self.training, *self.trained))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallState:
+    """State of the model at a call. Calls with the same attributes share one `attributes` object. `own`: its `vars`.
+
+    `settings`: those that its lane may make.
+    """
+
+    modes: CallModes
+    attributes: Attributes
+    trained_now: Callable[[], tuple[bool, ...]]
+    own: dict[str, Any]
+    settings: ModuleSettings
+
+    def at_backward(self) -> CallState:
+        """Return the state for a backward pass that is asked for now: parameters frozen since get no gradient."""
+        trained = tuple(map(min, self.modes.trained, self.trained_now()))
+        return self if trained == self.modes.trained else replace(self, modes=replace(self.modes, trained=trained))
+
+
+class Contract:
+    """Records the state of one model at each call, checks it, and restores its modes."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer] = ()) -> None:
+        names = dict(model.named_modules())
+        self._names, self._modules = list(names), list(names.values())
+        self._held = [module.__dict__ for module in self._modules]
+        self._parameters = list(model.parameters())
+        self.settings = ModuleSettings(self._modules, layers)
+        self._written: set[Key] = set()  # by forward
+        self._with_graphs: set[Key] = set()  # those of them that hold tensors with a graph
+        self._is_said = False
+        self.is_running = False  # by the engine
+        self._record()
+        self.modes = self._modes()  # in force
+
+    def take(self) -> CallState:
+        """Return the state now; its `modes` and `attributes` are the same objects as long as nothing changes."""
+        if not self.is_running:
+            if not self._is_unchanged():
+                self._record()
+            modes = self._modes()
+            self.modes = self.modes if modes == self.modes else modes
+        return CallState(self.modes, self._attributes, self._trained, self._held[0], self.settings)
+
+    def check(self, states: Sequence[CallState]) -> None:
+        """Raise ModelError if the program has changed attributes since calls in `states` that run now."""
+        now = self.take().attributes
+        for seen in [state.attributes for state in states if state.attributes is not now]:
+            changed = {key for key in _changed(seen, now) - self._written if key[1] != SET_ONCE}
+            if changed:
+                raise ModelError(
+                    f"{self._name(min(changed))} was changed between the calls of a step, whose micro-batches run later "
+                    "than they are called and would all see it as it is now. Change it before the first micro-batch of a "
+                    "step, or look at the loss of those that wait (loss.item()), and put it back before engine.step()."
+                )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Attribute changes to forward, which the engine runs while the context is open; warn once that it sets them."""
+        outer, before = self.is_running, self.take().attributes
+        self.is_running = True
+        if not outer:
+            self.settings.begin()
+        try:
+            yield
+            if not outer:
+                self.settings.leave()
+        finally:
+            self.is_running = outer
+            if not outer and not self._is_unchanged():
+                self._record()
+                self._note_written(_changed(before, self._attributes))
+
+    def is_current(self, state: CallState) -> bool:
+        """Return whether the modes of `state` are set already."""
+        return state.modes is self.modes
+
+    def entered(self, state: CallState) -> AbstractContextManager[None]:
+        """Return a context in which the modes of `state` are set."""
+        return nullcontext() if self.is_current(state) else self._with_modes(state)
+
+    @contextmanager
+    def _with_modes(self, state: CallState) -> Iterator[None]:
+        before, self.modes = self.modes, state.modes
+        self._set_modes(state.modes)
+        self.settings.begin()
+        try:
+            yield
+        finally:
+            self.modes = before
+            self._set_modes(before)
+            self.settings.begin()
+
+    @contextmanager
+    def reverting(self) -> Iterator[None]:
+        """Undo changes of attributes, their containers (hooks too) and tensors, and of modes when the context closes.
+
+        Modes change since a Trainer's training_step, which is run to be measured, calls `model.train()`.
+        """
+        modes, before = self._modes(), self._snapshot()
+        values = [value for held in self._held for key, value in held.items() if key not in _STRUCTURE]
+        contents = [(value, value.copy()) for value in values if type(value) in CONTAINERS]
+        for _, content in contents:
+            values += content.values() if isinstance(content, dict) else content
+        small = [one for one in values if type(one) is Tensor and one.numel() * one.element_size() <= _COPIED_BYTES]
+        tensors = [(one, one._version, one.detach().clone()) for one in small if not one.is_inference()]
+        try:
+            yield
+        finally:
+            changed = _changed(before, self._snapshot())
+            self._note_written(changed)
+            for number, key in changed:
+                held = self._held[number]
+                if (number, key) not in before:
+                    held.pop(key, None)
+                elif not isinstance(value := before[number, key][0], nn.Module) and key not in held["_buffers"]:
+                    held[key] = value
+            for container, content in contents:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
+            for tensor, version, copy in tensors:
+                if tensor._version != version:
+                    tensor.detach().copy_(copy)
+            self._set_modes(modes)
+
+    def written(self) -> str:
+        """Return the attributes that forward has been seen to set, in words."""
+        return ", ".join(map(self._name, sorted(self._written))) or "none that was seen"
+
+    @property
+    def leaves_more(self) -> frozenset[Key]:
+        """Keys of attributes with graphs, and of forward hooks: a loss may use them beside forward's results.
+
+        The key of a hook is the number of its module, and the number of the hook.
+        """
+        found = set(self._with_graphs)
+        for number, held in enumerate(self._held):
+            if not held["_forward_hooks"]:  # as in most modules
+                continue
+            for handle, hook in held["_forward_hooks"].items():
+                # Libraries' own make inputs require gradients, or put hidden states into the results.
+                library = (getattr(hook, "__module__", None) or "").partition(".")[0]
+                if library not in LIBRARIES:
+                    found.add((number, f"{_HOOK}{handle}"))
+        return frozenset(found)
+
+    def name_all(self, keys: Iterable[Key]) -> str:
+        """Return the names of attributes or hooks."""
+        names = sorted(map(self._name, keys))
+        return ", ".join([*names[:4], "..."] if len(names) > 4 else names)
+
+    def _modes(self) -> CallModes:
+        return CallModes(tuple([module.training for module in self._modules]), self._trained(), read_switches())
+
+    def _trained(self) -> tuple[bool, ...]:
+        with ungated():
+            return tuple(map(attrgetter("requires_grad"), self._parameters))
+
+    def _set_modes(self, modes: CallModes) -> None:
+        for module, training in zip(self._modules, modes.training, strict=True):
+            if module.training is not training:
+                module.training = training
+        with ungated():
+            for parameter, trained in zip(self._parameters, modes.trained, strict=True):
+                if parameter.requires_grad is not trained:
+                    parameter.requires_grad_(trained)
+        set_switches(modes.switches)
+
+    def _record(self) -> None:
+        self._attributes = self._snapshot()
+        # Were another dictionary put in the place of one, that would be a changed value of its module's.
+        self._held_within = [held[kind] for kind in ("_buffers", "_modules") for held in self._held]
+        self._values = self._all_values()
+        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._versions = list(map(_version, self._tensors))
+
+    def _is_unchanged(self) -> bool:
+        """Compare with the last record. Every call does: it is quick, and may report changes that are none."""
+        values = self._all_values()
+        same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        return same and self._versions == list(map(_version, self._tensors))
+
+    def _all_values(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, chain(self._held, self._held_within)))]
+
+    def _snapshot(self) -> Attributes:
+        return {
+            (number, key): (value, _version(value) if isinstance(value, Tensor) else 0)
+            for number, held in enumerate(self._held)
+            for key, value in (*held.items(), *held["_buffers"].items(), *held["_modules"].items())
+            if key not in NOT_PLAIN
+        }
+
+    def _note_written(self, keys: set[Key]) -> None:
+        told = {key for key in keys - self._written if key[1] not in (SET_ONCE, *self._held[key[0]]["_buffers"])}
+        names = sorted(map(self._name, told))
+        if names and not self._is_said:
+            self._is_said = True
+            _logger.warning(
+                "the model's forward sets %s: since micro-batches run later than they are called, what it has set is "
+                "there when engine.step() or a look at a loss has run them.",
+                ", ".join([*names[:4], "..."] if len(names) > 4 else names),
+            )
+        self._written |= keys
+        for number, name in keys:
+            value = self._held[number].get(name)
+            if any(isinstance(one, Tensor) and one.requires_grad for one in tree_iter(value)):
+                self._with_graphs.add((number, name))
+
+    def _name(self, key: Key) -> str:
+        return ".".join(filter(None, (self._names[key[0]], key[1])))
+
+
+def is_hook(key: Key) -> bool:
+    """Return whether a key of `Contract.leaves_more` is that of a forward hook."""
+    return key[1].startswith(_HOOK)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _changed(before: Attributes, now: Attributes) -> set[Key]:
+    """Return the keys whose values are neither the same object nor equal plain values, or were written to."""
+    return {key for key in before.keys() | now.keys() if not _same(before.get(key, _ABSENT), now.get(key, _ABSENT))}
+
+
+def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
+    if one[0] is other[0]:
+        return one[1] == other[1]
+    return are_equal(one[0], other[0])
+
+
+_C: Any = torch._C  # whose functions are read at every layer call
+_cuda = torch.backends.cuda
+_read_fp32, _write_fp32 = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
+
+
+def _set_deterministic(mode: int) -> None:
+    torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+
+
+_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    # torch.get_float32_matmul_precision() fails where the precision was set otherwise (transformers' tf32=True).
+    *((partial(_read_fp32, place, "matmul"), partial(_write_fp32, place, "matmul")) for place in ("cuda", "mkldnn")),
+    (torch.get_deterministic_debug_mode, _set_deterministic),
+    (_C._get_math_sdp_enabled, _cuda.enable_math_sdp),
+    (_C._get_flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_C._get_mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_C._get_cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+]
+"""Reader and writer of each switch."""
+
+_read = [read for read, _ in _SWITCHES]
+
+
+def read_switches() -> tuple[Any, ...]:
+    return tuple([read() for read in _read])
+
+
+def set_switches(values: tuple[Any, ...]) -> None:
+    """Set the switches whose current values differ."""
+    for (_, write), value, now in zip(_SWITCHES, values, read_switches(), strict=True):
+        if value != now:
+            write(value)

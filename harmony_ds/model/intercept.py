@@ -1,0 +1,264 @@
+"""Interception of layer calls, without changing the class or signature of the model or its layers.
+
+Each layer's `forward` becomes an `InterceptedForward`, which hands calls to the handler that is active on the calling
+thread: a `Lane` waits, a `Streamer` runs the layer at once. Without a handler the layer runs as it is. `torch.compile`
+around layers cannot trace into a layer call, so the layer's own forward is compiled instead.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.nn.utils.prune import BasePruningMethod
+
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.device.base import Device
+from harmony_ds.errors import UnsupportedError
+from harmony_ds.model.own_settings import Own
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+Around = Callable[[], AbstractContextManager[object]]
+"""Maker of a context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """An autocast context to be entered later, on another thread; one that is off is entered where one is on."""
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool = True
+
+    @staticmethod
+    def current(device_type: str) -> Autocast | None:
+        """Return the calling thread's; None where the device has none."""
+        if not _has_autocast(device_type):
+            return None
+        return _autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+
+    @staticmethod
+    def entered(state: Autocast | None) -> AbstractContextManager[Any]:
+        """Return the context of `state`, without a weight cache: that is keyed by tensors that are swapped."""
+        if state is None or not state.matters:
+            return nullcontext()
+        return torch.autocast(state.device_type, state.dtype, state.enabled, cache_enabled=False)
+
+    @property
+    def matters(self) -> bool:
+        """Whether entering it may change anything."""
+        return self.enabled or torch.is_autocast_enabled(self.device_type)
+
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+_autocast = functools.cache(Autocast)  # a frozen object takes as long to make as a dozen calls
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A layer call that a model is about to make.
+
+    Attributes:
+        layer: index of the layer.
+        forward: the layer's own forward, bound.
+        context, grad, autocast: the caller's context variables, grad mode and autocast.
+        around: makes the context of torch's modes and switches that the caller has set; None: none.
+        own: settings of modules that the caller has made for itself; None: none.
+        raised: ids of exceptions of the layer's forward (the exceptions would keep the request, by their tracebacks).
+    """
+
+    layer: int
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    context: contextvars.Context
+    grad: bool
+    autocast: Autocast | None
+    around: Around | None = None
+    own: Own | None = None
+    raised: list[int] = field(default_factory=list)
+
+    def run(self, args: Iterable[Any], kwargs: Mapping[str, Any], aligned: Around | None = None) -> Any:
+        """Run the layer's forward with these arguments, and the caller's grad mode, autocast and context variables.
+
+        Args:
+            aligned: makes another context to run it in; None: there is none.
+        """
+        same = torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters)
+        try:
+            if same and self.around is aligned is None:  # the common case
+                return self.context.run(self.forward, *args, **kwargs)
+            around, inside = ((make or nullcontext)() for make in (self.around, aligned))
+            with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast), around, inside:
+                return self.context.run(self.forward, *args, **kwargs)
+        except BaseException as error:
+            self.raised.append(id(error))
+            raise
+
+
+class Handler(Protocol):
+    """Decides when and how layer calls run: those of the engine with this device."""
+
+    device: Device
+
+    def call(self, request: Request) -> Any:
+        """Return the outputs of the layer call."""
+
+
+class _Active(threading.local):
+    handler: Handler | None = None
+
+
+_active = _Active()
+
+
+def is_between_layers() -> bool:
+    """Return whether the calling thread runs a model's code for a handler, outside layer calls."""
+    return _active.handler is not None
+
+
+class handled_by:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
+    """Context in which layer calls of this thread go to `handler`, or (None) run as they are."""
+
+    __slots__ = ("_before", "_handler")
+
+    def __init__(self, handler: Handler | None) -> None:
+        self._handler = handler
+
+    def __enter__(self) -> Handler | None:
+        """Return the handler before."""
+        self._before, _active.handler = _active.handler, self._handler
+        return self._before
+
+    def __exit__(self, *_: object) -> None:
+        _active.handler = self._before
+
+
+class InterceptedForward:
+    """Replacement of a layer's `forward`, among its instance attributes. A copied or pickled layer gets its own forward."""
+
+    def __init__(self, layer: Layer, device: Device) -> None:
+        # The instance may have a forward of its own already (accelerate sets one).
+        self.before = layer.module.__dict__.get("forward")
+        functools.update_wrapper(self, layer.module.forward)
+        self._layer, self._device = layer, device
+        self._forward = self._handled = layer.module.forward
+        self._compiler: Compiler | None = None
+
+    def compile(self, compiler: Compiler | None) -> None:
+        """Let handlers run the layer's forward as `compiler` compiles it; None: uncompiled."""
+        if compiler is not self._compiler:
+            self._compiler = compiler
+            self._handled = self._forward if compiler is None else compiler(self._forward)
+
+    @_disable_dynamo  # compiled code around a layer ends here, and begins again with the layer's own forward
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handler, layer = _active.handler, self._layer
+        if handler is None or handler.device is not self._device:  # no engine runs, or another one's
+            return self._forward(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedError(
+                f"layer {layer.name} is called inside a transform of torch.func (vmap, grad, jvp), and runs later. "
+                "Transform within one layer's forward, or name a module that contains it in harmony.layers."
+            )
+        autocast = Autocast.current(self._device.torch_device.type)
+        context, grad = contextvars.copy_context(), torch.is_grad_enabled()
+        forward = self._handled
+        if layer.module._forward_pre_hooks:
+            forward = _with_pruning(layer.module, forward)
+        return handler.call(Request(layer.index, forward, args, kwargs, context, grad, autocast))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.before is None:
+            return getattr, (self._layer.module, "forward")  # of the copy, which has no attributes yet: its class's
+        return itemgetter(0), ((self.before,),)
+
+
+class Interception:
+    """Intercepts the layers of one model until `remove`."""
+
+    def __init__(self, layers: tuple[Layer, ...], model: nn.Module, device: Device) -> None:
+        self._device = device
+        self._forwards: dict[Layer, InterceptedForward] = {}
+        self._compiler: Compiler | None = None
+        self._inside: dict[nn.Module, list[Layer]] = {}  # layers by modules around them, outer modules first
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for layer in layers:
+            self._intercept(layer)
+            if "dynamo_ctx" not in vars(modules[layer.name]):  # else it has a compiled forward already
+                for around in accumulate(
+                    ["", *layer.name.split(".")], lambda outer, name: f"{outer}.{name}".strip(".")
+                ):
+                    self._inside.setdefault(modules[around], []).append(layer)
+
+    def _intercept(self, layer: Layer) -> None:
+        layer.module.__dict__["forward"] = self._forwards[layer] = InterceptedForward(layer, self._device)
+
+    def replaced(self) -> list[Layer]:
+        """Return the layers whose `forward` the program has replaced."""
+        return [one for one, own in self._forwards.items() if one.module.__dict__.get("forward") is not own]
+
+    def adopt_replaced(self) -> None:
+        """Intercept replaced forwards, and compile layers as the innermost module around each is compiled by now:
+        by `torch.compile(module)` or `module.compile()`.
+        """
+        for layer in self.replaced():
+            self._intercept(layer)
+        compilers = dict.fromkeys(self._forwards, self._compiler)
+        for module, layers in self._inside.items():
+            if (compiler := _compiler_of(module)) is not None:
+                compilers |= dict.fromkeys(layers, compiler)
+        for layer, compiler in compilers.items():
+            self._forwards[layer].compile(compiler)
+
+    def compile(self, compiler: Compiler) -> None:
+        """Compile layers by `compiler` that the program does not compile itself, from the engine's next call on."""
+        self._compiler = compiler
+
+    def remove(self) -> None:
+        """Give every layer its own forward back."""
+        for layer, intercepted in self._forwards.items():
+            own = layer.module.__dict__
+            if own.get("forward") is intercepted:  # else the program has replaced or deleted it
+                del own["forward"]
+                if intercepted.before is not None:
+                    own["forward"] = intercepted.before
+        self._forwards.clear()
+
+
+def _with_pruning(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that makes pruned weights again, of the parameters that the layer's call has.
+
+    The hooks of `torch.nn.utils.prune` have made them before the call, as attributes with a graph that other calls share.
+    """
+    pruning = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, BasePruningMethod)]
+    if not pruning:
+        return forward
+
+    def pruned_forward(*args: Any, **kwargs: Any) -> Any:
+        for hook in pruning:
+            hook(module, args)
+        return forward(*args, **kwargs)
+
+    return pruned_forward
+
+
+def _compiler_of(module: nn.Module) -> Compiler | None:
+    """Return the compiler of a `torch.compile(module)`, or after `module.compile()`; dynamo is not imported (seconds)."""
+    own = vars(module)
+    compiled = own.get("_compiled_call_impl")
+    if compiled is None or "dynamo_ctx" in own:
+        return own.get("dynamo_ctx")
+    in_place: Compiler = inspect.getclosurevars(compiled).nonlocals["self"]
+    return in_place

@@ -1,0 +1,338 @@
+"""Layer calls of one micro-batch: forward with outputs cut, recomputed in backward, or attached to the caller's graph.
+
+The forward pass builds an autograd graph even where it is discarded: whether gradients are required decides which kernels
+run, and a recomputation must give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.errors import ModelError, UnsupportedError
+from harmony_ds.model.arguments import CallInputs, CallOutputs
+from harmony_ds.model.boundary import propagate
+from harmony_ds.model.buffers import Buffers, clone_buffers, substituted_buffers
+from harmony_ds.model.caches import extract_caches, restore_caches, snapshot_caches
+from harmony_ds.model.called_layer import CalledLayer, copy_with_gradient, cut_outputs, storage_of, storages_of
+from harmony_ds.model.contract import UnseenError
+from harmony_ds.model.crossing import Crossings
+from harmony_ds.model.installed import Installation
+from harmony_ds.model.inter_layer import InterLayerGraph
+from harmony_ds.model.intercept import Request
+from harmony_ds.model.own_settings import Own, in_force
+from harmony_ds.model.random_streams import State, states_differ
+from harmony_ds.model.recorded_call import RecordedCall, norms_of
+from harmony_ds.model.slices import Piece, SliceAssembler, Slicing, slicing_of
+from harmony_ds.model.targets import GradientSum, OutputGradient, Targets
+from harmony_ds.model.trees import map_tensors, tensors_in
+from harmony_ds.offload.residency import Leaves
+from harmony_ds.offload.stash import Stash, StashEntry
+from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
+
+ReadState = Callable[[], State]
+SetState = Callable[[State], None]
+
+
+class LayerCalls:
+    """Runs the layer calls of one model.
+
+    Attributes:
+        layers: by index, with what has been seen of them.
+        checks_recomputation: outputs of a recomputation are compared with those of forward.
+    """
+
+    def __init__(self, layers: Sequence[Layer], installation: Installation, stash: Stash, crossings: Crossings) -> None:
+        self.layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
+        self._stash = stash
+        self._crossings = crossings
+        self.checks_recomputation = False
+        self._unseen: list[str] | None = None  # None: not collected
+
+    @property
+    def changing_buffers(self) -> frozenset[int]:
+        """The layers that have been seen to change buffers."""
+        return frozenset(index for index, layer in enumerate(self.layers) if layer.changes_buffers)
+
+    @contextmanager
+    def collecting_unseen(self) -> Iterator[list[str]]:
+        """List what calls do that was not known of them, and note it, instead of raising UnseenError."""
+        before, self._unseen = self._unseen, []
+        try:
+            yield self._unseen
+        finally:
+            self._unseen = before
+
+    def place_buffers(self, devices: Mapping[int, Sequence[int]], unlayered: Iterable[str]) -> dict[nn.Module, int]:
+        """Return the device of each module with buffers: the first of the `devices` that run its layer.
+
+        Operands are aligned for layers that several devices run, or that use `unlayered` parameters, which are on HOME.
+        """
+        shared, places = set(unlayered), {}
+        for index, numbers in devices.items():
+            layer = self.layers[index]
+            odd = not shared.isdisjoint(layer.names) or (len(set(numbers)) > 1 and layer.buffered)
+            layer.aligned = self._crossings.between_layers if odd else None
+            places.update(dict.fromkeys(layer.buffered, numbers[0]))
+        return places
+
+    def check_replayed(self, calls: Iterable[RecordedCall]) -> None:
+        """Raise ModelError if one of `calls` ran before its layer was known to depend on buffers that it changes."""
+        for call in calls:
+            layer = self.layers[call.request.layer]
+            if layer.replayed and call.buffers is None:
+                raise ModelError(
+                    f"layer {layer.name} was seen to change buffers that it reads (as normalization does in training and "
+                    "evaluation mode in turn) after the forward pass of a micro-batch whose loss or outputs were read, "
+                    "which cannot be run again. Nothing has been updated. Read losses after engine.step()."
+                )
+
+    def run_attached(self, request: Request, copies: Leaves) -> Any:
+        """Run the call as the model wrote it, on device copies of the layer's parameters."""
+        layer = self.layers[request.layer]
+        if request.grad:
+            values, caches = extract_caches(request)
+        else:  # generation uses caches
+            values, caches = [*request.args, *request.kwargs.values()], {}
+        held = snapshot_caches(caches.values())
+        values = self._crossings.values_to_current(values)
+        kwargs = dict(zip(request.kwargs, values[len(request.args) :], strict=True))
+        with layer.parameters.installed(copies):
+            outputs = request.run(values[: len(request.args)], kwargs, layer.aligned)
+        restore_caches(held)
+        self._crossings.check_input_copies(layer.name)
+        own = layer.parameter_storages(copies)
+        if not own.isdisjoint(storages_of(tensors_in(outputs))):
+            with torch.set_grad_enabled(request.grad):
+                outputs = map_tensors(lambda t: copy_with_gradient(t) if storage_of(t) in own else t, outputs)
+        self._crossings.mark(outputs)
+        return outputs
+
+    def _run_without_grad(self, request: Request, copies: Leaves, rows: Rows) -> Any:
+        if rows.cuts:
+            given = CallInputs.of(request)
+            slicing = self._slicing(request.layer, given, rows)
+            if slicing is not None:
+                call = RecordedCall(request, 0, given.arguments, [None] * len(given.tensors), slicing)
+                outcome = self._run_slices(call, given.tensors, copies, State)
+                return given.deliver(outcome, outcome.leaves)
+        return self.run_attached(request, copies)
+
+    def forward(
+        self,
+        request: Request,
+        number: int,
+        copies: Leaves,
+        inter_layer: InterLayerGraph,
+        state: ReadState,
+        rows: Rows | None,
+    ) -> tuple[Any, RecordedCall | None]:
+        """Run call `number` of its micro-batch; return its outputs, cut, and the record for `backward` (None: no gradient).
+
+        `rows`: how calls are sliced; None: `copies` stay until `backward`, so that the graph is kept if it can be.
+        """
+        if not request.grad:
+            return self._run_without_grad(request, copies, rows or WHOLE_CALLS), None
+        layer, given = self.layers[request.layer], CallInputs.of(request)
+        given.tensors = self._crossings.to_current(given.tensors)
+        targets = [inter_layer.target(t) if t.requires_grad else None for t in given.tensors]
+        request.args, request.kwargs = (), {}  # not kept
+        call = RecordedCall(request, number, given.arguments, targets)
+        before = [t._version for t in given.tensors]
+        keeps_graph = rows is None and layer.may_keep_graphs
+        if keeps_graph:
+            outcome = layer.run(call, [t.detach() for t in given.tensors], copies, targets)
+            call.states.append(state())  # after the call, as after a recomputation
+        else:
+            call.slicing = self._slicing(request.layer, given, rows or WHOLE_CALLS)
+            outcome = self._run_to_recompute(layer, call, given.tensors, copies, state)
+        self._crossings.check_input_copies(layer.name)
+        leaves = cut_outputs(call, outcome, given.tensors, layer.parameter_storages(copies), layer.name)
+        self._crossings.mark(leaves)  # including those in containers that the layer has written into
+        outputs = given.deliver(outcome, leaves)
+        self._check_seen(layer, call, not keeps_graph and before != [t._version for t in given.tensors])
+        if keeps_graph:
+            call.keep_graph(outcome.tensors)
+        if any(call.output_gradients):
+            return outputs, call
+        self.discard(call)
+        return outputs, None
+
+    def _slicing(self, layer: int, given: CallInputs, rows: Rows) -> Slicing | None:
+        called = self.layers[layer]
+        if not (rows.cuts and called.may_be_sliced(given.arguments)):
+            return None
+        return slicing_of(rows, layer, given.arguments.tensor_places, given.tensors, called.draws)
+
+    def _run_to_recompute(
+        self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState
+    ) -> CallOutputs:
+        """Run the call with `tensors`, which are saved for its recomputation."""
+        if sparse := [t.layout for t in tensors if t.layout is not torch.strided]:
+            raise UnsupportedError(
+                f"layer {layer.name} is given a tensor of layout {sparse[0]}, which the engine cannot keep for backward. "
+                "Give it a dense one, or indices and values of a sparse one, to be put together in the layer's forward."
+            )
+        call.buffers = clone_buffers(layer.buffered) if layer.replayed else None
+        saved = tensors
+        if layer.changes_inputs or layer.inputs_change:
+            saved = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        call.tensors = [self._stash.put(tensor, layer.name) for tensor in saved]
+        try:
+            outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
+        except BaseException:
+            self.discard(call)
+            raise
+        if self.checks_recomputation and call.slicing is None:
+            call.norms = norms_of(outcome.tensors)
+        return outcome
+
+    def _check_seen(self, layer: CalledLayer, call: RecordedCall, inputs_changed: bool) -> None:
+        """Raise UnseenError if the call changed buffers or inputs, and the layer was not known to do so."""
+        what = "a buffer" if layer.replayed and call.buffers is None else None
+        if what is None and inputs_changed and not layer.changes_inputs:
+            layer.changes_inputs = True
+            what = "its input in place"
+        if what is not None:
+            self._report_unseen(f"layer {layer.name} changes {what}, which was not seen when the model was measured.")
+
+    def _report_unseen(self, what: str) -> None:
+        if self._unseen is None:
+            raise UnseenError(what)
+        self._unseen.append(what)
+
+    def backward(self, call: RecordedCall, copies: Leaves, replay: SetState, gather: Callable[[], None]) -> None:
+        """Recompute the call, unless its graph was kept, and propagate output gradients to its inputs and to `copies`.
+
+        Args:
+            gather: called between the slices of a call: adds up the gradients that have reached `copies`.
+        """
+        self._propagate_through(call, copies, replay, gather)
+        self.discard(call)  # only now: no local variable holds the inputs any more
+
+    def _propagate_through(
+        self, call: RecordedCall, copies: Leaves, replay: SetState, gather: Callable[[], None]
+    ) -> None:
+        gradients = [None if gradient is None else gradient.take() for gradient in call.output_gradients]
+        layer, came = self.layers[call.request.layer], [gradient for gradient in gradients if gradient is not None]
+        if came and call.graph:
+            replay(call.states[0])
+            with in_force(call.request.own):
+                _propagate(call, gradients)
+        elif came:
+            with _apart(layer, call):
+                tensors = self._saved_inputs(layer, call)
+                pieces: Iterable[Piece] = [(tensors, call.targets, gradients)]
+                if call.slicing is not None:
+                    pieces = call.slicing.propagated(tensors, call.targets, gradients)
+                for number, (own, targets, given) in enumerate(pieces):
+                    if number:
+                        gather()
+                    replay(call.states[min(number, len(call.states) - 1)])
+                    _run_again(layer, call, own, copies, targets)
+                    _propagate(call, given)
+
+    def recompute(self, call: RecordedCall, copies: Leaves, replay: SetState) -> list[Tensor]:
+        """Recompute the whole call and keep its graph for `backward`; return its outputs, detached."""
+        layer = self.layers[call.request.layer]
+        with _apart(layer, call):
+            replay(call.states[0])
+            return [t.detach() for t in _run_again(layer, call, self._saved_inputs(layer, call), copies, call.targets)]
+
+    def _saved_inputs(self, layer: CalledLayer, call: RecordedCall) -> list[Tensor]:
+        """Return the call's inputs, detached; raise ModelError if one was changed in place."""
+        tensors = [self._stash.tensor(entry) for entry in call.tensors]
+        return [t.clone() for t in tensors] if layer.changes_inputs else tensors
+
+    def trial(
+        self, request: Request, copies: Leaves, slicing: Slicing | None = None
+    ) -> tuple[RecordedCall, list[Tensor]]:
+        """Run a call with gradients, whole or sliced, to learn about its layer; return its record and its outputs."""
+        request = replace(request, context=request.context.copy())  # gets a collector of its own
+        given = CallInputs.of(request)
+        targets: Targets = [GradientSum() if t.requires_grad else None for t in given.tensors]
+        call = RecordedCall(request, 0, given.arguments, targets, slicing)
+        outputs = self._run_slices(call, [t.detach() for t in given.tensors], copies, State).tensors
+        call.output_gradients = [OutputGradient(0, t) if t.requires_grad else None for t in outputs]
+        call.tensors = [StashEntry(t, self.layers[request.layer].name) for t in given.tensors]
+        return call, [t.detach() for t in outputs]
+
+    def propagate_trial(self, call: RecordedCall, copies: Leaves) -> list[Tensor | None]:
+        """Propagate gradients of the outputs of a trial to `copies`, and to its inputs, whose gradients are returned."""
+        self.backward(call, copies, lambda state: None, lambda: None)
+        return [None if target is None else target.take() for target in call.targets]
+
+    def _run_slices(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState) -> CallOutputs:
+        """Run the call's forward with detached `tensors`, slice by slice if it is sliced."""
+        layer = self.layers[call.request.layer]
+        targets: Targets = [layer.dead_end if target else None for target in call.targets]
+        copies = layer.guarded(copies)
+        call.states.append(state())
+        if call.slicing is None:
+            return layer.run(call, tensors, copies, targets)
+        whole = SliceAssembler(call.slicing, tensors)
+        first: CallOutputs | None = None
+        for part in call.slicing.slices(call.slicing.forward):
+            if part.first and call.slicing.draws:
+                call.states.append(state())
+            outcome = layer.run(call, call.slicing.inputs_of(part, tensors), copies, targets)
+            whole.add(part, outcome.inputs, outcome.leaves)
+            first = first or CallOutputs(tensors, whole.leaves, outcome.shape, outcome.written, [])
+            del outcome
+        assert first is not None
+        if not call.slicing.draws and states_differ(call.states[0], state()):
+            layer.draws = True
+            self._report_unseen(f"layer {layer.name} draws random numbers, which measuring had not seen.")
+        return first
+
+    def discard(self, call: RecordedCall) -> None:
+        """Release what is kept of `call`, which is not propagated through any more."""
+        for entry in call.entries:
+            self._stash.release(entry)
+        call.tensors = []
+        call.graph = []
+
+
+def _apart(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[None]:
+    """Return a context with the caller's own settings, and copies of the layer's buffers.
+
+    Statistics must not be updated twice.
+    """
+    buffers = call.buffers
+    if buffers is None and layer.changes_buffers:
+        buffers = clone_buffers(layer.buffered)
+    if not buffers:
+        return in_force(call.request.own)
+    if call.request.own is None:
+        return substituted_buffers(buffers)
+    return _with_settings(call.request.own, buffers)
+
+
+@contextmanager
+def _with_settings(own: Own, buffers: Buffers) -> Iterator[None]:
+    """Set a caller's own settings, and put `buffers` in the place of the layer's, while open."""
+    with own.in_force(), substituted_buffers(buffers):
+        yield
+
+
+def _run_again(
+    layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: Targets
+) -> list[Tensor]:
+    """Run the call (or a slice of it) again, keep its graph, and return the outputs."""
+    outputs = layer.run(call, tensors, copies, targets).tensors
+    call.check(outputs, layer.name)
+    call.keep_graph(outputs)
+    return outputs
+
+
+def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
+    came = [
+        (edge, one) for edge, one in zip(call.graph, gradients, strict=True) if edge is not None and one is not None
+    ]
+    propagate([edge for edge, _ in came], [gradient for _, gradient in came])

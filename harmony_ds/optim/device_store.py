@@ -1,0 +1,383 @@
+"""Resident packs: weights, masters and optimizer state that stay on the device from step to step, and their updates there.
+
+The names of each pack's parameters enter; device copies leave, like those of a swap-in. The host's tensors stay the same
+objects, and are out of date until they are synchronized:
+
+    first use                 weights, masters, optimizer state    host -> device
+    a step                    nothing
+    one of the host's is read that one, if a step came before      device -> host, and the reader waits
+    next use after a read     nothing
+    next use after a write    what was written                     host -> device
+    drop                      all that a step has changed          device -> host; the memory is freed
+
+A weight whose memory another tensor of the program shares (`p.data`, a state dict) may be written through that one, unseen:
+a copy of it is kept on the host, and compared before the next use. Optimizer state that is handed out is taken for written.
+
+A parameter that several resident packs share is on the device once; each pack accumulates its own gradient of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.offload.gradient_sums import GradientSums
+from harmony_ds.offload.host_buffers import HostBuffers
+from harmony_ds.offload.host_store import HostStore
+from harmony_ds.offload.layout import layout_of
+from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.residency import DeviceCopy, Residency, leaf_over, same_bits
+from harmony_ds.optim.device_optimizer import DeviceOptimizer
+from harmony_ds.optim.host_optimizer import Hyper
+
+Names = tuple[str, ...]
+
+
+class Held(Enum):
+    """A tensor, or tensors, that a resident parameter has on the host and on the device.
+
+    A parameter that is trained in its own dtype has no master beside its weight.
+    """
+
+    WEIGHT = "weight"
+    MASTER = "master"
+    STATE = "optimizer state"
+
+
+class DeviceStore(GradientSums):
+    """Resident packs, and the gradients that wait there for their update. To be called on the engine's thread."""
+
+    def __init__(
+        self, device: Device, store: HostStore, ledger: Ledger, residency: Residency, optimizer: DeviceOptimizer | None
+    ) -> None:
+        super().__init__(lambda name: optimizer is not None and optimizer.trains(name))
+        self._device = device
+        self._store = store
+        self._ledger = ledger
+        self._residency = residency
+        self._optimizer = optimizer
+        self._names: tuple[Names, ...] = ()
+        self._packs: list[DeviceCopy] = []  # in the same order; packs may have the same names
+        self._weights: dict[str, Tensor] = {}
+        self._stepped: dict[str, nn.Parameter] = {}  # of each trained weight: itself, or its master
+        self._masters: list[Tensor] = []  # buffers of masters
+        self._state_bytes = 0
+        self._newer_on_device: dict[Held, set[str]] = {held: set() for held in Held}
+        self._newer_on_host: dict[Held, set[str]] = {held: set() for held in Held}
+        self._watched: dict[str, Tensor | None] = {}  # weights that may be written unseen; of resident ones, a copy
+        self._written: set[str] = set()  # weights that the program may have written since their masters followed
+        self._norm_buffers = HostBuffers(device)
+        self._reading: Event | None = None  # after the last copy out of host memory that may still be queued
+
+    def holds(self, packs: Sequence[Names]) -> bool:
+        """Return whether exactly these packs are resident."""
+        return tuple(packs) == self._names
+
+    @property
+    def nbytes(self) -> int:
+        buffers = (*(copy.buffer for copy in self._packs), *self._masters)
+        return sum(b.numel() * b.element_size() for b in buffers) + self._state_bytes
+
+    def make_resident(self, packs: Sequence[Names]) -> list[DeviceCopy]:
+        """Return up-to-date device copies of exactly these packs (in forward order); if they do not fit, hold none."""
+        if self.holds(packs):
+            self.sync_to_device()
+        else:
+            self.drop()
+            try:
+                for names in packs:
+                    self._load_pack(names)
+                self._names = tuple(packs)
+            except BaseException:
+                self.drop()
+                raise
+        return list(self._packs)
+
+    def _load_pack(self, names: Names) -> None:
+        fresh = tuple(name for name in names if name not in self._weights)
+        copy = self._residency.swap_in(fresh, Kind.RESIDENT)
+        self._packs.append(copy)
+        copy.wait(self._device)
+        self._weights.update({name: copy.leaves[name].detach() for name in fresh})
+        self._written.update(fresh)  # nobody has watched them so far
+        for name in fresh:
+            if name in self._watched:
+                self._watched[name] = self._store.weight(name).clone()
+        for name in names:
+            if name not in copy.leaves:
+                copy.leaves[name] = leaf_over(self._weights[name], self._store.parameters[name])
+        if self._optimizer is not None:
+            self._load_training_state([name for name in fresh if self._optimizer.trains(name)], self._optimizer)
+
+    def _load_training_state(self, names: Sequence[str], optimizer: DeviceOptimizer) -> None:
+        """Load masters and optimizer state of `names`, whose weights are loaded."""
+        masters = {name: self._store.masters[name] for name in names if self._store.compute_copy(name) is not None}
+        places, numel = layout_of(masters, torch.float32.itemsize)
+        if masters:
+            self._masters.append(self._device.empty(numel, torch.float32))
+        for name in names:
+            there = places[name].view(self._masters[-1]) if name in masters else self._weights[name]
+            state_bytes = optimizer.state_bytes(name, there.numel())
+            self._device.charge(state_bytes, f"the optimizer state of {name}")
+            self._state_bytes += state_bytes
+            self._stepped[name] = nn.Parameter(there)
+        self._copy_in([(masters[name], self._stepped[name].detach()) for name in masters], names)
+
+    @torch.no_grad()
+    def _copy_in(self, tensors: Iterable[tuple[Tensor, Tensor]], names: Iterable[str]) -> None:
+        """Issue the copies of `tensors` (from the host's to the device's), and of the optimizer's state of `names`."""
+        moved = 0
+        for host, there in tensors:
+            moved += there.copy_(host, non_blocking=True).nbytes
+        for name in names:
+            assert self._optimizer is not None
+            moved += self._optimizer.copy_state_to_device(name, self._stepped[name])
+        if moved:
+            self._ledger.book_in(Kind.RESIDENT, moved)
+            self._reading = self._device.record(Stream.COMPUTE)
+
+    def _pair(self, held: Held, name: str) -> tuple[Tensor, Tensor]:
+        """Return the host's tensor and the device's, of a weight or a master."""
+        if held is Held.WEIGHT:
+            return self._store.weight(name), self._weights[name]
+        return self._store.masters[name].detach(), self._stepped[name].detach()
+
+    def _has_own_master(self, name: str) -> bool:
+        return name in self._stepped and self._store.compute_copy(name) is not None
+
+    @torch.inference_mode(False)  # optimizer state that is made meanwhile will be stepped in place
+    def sync_to_device(self) -> None:
+        """Copy to the device what has been written on the host."""
+        self._notice_replaced_state()
+        for name in self._watched:
+            self._find_write(name)
+        tensors = []
+        for held in (Held.WEIGHT, Held.MASTER):
+            tensors += [self._pair(held, name) for name in self._weights if name in self._newer_on_host[held]]
+        self._copy_in(tensors, [name for name in self._stepped if name in self._newer_on_host[Held.STATE]])
+        for names in self._newer_on_host.values():
+            names.clear()
+
+    def finish_reads(self) -> None:
+        """Wait until no queued copy reads host memory any more: then it may be written."""
+        self._residency.finish_reads()
+        if self._reading is not None:
+            self._reading.synchronize()
+            self._reading = None
+
+    def leaves(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
+        resident = [name for name in names if name in self._weights]
+        return {name: next(copy.leaves[name] for copy in self._packs if name in copy.leaves) for name in resident}
+
+    def drop(self) -> None:
+        """Copy what changed to the host, and free everything on the device."""
+        self.sync_to_host()
+        for name in self._watched:
+            self._find_write(name)
+            self._watched[name] = None
+        self.clear_gradients()
+        for copy in self._packs:
+            self._residency.evict(copy)
+        for buffer in self._masters:
+            self._device.free(buffer)
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+        self._device.discharge(self._state_bytes)
+        self._state_bytes = 0
+        self._names = ()
+        for names in self._newer_on_host.values():
+            names.clear()
+        for held in (self._packs, self._masters, self._weights, self._stepped):
+            held.clear()
+
+    def destroy(self) -> None:
+        """Drop all packs, and free page-locked memory."""
+        self.drop()
+        self._norm_buffers.destroy()
+
+    # ---- what the program reads and writes on the host
+
+    def sync_to_host(self) -> None:
+        """Bring all weights, masters and optimizer state on the host up to date."""
+        for held in Held:
+            self._to_host(held, tuple(self._weights))
+
+    def weight_to_host(self, name: str) -> None:
+        """Bring the weight of `name` on the host up to date."""
+        self._to_host(Held.WEIGHT, (name,))
+
+    def master_to_host(self, name: str) -> None:
+        """Bring the master of `name` on the host up to date, which may be the weight itself."""
+        self._to_host(Held.MASTER if self._has_own_master(name) else Held.WEIGHT, (name,))
+
+    def state_to_host(self, name: str) -> None:
+        """Bring the optimizer's state of `name` on the host up to date."""
+        self._to_host(Held.STATE, (name,))
+
+    def hand_out_state(self, names: Iterable[str]) -> None:
+        """Bring the optimizer's state of `names` on the host up to date, for a program that may write into it."""
+        held = tuple(name for name in names if name in self._stepped)
+        self._to_host(Held.STATE, held)
+        self._newer_on_host[Held.STATE].update(held)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _to_host(self, held: Held, names: Names) -> None:
+        self._notice_replaced_state()
+        stale = [name for name in names if name in self._newer_on_device[held]]
+        if not stale:
+            return
+        moved = 0
+        for name in stale:
+            if held is Held.STATE:
+                assert self._optimizer is not None
+                moved += self._optimizer.copy_state_to_host(name, self._stepped[name])
+            else:
+                host, there = self._pair(held, name)
+                moved += host.copy_(there, non_blocking=True).nbytes
+        self._ledger.book_out(Kind.RESIDENT, moved)
+        self._device.record(Stream.COMPUTE).synchronize()
+        # Only now: a program that is interrupted meanwhile may go on.
+        self._newer_on_device[held].difference_update(stale)
+
+    def _notice_replaced_state(self) -> None:
+        """Take the optimizer's state for newer on the host if the host's optimizer has been given another one."""
+        if self._optimizer is not None and self._optimizer.watch_replaced_state():
+            self._newer_on_device[Held.STATE].clear()
+            self._newer_on_host[Held.STATE].update(self._stepped)
+
+    def note_weight_written(self, name: str) -> None:
+        """Note that the program writes into the weight of `name`, which is up to date on the host."""
+        self._written.add(name)
+        if name in self._weights:
+            self._newer_on_host[Held.WEIGHT].add(name)
+
+    def note_master_written(self, name: str) -> None:
+        """Note that the master of `name` has been written on the host, where it is up to date."""
+        if name in self._weights:
+            self._newer_on_host[Held.MASTER if self._has_own_master(name) else Held.WEIGHT].add(name)
+
+    def note_state_written(self, name: str) -> None:
+        """Note that the optimizer's state of `name` has been written on the host, where it is up to date."""
+        if name in self._stepped:
+            self._newer_on_host[Held.STATE].add(name)
+
+    def note_all_written(self) -> None:
+        """Take everything for written on the host, where it is up to date."""
+        for name in self._weights:
+            self.note_weight_written(name)
+            self.note_master_written(name)
+            self.note_state_written(name)
+
+    def watch(self, name: str) -> None:
+        """Find, from now on, what is written into the weight of `name`, which is up to date on the host."""
+        if self._watched.get(name) is None:
+            self._watched[name] = self._store.weight(name).clone() if name in self._weights else None
+
+    def unwatch(self, name: str) -> None:
+        """Find what has been written into the weight of `name`, and nothing from now on."""
+        if name in self._watched:
+            self._find_write(name)
+            del self._watched[name]
+
+    def pop_written(self, name: str) -> bool:
+        """Return whether the program may have written into the weight of `name` since this was asked before."""
+        if name not in self._weights:
+            return True
+        self._find_write(name)
+        found = name in self._written
+        self._written.discard(name)
+        return found
+
+    @torch.no_grad()
+    def _find_write(self, name: str) -> None:
+        """Compare a watched weight on the host with the copy of it, if there is one."""
+        before, weight = self._watched.get(name), self._store.weight(name)
+        if before is not None and not same_bits(before, weight):
+            before.copy_(weight)
+            self.note_weight_written(name)
+
+    # ---- gradients and updates
+
+    @torch.no_grad()
+    def gradient(self, name: str) -> Tensor | None:
+        """Return the gradient of `name`: its packs' sums, added up in the order of the backward pass, in the first one."""
+        total: Tensor | None = None
+        for copy in reversed(self._packs):
+            part = self._residency.gradient(copy, name)
+            if total is None:
+                total = part
+            elif part is not None:
+                total.add_(part)
+                self._residency.clear_gradient(copy, name)
+        return total
+
+    @torch.no_grad()
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        copy = next(copy for copy in reversed(self._packs) if name in copy.leaves)
+        self._residency.add_gradient(copy, name, gradient)
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Remove all gradients that wait here, and return copies of them on the host."""
+        taken = self.copies_of(self._weights)
+        self.clear_gradients()
+        return taken
+
+    def take_norms(self) -> Callable[[], Mapping[str, Tensor]]:
+        """Send all norms taken so far to the host; return a function that waits for them, for any thread."""
+        names = tuple(self.norms)
+        if not names:
+            return dict
+        buffer = self._norm_buffers.take(self, len(names) * torch.float32.itemsize)
+        host = buffer.tensor(torch.Size((len(names),)), (1,), torch.float32)
+        host.copy_(torch.stack(list(self.norms.values())), non_blocking=True)
+        self._ledger.book_out(Kind.RESIDENT, host.numel() * host.element_size())
+        arrived = self._device.record(Stream.COMPUTE)
+        self.norms.clear()
+
+        def read() -> Mapping[str, Tensor]:
+            arrived.synchronize()
+            norms = dict(zip(names, host.clone().unbind(), strict=True))
+            self._norm_buffers.release(buffer, arrived)
+            return norms
+
+        return read
+
+    @torch.no_grad()
+    def update(self, names: Iterable[str], hyper: Hyper, coefficient: Tensor | None, measured: bool) -> None:
+        """Update `names` from their gradients, which are dropped; the rest as in `_scale`."""
+        assert self._optimizer is not None
+        gradients: dict[str, Tensor] = {}
+        for name, total in self._trained(names):
+            gradients[name] = total.to(torch.float32)
+            self._scale(name, gradients[name], coefficient, measured)
+        self.received.update(gradients)
+        stepped = {name: self._stepped[name] for name in gradients}
+        for name in stepped:
+            self._note_updated(name)
+        self._optimizer.step(stepped, gradients, hyper)
+        for name, parameter in stepped.items():
+            if self._store.compute_copy(name) is not None:
+                self._weights[name].copy_(parameter)
+        self.clear_gradients(names)
+
+    def _note_updated(self, name: str) -> None:
+        """Note that what the host has of `name` is out of date."""
+        held = {Held.WEIGHT, Held.STATE} | ({Held.MASTER} if self._has_own_master(name) else set())
+        for one in held:
+            self._newer_on_device[one].add(name)
+            self._newer_on_host[one].discard(name)
+        self._watched.pop(name, None)
+        self._written.discard(name)
+
+    def clear_gradients(self, names: Iterable[str] | None = None) -> None:
+        if names is None:
+            self.norms.clear()
+        chosen = list(self._weights if names is None else names)
+        for copy in self._packs:
+            for name in chosen:
+                self._residency.clear_gradient(copy, name)

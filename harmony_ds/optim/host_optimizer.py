@@ -1,0 +1,332 @@
+"""Optimizer steps on the host, for some of the parameters at a time.
+
+An elementwise optimizer gives the same result whether its parameters are stepped together or layer by layer. torch's and
+DeepSpeed's are elementwise. Any other `step` is called once, with all gradients, unless its class sets
+`elementwise = True`.
+
+The user's optimizer and the masters enter; hyper-parameters are passed in as they were when the user called `step()`.
+Knows no thread and no device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.config.optimizers import of_class, state_numbers
+from harmony_ds.errors import OptimizerError
+from harmony_ds.offload.host_store import ungated
+from harmony_ds.offload.native import gil_free_op, native_of
+from harmony_ds.optim.synced_state import SyncedState, plain_state
+
+_KNOWN = ("torch", "deepspeed", "harmony_ds")
+Hyper = tuple[dict[str, Any], ...]
+"""The hyper-parameters of every parameter group at one moment, without their parameters."""
+
+
+class HostOptimizer:
+    """Steps subsets of an optimizer's parameters, with the optimizer's own state."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], apart: Iterable[str] = ()
+    ) -> None:
+        """Args:
+            optimizer: its parameters are the masters.
+            masters: by canonical name; those that `optimizer` does not have are not trained.
+            apart: names of masters that are not the model's own parameters.
+
+        Raises:
+            OptimizerError: `optimizer` needs all parameters at once, or has one that is not the model's.
+        """
+        _check_class(type(optimizer))
+        self.optimizer = optimizer
+        self._names = names = {id(master): name for name, master in masters.items()}
+        self._sync: Callable[[Iterable[str]], None] | None = None  # of the watched state
+        self._masters = masters
+        # A master that is not the model's parameter is stepped through a private parameter over the same memory: else
+        # `zero_grad()` after a step would drop the gradient that a pending update uses.
+        self._stepped = {name: nn.Parameter(masters[name].detach()) for name in apart}
+        self._group_of = _groups(optimizer, names)
+        self._members = _members(optimizer)
+        self.native = native_of(optimizer) is not None
+        self._lock = threading.Lock()  # DeepSpeed's compiled object keeps the hyper-parameters of a call in itself
+        self.part = partial_optimizer(optimizer)
+        beside = {key: value for key, value in plain_state(optimizer.state).items() if id(key) not in names}
+        self.part.state = defaultdict(dict, beside)
+        if self.native:
+            setattr(self.part, *gil_free_op(optimizer))
+
+    @property
+    def steps_whole(self) -> bool:
+        """Whether the optimizer's own `step` has to be called, once and with all gradients."""
+        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
+        return not _is_elementwise(self.optimizer) or any(hooks)
+
+    def step_whole(self, gradients: Mapping[str, Tensor], follow: Callable[[], None]) -> None:
+        """Call the optimizer's own `step`, hooks included, with `gradients`.
+
+        `follow` copies masters to weights right after it, before hooks and overriding steps may use the weights.
+        """
+        followed = False
+
+        def follow_once(*_: Any) -> None:
+            nonlocal followed
+            if not followed:
+                followed = True
+                follow()
+
+        hook = self.optimizer.register_step_post_hook(follow_once)
+        self.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+        with ungated():
+            for name, gradient in gradients.items():
+                self._masters[name].grad = gradient.to(self._masters[name].dtype)
+        try:
+            type(self.optimizer).step(self.optimizer)
+        finally:
+            hook.remove()
+            follow_once()
+            with ungated():
+                for name in gradients:
+                    self._masters[name].grad = None
+
+    @property
+    def trained(self) -> Iterable[str]:
+        return self._group_of
+
+    @property
+    def trained_elements(self) -> int:
+        return sum(self.trained_numels())
+
+    def trained_numels(self) -> list[int]:
+        """Return the elements of each parameter that it trains."""
+        return [self._masters[name].numel() for name in self.trained]
+
+    def trains(self, name: str) -> bool:
+        return name in self._group_of
+
+    def group_of(self, name: str) -> int:
+        return self._group_of[name]
+
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(self._names[id(p)] for p in group["params"]) for group in self.optimizer.param_groups)
+
+    def watch_state(self, sync: Callable[[Iterable[str]], None]) -> None:
+        """Call `sync`, with names of parameters, before their state in the user's optimizer is read or written."""
+        self._sync = sync
+
+        def sync_key(key: object) -> None:
+            if key is None:
+                sync(self.trained)
+            elif id(key) in self._names:
+                sync((self._names[id(key)],))
+
+        self.optimizer.state = SyncedState(plain_state(self.optimizer.state), sync_key)  # type: ignore[assignment]
+
+    def unwatch_state(self) -> None:
+        self._sync = None
+        self.optimizer.state = plain_state(self.optimizer.state)  # type: ignore[assignment]
+
+    def restore_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Replace masters by the model's own `parameters` in the user's optimizer; its state stays, in fp32."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameters[self._names[id(p)]] if id(p) in self._names else p for p in group["params"]]
+        state = plain_state(self.optimizer.state)
+        for name in self._stepped:
+            if self._masters[name] in state:
+                state[parameters[name]] = state.pop(self._masters[name])
+
+    def watch_replaced_state(self) -> bool:
+        """Return whether the user's optimizer has got another state (load_state_dict), and watch that."""
+        if self._sync is None or isinstance(cast(Any, self.optimizer.state), SyncedState):
+            return False
+        self.watch_state(self._sync)
+        return True
+
+    def state_of(self, name: str) -> dict[str, Any] | None:
+        """Return the host's optimizer state of `name`, without a sync; None before its first step."""
+        known: dict[str, Any] | None = plain_state(self.optimizer.state).get(self._masters[name])
+        return known
+
+    def put_state(self, name: str, state: dict[str, Any] | None) -> None:
+        """Replace the optimizer's state of `name`; None: remove it."""
+        if state is None:
+            plain_state(self.optimizer.state).pop(self._masters[name], None)
+        else:
+            plain_state(self.optimizer.state)[self._masters[name]] = state
+
+    def hyper(self) -> Hyper:
+        """Return the current hyper-parameters; raise OptimizerError if the optimizer has other parameters than before."""
+        self._check_members()
+        groups = self.optimizer.param_groups
+        return tuple({key: _frozen(value) for key, value in group.items() if key != "params"} for group in groups)
+
+    def _check_members(self) -> None:
+        now = _members(self.optimizer)
+        if now != self._members:
+            raise OptimizerError(
+                f"the optimizer's parameter groups hold {[len(group) for group in now]} parameters, and held "
+                f"{[len(group) for group in self._members]} when the engine was made: what has been added would not be "
+                "trained, and what has gone would be. Put every parameter that will ever be trained into the optimizer "
+                "before initialize (lr 0 keeps one still), or initialize again."
+            )
+
+    def step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
+        """Step the masters of `gradients` (of the masters' dtype, host) once."""
+        with ungated():
+            self._step(gradients, hyper)
+
+    def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
+        trained = {name: gradient for name, gradient in gradients.items() if name in self._group_of}
+        known = plain_state(self.optimizer.state)  # read each time: load_state_dict replaces it
+        stepped = {name: self._parameter_to_step(name) for name in trained}
+        for name, parameter in stepped.items():
+            self.part.state.pop(parameter, None)
+            if self._masters[name] in known:
+                self.part.state[parameter] = known[self._masters[name]]
+        self.step_part(self.part, stepped, trained, hyper)
+        for name, parameter in stepped.items():
+            if parameter in self.part.state:
+                known[self._masters[name]] = self.part.state[parameter]
+
+    def _parameter_to_step(self, name: str) -> nn.Parameter:
+        stepped = self._stepped.get(name)
+        if stepped is None:
+            return self._masters[name]
+        stepped.data = self._masters[name].detach()
+        return stepped
+
+    def step_part(
+        self,
+        part: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        gradients: Mapping[str, Tensor],
+        hyper: Hyper,
+    ) -> None:
+        """Step those of `parameters` that have a gradient once, by `part`, whose groups are empty between steps."""
+        chosen: list[list[nn.Parameter]] = [[] for _ in hyper]
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient
+            chosen[self._group_of[name]].append(parameters[name])
+        groups, row = zip(hyper, chosen, strict=True), native_of(part)
+        part.param_groups = [{**values, "params": members} for values, members in groups if members]
+        try:
+            with nullcontext() if row is None else self._lock:
+                type(part).step(part)
+        finally:
+            part.param_groups = []
+            for name in gradients:
+                parameters[name].grad = None
+        if row is not None:  # DeepSpeed's Lion makes a state that it never uses
+            for state in (part.state[parameters[name]] for name in gradients):
+                for key in state.keys() - {"step", *row.keeps}:
+                    del state[key]
+
+    def scratch_optimizer(self, master: nn.Parameter) -> torch.optim.Optimizer:
+        """Return an optimizer of the same kind over `master` alone, with its own state, for measuring steps."""
+        if not _is_elementwise(self.optimizer):  # its step may have side effects
+            return torch.optim.AdamW([master])
+        scratch = partial_optimizer(self.part)
+        scratch.state = defaultdict(dict)
+        scratch.param_groups = [{**self.hyper()[0], "params": [master]}]
+        return scratch
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of the parameters that it steps, and of the gradients that it takes."""
+        return next((master.dtype for master in self._masters.values()), torch.float32)
+
+    @property
+    def state_dtype(self) -> torch.dtype | None:
+        """The dtype of state that DeepSpeed's optimizers keep for each number; None: the optimizer's own affair."""
+        if not self.native:
+            return None
+        return torch.float32 if getattr(self.optimizer, "fp32_optimizer_states", True) else self.master_dtype
+
+    moved_bytes = 0.0
+    """Bytes of each element that an update moves to and from a disk."""
+
+    def close(self) -> None:
+        """Release what it holds beside its optimizer's state."""
+
+    def state_bytes(self) -> int:
+        states = list(plain_state(self.optimizer.state).values())
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
+    def unallocated_bytes(self) -> int:
+        """Return the bytes of optimizer state not yet allocated, which the first updates allocate; 0: not known."""
+        numbers = state_numbers(type(self.optimizer).__name__, self.optimizer.defaults) or 0
+        wide = getattr(self.optimizer, "fp32_optimizer_states", False)
+        dtype = torch.float32 if wide else self.master_dtype
+        return max(0, dtype.itemsize * numbers * self.trained_elements - self.state_bytes())
+
+
+def partial_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class that shares `optimizer`'s state, without its parameter groups.
+
+    Its class is a subclass without a destructor: DeepSpeed's would destroy the compiled object that both share.
+    """
+    cls = type(optimizer)
+    part = cast(torch.optim.Optimizer, object.__new__(type(cls.__name__, (cls,), {"__del__": lambda self: None})))
+    part.__dict__.update(optimizer.__dict__)
+    part.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, bound to the user's object
+    part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    part.param_groups = []
+    return part
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    says: bool | None = getattr(optimizer, "elementwise", None)
+    if says is not None:
+        return says
+    stepping = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
+    modules = stepping.__module__, *_modules_of(stepping.__dict__["step"])
+    return all(module.split(".")[0] in _KNOWN for module in modules)
+
+
+def _modules_of(function: Any) -> Iterator[str]:
+    """Yield the modules of a function and of the functions that it wraps."""
+    while function is not None:
+        yield getattr(function, "__globals__", {}).get("__name__", function.__module__)
+        function = getattr(function, "__wrapped__", None)
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _frozen(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _check_class(cls: type[torch.optim.Optimizer]) -> None:
+    """Raise OptimizerError if optimizers of `cls` are known to need all parameters at once, or stand for another one."""
+    if isinstance(getattr(cls, "param_groups", None), property):
+        raise OptimizerError(
+            f"{cls.__name__} shows the parameter groups of another optimizer: give initialize that one."
+        )
+    row = of_class(cls.__mro__)
+    if row is not None and row.whole:
+        raise OptimizerError(
+            f"{cls.__name__} does not treat parameters one by one, so it cannot be stepped layer by "
+            "layer on the host. Use an elementwise optimizer such as torch.optim.AdamW, or name one in the ds_config."
+        )
+
+
+def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, int]:
+    """Return the parameter group of each parameter of `optimizer`, by its name; OptimizerError: one has none."""
+    found: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise OptimizerError(
+                    f"the optimizer's parameter group {index} holds a parameter of shape {tuple(parameter.shape)} "
+                    "that is not one of the model's trainable parameters: build it from model.parameters()."
+                )
+            found[names[id(parameter)]] = index
+    return found

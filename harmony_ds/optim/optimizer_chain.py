@@ -1,0 +1,226 @@
+"""Several optimizers over disjoint parameters, as one: Muon for matrices and AdamW for the rest, say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harmony_ds.errors import OptimizerError
+from harmony_ds.optim.host_optimizer import HostOptimizer, Hyper
+
+
+class OptimizerChain(Optimizer):
+    """Optimizers that step one after the other. Its parameter groups are theirs.
+
+    Attributes:
+        parts: the optimizers.
+        around: the program's own object around them, whose `step` is called in the place of theirs; None: there is none.
+    """
+
+    def __init__(self, parts: Sequence[Optimizer], around: Any = None) -> None:
+        self.parts, self.around = tuple(parts), around
+        self.__setstate__({"defaults": {}, "param_groups": []})  # what `Optimizer.__init__` makes beside the groups
+        self.follow_parts()
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """The states of all parameters; to be read alone."""
+        return {key: value for part in self.parts for key, value in part.state.items()}
+
+    def follow_parts(self) -> None:
+        """Take the parameter groups of the parts, which make new ones when they load a state."""
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step all of them."""
+        if closure is not None:
+            raise OptimizerError("a chain of optimizers takes no closure, which each of them would evaluate.")
+        if self.around is not None:
+            self.around.step()
+            return
+        for one in self.parts:
+            one.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave: the parameters of all groups are numbered in one row."""
+        groups, states = list(state_dict["param_groups"]), state_dict["state"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(groups)} parameter groups, and the optimizers of this chain {len(self.param_groups)}"
+            )
+        for one in self.parts:
+            own, groups = groups[: len(one.param_groups)], groups[len(one.param_groups) :]
+            numbers = {number for group in own for number in group["params"]}
+            state = {number: value for number, value in states.items() if number in numbers}
+            type(one).load_state_dict(one, {"state": state, "param_groups": own})
+        self.follow_parts()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return chained, (self.parts, self.around)
+
+
+def chained(parts: Sequence[Optimizer], around: Any = None) -> OptimizerChain:
+    """Return the chain of `parts`, of a class that has their names: a checkpoint tells by it what its state is of."""
+    name = "And".join(type(part).__name__ for part in parts)
+    made: OptimizerChain = type(name, (OptimizerChain,), {})(parts, around)
+    return made
+
+
+def as_one_optimizer(given: Any) -> Any:
+    """Return a sequence of optimizers, or an object that holds several, as a chain; anything else as it is.
+
+    Raises:
+        OptimizerError: a sequence holds something else, or nothing.
+    """
+    if isinstance(given, (list, tuple)):
+        wrong = [type(one).__name__ for one in given if not isinstance(one, Optimizer)]
+        if wrong or not given:
+            raise OptimizerError(
+                f"optimizer is a sequence of {len(given)}{f', with {wrong[0]} in it' if wrong else ''}: give one torch "
+                "optimizer, or several over different parameters."
+            )
+        return chained(given) if len(given) > 1 else given[0]
+    held = [] if given is None or isinstance(given, (OptimizerChain, type)) else _held_by(given)
+    return chained(held, around=given) if held else given
+
+
+def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Return the optimizers of a chain; of another one, itself."""
+    return optimizer.parts if isinstance(optimizer, OptimizerChain) else (optimizer,)
+
+
+def _held_by(given: Any) -> list[Optimizer]:
+    """Return the optimizers, several of them, that an object with a `step` holds in its attributes.
+
+    None if it is an optimizer that has parameters which they have not: it steps those by itself.
+    """
+    if not hasattr(given, "step") or not hasattr(given, "__dict__"):
+        return []
+    found: dict[int, Optimizer] = {}
+    for value in vars(given).values():
+        held: Iterable[Any] = [value]
+        if isinstance(value, (list, tuple)):
+            held = value
+        elif isinstance(value, Mapping):
+            held = value.values()
+        found.update((id(one), one) for one in held if isinstance(one, Optimizer))
+    theirs = {id(p) for one in found.values() for group in one.param_groups for p in group["params"]}
+    own = given.param_groups if isinstance(given, Optimizer) else ()
+    if len(found) < 2 or any(id(p) not in theirs for group in own for p in group["params"]):
+        return []
+    return list(found.values())
+
+
+@contextmanager
+def _with_own_steps(parts: Sequence[Optimizer]) -> Iterator[None]:
+    """Let `parts` have the step of their class, in the place of one on the object, which refuses to be called by hand."""
+    on_object = [(part, vars(part).pop("step")) for part in parts if "step" in vars(part)]
+    try:
+        yield
+    finally:
+        for part, step in on_object:
+            vars(part)["step"] = step
+
+
+class HostOptimizerChain(HostOptimizer):
+    """`HostOptimizer` of a chain: each of its optimizers steps its own parameters."""
+
+    def __init__(self, optimizer: OptimizerChain, masters: Mapping[str, nn.Parameter], apart: Iterable[str]) -> None:
+        names = tuple(apart)
+        self.optimizer: OptimizerChain = optimizer
+        self._masters = masters
+        self._parts = [HostOptimizer(part, masters, names) for part in optimizer.parts]
+        self._owner = {name: part for part in self._parts for name in part.trained}
+        self._counts = [len(part.optimizer.param_groups) for part in self._parts]
+        self.native = False
+        self.part = self._parts[0].part
+
+    @property
+    def steps_whole(self) -> bool:
+        chain = self.optimizer
+        hooks = chain._optimizer_step_pre_hooks, chain._optimizer_step_post_hooks
+        return chain.around is not None or any(hooks) or any(part.steps_whole for part in self._parts)
+
+    def step_whole(self, gradients: Mapping[str, Tensor], follow: Callable[[], None]) -> None:
+        """Call the step of every optimizer, or of the object around them, with `gradients`."""
+        chain = self.optimizer
+        if chain.around is not None:
+            with _with_own_steps(chain.parts):
+                super().step_whole(gradients, follow)
+            return
+        for hook in list(chain._optimizer_step_pre_hooks.values()):
+            hook(chain, (), {})
+        for part in self._parts:
+            part.step_whole({name: one for name, one in gradients.items() if part.trains(name)}, follow)
+        for hook in list(chain._optimizer_step_post_hooks.values()):
+            hook(chain, (), {})
+
+    @property
+    def trained(self) -> Iterable[str]:
+        return self._owner
+
+    def trains(self, name: str) -> bool:
+        return name in self._owner
+
+    def group_of(self, name: str) -> int:
+        place = self._parts.index(self._owner[name])
+        return sum(self._counts[:place]) + self._owner[name].group_of(name)
+
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(names for part in self._parts for names in part.groups())
+
+    def watch_state(self, sync: Callable[[Iterable[str]], None]) -> None:
+        for part in self._parts:
+            part.watch_state(sync)
+
+    def unwatch_state(self) -> None:
+        for part in self._parts:
+            part.unwatch_state()
+
+    def watch_replaced_state(self) -> bool:
+        """Return whether one of the optimizers has got another state (load_state_dict), and watch that."""
+        replaced = [part.watch_replaced_state() for part in self._parts]  # each is to watch its own
+        return any(replaced)
+
+    def restore_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for part in self._parts:
+            part.restore_parameters(parameters)
+
+    def state_of(self, name: str) -> dict[str, Any] | None:
+        return self._owner[name].state_of(name)
+
+    def put_state(self, name: str, state: dict[str, Any] | None) -> None:
+        self._owner[name].put_state(name, state)
+
+    def hyper(self) -> Hyper:
+        self.optimizer.follow_parts()
+        return tuple(values for part in self._parts for values in part.hyper())
+
+    def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
+        for part, own in zip(self._parts, self._split(hyper), strict=True):
+            part._step({name: gradient for name, gradient in gradients.items() if part.trains(name)}, own)
+
+    def _split(self, hyper: Hyper) -> Iterator[Hyper]:
+        begin = 0
+        for count in self._counts:
+            yield hyper[begin : begin + count]
+            begin += count
+
+    def scratch_optimizer(self, master: nn.Parameter) -> torch.optim.Optimizer:
+        """Return one like that of the most numbers."""
+        return max(self._parts, key=lambda part: part.trained_elements).scratch_optimizer(master)
+
+    @property
+    def state_dtype(self) -> torch.dtype | None:
+        return None
+
+    def state_bytes(self) -> int:
+        return sum(part.state_bytes() for part in self._parts)
+
+    def unallocated_bytes(self) -> int:
+        return sum(part.unallocated_bytes() for part in self._parts)

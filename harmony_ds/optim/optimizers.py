@@ -1,0 +1,181 @@
+"""Builds the host optimizer: from the ds_config's block, or from what the user handed over.
+
+Parameters of the model go in, their masters come to lie in the optimizer's parameter groups.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from harmony_ds.config import Config, Section
+from harmony_ds.config.hints import check_params, nearest
+from harmony_ds.config.optimizers import named
+from harmony_ds.errors import ConfigError, OptimizerError
+from harmony_ds.offload.native import make_native, native_of
+from harmony_ds.optim.device_optimizer import torch_equivalent
+from harmony_ds.optim.optimizer_chain import parts_of
+
+ParameterGroups = Iterable[Any]
+_HOOKS = tuple(
+    f"_optimizer_{of}_{when}_hooks" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
+ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+def parameters_in(groups: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """Yield the parameters in an optimizer's argument: parameters, pairs of `named_parameters()`, or groups of either."""
+    for entry in groups:
+        if isinstance(entry, dict):
+            held = entry["params"]
+            yield from parameters_in([held] if isinstance(held, torch.Tensor) else held)
+        else:
+            yield entry[1] if isinstance(entry, tuple) else entry
+
+
+class Masters:
+    """Map from a model's parameters to their masters."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]) -> None:
+        self._master_of = {id(p): masters.get(name) for name, p in parameters.items()}
+
+    def groups(self, given: ParameterGroups) -> list[dict[str, Any]]:
+        """Return parameter groups of masters, without frozen parameters; OptimizerError: one is not the model's."""
+        entries = list(given)
+        dicts: list[dict[str, Any]] = [dict(e) for e in entries if isinstance(e, dict)]
+        if not dicts:
+            dicts = [{"params": entries}]
+        groups = [{**group, "params": self._masters(group["params"])} for group in dicts]
+        return [group for group in groups if group["params"]]
+
+    def _masters(self, parameters: Any) -> list[nn.Parameter]:
+        masters: list[nn.Parameter] = []
+        for parameter in parameters_in([{"params": parameters}]):
+            if id(parameter) not in self._master_of:
+                raise OptimizerError(
+                    f"a parameter of shape {tuple(parameter.shape)} given to the optimizer is not one of the model's."
+                )
+            master = self._master_of[id(parameter)]
+            if master is not None and not any(master is known for known in masters):
+                masters.append(master)
+        return masters
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace parameters by masters in the groups and the state of the user's optimizer."""
+        for group in optimizer.param_groups:
+            if "param_names" in group:
+                pairs = zip(group["params"], group["param_names"], strict=True)
+                group["param_names"] = [name for p, name in pairs if self._master_of.get(id(p)) is not None]
+            group["params"] = self._masters(group["params"])
+        for key in list(optimizer.state):
+            master = self._master_of.get(id(key)) if isinstance(key, torch.Tensor) else None
+            if master is not None and master is not key:
+                optimizer.state[master] = optimizer.state.pop(key)
+
+
+def build_optimizer(
+    section: Section | None, client: ClientOptimizer | None, given: ParameterGroups, masters: Masters
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer over masters; None if neither the user nor the ds_config names one.
+
+    Raises:
+        ConfigError: the ds_config names an unknown one, or options that it does not take.
+        OptimizerError: it has to be compiled and cannot be.
+    """
+    if client is not None:
+        optimizer = client if isinstance(client, torch.optim.Optimizer) else client(given)
+        for part in parts_of(optimizer):
+            for hooks in _HOOKS:  # a wrapper around another one may not have called `Optimizer.__init__`
+                part.__dict__.setdefault(hooks, OrderedDict())
+            masters.adopt(part)
+        return optimizer
+    if section is None:
+        return None
+    groups = masters.groups(given)
+    if not groups:
+        raise OptimizerError("no parameter of the model requires a gradient: there is nothing to optimize.")
+    try:
+        return _by_name(section, groups)
+    except TypeError as error:
+        raise ConfigError(f'optimizer "{section.type}" does not take these params: {error}') from None
+
+
+def with_state_dtype(config: Config) -> Section | None:
+    """Return the block of the optimizer, which keeps its state as `config` says: "bf16_optimizer_states" goes first."""
+    section = config.optimizer
+    row = None if section is None else named(section.type)
+    if section is None or row is None or row.native is None or config.state_dtype == torch.float32:
+        return section
+    return replace(section, params={**section.params, "fp32_optimizer_states": False})
+
+
+def check_dtypes(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Raise OptimizerError if `optimizer` does not keep 16-bit masters and state as the ds_config's keys say."""
+    name, key = type(optimizer).__name__, "bf16.bf16_master_weights_and_grads"
+    on_meta = all(p.is_meta for group in optimizer.param_groups for p in group["params"])
+    if on_meta or not config.values[key]:
+        return
+    if native_of(optimizer) is None:
+        raise OptimizerError(
+            f"{key} needs an optimizer of DeepSpeed's for the host (Adam, AdamW, Adagrad or Lion in the ds_config, without "
+            f'"torch_adam"), as in DeepSpeed; this is {name}.'
+        )
+    wide = bool(getattr(optimizer, "fp32_optimizer_states", False))
+    if wide != (config.state_dtype == torch.float32):
+        raise OptimizerError(
+            f"bf16.bf16_optimizer_states is {json.dumps(config.state_dtype != torch.float32)}, and {name} was made with "
+            f"fp32_optimizer_states={wide}: let both say the same."
+        )
+
+
+def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    row = named(section.type)
+    if row is not None and row.native is not None:
+        if groups[0]["params"][0].is_meta:  # compiled code cannot step meta tensors
+            return torch_equivalent(row, groups)
+        if row.native.cls == "DeepSpeedCPUAdam":
+            return make_adam(section, groups)
+        return make_native(row.native.cls, groups, _with_tuple_betas(section.params))
+    classes = [one for one in vars(torch.optim).values() if isinstance(one, type)]
+    torchs = {one.__name__.lower(): one for one in classes if issubclass(one, torch.optim.Optimizer)}
+    cls = torchs.get(section.type.lower())
+    if cls is None:
+        near = nearest(section.type, ["Adam", "AdamW", "Adagrad", "Lion", *(one.__name__ for one in torchs.values())])
+        raise ConfigError(
+            f"{section.type} is not a supported DeepSpeed Optimizer{f', did you mean {near}?' if near else ':'} Name Adam, "
+            "AdamW, Adagrad, Lion or one of torch.optim in the ds_config, or hand an optimizer object to initialize."
+        )
+    check_params("optimizer.params", cls, section.params)
+    optimizer: torch.optim.Optimizer = cls(groups, **section.params)
+    return optimizer
+
+
+def make_adam(section: Section, parameters: ParameterGroups, torchs: bool = False) -> torch.optim.Optimizer:
+    """Return DeepSpeed's CPU Adam, or torch's fused one if the ds_config or the caller wants `torchs`."""
+    options = _with_tuple_betas(section.params)
+    torchs = options.pop("torch_adam", False) or torchs
+    decoupled = decoupled_decay(section)
+    options.pop("adam_w_mode", None)
+    if not torchs:
+        return make_native("DeepSpeedCPUAdam", parameters, {**options, "adamw_mode": decoupled})
+    # fused is as fast as any, and takes no memory for lists of tensors
+    for name in ("bias_correction", "fp32_optimizer_states", "foreach"):
+        options.pop(name, None)
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    check_params("optimizer.params", cls, options)
+    return cls(parameters, fused=True, **options)
+
+
+def decoupled_decay(section: Section) -> bool:
+    """Return whether weight decay is AdamW's, as DeepSpeed reads the block."""
+    return bool(section.params.get("adam_w_mode", True)) or section.type.lower() == "adamw"
+
+
+def _with_tuple_betas(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {**options, "betas": tuple(options["betas"])} if "betas" in options else dict(options)

@@ -1,8 +1,0 @@
-"""Processes that train one model, each on devices of its own: how they find each other, share memory and agree."""
-
-from harmony_ds.parallel.board import PeerDiverged
-from harmony_ds.parallel.join import join_world
-from harmony_ds.parallel.single_process import ALONE, SingleProcess
-from harmony_ds.parallel.world import World
-
-__all__ = ["ALONE", "PeerDiverged", "SingleProcess", "World", "join_world"]

@@ -1,0 +1,396 @@
+"""Measure a model on the device with one micro-batch: the call order, and the bytes of every call.
+
+The model's forward runs on the calling thread. Each layer is swapped in alone, run forward and, with a made-up
+gradient, backward at once, exactly as a step would run it; then it is evicted. What a step runs as one graph is put
+together from stretches: each call up to its return, the code after it up to the next call, and the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from harmony_ds.decomposer.graph import slab_bytes
+from harmony_ds.device.base import MemoryProbe
+from harmony_ds.errors import ModelError
+from harmony_ds.model.contract import UnseenError
+from harmony_ds.model.intercept import Request
+from harmony_ds.model.recorded_call import RecordedCall, WriteCheck
+from harmony_ds.model.sameness import comparison
+from harmony_ds.model.targets import InterLayerGradient, OutputGradient
+from harmony_ds.model.trees import tensors_in
+from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.stash import StashEntry
+from harmony_ds.profiling.measured import Seen, SeenCall
+from harmony_ds.profiling.passes import Passes
+from harmony_ds.profiling.sample import Sample
+from harmony_ds.profiling.watches import FlowWatch, RoutingWatch, extremes
+from harmony_ds.scheduler.costs import CostTable
+
+_logger = logging.getLogger(__name__)
+
+
+class Measurement(Passes):
+    """Measurement of one micro-batch, which goes through the model layer by layer."""
+
+    def __init__(self, *model: Any) -> None:
+        super().__init__(*model)
+        self._stretch: _Stretch
+        self._seen = Seen()
+        self._kept: list[StashEntry] = []
+        self._recorded: list[RecordedCall] = []  # until the forward pass is over, as in a step
+        self._stashed: list[_Stashed] = []
+        self._resident: DeviceCopy
+        self._versions: dict[str, int] = {}
+        self._reached: dict[InterLayerGradient, None] = {}  # in the order that gradients came to them
+        self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
+        self._just_taken: set[tuple[int, int]] = set()  # where those among them are that the call before took, too
+        self._base = 0  # alive before the first call
+        self._given: list[tuple[int, WriteCheck]] = []  # to the layers' calls
+        self._surprises: list[str] = []
+        self._flow: FlowWatch | None = None
+
+    def measure(self, sample: Sample) -> CostTable:
+        """Return costs of its forward pass and of propagating its objective.
+
+        Raises:
+            UnseenError: the model does something that was not known of it, and is now: to be measured again.
+            ModelError: a layer gives something else when it is run again on what it was given.
+            ModelError: forward writes into parameters.
+        """
+        with self.opened() as copy, self._runtime.layer_calls.collecting_unseen() as self._surprises:
+            _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
+            self._resident = copy
+            self._flow = FlowWatch(copy.leaves.values()) if self._runtime.device.count > 1 else None
+            with self._runtime.device.probe() as probe:
+                self._stretch = _Stretch(probe)
+                torch.ones(1, 1, device=self._runtime.device.torch_device).matrix_power(2)  # cuBLAS's workspace stays
+                self._base = probe.allocated_bytes()
+                self._measure(sample)
+        return replace(self._seen.table(), in_slices=self._rows.cuts)
+
+    def _measure(self, sample: Sample) -> None:
+        seen = self._seen
+        seen.scalar, seen.grain = self._allocation(torch.float32), self._allocation(torch.uint8)
+        self._stretch.begin()
+        with self._flow or nullcontext():
+            outputs = self._forward(sample)
+            seen.outputs = _storage_bytes(outputs) + max(0, self._stretch.left())
+            if self._flow is not None:
+                self._flow.in_objective = True
+            loss = sample.objective(outputs)
+        if self._flow is not None:
+            seen.flow = self._flow.flow
+        self._check_seen()
+        self._check_unwritten(self._resident)
+        seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
+        self._propagate_loss(loss)
+        # The loss is scaled before it is propagated.
+        seen.tail.note(forward_bytes=self._stretch.peak() + 2 * seen.scalar)
+        del outputs, loss
+        seen.tail.taken.extend(self._take_gradients())
+        seen.tail.unlayered = self._given_to_unlayered()
+        self._inputs = []
+        held = max(0, self._stretch.alive() - self._base)
+        for stashed in self._pop_freed():
+            call = seen.calls[stashed.number]
+            call.note(alive_after_forward_bytes=max(0, call.cost.alive_after_forward_bytes - stashed.nbytes))
+        seen.held_and_stashed = self._drop_recorded()
+        seen.held = max(0, held - seen.held_and_stashed)
+        self._settle()
+
+    def _allocation(self, dtype: torch.dtype) -> int:
+        """Return what the allocator takes for one element."""
+        self._stretch.begin()
+        scalar = torch.empty((), dtype=dtype, device=self._runtime.device.torch_device)
+        nbytes = self._stretch.left()
+        del scalar
+        return nbytes
+
+    # ---- one call of a layer
+
+    def arrived(self, request: Request) -> None:
+        """Note what the code since the last call took; release that call's inputs."""
+        calls, stretch, lead = self._seen.calls, self._stretch, 0
+        if calls:
+            graph = calls[-1].cost.graph_bytes
+            calls[-1].note_most(forward_bytes=graph + stretch.peak())
+            calls[-1].note(graph_bytes=graph + max(0, stretch.left()))
+        else:
+            lead = stretch.peak()
+        known = {id(tensor) for tensor in self._inputs}
+        self._inputs = tensors_in((request.args, request.kwargs))
+        self._just_taken = {_place(t) for t in self._inputs if id(t) in known}
+        # What calls have stashed and is alive for another reason: here, the stash is released at once.
+        stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
+        alive = max(0, stretch.alive() - self._base - stashed)
+        calls.append(SeenCall(request.layer))
+        calls[-1].note(alive_bytes=alive, alive_after_forward_bytes=alive, alive_and_stashed_bytes=stashed)
+        calls[-1].note_most(forward_bytes=lead - alive)
+
+    def run(self, request: Request, copy: DeviceCopy) -> Any:
+        """Run the call, measured, and propagate through it at once."""
+        call, stretch, own = self._seen.calls[-1], self._stretch, request.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            outputs = own(*args, **kwargs)
+            # Read when the layer returns: before and after, other things are alive too.
+            call.note_most(graph_bytes=stretch.left(), forward_bytes=stretch.peak())
+            return outputs
+
+        stretch.begin()
+        with RoutingWatch() as watch:
+            outputs, recorded = self._record(replace(request, forward=forward), copy)
+        call.note_most(forward_bytes=stretch.peak())
+        if self._flow is not None:
+            self._flow.call(request, self._inputs, outputs)
+        if recorded is not None:
+            self._given += [(request.layer, WriteCheck(tensor)) for tensor in recorded.on_device]
+            self._note(call, recorded)
+            self._prove(recorded, copy, tensors_in(outputs))
+            if not self._surprises:
+                self._propagate(call, recorded, copy, watch.seen)
+        return outputs
+
+    def evicted(self) -> None:
+        """Begin to measure the code after the call."""
+        super().evicted()
+        self._stretch.begin()
+
+    # ---- what was not known of the model
+
+    def _check_seen(self) -> None:
+        """Raise UnseenError if the forward pass and the objective did what was not known of the model."""
+        called = self._runtime.layer_calls.layers
+        for layer in sorted({layer for layer, writes in self._given if writes.happened}):
+            called[layer].inputs_change = True
+            self._surprises.append(f"inputs of layer {called[layer].name} are changed in place after its call.")
+        unseen = (
+            self._runtime.installation.buffers.find_unversioned_writes() if self._runtime.device.has_values else set()
+        )
+        for one in self._layers:
+            if not unseen.isdisjoint(one.module.modules()) and called[one.index].replay_buffers():
+                self._surprises.append(f"layer {one.name} changes a buffer by its .data.")
+        self._surprises += [f"{name} is used outside its layer's calls." for name in self._runtime.installation.touched]
+        if self._surprises:
+            raise UnseenError(" ".join(self._surprises))
+
+    def _prove(self, recorded: RecordedCall, copy: DeviceCopy, outputs: list[Tensor]) -> None:
+        """Run a call again; it must give what its forward pass gave, and leave its parameters as they are."""
+        calls = self._runtime.layer_calls
+        layer = calls.layers[recorded.request.layer]
+        has_values = self._runtime.device.has_values and not any(leaf.is_meta for leaf in copy.leaves.values())
+        if self._surprises or recorded.slicing is not None or not has_values:
+            return
+        self._stretch.begin()
+        again = calls.recompute(recorded, copy.leaves, self._runtime.random.replay)
+        recorded.graph = []
+        self._runtime.random.switch(self)
+        self._check_unwritten(copy)
+        if all(map(comparison(self._runtime.device.torch_device), outputs, again)):
+            return
+        if layer.replay_buffers():
+            self._surprises.append(f"layer {layer.name} depends on buffers that it changes.")
+            return
+        raise ModelError(
+            f"layer {layer.name} was run twice on the same arguments, parameters, buffers and random numbers, "
+            "and gave different outputs: it goes on from something else that it changes (an attribute, an iterator, a "
+            "generator of its own), so its forward pass cannot be recomputed. Keep such state in a buffer of the layer's, "
+            "and draw from torch's, Python's or NumPy's global generators."
+        )
+
+    def _check_unwritten(self, copy: DeviceCopy) -> None:
+        """Raise ModelError if values of `copy` have changed, or were written to, equal ones perhaps."""
+        names = self._runtime.residency.modified_names(copy) if self._runtime.device.has_values else []
+        names += [name for name, leaf in copy.leaves.items() if leaf._version]
+        if names:
+            raise ModelError(
+                f"forward writes into the parameter {names[0]}, a copy on the device there: what is written would be lost. "
+                "Change parameters between steps (engine.module.parameters()), or compute with a changed copy "
+                "(self.weight.clamp(...))."
+            )
+
+    def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
+        # In a step these would be there until the call is propagated through.
+        self._recorded.append(recorded)
+        self._kept += [entry for entry in recorded.tensors if entry.stays]
+        earlier = {stashed.storage.cdata for stashed in self._stashed if not stashed.storage.expired()}
+        first = again = again_at_cut = 0
+        bases: dict[int, int] = {}
+        for entry in recorded.entries:
+            assert entry.device_tensor is not None
+            storage = entry.device_tensor.untyped_storage()
+            memory = StorageWeakRef(storage)
+            if _place(entry.device_tensor) in self._just_taken:
+                again_at_cut += entry.nbytes
+            elif memory.cdata in earlier:
+                again += entry.nbytes
+            else:
+                first += entry.nbytes
+                self._stashed.append(_Stashed(memory, storage.nbytes(), recorded.number))
+                bases[memory.cdata] = bases.get(memory.cdata, storage.nbytes()) - entry.nbytes
+        call.note(
+            stash_bytes=first,
+            stash_again_bytes=again,
+            stash_again_at_cut_bytes=again_at_cut,
+            stash_base_bytes=sum(max(0, nbytes) for nbytes in bases.values()),
+            needs_backward=True,
+        )
+        call.made = [gradient for gradient in recorded.output_gradients if gradient is not None]
+        call.taken = [target for target in recorded.targets if isinstance(target, (OutputGradient, InterLayerGradient))]
+
+    def _propagate(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, routes: bool) -> None:
+        """Run backward with a made-up gradient; what reaches earlier calls is dropped.
+
+        The plan counts sums of parameters' gradients by itself. Where they gather on the leaves, they are there before
+        this begins, as they are for every micro-batch but the first.
+        """
+        if self._runtime.residency.accumulates_in_place:
+            _gather_from_zero(copy)
+            trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
+            call.note(gradient_bytes=sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained))
+        tensors = list(recorded.tensors)
+        for inputs in extremes(recorded.on_device) if routes and self._runtime.device.has_values else ():
+            recorded.tensors = [StashEntry(tensor, self._layers[call.layer].name) for tensor in inputs]
+            try:
+                self._backward(call, recorded, copy)
+            except (RuntimeError, ValueError, IndexError, ModelError) as error:
+                _logger.warning(
+                    "layer %s makes tensors whose size depends on its input, and cannot be run with an input whose rows "
+                    "are all alike (%s): how much memory other data takes is not known.",
+                    self._layers[call.layer].name,
+                    error,
+                )
+                break
+        recorded.tensors = tensors
+        self._backward(call, recorded, copy)
+        copy.leaves.drop_gradients()
+
+    def _backward(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy) -> None:
+        def gather() -> None:  # what is of another dtype than its sum leaves the parameters
+            if not self._runtime.residency.accumulates_in_place:
+                copy.leaves.drop_gradients()
+
+        with self._made_up_gradients(recorded) as reached:
+            self._stretch.begin()
+            if recorded.slicing is None:
+                self._runtime.layer_calls.recompute(recorded, copy.leaves, self._runtime.random.replay)
+                call.note_most(kept_bytes=self._stretch.left())
+            self._runtime.layer_calls.backward(recorded, copy.leaves, self._runtime.random.replay, gather)
+            call.backward = max(call.backward, self._stretch.peak())
+        call.unlayered |= self._given_to_unlayered()
+        self._reached |= dict.fromkeys(one for one in reached if isinstance(one, InterLayerGradient))
+        if not self._runtime.residency.accumulates_in_place:
+            call.note(leaf_bytes=sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None))
+        gather()
+
+    # ---- the code between the calls
+
+    def _settle(self) -> None:
+        """Run made-up gradients back through the code between calls, as a step does before the calls that made it run."""
+        calls = self._seen.calls
+        for number in (*reversed(range(len(calls))), -1):
+            due = [target for target in self._reached if target.deadline == number]
+            if not due:
+                continue
+            for target in due:
+                self._make_up(target)
+            self._stretch.begin()
+            self._inter_layer.propagate_due(number)
+            place = self._seen.tail if number < 0 else calls[number]
+            place.settle = self._stretch.peak()
+            place.settled = self._take_gradients()
+            place.unlayered |= self._given_to_unlayered()
+
+    def _drop_recorded(self) -> int:
+        """Release the recorded calls, the last one first as a step does.
+
+        Returns:
+            The bytes that they alone held and that a step stashes, for no shorter than they hold them.
+        """
+        stashed = 0
+        while self._recorded:
+            number = self._recorded.pop().number
+            stashed += sum(s.nbytes for s in self._pop_freed() if s.number <= number)
+        return stashed
+
+    def _pop_freed(self) -> list[_Stashed]:
+        """Return what was stashed and nothing holds any more; forget it."""
+        freed = [s for s in self._stashed if s.storage.expired()]
+        self._stashed = [s for s in self._stashed if not s.storage.expired()]
+        return freed
+
+    def _take_gradients(self) -> list[OutputGradient]:
+        """Return the outputs whose gradients came into being since the last time; drop those."""
+        return [gradient for call in self._seen.calls for gradient in call.made if gradient.take() is not None]
+
+    def _given_to_unlayered(self) -> dict[str, int]:
+        """Return bytes of the unlayered parameters whose gradients have changed since the last time."""
+        given: dict[str, int] = {}
+        for name, leaf in self._resident.leaves.items():
+            if leaf.grad is not None and leaf.grad._version != self._versions.get(name, 0):
+                self._versions[name] = leaf.grad._version
+                given[name] = leaf.grad.nbytes
+        return given
+
+    def _consumers(self) -> dict[InterLayerGradient, tuple[int, int]]:
+        """Return, for each tensor made between the calls, the first and the last call that takes it."""
+        places: dict[InterLayerGradient, tuple[int, int]] = {}
+        for position, call in enumerate(self._seen.calls):
+            for target in call.taken:
+                if isinstance(target, InterLayerGradient):
+                    places[target] = (places.get(target, (position, position))[0], position)
+        return places
+
+
+@dataclass(frozen=True, slots=True)
+class _Stashed:
+    """Memory of a stashed input, and the number of the call that stashed it first."""
+
+    storage: StorageWeakRef
+    nbytes: int
+    number: int
+
+
+class _Stretch:
+    """The bytes of what runs between two points, beyond those that were alive at the first."""
+
+    def __init__(self, probe: MemoryProbe) -> None:
+        self._probe = probe
+        self.alive = probe.allocated_bytes
+        self.begin()
+
+    def begin(self) -> None:
+        self._probe.reset_peak()
+        self._before = self.alive()
+
+    def peak(self) -> int:
+        """Return the most since `begin`."""
+        return self._probe.peak_bytes() - self._before
+
+    def left(self) -> int:
+        """Return what there is now."""
+        return self.alive() - self._before
+
+
+def _gather_from_zero(copy: DeviceCopy) -> None:
+    for leaf in copy.leaves.values():
+        if leaf.requires_grad:
+            leaf.grad = torch.zeros_like(leaf)
+
+
+def _storage_bytes(tree: Any) -> int:
+    """Return the bytes of the memory that the tensors of `tree` are in."""
+    storages = [tensor.untyped_storage() for tensor in tensors_in(tree) if tensor.layout is torch.strided]
+    return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Return where `tensor` begins; on a device without memory, too."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata), int(tensor.storage_offset())

@@ -1,0 +1,152 @@
+"""Record of a measurement, call by call, and the costs that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from harmony_ds.model.targets import InterLayerGradient, OutputGradient
+from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.flow import Flow
+
+_Gradient = OutputGradient | InterLayerGradient
+_NOTHING_KNOWN = CallCost()
+
+
+@dataclass(slots=True, eq=False)
+class SeenCall:
+    """Bytes of one call, or of what comes after the last one, as differences to what was alive when it began.
+
+    Attributes:
+        layer: that was called.
+        cost: what is known of its `CallCost` without the other calls.
+        backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
+        settle: the most while gradients ran back through the code after it; gradients that waited there not counted.
+        unlayered: by name, bytes of the unlayered parameters that it gave a gradient to.
+        made: gradients of its outputs.
+        taken: gradients that come of propagating through it.
+        settled: gradients that come of propagating through the code after it.
+    """
+
+    layer: int = -1
+    cost: CallCost = _NOTHING_KNOWN
+    backward: int = 0
+    settle: int = 0
+    unlayered: dict[str, int] = field(default_factory=dict)
+    made: list[OutputGradient] = field(default_factory=list)
+    taken: list[_Gradient] = field(default_factory=list)
+    settled: list[OutputGradient] = field(default_factory=list)
+
+    def note(self, **known: int | bool) -> None:
+        """Note fields of `cost`."""
+        self.cost = replace(self.cost, **known)  # type: ignore[arg-type]
+
+    def note_most(self, **known: int) -> None:
+        """Note fields of `cost`, where it is more than what was known."""
+        self.note(**{name: max(nbytes, getattr(self.cost, name)) for name, nbytes in known.items()})
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """A whole measurement.
+
+    Attributes:
+        calls: in order.
+        tail: what comes after the last call; its forward_bytes are the most of it, its `taken` what it propagates to.
+        held, held_and_stashed: see `CostTable`.
+        scalar, grain: what a number takes on the device, and what a byte does.
+        spans: places that share inter-layer operations, see `InterLayerGraph.spans`.
+        flow: what is handed from layer to layer, where several devices are to run them.
+        outputs: bytes of the model's outputs, and of the graph of the code after the last call.
+    """
+
+    calls: list[SeenCall] = field(default_factory=list)
+    tail: SeenCall = field(default_factory=SeenCall)
+    held: int = 0
+    held_and_stashed: int = 0
+    scalar: int = 0
+    grain: int = 1
+    spans: set[tuple[int, int]] = field(default_factory=set)
+    flow: Flow = field(default_factory=Flow)
+    outputs: int = 0
+
+    def table(self) -> CostTable:
+        """Return the costs of every call."""
+        costs = tuple(self._cost(position) for position in range(len(self.calls)))
+        return CostTable(
+            tuple(call.layer for call in self.calls),
+            costs,
+            self.tail.cost.forward_bytes,
+            self.held,
+            scalar_bytes=self.scalar,
+            held_and_stashed_bytes=self.held_and_stashed,
+            flow=self.flow,
+            output_bytes=self.outputs,
+        )
+
+    def _cost(self, position: int) -> CallCost:
+        call = self.calls[position]
+        later = self._later(position + 1)
+        settle = 0
+        if call.settle:
+            settle = self._waiting(later, position + 1) + call.settle + self._largest_sum(call.settled, later)
+        others = [*later, *call.settled]  # all that there are while it is propagated through
+        backward = self._waiting(others, position) + self._nbytes(call.made) + call.backward
+        backward += self._largest_sum(call.taken, others) + self._unlayered_sums(position)
+        waiting = self._waiting(self._later(position), position)
+        if position == 0:
+            backward = max(backward, waiting + self.tail.settle)  # the code before the first call comes last
+        return replace(
+            call.cost,
+            shared_bytes=waiting,
+            settle_bytes=settle,
+            backward_bytes=backward if call.cost.needs_backward or position == 0 else 0,
+            keeps_graph=any(first < position <= last for first, last in self.spans),
+        )
+
+    def _later(self, position: int) -> list[_Gradient]:
+        """Return all gradients that exist when everything from `position` on has been propagated through."""
+        later = self.calls[position:]
+        return [*self.tail.taken, *(g for call in later for g in (*call.taken, *call.settled))]
+
+    def _waiting(self, gradients: list[_Gradient], position: int) -> int:
+        """Return bytes of those of `gradients` that wait for calls before `position`, or for the code between those.
+
+        The gradient of a tensor that such code computed waits at that tensor, until every call that takes the tensor has
+        been propagated through. Where those calls were run in one graph with the code, it is propagated through that at
+        once, and waits at the outputs that the tensor was computed from. With several calls there may be both.
+        """
+        # Code after the call before whose propagation one is needed is propagated through then, too.
+        ends_at = [(g.call if isinstance(g, OutputGradient) else g.deadline, g) for g in gradients]
+        due = {id(g): g for number, g in ends_at if number < position}
+        total = self._nbytes(g for g in due.values() if isinstance(g, OutputGradient))
+        ends: dict[int, list[InterLayerGradient]] = {}
+        for gradient in due.values():
+            if isinstance(gradient, InterLayerGradient):
+                ends.setdefault(gradient.deadline, []).append(gradient)
+        for deadline, targets in ends.items():
+            call = self.calls[deadline] if deadline >= 0 else self.tail
+            at_tensors, at_outputs = self._nbytes(targets), self._nbytes(g for g in call.settled if id(g) not in due)
+            ending = [
+                [g for g in c.taken if isinstance(g, InterLayerGradient) and g.deadline == deadline] for c in self.calls
+            ]
+            users = sum(map(bool, ending))
+            total += at_tensors + at_outputs if users > 1 else max(at_tensors, at_outputs)
+        return total
+
+    def _unlayered_sums(self, position: int) -> int:
+        """Return bytes of unlayered parameters' gradients of later calls that wait for those of calls up to here."""
+        later = {k: v for call in (*self.calls[position + 1 :], self.tail) for k, v in call.unlayered.items()}
+        earlier = {name for call in self.calls[: position + 1] for name in call.unlayered}
+        return sum(nbytes for name, nbytes in later.items() if name in earlier)
+
+    def _largest_sum(self, new: Iterable[_Gradient], known: Iterable[_Gradient]) -> int:
+        """Return the most that a sum takes: of one of `new` and the same one among `known`, which are dropped after it."""
+        waiting = {id(g) for g in known}
+        return max((self._rounded(g.nbytes) for g in new if id(g) in waiting), default=0)
+
+    def _nbytes(self, gradients: Iterable[_Gradient]) -> int:
+        return sum(self._rounded(g.nbytes) for g in {id(g): g for g in gradients}.values())
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.grain) * self.grain

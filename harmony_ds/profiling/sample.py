@@ -1,0 +1,86 @@
+"""A micro-batch to measure a model with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harmony_ds.model.trees import map_tensors, tensors_in
+from harmony_ds.runtime.micro_batch import Objective
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A micro-batch to measure a model with.
+
+    Attributes:
+        inputs: arguments of the model's forward.
+        call: the forward pass with such arguments.
+        objective: what is propagated back from.
+        seed: of its random numbers.
+        modes: training and requires_grad flags that it is measured in.
+        trains: whether such micro-batches are propagated back from.
+        inputs_beside: those of other forward passes that share its loss.
+    """
+
+    inputs: Any
+    call: Callable[[Any], Any]
+    objective: Objective
+    seed: int
+    modes: bytes = b""
+    trains: bool = True
+    inputs_beside: Any = ()
+
+    @property
+    def rows(self) -> int:
+        """Length of its first tensor."""
+        return next((t.shape[0] for t in tensors_in(self.inputs) if t.dim()), 1)
+
+    def few(self, rows: int) -> Sample:
+        """Return the first `rows` rows of each tensor that has as many as the first one, repeated if there are fewer.
+
+        Repeated rows are rolled along their first dimension, but for masks: of equal rows every mean and order is the same.
+        """
+        total = self.rows
+
+        def some(tensor: Tensor) -> Tensor:
+            if not tensor.dim() or tensor.shape[0] != total or not total:
+                return tensor
+            if rows <= total or tensor.dim() < 2 or _is_mask(tensor):
+                return tensor[torch.arange(rows, device=tensor.device) % total]
+            return torch.stack([tensor[row % total].roll(row // total, 0) for row in range(rows)])
+
+        return replace(self, inputs=map_tensors(some, self.inputs))
+
+    def masked_alike(self) -> list[Sample]:
+        """Return it with masks that hide the end of every row, and with masks that hide nothing; itself if it has none.
+
+        A model may take rows through its layers without a mask where nothing is hidden.
+        """
+
+        def masked(tensor: Tensor, hides: bool) -> Tensor:
+            mask = torch.ones_like(tensor) if _is_mask(tensor) else tensor
+            if mask is not tensor and hides:
+                mask[..., -1] = 0
+            return mask
+
+        both = [replace(self, inputs=map_tensors(partial(masked, hides=h), self.inputs)) for h in (True, False)]
+        return both if any(map(_is_mask, tensors_in(self.inputs))) else [self]
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether a tensor may be a mask: its largest element is 1."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
+    return whole and tensor.dim() > 1 and tensor.numel() > 0 and tensor.max().item() == 1
+
+
+def shapes_of(inputs: Any) -> Shapes:
+    """Return the shape of every tensor of `inputs`."""
+    return tuple(tuple(t.shape) for t in tensors_in(inputs))

@@ -1,0 +1,146 @@
+"""Time a model on the device with one micro-batch: how long every layer call takes forward and backward.
+
+As `Measurement` does for bytes, and apart from it, because counting bytes slows every operation down. Calls of equal
+structure share what was measured of them; only the first few are propagated back through.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.model.intercept import Request
+from harmony_ds.model.trees import tensors_in
+from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.profiling.passes import Passes
+from harmony_ds.profiling.sample import Sample
+from harmony_ds.scheduler.costs import CostTable
+
+_PASSES = 2
+_BACKWARD_SAMPLES = 4
+"""Equal calls that are timed, in each pass."""
+
+Structure = tuple[object, ...]
+_REST: Structure = ()
+"""Stands for the code before the first call and after the last."""
+
+
+def structure_of(layer: Layer, request: Request) -> Structure:
+    """Key of the calls of equal layers: same class, same parameters, same arguments, in shape and dtype."""
+    parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in layer.module.parameters())
+    arguments = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_in((request.args, request.kwargs)))
+    return (type(layer.module), parameters, arguments)
+
+
+def typical(samples: list[float]) -> float:
+    """Return the median, without the first of several, which paid for what is only done once."""
+    return statistics.median(samples[1:] or samples or [0.0])
+
+
+class Timing(Passes):
+    """Timing of one micro-batch, which goes through the model layer by layer."""
+
+    def __init__(self, *model: Any) -> None:
+        super().__init__(*model)
+        # In the order they were taken.
+        self._samples: defaultdict[tuple[Structure, str], list[float]] = defaultdict(list)
+        self._structures: list[Structure] = []  # of the calls of this pass
+        self._since = 0.0
+        self.swaps: list[tuple[int, float]] = []
+        """Bytes and milliseconds of every swap-in."""
+
+    def time(self, costs: CostTable, sample: Sample) -> CostTable:
+        """Return `costs` with the times of its forward pass and of propagating its objective."""
+        self._lap()
+        with self.opened():
+            for number in range(_PASSES if self.device.has_values else 1):
+                self._untouched.looks_into_layers = number == 0  # it takes time
+                self._structures.clear()
+                self._lap()
+                self._propagate_loss(sample.objective(self._forward(sample)))
+                self._take(_REST, "tail")
+        return self._timed(costs)
+
+    def arrived(self, request: Request) -> None:
+        """Note what the code since the last call took."""
+        if self._structures:
+            self._take(self._structures[-1], "inter-layer")
+        else:
+            self._take(_REST, "head")
+
+    def swapped_in(self, copy: DeviceCopy) -> None:
+        """Note what the swap-in took."""
+        super().swapped_in(copy)
+        self.swaps.append((copy.buffer.numel() * copy.buffer.element_size(), self._lap()))
+
+    def run(self, request: Request, copy: DeviceCopy) -> Any:
+        """Run the call, and propagate through the first few of its structure."""
+        calls, residency, replay = self._runtime.layer_calls, self._runtime.residency, self._runtime.random.replay
+        keeps_graphs = calls.layers[request.layer].may_keep_graphs
+        structure = (*structure_of(self._layers[request.layer], request), keeps_graphs)
+        self._structures.append(structure)
+        enough = self._structures.count(structure) > _BACKWARD_SAMPLES
+        self._lap()
+        begin = self.device.issued_ms()
+        outputs, call = self._record(request, copy)
+        self._issued(structure, "issue", begin)
+        self._take(structure, "forward")
+        if call is None:
+            return outputs
+        if enough:
+            calls.discard(call)
+            return outputs
+        with self._made_up_gradients(call):
+            self._lap()
+            begin = self.device.issued_ms()
+            if call.slicing is None and keeps_graphs:
+                calls.recompute(call, copy.leaves, replay)
+                self._take(structure, "again")
+            calls.backward(call, copy.leaves, replay, lambda: residency.accumulate(copy))
+            residency.accumulate(copy)
+            self._issued(structure, "issue back", begin)
+            self._take(structure, "backward")  # with the recomputation, where no graph is kept
+        copy.leaves.drop_gradients()
+        return outputs
+
+    def evicted(self) -> None:
+        """Begin to time the code after the call."""
+        super().evicted()
+        self._lap()
+
+    def _lap(self) -> float:
+        before, self._since = self._since, self.device.now_ms()
+        return self._since - before
+
+    def _issued(self, structure: Structure, what: str, begin: float) -> None:
+        """Note what the host took until now, if the device may still compute."""
+        if self.device.copies_overlap:
+            self._samples[structure, what].append(self.device.issued_ms() - begin)
+
+    def _take(self, structure: Structure, what: str) -> None:
+        self._samples[structure, what].append(self._lap())
+
+    def _timed(self, costs: CostTable) -> CostTable:
+        """Return times by position; the calls are those that were measured, as the random numbers were the same."""
+        timed, issued_ms, timed_ms = [], 0.0, 0.0
+        for cost, structure in zip(costs.costs, self._structures, strict=True):
+            forward, inter_layer, again, propagate, *issue = (
+                typical(self._samples[structure, what])
+                for what in ("forward", "inter-layer", "again", "backward", "issue", "issue back")
+            )
+            backward = again + propagate
+            # The graph is built while running forward either way, and propagated through once; unless it is recomputed in
+            # slices.
+            issued_ms += sum(issue)
+            timed_ms += forward + backward
+            fused = (backward or forward) + (forward if backward and self._rows.cuts else 0.0) + inter_layer
+            forward += inter_layer
+            timed.append(
+                replace(cost, forward_ms=forward, backward_ms=backward, fused_ms=fused, propagate_ms=propagate)
+            )
+        head, tail = (typical(self._samples[_REST, what]) for what in ("head", "tail"))
+        share = min(1.0, issued_ms / timed_ms) if timed_ms else 0.0
+        return replace(costs, costs=tuple(timed), head_ms=head, tail_ms=tail, issue_share=share)

@@ -1,0 +1,47 @@
+"""What runs the model of an engine, made once and handed on together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from harmony_ds.device.base import Device
+from harmony_ds.distributed import SingleProcess
+from harmony_ds.model.contract import Contract
+from harmony_ds.model.crossing import Crossings
+from harmony_ds.model.installed import Installation
+from harmony_ds.model.joined import Joins
+from harmony_ds.model.layer_call import LayerCalls
+from harmony_ds.model.random_streams import RandomStreams
+from harmony_ds.offload.host_gradients import HostGradients
+from harmony_ds.offload.residency import Residency
+from harmony_ds.offload.stash import Stash
+from harmony_ds.optim.device_store import DeviceStore
+from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.optim.updater import Updater
+from harmony_ds.optim.user_gradients import UserGradients
+from harmony_ds.runtime.timeline import StepTimeline
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Runtime that run a model. Without an optimizer, no gradients come and nothing is updated."""
+
+    device: Device
+    residency: Residency
+    device_store: DeviceStore
+    stash: Stash
+    gradients: HostGradients
+    optimizer: HostOptimizer | None
+    updater: Updater
+    installation: Installation
+    contract: Contract
+    crossings: Crossings
+    layer_calls: LayerCalls
+    joins: Joins
+    random: RandomStreams
+    timeline: StepTimeline
+    user_gradients: UserGradients
+    world: SingleProcess
+    copy_masters_to_weights: Callable[[Iterable[str]], None]
+    """Make weights of the compute dtype follow their masters."""

@@ -1,0 +1,186 @@
+"""The plan in force, for the micro-batches of one group: joined into sets where their layer calls are, and its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from harmony_ds.errors import DoesNotFitError
+from harmony_ds.profiling.sample import shapes_of
+from harmony_ds.runtime.joint import JointMicroBatch
+from harmony_ds.runtime.micro_batch import MicroBatch
+from harmony_ds.runtime.runtime import Runtime
+from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
+from harmony_ds.scheduler.memory import walk_memory
+from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
+from harmony_ds.step.planner import Planner
+
+_MOST_PLANS = 256  # to keep: which losses a program reads before its step may differ from step to step
+_MOST_TRIES = 8
+_Compose = Callable[[Packing, Group, Policy], tuple[Task, ...]]
+
+
+class GroupPlans:
+    """Plans of groups of micro-batches, kept as long as the planner's plan is in force."""
+
+    def __init__(self, runtime: Runtime, planner: Planner) -> None:
+        self._runtime = runtime
+        self._planner = planner
+        self._composed = lru_cache(_MOST_PLANS)(self._compose)
+        self._in_force: Plan | None = None
+
+    def sets(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return `micro_batches`, those as one whose layer calls are joined: consecutive ones of equal shapes.
+
+        Sets that are not full count as full ones, with which the budget may be too small; those run one by one, then.
+        """
+        together, joins = self._planner.together, self._runtime.joins
+        if together == 1:
+            return micro_batches
+        if self._runtime.world.any("run some alone", any(m.forwarded for m in micro_batches)):
+            return micro_batches
+        if self._runtime.residency.are_hooked(self._planner.graph.unlayered):
+            raise joins.refuse("hooks of parameters that are used between layers see each for itself")
+        self._planner.plan_for(len(micro_batches))
+        runs = self._runs(micro_batches)
+
+        def in_sets(least: int) -> list[MicroBatch]:
+            made: list[MicroBatch] = []
+            for run in runs:
+                if len(run) >= least:
+                    made.append(JointMicroBatch.of(run, joins, self._runtime.random))
+                else:
+                    made += run
+            return made
+
+        chosen = next((sets for least in (2, together, together + 1) if self._fits(sets := in_sets(least))), None)
+        if chosen is None:
+            raise joins.refuse("the plan for sets of micro-batches has no room for single ones")
+        world = self._runtime.world
+        if world.size > 1 and self._runtime.device.count > 1:  # processes exchange packs in one order, a wave's
+            counts = world.all("join micro-batches", [micro_batch.count for micro_batch in chosen])
+            if any(one != counts[0] for one in counts):
+                chosen = in_sets(together + 1)
+                self._fits(chosen)
+        return chosen
+
+    def _runs(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+        together = self._planner.together
+        runs: list[list[MicroBatch]] = []
+        last: list[MicroBatch] = []  # the run that more may join
+        for unit in _by_loss(micro_batches):
+            if len(unit) > together or not all(self._are_alike(unit[0], one) for one in unit):
+                runs += [[one] for one in unit]
+                last = []
+            elif last and len(last) + len(unit) <= together and self._are_alike(last[0], unit[0]):
+                last += unit
+            else:
+                last = [*unit]
+                runs.append(last)
+        return runs
+
+    def _are_alike(self, one: MicroBatch, other: MicroBatch) -> bool:
+        is_current = self._runtime.contract.is_current
+        called = one.autocast, one.backward_autocast, shapes_of(one.inputs)
+        alike = called == (other.autocast, other.backward_autocast, shapes_of(other.inputs))
+        return alike and is_current(one.state) and is_current(other.state)
+
+    def _fits(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Return whether the budget holds their step; the plan's peaks then cover it."""
+        policy = self._planner.plan_for(1).policy
+        return self._planner.cover(self._of_group(compose_step, micro_batches, False, policy).device_peaks)
+
+    def make_room(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Plan anew where micro-batches that share a loss take more than the plan in force has room for.
+
+        Raises:
+            DoesNotFitError: the budget is too small for them.
+        """
+        if not self._runtime.world.any("share a loss", any(m.sharing for m in micro_batches)):
+            return
+        for _ in range(_MOST_TRIES):
+            policy = self._planner.plan_for(sum(m.count for m in micro_batches)).policy
+            group = self._of_group(compose_step, micro_batches, False, policy)
+            fits = self._planner.cover(group.device_peaks)
+            if not self._runtime.world.any("make room", not fits):
+                return
+            peak_bytes = max(group.device_peaks)
+            apart = self._of_group(compose_step, micro_batches, False, policy, shares=False)
+            more = peak_bytes - max(apart.device_peaks)
+            self._planner.make_room(self._runtime.world.max("make room", more))
+        raise DoesNotFitError(
+            f"a loss of the outputs of several forward passes takes {peak_bytes:,} bytes of device memory, and the budget "
+            f"is {self._runtime.device.budget_bytes:,}. Ways out: (1) raise harmony.device_memory_gib; (2) lower "
+            "train_micro_batch_size_per_gpu."
+        )
+
+    def step(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
+        """Return the step over `micro_batches`; `begun`: something of it has run."""
+        policy = self._policy_for(micro_batches, begun, sum(m.count for m in micro_batches))
+        return self._of_group(compose_step, micro_batches, begun, policy)
+
+    def part_of_step(self, micro_batches: Sequence[MicroBatch], begun: bool, first: bool) -> tuple[Plan, Plan]:
+        """Return the step over some of its micro-batches, up to their last backward pass, and from there on.
+
+        After the `first` part each micro-batch's gradient is added for itself: in the order of plain accumulation.
+        """
+        policy = self._policy_for(micro_batches, begun, len(micro_batches))
+        policy = replace(policy, deferred_update=True, grouping=policy.grouping and first)
+        plan = self._of_group(compose_step, micro_batches, begun, policy)
+        split = len(plan.tasks) - len(compose_end(plan.packing, policy))
+        return plan.part(0, split), plan.part(split)
+
+    def forward(self, micro_batch: MicroBatch, begun: bool) -> Plan:
+        """Return the forward pass of one micro-batch for itself."""
+        policy = replace(self._planner.plan_for(1).policy, shared=False)  # the others may do something else
+        return self._of_group(compose_forward, [micro_batch], begun, policy)
+
+    def evaluation(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
+        """Return the forward passes of a group without gradients, each pack swapped in once for all of them."""
+        return self._of_group(compose_evaluation, micro_batches, begun, self._policy_for(micro_batches, begun, 1))
+
+    def _policy_for(self, micro_batches: Sequence[MicroBatch], begun: bool, count: int) -> Policy:
+        """Return the policy for a group of all processes: they share swap-ins unless some of it has run in one."""
+        policy = self._planner.plan_for(count).policy
+        if not policy.shared:
+            return policy
+        alone = begun or any(m.forwarded for m in micro_batches)
+        return replace(policy, shared=not self._runtime.world.any("share swap-ins", alone))
+
+    def _of_group(
+        self,
+        compose: _Compose,
+        micro_batches: Sequence[MicroBatch],
+        begun: bool,
+        policy: Policy,
+        shares: bool = True,
+    ) -> Plan:
+        """Return the plan of a group; not `shares`: as if each of its micro-batches had a loss of its own."""
+        fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
+        together = [members for members in _by_loss(micro_batches) if shares and len(members) > 1]
+        sharing = tuple(tuple(member.index for member in members) for members in together)
+        group = Group(fresh, forwarded, begun, sharing)
+        joint = frozenset(m.index for m in micro_batches if m.count > 1)
+        if self._planner.plan is not self._in_force:
+            self._in_force = self._planner.plan
+            self._composed.cache_clear()
+        return self._composed(compose, group, policy, joint)
+
+    def _compose(self, compose: _Compose, group: Group, policy: Policy, joint: frozenset[int]) -> Plan:
+        plan = self._in_force
+        assert plan is not None
+        tasks = compose(plan.packing, group, policy)
+        costs, alone = self._planner.costs
+        if compose is compose_evaluation:  # keeps nothing
+            calls = tuple(replace(cost, stash_bytes=0) for cost in alone.costs)
+            alone = replace(alone, costs=calls, held_bytes=0, output_bytes=0)
+        walked = walk_memory(plan.packs, tasks, alone, dict.fromkeys(joint, costs), group.sharing)
+        peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)
+        plan = replace(plan, policy=policy, tasks=tasks, micro_batches=len(group.all), rows=self._planner.rows)
+        return replace(plan, activation_bytes=walked.activation_bytes, peak_bytes=max(peaks), device_peaks=peaks)
+
+
+def _by_loss(micro_batches: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:
+    """Return those that share a loss together, in the order of the last one of each loss."""
+    return [m.sharing or (m,) for m in micro_batches if not m.sharing or m is m.sharing[-1]]

@@ -1,0 +1,445 @@
+"""Tensors that have not been computed yet, so that a loop that hands over micro-batches one by one is still grouped.
+
+The outputs of a queued call are pending, and so is what is made of them: arithmetic, views, losses (`_LAZY`). `backward` is
+noted. Everything else looks at the value, and looking computes it at once: `item`, `float(...)`, `if loss > 5`, formatting,
+collectives, writing in place where another tensor may share the memory, adding in place to a plain tensor.
+
+    outputs of the model ──read──> Node ──function──> Node ──> ...       when the group runs: `Evaluation`
+                                    ↑                  ↑               when the program looks: `Node.look`
+                              PendingTensor      PendingTensor          what the program holds
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from harmony_ds.errors import BatchError, UnsupportedError
+from harmony_ds.model.boundary import next_nodes, reachable_nodes, targets_of
+from harmony_ds.model.intercept import Autocast
+
+_VIEWS = frozenset(
+    "to float double half bfloat16 cpu type_as detach data contiguous view view_as reshape reshape_as flatten".split()
+    + "unflatten permute transpose t T mT squeeze unsqueeze expand expand_as select __getitem__ split chunk unbind".split()
+    + "swapaxes movedim narrow diagonal unfold".split()
+)
+"""Functions whose results may share memory with their operand."""
+_ADDITIVE = _VIEWS.union("add sub neg clone mean sum stack cat __rsub__".split())
+_LAZY = _ADDITIVE.union(
+    "mul div exp __rdiv__ pow square sqrt rsqrt abs log log1p sigmoid tanh relu gelu silu clamp clamp_min where".split(),
+    "maximum minimum max min amax amin masked_fill softmax log_softmax log_sigmoid softplus logsumexp norm".split(),
+    "normalize cosine_similarity matmul mm bmm linear einsum gather index_select cumsum var std diag".split(),
+    "cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss".split(),
+    "binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss margin_ranking_loss".split(),
+    "cosine_embedding_loss hinge_embedding_loss triplet_margin_loss soft_margin_loss multi_margin_loss".split(),
+    "multilabel_margin_loss multilabel_soft_margin_loss gaussian_nll_loss pairwise_distance cdist interpolate pad".split(),
+    "gt ge lt le eq ne isnan isinf isfinite logical_and logical_or logical_not".split(),
+    "roll repeat repeat_interleave cos sin cosh erf logaddexp nan_to_num diff tril triu adaptive_avg_pool1d".split(),
+    "argmax argmin argsort sort topk kthvalue median nanmedian mode aminmax msort all any count_nonzero isin".split(),
+    "vector_norm matrix_norm dist prod cumprod cummax cummin quantile nanmean nansum std_mean var_mean".split(),
+    "long int short char byte bool type floor ceil round trunc frac sign neg sgn flip fmod remainder".split(),
+    "floor_divide true_divide rsub lerp addmm addcmul addcdiv dot outer baddbmm mv expm1 log2 log10 exp2".split(),
+    "logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not __and__ __or__ __xor__ __invert__ isclose".split(),
+    "positive absolute multiply subtract divide negative greater greater_equal less less_equal not_equal".split(),
+    "take take_along_dim one_hot layer_norm rms_norm hardtanh elu selu leaky_relu relu6 mish".split(),
+    "tan asin acos atan atan2 sinh asinh acosh atanh softsign logit erfc heaviside xlogy hypot trace".split(),
+    "__eq__ __ne__ __floordiv__ __rfloordiv__ __rpow__ isfinite linalg_vector_norm linalg_norm linalg_matrix_norm".split(),
+    "scatter scatter_add index_add index_fill index_copy masked_scatter tensor_split hsplit vsplit ravel".split(),
+)
+"""Functions that may run later: they draw no random numbers, and write nothing."""
+_LIKE = frozenset("zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full".split())
+"""Functions that read nothing of their operand but what is known."""
+_DOOR = "harmony_ds: an output as the program was given it"
+"""Key in the metadata of its node in autograd's graph."""
+_MOST_PARTS = 16
+"""Results of one function that may wait; where there are more (rows of a batch), they are computed at once."""
+_AUTOGRAD_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_SHAPE = frozenset("shape ndim dim size numel nbytes __len__".split())
+_METADATA = _SHAPE.union(
+    "dtype device layout is_floating_point is_complex is_cuda is_cpu is_meta is_sparse is_quantized element_size".split()
+)
+
+
+class Ticket(Protocol):
+    """One queued micro-batch."""
+
+    nodes: weakref.WeakSet[Node]
+    """All that is made of its outputs."""
+
+    def outputs(self) -> Any:
+        """Return the model's outputs, with their graph; computed now if need be."""
+
+    @property
+    def resolved(self) -> bool:
+        """Whether its forward pass has run."""
+
+    on_trial: bool
+    """Whether its forward pass runs at once, to see what else than outputs the loss is made of: see `Trial`."""
+    is_of_outputs: bool
+    """Whether the program propagates back now from a loss that is made of outputs alone."""
+    joins_others: bool
+    """Whether the program has joined its outputs to a tensor with a graph of layers that is no output."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the model was in evaluation mode when it was called."""
+
+    def check_not_propagated(self) -> None:
+        """Raise UsageError if its backward pass is over."""
+
+    def share_loss(self, tickets: Sequence[Ticket]) -> bool:
+        """Propagate back together with `tickets`, from a loss of all their outputs; False: they cannot run together."""
+
+    def backward(self, node: Node) -> None:
+        """Propagate back from `node`, to this ticket and those that share its loss, when the group runs."""
+
+
+@dataclass(eq=False)
+class Node:
+    """An output of a queued micro-batch's model, or what a function makes of such.
+
+    Attributes:
+        tickets: the micro-batches that it depends on.
+        shape: as far as calls of the same form tell.
+        read: of an output: from all outputs to it.
+        function, operands: of others: nodes, tensors and anything else, flat.
+        is_separable: each ticket can propagate a part of its own, since it is a sum of parts.
+        divisors: what the program has divided it by.
+        promised: the program knows its shape.
+        value: with its graph if the program has looked, else what is kept of it; what is written into it stays.
+        owner: the tensor that the program has, or had.
+        memory: the same for tensors that may share theirs.
+        number: in the order that nodes are made in; gradients add up in the same bits only if functions run in it.
+    """
+
+    tickets: tuple[Ticket, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = True
+    read: Callable[[Any], Tensor] | None = None
+    function: Callable[[Iterable[Any]], Tensor] | None = None
+    operands: Sequence[Any] = ()
+    is_separable: bool = True
+    divisors: frozenset[float] = frozenset()
+    promised: bool = False
+    value: Tensor | None = None
+    owner: Callable[[], PendingTensor | None] = lambda: None
+    memory: object = field(default_factory=object)
+    number: int = field(default_factory=itertools.count().__next__)
+
+    @property
+    def resolved(self) -> bool:
+        """Whether its value is known, or can be had without a forward pass."""
+        return self.value is not None or all(ticket.resolved for ticket in self.tickets)
+
+    def look(self) -> Tensor:
+        """Return its value, computed now if need be."""
+        with torch.inference_mode(False), torch.enable_grad():  # though the reader may want no gradient now
+            evaluation = Evaluation(Node._at_hand)
+            value = evaluation.of(self)
+        for node, one in evaluation.values.items():
+            node.value = one
+        return value
+
+    def _at_hand(self) -> Tensor | None:
+        if self.value is not None:
+            return self.value.to(self.device)  # large ones are kept on the host
+        value = None if self.read is None else self.read(self.tickets[0].outputs())
+        return value if value is None or value.ndim else value.clone()  # the step's own loss stays as it is
+
+    def made_from(self, known: Callable[[Node], bool]) -> list[Node]:
+        """Return it and all that it is made of, in the program's order, but for nodes that are `known`."""
+        found, waiting = set(), [self]
+        while waiting:
+            node = waiting.pop()
+            if node not in found and not known(node):
+                found.add(node)
+                waiting += [one for one in node.operands if isinstance(one, Node)]
+        return sorted(found, key=lambda node: node.number)
+
+    def made_of(self, values: Mapping[Node, Tensor], apart: bool) -> Tensor:
+        """Return what its function makes of its operands' values; `apart`: no gradient leads to the program's own."""
+        assert self.function is not None
+        given = [one.detach() if apart and isinstance(one, Tensor) else one for one in self.operands]
+        value = self.function([values[one] if isinstance(one, Node) else one for one in given])
+        return value if self.requires_grad else value.detach()
+
+
+class Evaluation:
+    """Values of nodes, each computed once. `given`: the values that are known; `apart`: see `Node.made_of`."""
+
+    def __init__(self, given: Callable[[Node], Tensor | None], apart: bool = False) -> None:
+        self._given, self._apart = given, apart
+        self.values: dict[Node, Tensor] = {}
+
+    def of(self, node: Node) -> Tensor:
+        """Return the value of `node`; raise BatchError if it has not the shape that the program was told."""
+        for one in node.made_from(self._is_known):
+            self._put(one, one.made_of(self.values, self._apart))
+        return self.values[node]
+
+    def _is_known(self, node: Node) -> bool:
+        value = None if node in self.values else self._given(node)
+        if value is not None:
+            self._put(node, value)
+        return node in self.values
+
+    def _put(self, node: Node, value: Tensor) -> None:
+        if node.promised and value.shape != node.shape:
+            raise BatchError(
+                f"the program was told the shape {tuple(node.shape)} of an output, or of what it made of one, as calls "
+                f"with arguments of the same shapes had given, and now it is {tuple(value.shape)}. Read a value of the "
+                "output before its shape, so that it is computed at once, or let the model compute the loss."
+            )
+        self.values[node] = value
+
+
+class PendingTensor(torch.Tensor):
+    """Stand-in for a tensor that is computed when the group runs, or when somebody looks."""
+
+    node: Node
+    requires_grad: bool = True
+
+    @staticmethod
+    @_disable_dynamo
+    def __new__(cls, node: Node) -> PendingTensor:
+        made: PendingTensor = torch.Tensor._make_wrapper_subclass(
+            cls, node.shape, dtype=node.dtype, device=node.device, requires_grad=node.requires_grad
+        )
+        made.node, made.requires_grad = node, node.requires_grad
+        node.owner = weakref.ref(made)
+        if node.requires_grad:  # code that bypasses Python's functions (autograd.Function) propagates back to it
+            now = vars(made)
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(lambda gradient: now["node"].look().backward(gradient))  # type: ignore[no-untyped-call]
+        for ticket in node.tickets:
+            ticket.nodes.add(node)
+        return made
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Note that the group has to propagate back from it; what is known already is propagated at once."""
+        node = self.node
+        for ticket in node.tickets:
+            ticket.check_not_propagated()
+        plain = not args and not any(kwargs.values()) and node.shape.numel() == 1 and node.requires_grad
+        waits = plain and not any(ticket.resolved for ticket in node.tickets)
+        if waits and (node.is_separable or node.tickets[0].share_loss(node.tickets)):
+            for ticket in node.tickets:
+                ticket.backward(node)
+        else:
+            loss = node.look()
+            for ticket in node.tickets:
+                ticket.is_of_outputs = True
+            try:
+                loss.backward(*args, **kwargs)
+            finally:
+                for ticket in node.tickets:
+                    ticket.is_of_outputs = False
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        waiting = f"PendingTensor(of shape {tuple(self.node.shape)}, not computed yet)"
+        return repr(self.node.look()) if self.node.resolved else waiting
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func.__self__, "__name__", "") if func.__name__ == "__get__" else func.__name__
+        if name in _METADATA:
+            next(iter((*args, *kwargs.values()))).node.promised |= name in _SHAPE
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _LIKE and args and isinstance(args[0], PendingTensor):
+            node, args[0].node.promised = args[0].node, True
+            return func(torch.empty((), dtype=node.dtype, device=node.device).expand(node.shape), *args[1:], **kwargs)
+        if func is torch.autograd.grad:
+            raise UnsupportedError(
+                "torch.autograd.grad of what an engine computes, outside autograd's graph: call engine.backward(loss) and "
+                "read .grad, of parameters or inputs. For a penalty on gradients engine.module(...) computes at once."
+            )
+        waits = kwargs.get("out") is None and not kwargs.get("inplace")
+        later = (_later if name in _LAZY else _written)(name, func, args, kwargs) if waits else None
+        return _now(func, args, kwargs) if later is None else later
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # Reached by C++ code that never asked __torch_function__.
+        return _now(func, args, kwargs or {})
+
+
+def _now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    pending = [one for one in leaves if isinstance(one, PendingTensor)]
+    # With all that was made so far: what is written from here on must reach that by views alone.
+    held = [node for one in pending for ticket in one.node.tickets for node in ticket.nodes if node.owner() is not None]
+    for node in held:
+        node.look()
+    args, kwargs = tree_unflatten([one.node.look() if isinstance(one, PendingTensor) else one for one in leaves], spec)
+    made = func(*args, **kwargs)
+    return next((one for one in pending if one.node.value is made), made)  # what is written in place stays what it was
+
+
+def _written(name: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingTensor | None:
+    """Let the first operand be what it is after `name`; None: now, since another tensor may share its memory."""
+    if name[:-1] not in _LAZY or not args or not isinstance(args[0], PendingTensor):
+        return None
+    tensor, node = args[0], args[0].node
+    held = {one for ticket in node.tickets for one in ticket.nodes if one.owner() is not None} - {node}
+    shares = bool(node.shape and node.read is not None) or any(one.memory is node.memory for one in held)
+    later = None if shares else _later(name[:-1], getattr(Tensor, name[:-1]), args, kwargs)
+    made = later.node if isinstance(later, PendingTensor) else node
+    alike = (made.shape, made.dtype) == (node.shape, node.dtype) and made.requires_grad >= tensor.requires_grad
+    if made is node or not alike:
+        return None
+    tensor.node, tensor.requires_grad = made, made.requires_grad
+    node.owner, made.owner = made.owner, node.owner
+    return tensor
+
+
+def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what `func` will return; None if it cannot wait: an operand leads gradients elsewhere, values decide, or an
+    `autograd.Function` is at work, which returns real tensors.
+    """
+    if name == "__getitem__":  # a mask does not show how many places it has; torch looks for them, too
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        masks = [type(one) is Tensor and one.dtype is torch.bool and one.ndim > 0 for one in index]
+        places = [one.nonzero(as_tuple=True) if is_mask else (one,) for one, is_mask in zip(index, masks, strict=True)]
+        args = args[0], tuple(itertools.chain(*places))
+    leaves, spec = tree_flatten((args, kwargs))
+    operands = [_as_it_is(leaf) for leaf in leaves]
+    nodes = [one for one in operands if isinstance(one, Node)]
+    others = [one for one in operands if isinstance(one, Tensor)]
+    grad = torch.is_grad_enabled()
+    elsewhere = [other for other in others if other.requires_grad and _leads_elsewhere(other)]
+    joins_others = any(map(_reaches_layers, elsewhere))
+    for ticket in [ticket for node in nodes for ticket in node.tickets if joins_others]:
+        ticket.joins_others = True
+    if joins_others and not all(node.resolved for node in nodes):
+        raise BatchError(
+            "a loss is made of outputs that have not been computed, and of a tensor that an earlier forward pass has left "
+            "elsewhere (an attribute of a module, or what a hook has kept). Let the model return that tensor; or read a "
+            "value of the outputs first (loss.item()): then forward has run, and has left the one of this call."
+        )
+    if not nodes or elsewhere or (not grad and _in_autograd_function()):
+        return None
+    autocast = Autocast.current(nodes[0].device.type)
+
+    def function(operands: Iterable[Any]) -> Any:
+        args, kwargs = tree_unflatten(operands, spec)
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), Autocast.entered(autocast):
+            return func(*args, **kwargs)
+
+    like = _shown(function, operands)
+    if isinstance(like, (tuple, list)) and len(like) <= _MOST_PARTS:
+        for node in nodes:  # their shapes say how many parts there are
+            node.promised = True
+        parts = [_later(name, functools.partial(_part, func, place), args, kwargs) for place in range(len(like))]
+        return None if any(part is None for part in parts) else type(like)(parts)
+    if not isinstance(like, Tensor):
+        return None
+    loses_gradient = not like.requires_grad and name != "detach" and any(node.requires_grad for node in nodes)
+    if loses_gradient and any(ticket.evaluates for node in nodes for ticket in node.tickets):
+        return None  # predictions of an evaluation without no_grad, which may be read when its engine is gone
+    tickets = tuple(dict.fromkeys(ticket for one in nodes for ticket in one.tickets))
+    scales = name in ("mul", "div") and len(nodes) == 1 and operands[0] is nodes[0]
+    adds = (scales or name in _ADDITIVE) and all(one.is_separable for one in nodes)
+    made = Node(tickets, like.shape, like.dtype, like.device, like.requires_grad, function=function, operands=operands)
+    made.is_separable = len(tickets) == 1 or (adds and not any(other.requires_grad for other in others))
+    divided_by = operands[-1:] if name == "div" and not others else ()
+    made.divisors = frozenset(divided_by).union(*(one.divisors for one in nodes))
+    made.memory = nodes[0].memory if name in _VIEWS else made.memory
+    return PendingTensor(made)
+
+
+def _part(func: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> Any:
+    """Return one of several results of `func`, which runs once for each of them."""
+    return func(*args, **kwargs)[place]
+
+
+def _in_autograd_function() -> bool:
+    """Return whether the forward of an `autograd.Function` runs on this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _AUTOGRAD_FUNCTION:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _shown(function: Callable[[Iterable[Any]], Any], operands: Sequence[Any]) -> Any:
+    """Return what shows the shape and dtype of `function`'s result; None: it needs values, or fails."""
+    without_values: Any = nullcontext()
+    if any(one.shape for one in operands if isinstance(one, (Node, Tensor))):
+        from torch._subclasses.fake_tensor import FakeTensorMode  # which imports the compiler
+
+        without_values = FakeTensorMode()
+    try:
+        with without_values:
+            return function(map(_stand_in, operands))
+    except Exception:  # noqa: BLE001 - the program's own, too: the values will raise it
+        return None
+
+
+def _leads_elsewhere(tensor: Tensor) -> bool:
+    """Return whether its gradients go to anything but parameters of an engine, which keep them for the step."""
+    reached = reachable_nodes([tensor.grad_fn])
+    ends = all(node in reached for one in reached for node in next_nodes(one))  # in no layer's output
+    own = all(hasattr(node.variable, "_hp_mapping") for node in reached if hasattr(node, "variable"))
+    return not (reached and ends and own)
+
+
+def mark_door(node: Any) -> None:
+    """Note in autograd's graph that a program was given the output that `node` makes."""
+    node.metadata[_DOOR] = True
+
+
+def is_door(node: Any) -> bool:
+    return _DOOR in node.metadata
+
+
+def _reaches_layers(tensor: Tensor) -> bool:
+    """Return whether gradients of `tensor` reach layers otherwise than by outputs that the program was given."""
+    seen, waiting = set(), [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or is_door(node):
+            continue
+        if targets_of(node) is not None:
+            return True
+        seen.add(node)
+        waiting += next_nodes(node)
+    return False
+
+
+def _as_it_is(operand: Any) -> Any:
+    """Return an operand as it is now: a tensor or an array may be written into before its micro-batch runs."""
+    if isinstance(operand, PendingTensor):
+        on_trial = any(ticket.on_trial for ticket in operand.node.tickets)
+        return operand.node.look() if operand.node.resolved and not on_trial else operand.node
+    operand = operand.copy() if isinstance(operand, np.ndarray) else operand
+    return operand.clone() if isinstance(operand, Tensor) else operand
+
+
+def _stand_in(operand: Any) -> Any:
+    """Return a tensor that shows what a result will look like."""
+    if not isinstance(operand, (Node, Tensor)):
+        return operand
+    return torch.zeros(operand.shape, dtype=operand.dtype, device=operand.device, requires_grad=operand.requires_grad)

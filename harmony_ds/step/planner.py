@@ -1,0 +1,355 @@
+"""One model's plan: measured, searched for, kept for groups of micro-batches that are like those it was made for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from harmony_ds.config import Config
+from harmony_ds.decomposer.find import Decomposition
+from harmony_ds.decomposer.graph import LayerGraph, positions_of, slab_bytes
+from harmony_ds.distributed.exchange import buffer_bytes
+from harmony_ds.errors import DoesNotFitError, ModelError
+from harmony_ds.offload.host_memory import free_host_bytes
+from harmony_ds.profiling.measuring import Measuring
+from harmony_ds.profiling.profile_cache import ProfileFile
+from harmony_ds.profiling.sample import Sample, Shapes, shapes_of
+from harmony_ds.runtime.runtime import Runtime
+from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
+from harmony_ds.scheduler.packing import ElementBytes
+from harmony_ds.scheduler.plan import Plan, Policy
+from harmony_ds.scheduler.profile import Machine
+from harmony_ds.scheduler.resident import why_not_resident
+from harmony_ds.scheduler.rows import WHOLE_CALLS
+from harmony_ds.scheduler.saved import adopt
+from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes
+from harmony_ds.step.call_sizes import CallSizes
+
+_logger = logging.getLogger(__name__)
+
+_TOP = 10
+_GRAINS = 64
+"""Runtime of the budget, by which the room for shared losses grows where it has been too small."""
+
+
+class Planner:
+    """Planner of one model: it measures micro-batches and searches for plans."""
+
+    def __init__(
+        self, runtime: Runtime, decomposition: Decomposition, graph: LayerGraph, config: Config, saved: Plan | None
+    ) -> None:
+        """Run `saved`, if given, in the place of a search."""
+        self._runtime = runtime
+        self._settings = config.harmony
+        self._saved = saved
+        self._group_size = config.gradient_accumulation_steps
+        self._element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
+        self._policy = Policy(
+            grouping=config.harmony.grouping,
+            prefetch=config.harmony.prefetch,
+            gradient_slabs=config.harmony.gradient_slabs * runtime.device.count,
+            deferred_update=config.deferred_update,
+            devices=runtime.world.local_size,
+            servers=runtime.world.servers,
+            pipeline=runtime.device.count,
+        )
+        self.graph = graph
+        """Layers, and their call order once a micro-batch has been seen."""
+        self._sized: SizedCosts | None = None
+        self.rows = WHOLE_CALLS
+        """How the plan cuts layer calls."""
+        self._measured: list[tuple[Shapes, bytes]] = []
+        self._outgrown = False  # a step took more than planned
+        self._shared_loss_bytes = 0  # of the budget: for groups whose micro-batches share losses
+        self._before_bytes: int | None = None  # on the device when the first plan was made
+        self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
+        self.choices: tuple[Choice, ...] = ()
+        """The plan and the next best ones, with what was predicted of them."""
+        self.advice: Advice | None = None
+        """Joined layer calls that are predicted to be faster, where the ds_config keeps single ones."""
+        path = None if config.harmony.profile is None else Path(config.harmony.profile)
+        dtypes = f"{runtime.residency.dtype}, gradients of {self._element.gradient} bytes"
+        if config.autocast_dtype is not None:
+            dtypes += f", autocast to {config.autocast_dtype}"
+        self.measuring = Measuring(
+            runtime, decomposition.layers, graph, ProfileFile(path, graph, dtypes, runtime.device)
+        )
+        self.sizes = CallSizes(runtime, config, self.measuring, self._choose_quickly, saved)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan for a full group; None before the first micro-batch has been seen."""
+        return self.choices[0].plan if self.choices else None
+
+    @property
+    def costs(self) -> tuple[CostTable, CostTable]:
+        """Costs of a set of micro-batches whose calls are joined, and of a single one."""
+        assert self._sized is not None
+        costs, alone = self._sized.table, self._sized.alone
+        return costs, alone if alone is not None and alone.calls == costs.calls else costs
+
+    @property
+    def together(self) -> int:
+        """How many micro-batches' layer calls are joined."""
+        return 1 if self.plan is None or self._runtime.joins.are_off else self.plan.policy.together
+
+    def covers(self, inputs: Any, modes: bytes | None = None) -> bool:
+        """Return whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
+        shapes = shapes_of(inputs)
+        return any(modes in (None, own) and _dominates(known, shapes) for known, own in self._measured)
+
+    def reconsider_joining(self) -> None:
+        """Measure joined calls anew, where an error had ended them that a step has now raised with single ones, too."""
+        if self._runtime.joins.reconsider():
+            self._measured.clear()
+
+    # ---- measuring and searching
+
+    def measure(self, sample: Sample) -> tuple[int, ...]:
+        """Measure the model with one micro-batch and plan anew; nothing may be under way.
+
+        Returns:
+            Where each place of the call order before is in the new one.
+
+        Raises:
+            DoesNotFitError: no plan fits, or not even one layer at a time.
+        """
+        if self._before_bytes is None:
+            self._before_bytes = others_bytes(self._runtime)
+            self._host_bytes = host_room_bytes(self._runtime)
+        moved = self._plan_with(sample)
+        shapes = shapes_of((sample.inputs, sample.inputs_beside))
+        self._measured.append((shapes, sample.modes if sample.trains else b""))
+        return moved
+
+    def _choose_quickly(self, costs: CostTable, sizes: Sizes) -> Choice:
+        return self._choose(self.graph_with(costs.calls), costs, self._group_size, sizes, thorough=False)[0]
+
+    def _plan_with(self, sample: Sample) -> tuple[int, ...]:
+        """Plan with the first costs with which anything fits."""
+        failure: DoesNotFitError | None = None
+        before, plan = self._sized, self.plan or self._saved
+        for measured in self.sizes.measured(sample, WHOLE if plan is None else Sizes.of(plan.policy)):
+            sized = measured if before is None else measured.after(before)
+            table = self._agreed(sized.table)
+            if not table.calls:
+                raise ModelError(
+                    "forward calls no module that owns parameters: there are no layers to swap. Let it call modules whose "
+                    "forward uses their own parameters, and not take module.weight or those of an nn.ParameterList itself."
+                )
+            graph = self.graph_with(table.calls)
+            try:
+                choices = self._choose(graph, table, self._group_size, sized.sizes)
+            except DoesNotFitError as error:
+                failure = error.with_traceback(None)  # which holds this frame, and the sample
+                continue
+            moved = positions_of(self.graph.calls, table.calls)
+            if before is not None and before.sizes.together != sized.sizes.together:
+                self._measured.clear()  # those were other sets
+            self._sized, self.graph, self.choices = replace(sized, table=table), graph, choices
+            self.rows = self.measuring.rows(sized.sizes)
+            if before is None:
+                self.advice = self._advise(graph, table, sample.rows)
+            return moved
+        assert failure is not None
+        raise failure
+
+    def _advise(self, graph: LayerGraph, costs: CostTable, rows: int) -> Advice | None:
+        """Return joined calls that would be much faster than the plan, and log them, once for all processes."""
+        if self.sizes.wanted != WHOLE or self._saved is not None or not self.sizes.may_join:
+            return None
+        joined = JoinedCosts(graph, costs, self._machine(), self._element)
+        request = self.request(graph, self._group_size)
+
+        def found() -> Advice | None:
+            advice = advise(self.choices[0], rows, request, joined)
+            if advice is not None:
+                _logger.warning("%s", advice)
+            return advice
+
+        return self._runtime.world.first("advice", found)
+
+    def graph_with(self, calls: tuple[int, ...]) -> LayerGraph:
+        """Return what is known of the model, now that it has been seen to make these calls."""
+        graph = replace(self.graph, calls=calls, unlayered=self.measuring.unlayered)
+        used = {name for layer in calls for name in graph.layers[layer].parameters}.union(graph.unlayered)
+        trained = () if self._runtime.optimizer is None else self._runtime.optimizer.trained
+        return replace(graph, uncalled=tuple(name for name in trained if name not in used))
+
+    def _agreed(self, table: CostTable) -> CostTable:
+        """Return costs that cover all processes' micro-batches; take over what they found out, and the least room."""
+        found = self._runtime.world.all("costs", (table, self.measuring.unlayered, self._host_bytes))
+        self.measuring.join_unlayered(name for _, names, _ in found for name in names)
+        self._host_bytes = min((room for _, _, room in found if room is not None), default=None)
+        return reduce(CostTable.worst, (one for one, _, _ in found))
+
+    def _choose(
+        self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes, thorough: bool = True
+    ) -> tuple[Choice, ...]:
+        """Return the best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
+        machine = self._machine()
+        request = replace(self.request(graph, group_size, sizes), thorough=thorough)
+
+        def found() -> tuple[Choice, ...]:
+            if self._saved is not None:
+                return (adopt(self._saved, graph, costs, machine, self._element, request),)
+            choices = search(graph, costs, machine, self._element, request, top=_TOP if thorough else 1)
+            if thorough and self._settings.parallel == "auto" and self._runtime.device.count > 1:
+                choices += tuple(self._of_replicas(graph, costs, machine, request))
+                _tell_of_replicas(choices)
+            if isinstance(self._settings.residency, int):
+                for reason in why_not_resident(choices[0].plan.packing, self._settings.residency):
+                    _logger.warning("%s", reason)
+            return choices
+
+        return self._runtime.world.first("plan", found)
+
+    def _of_replicas(
+        self, graph: LayerGraph, costs: CostTable, machine: Machine, request: PlanRequest
+    ) -> Iterator[Choice]:
+        """Yield the plan, found by a quick search, of as many processes as there are devices, each of which has one."""
+        count, processes = self._runtime.device.count, self._runtime.device.count * self._policy.devices
+        asked = replace(
+            request,
+            policy=replace(request.policy, devices=processes, pipeline=1),
+            micro_batches=-(-request.micro_batches // count),
+            exchange_bytes=buffer_bytes(request.budget_bytes),
+            thorough=False,
+        )
+        with suppress(DoesNotFitError):
+            best = search(graph, costs, machine.among(count), self._element, asked)[0]
+            yield replace(best, reason=f"{processes} replicas (torchrun --nproc_per_node {processes}): {best.reason}")
+
+    def _machine(self) -> Machine:
+        """Return the rates that plans are made with: the slowest of all processes, which run one plan."""
+        # They wait for each other at every reduction: a step takes as long as in the slowest of them. What they share
+        # (host memory, cores) they measure at the same time, so that no rate is to be divided or added up.
+        world, machine = self._runtime.world, self.measuring.machine
+        assert machine is not None
+        if world.size > 1:
+            machine = machine.with_peers(*world.reduce_rates(self._runtime.device))
+        return reduce(Machine.slower, world.all("rates", machine))
+
+    def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> PlanRequest:
+        """Return what is asked of the search for a plan."""
+        budget, beside = self._runtime.device.budget_bytes, self._set_aside_bytes + self._shared_loss_bytes
+        return PlanRequest(
+            settings=self._settings,
+            micro_batches=-(-group_size // sizes.together),
+            budget_bytes=None if budget is None else max(0, budget - beside),
+            beside_bytes=beside if budget is None else min(beside, budget),
+            resident_bytes=self._resident_bytes(graph),
+            exchange_bytes=self._runtime.world.reduce_bytes(self._runtime.device),
+            policy=replace(
+                self._policy, together=sizes.together, forward_rows=sizes.forward, backward_rows=sizes.backward
+            ),
+            host_bytes=self._host_bytes,
+        )
+
+    @property
+    def beside_bytes(self) -> int:
+        """Device memory that is no part of the plan: set aside, and tensors that were there before the first plan."""
+        return self._set_aside_bytes + (0 if self.plan is None else self.exchange_bytes(self.plan))
+
+    def exchange_bytes(self, plan: Plan) -> int:
+        """Return the device memory that is set aside for exchanging gradients as `plan` does."""
+        return 0 if plan.policy.reduce_on_host else self._runtime.world.reduce_bytes(self._runtime.device)
+
+    @property
+    def _set_aside_bytes(self) -> int:
+        return self._runtime.device.reserve_bytes() + (self._before_bytes or 0)
+
+    def _resident_bytes(self, graph: LayerGraph) -> int:
+        """Return bytes of buffers, and of what autograd makes on the way into unlayered parameters' gradients."""
+        trained = [spec for name in graph.unlayered if (spec := graph.parameter(name)).trainable]
+        made = 0 if self._runtime.residency.accumulates_in_place else self._element.weight
+        return self._runtime.installation.buffers.nbytes + sum(slab_bytes(spec.numel, made) for spec in trained)
+
+    def plan_for(self, micro_batches: int) -> Plan:
+        """Return the plan, made anew if so many single micro-batches are more than it is for."""
+        assert self.plan is not None
+        sizes = Sizes.of(self.plan.policy)
+        if self._outgrown or micro_batches > self.plan.micro_batches * sizes.together:
+            size = max(micro_batches, self.plan.micro_batches * sizes.together)
+            self.choices = self._choose(self.graph, self.costs[0], size, sizes)
+            self._outgrown = False
+        return self.choices[0].plan
+
+    def cover(self, peaks: tuple[int, ...]) -> bool:
+        """Let the plan's peaks cover those of a group too, if the budget holds them; return whether it does."""
+        assert self.plan is not None
+        most = tuple(map(max, peaks, self.plan.device_peaks))
+        if most == self.plan.device_peaks:
+            return True
+        budget_bytes = self.request(self.graph, self._group_size).budget_bytes
+        if budget_bytes is not None and max(most) > budget_bytes + self._shared_loss_bytes:
+            return False
+        plan = replace(self.plan, peak_bytes=max(most), device_peaks=most)
+        self.choices = (replace(self.choices[0], plan=plan), *self.choices[1:])
+        return True
+
+    def make_room(self, nbytes: int) -> None:
+        """Keep `nbytes`, or more than so far, for shared losses; plan with what is left from the next group on."""
+        grain = 1 if self._runtime.device.budget_bytes is None else self._runtime.device.budget_bytes // _GRAINS
+        self._shared_loss_bytes = max(nbytes, self._shared_loss_bytes + grain)
+        self._outgrown = True
+
+    # ---- what became of it
+
+    def check_peak(self, peak_bytes: int) -> None:
+        """Log that a step took more than planned in any process, and plan for that in all from the next one on."""
+        assert self.plan is not None and self._sized is not None
+        excess = self._runtime.world.max("end a step", max(0, peak_bytes - self.plan.peak_bytes))
+        if excess <= 0:
+            return
+        _logger.warning(
+            "this step took %s bytes of device memory, %s more than planned: the model takes more with some data than "
+            "with what it was measured with. From now on plans hold a margin for it.",
+            f"{self.plan.peak_bytes + excess:,}",
+            f"{excess:,}",
+        )
+        self._sized, self._outgrown = self._sized.with_margin(excess), True
+
+
+def _tell_of_replicas(choices: tuple[Choice, ...]) -> None:
+    best, last = choices[0], choices[-1]
+    if last.prediction.step_ms < best.prediction.step_ms:
+        _logger.warning(
+            "a step is predicted to take %.1f ms with the plan that runs, %s, and %.1f with %s",
+            best.prediction.step_ms,
+            best.reason,
+            last.prediction.step_ms,
+            last.reason,
+        )
+
+
+def others_bytes(runtime: Runtime) -> int:
+    """Return device memory beside buffers and resident packs: tensors of the program's own, and losses that were read."""
+    return max(
+        0, runtime.device.allocated_bytes() - runtime.installation.buffers.copied_bytes - runtime.device_store.nbytes
+    )
+
+
+def host_room_bytes(runtime: Runtime) -> int | None:
+    """Return host memory for what waits there; None: the system does not say.
+
+    It is this process's share of what is free before gradients and stash have been there, without what the optimizer is
+    still to make.
+    """
+    free = free_host_bytes()
+    coming = 0 if runtime.optimizer is None else runtime.optimizer.unallocated_bytes()
+    return None if free is None else max(0, free - coming) // runtime.world.local_size
+
+
+def _dominates(known: Shapes, shapes: Shapes) -> bool:
+    return len(known) == len(shapes) and all(
+        len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True)) for a, b in zip(known, shapes, strict=True)
+    )

@@ -1,1 +1,0 @@
-"""The micro-batches of one optimizer step: queued, planned, and run together."""
