@@ -1,4 +1,4 @@
-"""Every link leads to a file that is there and a heading that is on it, nothing has to be decoded, the site is built."""
+"""Every link leads to a file that is there and a heading that is on it, the site is built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.english import CHECKED, in_python, in_text, offences
 from tests.docs.pages import DOCUMENTS, EXAMPLES, ROOT
 
 PAGES = [*DOCUMENTS, *EXAMPLES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -57,19 +56,3 @@ def test_the_site_has_every_page_and_every_public_name(tmp_path: Path) -> None:
     for page in pages:
         for link in re.findall(r'href="([^"#:]+\.html)', page.read_text(encoding="utf-8")):
             assert (page.parent / link).is_file(), f"{page.name} links to {link}"
-
-
-def test_nothing_has_to_be_decoded() -> None:
-    found = list(offences(CHECKED))
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "text", ['"""What it is."""\n', '"""A."""\n\n\ndef f() -> None:\n    """Those that wait."""\n']
-)
-def test_an_opening_is_found(text: str) -> None:
-    assert len(list(in_python(text))) == 1
-
-
-def test_a_place_for_a_time_is_found() -> None:
-    assert len(list(in_text("one thing behind another\nand one after it"))) == 1
