@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from harmony_ds import zero as zero
     from harmony_ds.distributed.process_group import init_distributed as init_distributed
     from harmony_ds.engine import HarmonyEngine as HarmonyEngine
+    from harmony_ds.engine import add_config_arguments as add_config_arguments
     from harmony_ds.engine import initialize as initialize
-    from harmony_ds.engine.reports import MemoryReport as MemoryReport
-    from harmony_ds.engine.reports import PlanReport as PlanReport
-    from harmony_ds.engine.reports import SwapReport as SwapReport
-    from harmony_ds.engine.start import add_config_arguments as add_config_arguments
     from harmony_ds.errors import *
     from harmony_ds.integrations.as_deepspeed import install_as_deepspeed as install_as_deepspeed
     from harmony_ds.model.random_streams import micro_batch_seed as micro_batch_seed
+    from harmony_ds.reporting.reports import MemoryReport as MemoryReport
+    from harmony_ds.reporting.reports import PlanReport as PlanReport
+    from harmony_ds.reporting.reports import SwapReport as SwapReport
     from harmony_ds.scheduler.grid import format_plan as format_plan
     from harmony_ds.scheduler.plan import Plan as Plan
     from harmony_ds.scheduler.plan import Task as Task
@@ -30,13 +30,12 @@ __version__ = "0.2.0"
 
 _NAMES = {
     "model.random_streams": "micro_batch_seed",
-    "engine": "HarmonyEngine initialize",
-    "engine.reports": "MemoryReport PlanReport SwapReport",
-    "engine.start": "add_config_arguments",
+    "engine": "HarmonyEngine add_config_arguments initialize",
     "errors": "BatchError CheckpointError ConfigError DoesNotFitError EngineFailedError HarmonyError HostMemoryError "
     "ModelError OptimizerError PeerFailedError ProfileError UnsupportedError UsageError",
     "integrations.as_deepspeed": "install_as_deepspeed",
     "distributed.process_group": "init_distributed",
+    "reporting.reports": "MemoryReport PlanReport SwapReport",
     "scheduler.grid": "format_plan",
     "scheduler.plan": "Plan Task TaskKind",
     "scheduler.trace": "ExecutedStep",

@@ -7,26 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 from harmony_ds import HarmonyEngine
-from harmony_ds.engine.assembly import Assembly
-from harmony_ds.engine.loss_scaling import LossScaler
 from harmony_ds.offload.disk import DiskFile
 from harmony_ds.optim.updater import Updater
+from harmony_ds.step.engine_state import EngineState
+from harmony_ds.step.loss_scaling import LossScaler
 from harmony_ds.step.planner import Planner
 
 
-def assembly_of(engine: HarmonyEngine) -> Assembly:
+def assembly_of(engine: HarmonyEngine) -> EngineState:
     """Return its parts."""
-    return engine._assembly
+    return engine._state
 
 
 def planner_of(engine: HarmonyEngine) -> Planner:
     """Return its planner, with measurements and plans."""
-    return engine._assembly.runner.planner
+    return engine._state.runner.planner
 
 
 def updater_of(engine: HarmonyEngine) -> Updater:
     """Return its thread of updates."""
-    return engine._assembly.runtime.updater
+    return engine._state.runtime.updater
 
 
 def scaler_of(engine: HarmonyEngine) -> LossScaler:

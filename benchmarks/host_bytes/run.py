@@ -46,7 +46,7 @@ def trained(name: str, model: str) -> dict[str, Any]:
     ctypes.CDLL(None).malloc_trim(0)
     found = {"parameters": count, "held": status_bytes("VmRSS"), "peak": status_bytes("VmHWM")}
     if (own := getattr(engine, "_engine", None)) is not None:
-        found["device"] = own._assembly.runtime.device.allocated_bytes()
+        found["device"] = own._state.runtime.device.allocated_bytes()
         found["reported"] = sum(own.memory_report().host_bytes.values())
     return found
 

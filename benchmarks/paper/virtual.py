@@ -146,7 +146,7 @@ def devices_of(pace: Pace, count: int) -> Device:
 
 def keep_pace(engine: Any, device: Device, pace: Pace) -> None:
     """Let each later layer call of `engine` take the time of `pace` on its device's compute stream, and be planned so."""
-    assembly = engine._assembly
+    assembly = engine._state
     measuring = assembly.runner.planner.measuring
     measured = measuring.profile
     measuring.profile = lambda *wanted: pace.of(measured(*wanted))

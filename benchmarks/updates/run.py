@@ -29,11 +29,11 @@ def update_of(optimizer: str, setting: dict[str, Any]) -> Callable[[], None]:
     config |= setting
     config["harmony"] = {"device": "cpu", **setting.get("harmony", {})}
     engine, *_ = harmony_ds.initialize(model=Stack([nn.Linear(WIDTH, WIDTH, bias=False)]), config=config)
-    parts = engine._assembly.runtime
+    parts = engine._state.runtime
     gradients = {"layers.0.weight": torch.randn(WIDTH, WIDTH, dtype=parts.optimizer.master_dtype)}
 
     def update() -> None:
-        engine._assembly.runtime.optimizer.step(gradients, parts.optimizer.hyper())  # the engine stays as long as this
+        engine._state.runtime.optimizer.step(gradients, parts.optimizer.hyper())  # the engine stays as long as this
         parts.copy_masters_to_weights(gradients)
 
     return update

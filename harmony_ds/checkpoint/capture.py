@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from harmony_ds.checkpoint.data_position import ResumableLoader
 from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source
 from harmony_ds.device.base import Device
+from harmony_ds.model.buffers import persistent_buffers
 from harmony_ds.offload.host_store import HostStore, ungated
 from harmony_ds.optim.device_store import DeviceStore
 from harmony_ds.optim.host_optimizer import HostOptimizer
@@ -75,16 +76,6 @@ def capture(
         client_state=client_state,
         plan=plan,
     )
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers in the module's state dict."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, part in module.named_modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None and name not in part._non_persistent_buffers_set
-    }
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:

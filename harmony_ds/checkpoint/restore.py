@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.checkpoint.capture import Trained, persistent_buffers, restore_random, tied_names
+from harmony_ds.checkpoint.capture import Trained, restore_random, tied_names
 from harmony_ds.checkpoint.snapshot import OptimizerState, Snapshot, Source, listed
 from harmony_ds.config.optimizers import same_formula
 from harmony_ds.errors import CheckpointError
+from harmony_ds.model.buffers import persistent_buffers
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.optim.host_optimizer import HostOptimizer
 

@@ -11,13 +11,13 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+from harmony_ds.assembly.preflight import read_plan
 from harmony_ds.cli import options
 from harmony_ds.cli.answer import DOES_NOT_FIT
 from harmony_ds.cli.plan import add_profile, survey_here
 from harmony_ds.cli.progress import tell
 from harmony_ds.config import Config
 from harmony_ds.engine import initialize
-from harmony_ds.engine.admission import read_plan
 from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.estimate.subject import Subject, load_subject
 from harmony_ds.estimate.survey import Survey

@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harmony_ds.assembly.assemble import assemble
 from harmony_ds.config import Config, Section, for_loaded_model
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device import Device, DeviceGroup
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.distributed.exchange import buffer_bytes
-from harmony_ds.engine.assembly import Assembly, assemble
 from harmony_ds.errors import ConfigError, DoesNotFitError, ModelError, ProfileError
 from harmony_ds.estimate.subject import Subject
 from harmony_ds.model.intercept import Autocast
@@ -33,6 +33,7 @@ from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.profile import Machine, Profile
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes, combined, rank_sizes
+from harmony_ds.step.engine_state import EngineState
 
 _MODEL_KEYS = ("model", "shapes", "dtypes", "torch")
 _ADAM = Section("AdamW", {"torch_adam": True})
@@ -216,7 +217,7 @@ def _bare(config: Config) -> Config:
 
 
 def _see(
-    assembly: Assembly, subject: Subject, config: Config, machine: Machine | None, ranks_sizes: bool = True
+    assembly: EngineState, subject: Subject, config: Config, machine: Machine | None, ranks_sizes: bool = True
 ) -> Survey:
     """Survey with one micro-batch.
 

@@ -32,6 +32,16 @@ def buffers_of(modules: Sequence[nn.Module]) -> list[Tensor]:
     return [b for module in modules for b in module._buffers.values() if b is not None]
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers in the module's state dict."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    }
+
+
 def versions(modules: Sequence[nn.Module]) -> list[tuple[Tensor, int]]:
     """Return each buffer whose changes its version shows, and that version; not those of training normalization."""
     return [(b, b._version) for b in buffers_of([m for m in modules if not updates_statistics(m)])]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.checkpoint.capture import persistent_buffers
 from harmony_ds.distributed import PeerDiverged
 from harmony_ds.errors import BatchError, ModelError, UnsupportedError
+from harmony_ds.model.buffers import persistent_buffers
 from harmony_ds.model.contract import UnseenError, is_hook
 from harmony_ds.model.intercept import Autocast
 from harmony_ds.model.own_settings import Key

@@ -3,7 +3,7 @@
 import torch._dynamo
 import torch.distributed.fsdp  # noqa: F401
 
-import harmony_ds.engine.start  # noqa: F401
+import harmony_ds.engine  # noqa: F401
 import tests.cheap
 import tests.families
 import tests.oracle  # noqa: F401

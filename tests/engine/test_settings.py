@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from inspect import isfunction
 from typing import Any
 
 import pytest
 import torch
 
+from harmony_ds import HarmonyEngine
 from harmony_ds.config import load_config
-from harmony_ds.distributed import SingleProcess
-from harmony_ds.engine.settings import Settings, deepspeed_names
+from harmony_ds.config.deepspeed_getters import ANSWERED_BY_DEEPSPEED, DEEPSPEED_NAMES
+from harmony_ds.config.engine_settings import EngineSettings
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -23,18 +25,14 @@ CONFIG: dict[str, Any] = {
 BROKEN_IN_DEEPSPEED = {"compile_zero_optimization_stage", "swap_tensor_config"}
 
 
-class SecondOfTwo(SingleProcess):
-    rank, size = 1, 2
-
-
-def settings(**more: Any) -> Settings:
-    return Settings(load_config({**CONFIG, **more}), SingleProcess())
+def settings(**more: Any) -> EngineSettings:
+    return EngineSettings(load_config({**CONFIG, **more}))
 
 
 def test_the_data_parallel_rank_is_the_process_s_own() -> None:
     config = load_config({"train_micro_batch_size_per_gpu": 1}, 2)
-    assert Settings(config, SingleProcess()).get_data_parallel_rank() == 0
-    assert Settings(config, SecondOfTwo()).get_data_parallel_rank() == 1
+    assert EngineSettings(config).get_data_parallel_rank() == 0
+    assert EngineSettings(config, 1, 2).get_data_parallel_rank() == 1
 
 
 def test_the_name_of_the_programs_own_optimizer_comes_first_as_in_deepspeed() -> None:
@@ -55,7 +53,7 @@ def test_deepspeeds_view_follows_a_changed_batch_size() -> None:
 
 def test_every_getter_answers() -> None:
     ours = settings()
-    for name in deepspeed_names().keys() - BROKEN_IN_DEEPSPEED:
+    for name in DEEPSPEED_NAMES - BROKEN_IN_DEEPSPEED:
         answer = getattr(ours, name)
         if callable(answer):
             answer()
@@ -63,7 +61,16 @@ def test_every_getter_answers() -> None:
 
 def test_other_names_are_no_attributes() -> None:
     there = {"zero_optimization", "fp16_enabled", "steps_per_print", "zero_use_cpu_optimizer"}
-    assert there <= deepspeed_names().keys()
-    assert not {"forward", "step", "save_checkpoint", "allreduce_bucket"} & deepspeed_names().keys()
+    assert there <= DEEPSPEED_NAMES
+    assert not {"forward", "step", "save_checkpoint", "allreduce_bucket"} & DEEPSPEED_NAMES
     with pytest.raises(AttributeError, match="no_such_getter"):
         _ = settings().no_such_getter
+
+
+def test_every_getter_of_deepspeeds_that_reads_its_config_alone_is_in_the_table() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    own = vars(EngineSettings).keys() | vars(HarmonyEngine).keys()
+    for name, getter in vars(DeepSpeedEngine).items():
+        if isfunction(getter) and getter.__code__.co_argcount == 1 and "_config" in getter.__code__.co_names:
+            assert name in ANSWERED_BY_DEEPSPEED or name in own or name.startswith("_"), name

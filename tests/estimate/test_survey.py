@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from harmony_ds.assembly.assemble import assemble
 from harmony_ds.config import Config, load_config
 from harmony_ds.device.meta import MetaDevice
-from harmony_ds.engine.assembly import Assembly, assemble
 from harmony_ds.errors import ModelError, ProfileError
 from harmony_ds.estimate.forecast import forecast, joining
 from harmony_ds.estimate.subject import Subject, load_subject
@@ -28,6 +28,7 @@ from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.profile import Profile
+from harmony_ds.step.engine_state import EngineState
 from tests.cover import spread
 from tests.engine.drive import engine_for, family, sgd
 from tests.families import Family
@@ -107,7 +108,7 @@ def table_on(device: type[MetaDevice]) -> CostTable:
     model = built_on_meta(one, 0.1)
     inputs = on_meta_device(one.batch(0))
     with on_meta(HARDWARE.kernels()) as clock:
-        made: Assembly = assemble(model, config_of(), None, None, device(lambda: clock.ms, lambda: clock.issued_ms))
+        made: EngineState = assemble(model, config_of(), None, None, device(lambda: clock.ms, lambda: clock.issued_ms))
         measurement = Measurement(made.runtime, made.layers)
         try:
             return measurement.measure(Sample(inputs, lambda named: model(**named), loss_of, 0))

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.assembly.assemble import assemble
 from harmony_ds.config import load_config
 from harmony_ds.device import CpuDevice
 from harmony_ds.device.base import Stream
-from harmony_ds.engine.assembly import Assembly, assemble
+from harmony_ds.step.engine_state import EngineState
 
 
 class ScriptedDevice(CpuDevice):
@@ -57,7 +58,7 @@ class ScriptedDevice(CpuDevice):
 
 
 @contextmanager
-def assembled(model: nn.Module, device: CpuDevice, optimizer: bool = False, **harmony: Any) -> Iterator[Assembly]:
+def assembled(model: nn.Module, device: CpuDevice, optimizer: bool = False, **harmony: Any) -> Iterator[EngineState]:
     """The parts of an engine that trains `model` on `device`."""
     config = load_config({"train_micro_batch_size_per_gpu": 2, "harmony": {"device": "cpu", "seed": 5, **harmony}})
     made = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer else None

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.graph import slab_bytes
-from harmony_ds.engine.assembly import Assembly
 from harmony_ds.model.intercept import Request
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.step.engine_state import EngineState
 from tests.runtime.scripted import ScriptedDevice, assembled
 
 WIDTHS = (3, 20, 40, 60)  # no two layers have buffers of one size
@@ -46,7 +46,7 @@ class Net(nn.Module):
 class Bench:
     """A model, its device and its streamer."""
 
-    def __init__(self, assembly: Assembly, model: Net, device: ScriptedDevice) -> None:
+    def __init__(self, assembly: EngineState, model: Net, device: ScriptedDevice) -> None:
         parts = assembly.runtime
         self.runtime, self.layers, self.model, self.device = parts, assembly.layers, model, device
         self.streamer = Streamer(parts, assembly.layers)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from harmony_ds.engine.reports import SwapReport
+from harmony_ds.reporting.reports import SwapReport
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Plan
 from tests import simdevice

@@ -131,9 +131,9 @@ def test_threads_have_the_engines_device_as_their_current_one(tmp_path: Path) ->
     on_disk = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
     config, index = config_of(1, zero_optimization=on_disk), torch.accelerator.current_device_index
     with engine_for(nn.Sequential(nn.Linear(8, 8)), adamw, config, device=SimDevice(index=1)) as engine:
-        weights = engine._assembly.store.disk_weights
+        weights = engine._state.store.disk_weights
         assert weights is not None
-        assert engine._assembly.runtime.updater._answer(index) == weights._reader.submit(index).result() == 1
+        assert engine._state.runtime.updater._answer(index) == weights._reader.submit(index).result() == 1
     assert index() == 0
 
 

@@ -24,8 +24,8 @@ class Harmony:
         return self._engine.train_batch(iter(batches))
 
     def drain(self) -> None:
-        self._engine._assembly.runtime.updater.wait_all()  # `finish_updates` would copy resident packs to the host, too
-        self._engine._assembly.device.now_ms()
+        self._engine._state.runtime.updater.wait_all()  # `finish_updates` would copy resident packs to the host, too
+        self._engine._state.device.now_ms()
 
     def report(self) -> dict[str, Any]:
         """Return the settings, the plan, and the bytes it moved as the engine's ledger counted them."""

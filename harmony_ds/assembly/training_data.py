@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from harmony_ds.checkpoint import ResumableLoader
+from harmony_ds.config.engine_settings import EngineSettings
 from harmony_ds.distributed import SingleProcess
-from harmony_ds.engine.settings import Settings
 from harmony_ds.errors import BatchError
 from harmony_ds.step.inputs import Arguments, take_batches
 
@@ -18,7 +18,7 @@ class TrainingData:
     """The source of micro-batches for `train_batch()` without an iterator."""
 
     def __init__(
-        self, settings: Settings, dataset: Any, collate_fn: Callable[[Any], Any] | None, world: SingleProcess
+        self, settings: EngineSettings, dataset: Any, collate_fn: Callable[[Any], Any] | None, world: SingleProcess
     ) -> None:
         self._settings = settings
         self._world = world
@@ -28,6 +28,11 @@ class TrainingData:
         self.training_dataloader: Any = None
         if dataset is not None:
             self.training_dataloader = ResumableLoader(self.deepspeed_io(dataset), world.size)
+
+    def resumable_loader(self) -> ResumableLoader | None:
+        """Return the engine's own loader, whose position a checkpoint holds; None without one, or with the program's."""
+        loader = self.training_dataloader
+        return loader if isinstance(loader, ResumableLoader) else None
 
     def take(self, data_iter: Iterator[Any] | Sequence[Any] | None, whole: bool = False) -> list[Arguments]:
         """Return the micro-batches of the next group, from `data_iter` (None: from the engine's own data).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,13 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.engine.lifetime import while_alive
-from harmony_ds.engine.model_calls import ModelCalls
-from harmony_ds.engine.one_time_warnings import DIVIDED_TWICE, DROPPED, EARLY_READ
-from harmony_ds.engine.step_gradients import StepGradients
-from harmony_ds.engine.step_log import StepLog
-from harmony_ds.engine.training import Training
-from harmony_ds.engine.used_gradients import check_dropped
 from harmony_ds.errors import ModelError, UnsupportedError, UsageError
 from harmony_ds.model.engine_parameter import ParameterLinks, gate
 from harmony_ds.model.intercept import Autocast
@@ -28,8 +21,15 @@ from harmony_ds.optim.schedules import check_schedule
 from harmony_ds.optim.updater import Clipping
 from harmony_ds.runtime.updates import Outcome
 from harmony_ds.step.group import GroupParts, StepGroup, Trial
+from harmony_ds.step.model_calls import ModelCalls
+from harmony_ds.step.one_time_warnings import DIVIDED_TWICE, DROPPED, EARLY_READ
 from harmony_ds.step.output_kinds import OutputKinds
 from harmony_ds.step.replaced_forward import ReplacedForward
+from harmony_ds.step.step_gradients import StepGradients
+from harmony_ds.step.step_record import StepRecord
+from harmony_ds.step.training import Training
+from harmony_ds.step.used_gradients import check_dropped
+from harmony_ds.step.while_alive import while_alive
 
 _logger = logging.getLogger("harmony_ds")
 
@@ -43,31 +43,31 @@ class OpenStep:
         parts: of every step's group.
     """
 
-    def __init__(self, training: Training, log: StepLog) -> None:
+    def __init__(self, training: Training, record: StepRecord, after_step: Callable[[], None]) -> None:
+        """Measure each step in `record`, and call `after_step` when one has been taken, by hand, too."""
         self._training = training
-        self._log = log
-        self._assembly = assembly = training.assembly
-        self._runner, self._world, self._optimizer = assembly.runner, assembly.world, assembly.host_optimizer
+        self._record = record
+        self._after_step = after_step
+        self._state = state = training.state
+        self._runner, self._world, self._optimizer = state.runner, state.world, state.host_optimizer
         self._running = False  # the step, or a part of it
         self._passes = 0  # through a frozen model, which has no steps; each has random numbers of its own
-        self.gradients = StepGradients(assembly, training.scaler)
+        self.gradients = StepGradients(state, training.scaler)
         self.override: OptimizerOverride | None = None
-        if assembly.optimizer is not None:
+        if state.optimizer is not None:
             calls = while_alive(self.step_by_hand), self.gradients.zero_by_hand, while_alive(self.finish)
-            self.override = OptimizerOverride(assembly.optimizer, *calls)  # may refuse: nothing is changed yet
-        self.links = ParameterLinks(
-            assembly.store, assembly.runtime.device_store, assembly.host_optimizer, weakref.proxy(self)
-        )
+            self.override = OptimizerOverride(state.optimizer, *calls)  # may refuse: nothing is changed yet
+        self.links = ParameterLinks(state.store, state.runtime.device_store, state.host_optimizer, weakref.proxy(self))
         self.parts = self._group_parts()
         self.renew()
 
     def _group_parts(self) -> GroupParts:
-        training, assembly, config = self._training, self._assembly, self._training.settings.now
+        training, state, config = self._training, self._state, self._training.settings.now
         check_propagation = training.scaler.check_scaled
         if self._optimizer is None:
             check_propagation = while_alive(training.check_can_propagate)
-        device, seed, warn = assembly.device, config.harmony.seed, while_alive(training.warnings.warn)
-        dtype, ledger = config.autocast_dtype, assembly.ledger
+        device, seed, warn = state.device, config.harmony.seed, while_alive(training.warnings.warn)
+        dtype, ledger = config.autocast_dtype, state.ledger
         autocast = None if dtype is None else Autocast(device.torch_device.type, dtype)
         casts = config.values["fp16.enabled"] and config.values["fp16.auto_cast"]
         return GroupParts(
@@ -112,7 +112,7 @@ class OpenStep:
         Raises:
             ModelError: they cannot.
         """
-        interception = self._assembly.interception
+        interception = self._state.interception
         if not self.group.is_open:
             self.links.apply_user_writes()
             interception.adopt_replaced()
@@ -136,7 +136,7 @@ class OpenStep:
         check_schedule(training.lr_scheduler, schedule)
         full = len(group) == training.settings.gradient_accumulation_steps() and not group.propagated
         try:
-            with self._log.record.step(len(group), full):
+            with self._record.step(len(group), full):
                 ran = self._run(clip)
             training.finish_step(self._runner.executor.updates.outcome if ran else Outcome(), schedule)
         except BaseException:
@@ -145,7 +145,7 @@ class OpenStep:
         finally:
             self.renew()
         self.gradients.finish_step(by_hand=schedule is None)
-        self._log.finish_step()
+        self._after_step()
 
     def step_by_hand(self) -> None:
         """Update from what has gathered, for `optimizer.step()`. Gradients of parameters that are not the optimizer's
@@ -153,7 +153,7 @@ class OpenStep:
         """
         assert self._optimizer is not None
         training, queued = self._training, len(self.group)
-        if not queued and not self._assembly.runtime.user_gradients.exist(self._optimizer.trained):
+        if not queued and not self._state.runtime.user_gradients.exist(self._optimizer.trained):
             check_dropped(self.gradients.used)
             return
         unmanaged = self.gradients.pop_unmanaged()
@@ -170,9 +170,7 @@ class OpenStep:
         if clipping is not None and not clip:
             clipping = replace(clipping, max_norm=0.0)
         self.apply_user_edits()
-        if (
-            self._world.size > 1 or self._training.scaler.scale != 1.0
-        ) and self._assembly.runtime.user_gradients.exist():
+        if (self._world.size > 1 or self._training.scaler.scale != 1.0) and self._state.runtime.user_gradients.exist():
             self._world.refuse(
                 "gradients that are put on parameters by hand, or by a backward pass of the program's own"
             )
@@ -242,7 +240,7 @@ class OpenStep:
     # ---- what the model's parameters ask, see `parameters.link.Owner`
 
     def finish(self) -> None:
-        self._assembly.wait_for_updates()
+        self._state.wait_for_updates()
 
     def before_write(self, name: str) -> None:
         """Propagate what was called with the values of `name`, which are about to be changed.
@@ -272,4 +270,4 @@ class OpenStep:
             self._runner.executor.gathered.drop((name,))
         if value is not None:
             self.finish()  # a pending update would take it
-        self._assembly.runtime.user_gradients.put(name, value)
+        self._state.runtime.user_gradients.put(name, value)

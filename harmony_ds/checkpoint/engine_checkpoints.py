@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from harmony_ds import checkpoint
-from harmony_ds.engine.open_step import OpenStep
-from harmony_ds.engine.training import Training
 from harmony_ds.errors import CheckpointError, ConfigError
+from harmony_ds.step.open_step import OpenStep
+from harmony_ds.step.training import Training
 
 _logger = logging.getLogger(__name__)
 
@@ -20,9 +20,12 @@ _logger = logging.getLogger(__name__)
 class Checkpoints:
     """Captures a training, and goes on from one that was captured."""
 
-    def __init__(self, training: Training, open_step: OpenStep) -> None:
-        self._training, self._open = training, open_step
-        self._runner, self._world = training.assembly.runner, training.assembly.world
+    def __init__(
+        self, training: Training, open_step: OpenStep, data_loader: Callable[[], checkpoint.ResumableLoader | None]
+    ) -> None:
+        """`data_loader`: returns the engine's own loader of now, whose position is saved; None: it has none."""
+        self._training, self._open, self._data_loader = training, open_step, data_loader
+        self._runner, self._world = training.state.runner, training.state.world
 
     def save_checkpoint(
         self,
@@ -54,7 +57,7 @@ class Checkpoints:
             checkpoint.write(snapshot, Path(save_dir), folder, save_latest)
 
         with self._world.reporting_failures():
-            others = self._world.all("save a checkpoint", checkpoint.capture_random(self._training.assembly.device))[1:]
+            others = self._world.all("save a checkpoint", checkpoint.capture_random(self._training.state.device))[1:]
             self._world.first(f"save the checkpoint {folder}", write)
         return True
 
@@ -92,10 +95,10 @@ class Checkpoints:
         snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, world.rank, world.size))
         self._runner.check_usable()
         self._training.settle()
-        assembly = self._training.assembly
-        assembly.finish_updates()
+        state = self._training.state
+        state.finish_updates()
         world.agree("load")  # no process uses weights any more
-        assembly.runtime.device_store.note_all_written()
+        state.runtime.device_store.note_all_written()
         try:
             checkpoint.restore(self._trained(), snapshot, wanted, str(folder))
             world.agree("loaded")
@@ -104,10 +107,20 @@ class Checkpoints:
         except BaseException as error:
             self._runner.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
-        progress = None if wanted.module_only else snapshot.progress
         self._open.group.abandon()
-        self._training.resume(progress)
-        self._open.renew(None if progress is None else progress.seed)
+        if wanted.module_only:
+            self._training.forget_last_step()
+            self._open.renew()
+        else:
+            progress = snapshot.progress
+            self._training.resume(
+                global_steps=progress.global_steps,
+                global_samples=progress.global_samples,
+                skipped_steps=progress.skipped_steps,
+                micro_steps=progress.micro_steps_with(self._training.settings.gradient_accumulation_steps()),
+                loss_scaler=progress.loss_scaler,
+            )
+            self._open.renew(progress.seed)
         return str(folder), snapshot.client_state
 
     def _verify(self, folder: Path) -> None:
@@ -146,7 +159,7 @@ class Checkpoints:
     def _captured(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
         training = self._training
         self._runner.check_usable()
-        training.assembly.runtime.updater.wait_all()
+        training.state.runtime.updater.wait_all()
         training.settle()
         if self._open.group:
             _logger.warning(
@@ -170,15 +183,15 @@ class Checkpoints:
         return checkpoint.capture(self._trained(), progress, dict(client_state), plan_text, exclude_frozen)
 
     def _trained(self) -> checkpoint.Trained:
-        assembly, loader = self._training.assembly, self._training.data.training_dataloader
+        state = self._training.state
         return checkpoint.Trained(
             self._training.model,
-            assembly.store,
-            assembly.device,
-            assembly.runtime.device_store,
-            assembly.host_optimizer,
+            state.store,
+            state.device,
+            state.runtime.device_store,
+            state.host_optimizer,
             self._training.lr_scheduler,
-            loader if isinstance(loader, checkpoint.ResumableLoader) else None,
+            self._data_loader(),
             len(self._open.group),
             self._open.group.buffers_before,
         )

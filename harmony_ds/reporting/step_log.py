@@ -12,31 +12,32 @@ from torch import Tensor
 
 from harmony_ds.config import Config
 from harmony_ds.distributed.process_group import init_distributed
-from harmony_ds.engine.step_record import StepRecord
-from harmony_ds.engine.training import Training
 from harmony_ds.errors import ConfigError
+from harmony_ds.reporting.reporter import Reporter
+from harmony_ds.step.step_record import StepRecord
+from harmony_ds.step.training import Training
 
 _logger = logging.getLogger("harmony_ds.progress")
-Event = tuple[str, float, int]
+MonitorEvent = tuple[str, float, int]
 
 
 class StepLog:
-    """Records every step, and says what the ds_config asks for.
+    """Says after each step what the ds_config asks for.
 
     Attributes:
-        record: bytes, memory and time of the last steps.
         throughput: DeepSpeed's timer of samples per second, from step to step.
         monitor: DeepSpeed's, or one that writes nothing.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, record: StepRecord, reporter: Reporter) -> None:
         self._training = training
-        config, values, world = training.settings.now, training.settings.now.values, training.assembly.world
+        self._record = record
+        self._reporter = reporter
+        config, values, world = training.settings.now, training.settings.now.values, training.state.world
         speaks = world.rank == 0  # one process speaks for all
         self._every = (config.steps_per_print or None) if speaks else None
         self._breakdown = speaks and bool(values["wall_clock_breakdown"])
         self._memory = speaks and bool(values["memory_breakdown"])
-        self.record = StepRecord(training.assembly)
         self.throughput = _throughput_timer(config, self._every)
         self.monitor = _monitor(config) if speaks else _NO_MONITOR
         if values["log_level"] is not None:
@@ -50,39 +51,39 @@ class StepLog:
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Return the milliseconds of the last step, with `wall_clock_breakdown`; `trace()` has those of every task."""
-        return {"step": self.record.step_ms} if self._breakdown else {}
+        return {"step": self._record.step_ms} if self._breakdown else {}
 
     def finish_step(self) -> None:
         """Report the optimizer step that is over; the counters are those after it."""
         training = self._training
-        size = training.settings.train_micro_batch_size_per_gpu() * training.assembly.world.size
+        size = training.settings.train_micro_batch_size_per_gpu() * training.state.world.size
         if self._every and training.global_steps % self._every == 0:
             lr, momentum = training.get_lr(), training.get_mom()
             _logger.info(
                 "step=%d, skipped=%d, lr=%s, mom=%s", training.global_steps, training.skipped_steps, lr, momentum
             )
-        self.throughput.batch_size = self.record.micro_batches * size
+        self.throughput.batch_size = self._record.micro_batches * size
         self.throughput.stop(global_step=True)
         self.throughput.start()
         if self.monitor.enabled:
             self.monitor.write_events(self._events())
         if self._breakdown:
-            _logger.info("time (ms) | step: %.2f", self.record.step_ms)
+            _logger.info("time (ms) | step: %.2f", self._record.step_ms)
         if self._memory:
-            _logger.info("%s", self.record.memory_report())
+            _logger.info("%s", self._reporter.memory_report())
 
     def write_loss(self, name: str, loss: Tensor) -> None:
         """Write the mean of a `train_batch` ("train_loss") or `eval_batch` to the monitors, as DeepSpeed's pipeline."""
         if self.monitor.enabled:
             self.monitor.write_events([(f"Train/Samples/{name}", loss.item(), self._training.global_samples)])
 
-    def _events(self) -> list[Event]:
+    def _events(self) -> list[MonitorEvent]:
         training, samples = self._training, self._training.global_samples
-        events: list[Event] = [("Train/Samples/lr", training.get_lr()[0], samples)]
+        events: list[MonitorEvent] = [("Train/Samples/lr", training.get_lr()[0], samples)]
         if training.settings.now.values["fp16.enabled"]:
             events.append(("Train/Samples/loss_scale", training.scaler.scale, samples))
         if self._breakdown:
-            events.append(("Train/Samples/elapsed_time_ms_step", self.record.step_ms, samples))
+            events.append(("Train/Samples/elapsed_time_ms_step", self._record.step_ms, samples))
         return events
 
 

@@ -1,20 +1,20 @@
-"""Config and model to the parts of an engine."""
+"""Making of everything that an engine needs, from a model and a ds_config: `assemble`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from harmony_ds.assembly import preflight
+from harmony_ds.assembly.prepare_model import prepare_model
 from harmony_ds.config import Config
-from harmony_ds.decomposer.find import Decomposition, Layer, Room, find_layers, layer_graph
+from harmony_ds.decomposer.find import Decomposition, Room, find_layers, layer_graph
 from harmony_ds.device import Device, make_devices
 from harmony_ds.distributed import ALONE, SingleProcess, World
-from harmony_ds.engine import admission
-from harmony_ds.engine.incoming import accept
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.contract import Contract
 from harmony_ds.model.crossing import Crossings
@@ -51,76 +51,8 @@ from harmony_ds.optim.user_gradients import UserGradients
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.scheduler.host_room import cast_bytes
+from harmony_ds.step.engine_state import EngineState
 from harmony_ds.step.runner import Runner
-
-
-def _wait_for_updates(updater: Updater, device_store: DeviceStore) -> None:
-    updater.wait_all()
-    device_store.finish_reads()
-
-
-def _hand_out_state(updater: Updater, device_store: DeviceStore, names: Iterable[str]) -> None:
-    _wait_for_updates(updater, device_store)
-    device_store.hand_out_state(names)
-
-
-@dataclass(frozen=True, slots=True)
-class Assembly:
-    """The parts of an engine."""
-
-    device: Device
-    store: HostStore
-    ledger: Ledger
-    runtime: Runtime
-    world: SingleProcess
-    runner: Runner
-    interception: Interception
-    layers: tuple[Layer, ...]
-    optimizer: torch.optim.Optimizer | None
-    host_optimizer: HostOptimizer | None
-
-    def wait_for_updates(self) -> None:
-        """Wait for all updates on the host, and for queued copies that read its memory."""
-        _wait_for_updates(self.runtime.updater, self.runtime.device_store)
-
-    def finish_updates(self) -> None:
-        """Bring every weight, master and optimizer state on the host up to date."""
-        self.wait_for_updates()
-        self.runtime.device_store.sync_to_host()
-
-    def host_bytes(self) -> dict[str, int]:
-        """Return the bytes of host memory by kind."""
-        optimizer = self.host_optimizer
-        return {
-            **self.store.host_bytes(),
-            "optimizer": 0 if optimizer is None else optimizer.state_bytes(),
-            "gradients": self.runtime.gradients.host_bytes,
-            "casts": 0 if self.runtime.gradients.casts is None else self.runtime.gradients.casts.nbytes,
-            "stash": self.runtime.stash.host_bytes,
-        }
-
-    def destroy(self) -> None:
-        """Finish updates, end the thread, give the model its own forward and parameters back, and free memory.
-
-        Raises:
-            BaseException: an update's failure that was not raised yet, after all of that.
-        """
-        self.runtime.updater.stop()
-        self.runner.destroy()
-        self.runtime.device_store.destroy()
-        if self.host_optimizer is not None:
-            self.host_optimizer.unwatch_state()
-            self.host_optimizer.restore_parameters(self.store.parameters)
-            self.host_optimizer.close()
-        self.interception.remove()
-        self.runtime.installation.remove()
-        self.runtime.gradients.destroy()
-        self.runtime.stash.destroy()
-        self.runtime.joins.destroy()
-        self.store.release()
-        self.device.unlimit_process()
-        self.world.leave()
-        self.runtime.updater.raise_failure()
 
 
 def assemble(
@@ -130,21 +62,21 @@ def assemble(
     model_parameters: ParameterGroups | None,
     device: Device | None,
     world: SingleProcess = ALONE,
-) -> Assembly:
+) -> EngineState:
     """Build all parts; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
     if belongs_to_engine(model):
         raise ModelError("this model belongs to another engine: call that engine's destroy() first.")
     settings = config.harmony
-    admission.check_processes(config, world)
-    saved = admission.read_plan(settings.plan)
+    preflight.check_processes(config, world)
+    saved = preflight.read_plan(settings.plan)
     device = device or make_devices(settings.device, settings.devices, settings.budget_bytes, settings.pin_memory)
-    admission.check_devices(config, device, saved)
-    accept(model, device, config.compute_dtype)
+    preflight.check_devices(config, device, saved)
+    prepare_model(model, device, config.compute_dtype)
     decomposition = find_layers(model, settings.layers, _room(config, device, world))
     given = list(model.parameters() if model_parameters is None else model_parameters)
-    planned = admission.PlannedOptimizer.of(config, client_optimizer, given)
+    planned = preflight.PlannedOptimizer.of(config, client_optimizer, given)
     if device.host_type == "cpu":
-        admission.check_host_room(admission.host_need(decomposition, model, config, planned, device), world)
+        preflight.check_host_room(preflight.host_need(decomposition, model, config, planned, device), world)
     store = _to_slabs(model, decomposition, config, (device, world), planned)
     masters = Masters(store.parameters, store.masters)
     optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)
@@ -152,11 +84,11 @@ def assemble(
         check_dtypes(optimizer, config)
     host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
     device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.optimizer_device)
-    residency = admission.residency_for(config, device, device_optimizer, world)
+    residency = preflight.residency_for(config, device, device_optimizer, world)
     config = replace(config, harmony=replace(settings, residency=residency))
     stays = config.harmony.residency not in ("off", "kept") or (saved is not None and bool(saved.policy.resident))
     graph = layer_graph(decomposition, store.parameters)
-    graph = admission.with_update_bytes(graph, store, device_optimizer if stays else None)
+    graph = preflight.with_update_bytes(graph, store, device_optimizer if stays else None)
     # From here on a thread runs: all that may be refused has been checked.
     runtime, ledger = _make_runtime(
         model, config, decomposition, (device, store, world), host_optimizer, device_optimizer
@@ -164,7 +96,7 @@ def assemble(
     layers = decomposition.layers
     runner, interception = Runner(runtime, decomposition, graph, config, saved), Interception(layers, model, device)
     device.limit_process()
-    return Assembly(device, store, ledger, runtime, world, runner, interception, layers, optimizer, host_optimizer)
+    return EngineState(device, store, ledger, runtime, world, runner, interception, layers, optimizer, host_optimizer)
 
 
 def _room(config: Config, device: Device, world: SingleProcess) -> Room | None:
@@ -180,10 +112,10 @@ def _to_slabs(
     decomposition: Decomposition,
     config: Config,
     where: tuple[Device, SingleProcess],
-    planned: admission.PlannedOptimizer,
+    planned: preflight.PlannedOptimizer,
 ) -> HostStore:
     device, world = where
-    disk_bytes = admission.disk_need(config, model, planned)
+    disk_bytes = preflight.disk_need(config, model, planned)
     masters: torch.dtype | SplitMasters | DiskMasters = config.master_dtype
     if config.harmony.split_masters:
         masters = SplitMasters(world)
@@ -191,7 +123,7 @@ def _to_slabs(
         masters = DiskMasters(DiskFile(config.disk_folder, disk_bytes, world=world), planned.numbers or 0)
     memory: Device | DiskWeights = device
     if config.weights_folder is not None:
-        nbytes = admission.weights_disk_need(decomposition, model, config)
+        nbytes = preflight.weights_disk_need(decomposition, model, config)
         memory = DiskWeights(config.weights_folder, device, nbytes, world)
     store = HostStore(model, decomposition, config.compute_dtype, memory, world, masters)
     world.agree("weights are there")
@@ -291,3 +223,10 @@ def _make_runtime(
         copy_masters_to_weights=store.copy_masters_to_weights,
     )
     return runtime, ledger
+
+
+def _hand_out_state(updater: Updater, device_store: DeviceStore, names: Iterable[str]) -> None:
+    """Bring the optimizer state of parameters to the host, before the program reads it."""
+    updater.wait_all()
+    device_store.finish_reads()
+    device_store.hand_out_state(names)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.engine.assembly import Assembly
-from harmony_ds.engine.loss_scaling import LossScaler
-from harmony_ds.engine.used_gradients import UsedGradient
 from harmony_ds.offload.host_store import ungated
+from harmony_ds.step.engine_state import EngineState
+from harmony_ds.step.loss_scaling import LossScaler
+from harmony_ds.step.used_gradients import UsedGradient
 
 
 class StepGradients:
@@ -18,11 +18,11 @@ class StepGradients:
         used: names of gradients that `optimizer.step()` by hand has used, and the program has not dropped.
     """
 
-    def __init__(self, assembly: Assembly, scaler: LossScaler) -> None:
-        self._store, self._optimizer = assembly.store, assembly.host_optimizer
-        self._gathered = assembly.runner.executor.gathered
-        self._own, self._updater = assembly.runtime.user_gradients, assembly.runtime.updater
-        self._sums = (assembly.runtime.gradients, assembly.runtime.device_store)
+    def __init__(self, state: EngineState, scaler: LossScaler) -> None:
+        self._store, self._optimizer = state.store, state.host_optimizer
+        self._gathered = state.runner.executor.gathered
+        self._own, self._updater = state.runtime.user_gradients, state.runtime.updater
+        self._sums = (state.runtime.gradients, state.runtime.device_store)
         self._scaler = scaler
         self._shown: set[str] = set()  # unscaled now, and perhaps changed
         self.used: set[str] = set()

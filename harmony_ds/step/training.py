@@ -8,19 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from harmony_ds.checkpoint import Progress
-from harmony_ds.engine.assembly import Assembly
-from harmony_ds.engine.lifetime import while_alive
-from harmony_ds.engine.loss_scaling import LossScaler
-from harmony_ds.engine.one_time_warnings import NOT_FINITE, SKIPPED, OneTimeWarnings
-from harmony_ds.engine.settings import Settings
-from harmony_ds.engine.training_data import TrainingData
-from harmony_ds.engine.zero_optimizer import ZeroOptimizer
+from harmony_ds.config.engine_settings import EngineSettings
 from harmony_ds.errors import UsageError
 from harmony_ds.optim.optimizer_chain import parts_of
 from harmony_ds.optim.schedules import ScheduleStep, build_scheduler, can_step_back
 from harmony_ds.optim.updater import GradientNorm
+from harmony_ds.optim.zero_optimizer import ZeroOptimizer
 from harmony_ds.runtime.updates import Outcome
+from harmony_ds.step.engine_state import EngineState
+from harmony_ds.step.loss_scaling import LossScaler
+from harmony_ds.step.one_time_warnings import NOT_FINITE, SKIPPED, OneTimeWarnings
+from harmony_ds.step.while_alive import while_alive
 
 
 class Training:
@@ -35,13 +33,11 @@ class Training:
         group_began: `micro_steps` when the group that is queued now began.
     """
 
-    def __init__(
-        self, model: nn.Module, assembly: Assembly, settings: Settings, data: TrainingData, lr_scheduler: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, state: EngineState, settings: EngineSettings, lr_scheduler: Any) -> None:
         """`lr_scheduler`: the user's, or a callable that makes it from the optimizer."""
-        self.model, self.assembly, self.settings, self.data = model, assembly, settings, data
+        self.model, self.state, self.settings = model, state, settings
         self.scaler = LossScaler(settings.now.loss_scale)
-        optimizer = assembly.optimizer
+        optimizer = state.optimizer
         self.optimizer: Any = None
         if optimizer is not None:
             self.optimizer = ZeroOptimizer(optimizer, settings, self.scaler.own, while_alive(self.has_overflowed))
@@ -151,7 +147,7 @@ class Training:
             norm = None if outcome.norm is None else outcome.norm.result()
         except Exception:
             self._unsettled = self._schedule_step = None  # said once
-            self.assembly.runtime.updater.raise_failure()  # which notes that the caller has got it
+            self.state.runtime.updater.raise_failure()  # which notes that the caller has got it
             raise
         schedule_step, self._unsettled, self._schedule_step = self._schedule_step, None, None
         if norm is None:
@@ -171,8 +167,8 @@ class Training:
         self.global_steps += 1
         self._norm, self._unsettled = outcome.norm, outcome
         self._applied, self._overflow = True, False
-        assert self.assembly.optimizer is not None
-        for optimizer in (self.optimizer, *parts_of(self.assembly.optimizer)):
+        assert self.state.optimizer is not None
+        for optimizer in (self.optimizer, *parts_of(self.state.optimizer)):
             optimizer._opt_called = True  # torch's schedulers warn without it
         if self.scaler.own.dynamic:  # the next losses have another scale after an overflow
             self.settle_skip()
@@ -213,15 +209,24 @@ class Training:
         """Begin the next group after `micro_steps` calls of `step()`."""
         self.micro_steps, self.group_began, self._backwards = micro_steps, micro_steps, 0
 
-    def resume(self, progress: Progress | None) -> None:
-        """Go on from a checkpoint's `progress` (None: from its weights alone, counting on)."""
+    def forget_last_step(self) -> None:
+        """Forget the last step and the group that is queued, when weights have been loaded in their place."""
         self._norm = self._unsettled = self._schedule_step = None
         self._applied = self._overflow = False
-        if progress is None:
-            self.rewind()
-            return
-        self.global_steps = progress.global_steps
-        self.global_samples = progress.global_samples
-        self.skipped_steps = progress.skipped_steps
-        self.begin_group(progress.micro_steps_with(self.settings.gradient_accumulation_steps()))
-        self.scaler.load_state_dict(progress.loss_scaler)
+        self.rewind()
+
+    def resume(
+        self,
+        global_steps: int,
+        global_samples: int,
+        skipped_steps: int,
+        micro_steps: int,
+        loss_scaler: dict[str, Any] | None,
+    ) -> None:
+        """Count on from the numbers of a checkpoint, with the state of its loss scaler."""
+        self.forget_last_step()
+        self.global_steps = global_steps
+        self.global_samples = global_samples
+        self.skipped_steps = skipped_steps
+        self.begin_group(micro_steps)
+        self.scaler.load_state_dict(loss_scaler)

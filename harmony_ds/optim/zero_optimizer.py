@@ -3,50 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, SupportsIndex
 
 import torch
 
-from harmony_ds.engine.settings import Settings
+from harmony_ds.config.engine_settings import EngineSettings
 from harmony_ds.errors import UnsupportedError
 
-_OF_ENGINE = """
-    gradient_accumulation_steps bf16_master_weights_and_gradients fp16_master_weights_and_gradients
-    bf16_optimizer_states
-""".split()
-_OF_ZERO_CONFIG = """
-    reduce_bucket_size allgather_bucket_size contiguous_gradients sub_group_size reduce_scatter elastic_checkpoint
-    ignore_unused_parameters
-""".split()
-_NONE = """
-    external_loss_scale torch_autocast_gradscaler mpu model_parallel_group ep_process_group expert_dp_process_group
-    optimizer_swapper
-""".split()
-_FALSE = "custom_loss_scaler has_moe_layers zenflow use_muon swap_optimizer".split()
-_ANSWERS: dict[str, Callable[[Settings], Any]] = {
+_Answer = Callable[[EngineSettings], Any]
+
+
+def _of_zero_config(name: str) -> _Answer:
+    """Return the answer that is the value of `name` in DeepSpeed's zero_optimization block."""
+    return attrgetter(f"_config.zero_config.{name}")
+
+
+def _always(value: Any) -> _Answer:
+    """Return the answer that is `value` in every training without parallelism but that of data."""
+    return lambda _: value
+
+
+_ANSWERS: dict[str, _Answer] = {
     "clip_grad": lambda settings: settings.now.gradient_clipping,
     "dtype": lambda settings: settings.now.compute_dtype,
     "gradient_accumulation_dtype": lambda settings: settings.now.accumulation_dtype,
     "master_weights_and_grads_dtype": lambda settings: settings.now.master_dtype,
     "low_precision_master_weights_and_grads": lambda settings: settings.now.master_dtype != torch.float32,
+    "check_grad_overflow": lambda settings: settings.now.skip_overflow,
+    "gradient_accumulation_steps": lambda settings: settings.gradient_accumulation_steps(),
     "communication_data_type": lambda settings: settings.communication_data_type,
     "offload_param": lambda settings: getattr(settings.zero_offload_param(), "device", None) == "cpu",
-    "check_grad_overflow": lambda settings: settings.now.skip_overflow,
+    "cpu_offload": lambda settings: settings.zero_cpu_offload(),
+    "offload_optimizer": lambda settings: settings.zero_cpu_offload(),
     "zero_stage_string": lambda settings: f"ZeRO-{settings.zero_optimization_stage()}",
-    "partition_gradients": methodcaller("zero_optimization_partition_gradients"),
-    **dict.fromkeys(("cpu_offload", "offload_optimizer"), methodcaller("zero_cpu_offload")),
-    **{name: methodcaller(name) for name in _OF_ENGINE},
-    **{name: attrgetter(f"_config.zero_config.{name}") for name in _OF_ZERO_CONFIG},
-    **dict.fromkeys(_NONE, lambda _: None),
-    **dict.fromkeys(_FALSE, lambda _: False),
-    **dict.fromkeys(("model_parallel_world_size", "sequence_parallel_size"), lambda _: 1),
-    **{"model_parallel_rank": lambda _: 0, "gradient_average": lambda _: True},
+    "partition_gradients": lambda settings: settings.zero_optimization_partition_gradients(),
+    "bf16_master_weights_and_gradients": lambda settings: settings.bf16_master_weights_and_gradients(),
+    "fp16_master_weights_and_gradients": lambda settings: settings.fp16_master_weights_and_gradients(),
+    "bf16_optimizer_states": lambda settings: settings.bf16_optimizer_states(),
+    "reduce_bucket_size": _of_zero_config("reduce_bucket_size"),
+    "allgather_bucket_size": _of_zero_config("allgather_bucket_size"),
+    "contiguous_gradients": _of_zero_config("contiguous_gradients"),
+    "sub_group_size": _of_zero_config("sub_group_size"),
+    "reduce_scatter": _of_zero_config("reduce_scatter"),
+    "elastic_checkpoint": _of_zero_config("elastic_checkpoint"),
+    "ignore_unused_parameters": _of_zero_config("ignore_unused_parameters"),
+    "external_loss_scale": _always(None),
+    "torch_autocast_gradscaler": _always(None),
+    "mpu": _always(None),
+    "model_parallel_group": _always(None),
+    "ep_process_group": _always(None),
+    "expert_dp_process_group": _always(None),
+    "optimizer_swapper": _always(None),
+    "custom_loss_scaler": _always(False),
+    "has_moe_layers": _always(False),
+    "zenflow": _always(False),
+    "use_muon": _always(False),
+    "swap_optimizer": _always(False),
+    "model_parallel_world_size": _always(1),
+    "sequence_parallel_size": _always(1),
+    "model_parallel_rank": _always(0),
+    "gradient_average": _always(True),
 }
-"""Names that the ds_config answers, or that have one answer without parallelism but that of data."""
+"""Names of DeepSpeed's ZeRO optimizer that the ds_config answers."""
 _OF_SCALER = {"cur_scale": "cur_scale", "loss_scale": "loss_scale", "dynamic_loss_scale": "dynamic"}
+"""Names that an attribute of the loss scaler answers."""
 _SET_BY = {"clip_grad": "gradient_clipping", "cur_scale": "fp16.loss_scale", "loss_scale": "fp16.loss_scale"}
-_SHOWN = {"optimizer", "overflow", "loss_scaler", *_OF_SCALER, *_ANSWERS}
+"""Names that a program may want to set, and the key of the ds_config that sets each."""
+_READ_ONLY = {"optimizer", "overflow", "loss_scaler", *_OF_SCALER, *_ANSWERS}
 
 
 class ZeroOptimizer:
@@ -58,7 +82,7 @@ class ZeroOptimizer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        settings: Settings,
+        settings: EngineSettings,
         scaler: Any,
         has_overflowed: Callable[[], bool | None],
     ) -> None:
@@ -86,7 +110,7 @@ class ZeroOptimizer:
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SHOWN:
+        if name in _READ_ONLY:
             raise _read_only(f"engine.optimizer.{name}", _SET_BY.get(name, "the keys that decide it"))
         setattr(vars(self)["optimizer"], name, value)
 
@@ -94,7 +118,7 @@ class ZeroOptimizer:
         delattr(vars(self)["optimizer"], name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*dir(vars(self)["optimizer"]), *_SHOWN, *(n for n in vars(ZeroOptimizer) if n[0] != "_")})
+        return sorted({*dir(vars(self)["optimizer"]), *_READ_ONLY, *(n for n in vars(ZeroOptimizer) if n[0] != "_")})
 
     def __eq__(self, other: object) -> bool:
         return vars(self)["optimizer"] is unwrap_optimizer(other)

@@ -1,13 +1,12 @@
-"""From DeepSpeed's arguments to an engine: `initialize`."""
+"""Checks of the arguments of `initialize`, the ds_config among them, and the processes that train together."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,88 +15,20 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from harmony_ds.assembly.partitioned import make_whole
 from harmony_ds.config import Config, for_loaded_model, load_config
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device, devices_of_process
 from harmony_ds.distributed import SingleProcess, join_world
 from harmony_ds.distributed.process_group import init_distributed, launched_size
-from harmony_ds.engine.assembly import assemble
-from harmony_ds.engine.core import HarmonyEngine, UserObjects
-from harmony_ds.engine.partitioned import make_whole
-from harmony_ds.engine.zero_optimizer import unwrap_optimizer
 from harmony_ds.errors import ConfigError, UnsupportedError
-from harmony_ds.optim.optimizer_chain import as_one_optimizer
-from harmony_ds.optim.optimizers import ClientOptimizer, ParameterGroups, parameters_in
+from harmony_ds.optim.optimizers import ClientOptimizer, parameters_in
 
 _logger = logging.getLogger(__name__)
 DsConfig = Mapping[str, Any] | str | Path
 
 
-def initialize(
-    args: Namespace | None = None,
-    model: nn.Module | None = None,
-    optimizer: ClientOptimizer | Sequence[torch.optim.Optimizer] | None = None,
-    model_parameters: ParameterGroups | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,  # noqa: ARG001
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
-    config: DsConfig | None = None,
-    mesh_param: Any = None,
-    config_params: DsConfig | None = None,
-    *,
-    device: Device | None = None,
-) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
-    """Wrap `model`, in host memory, for training; the signature and the result are those of `deepspeed.initialize`.
-
-    Args:
-        optimizer, lr_scheduler: over the model's parameters, or a callable that makes one; override the ds_config's.
-            Several optimizers over different parameters in a list, or in an object of the program's, are stepped together,
-            and so are several schedulers in a list.
-        model_parameters: parameters or parameter groups to train (all that require gradients).
-        training_data, collate_fn: a dataset, which the third result loads in micro-batches as DeepSpeed does.
-        config, config_params: the ds_config: a dict, a path, or url-safe base64 of JSON. `args.deepspeed_config` may be it.
-        dist_init_required: if True, `torch.distributed` and `deepspeed.comm` are initialized, for this process
-            alone without a launcher.
-        device: an explicit device, instead of the ds_config's.
-        distributed_port, mpu, mesh_param: accepted for DeepSpeed's sake as long as they ask for no other parallelism.
-
-    Returns:
-        engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
-
-    Raises:
-        ConfigError, ModelError, OptimizerError, UnsupportedError: an argument or key, which the message names.
-    """
-    trained = _check_model(model, mpu, mesh_param)
-    given = _choose_config(args, config if config is not None else config_params)
-    client: ClientOptimizer | None = as_one_optimizer(unwrap_optimizer(optimizer))
-    settings = _in_dtype_of(trained, _load_settings(given, client, dist_init_required))
-    _check_schedule(client, lr_scheduler)
-    parameters = None if model_parameters is None else list(model_parameters)
-    _check_for_duplicates(trained, client, parameters)
-    settings, world = _join(settings, trained, device)
-    with world.reporting_failures():
-        assembly = assemble(trained, settings, client, parameters, device, world)
-        try:
-            objects = UserObjects(client, lr_scheduler, training_data, collate_fn)
-            engine = HarmonyEngine(trained, settings, assembly, objects)
-        except BaseException:
-            assembly.destroy()
-            raise
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add --deepspeed and --deepspeed_config (and their deprecated forms), as `deepspeed.add_config_arguments` does."""
-    import deepspeed
-
-    added: ArgumentParser = deepspeed.add_config_arguments(parser)
-    return added
-
-
-def _check_model(model: object, mpu: Any, mesh_param: Any) -> nn.Module:
+def check_model(model: object, mpu: Any, mesh_param: Any) -> nn.Module:
     if model is None:
         raise ConfigError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
     if not isinstance(model, nn.Module):
@@ -108,7 +39,7 @@ def _check_model(model: object, mpu: Any, mesh_param: Any) -> nn.Module:
     return model
 
 
-def _load_settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init_required: bool | None) -> Config:
+def load_settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init_required: bool | None) -> Config:
     if dist_init_required or launched_size():  # whose scripts ask for their rank, one process's too
         init_distributed()
     settings = load_config(given, dist.get_world_size() if dist.is_initialized() else 1)
@@ -119,7 +50,7 @@ def _load_settings(given: DsConfig, optimizer: ClientOptimizer | None, dist_init
     return settings
 
 
-def _in_dtype_of(model: nn.Module, settings: Config) -> Config:
+def in_dtype_of(model: nn.Module, settings: Config) -> Config:
     """Return the settings for `model`, which may have been loaded in the 16 bits of its checkpoint; the log says so."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     found = for_loaded_model(settings, dtypes)
@@ -143,7 +74,7 @@ def _in_dtype_of(model: nn.Module, settings: Config) -> Config:
     return found
 
 
-def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Config, SingleProcess]:
+def join_processes(settings: Config, model: nn.Module, device: Device | None) -> tuple[Config, SingleProcess]:
     """Join the processes that train `model`; returns the settings of this one, too."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return settings, SingleProcess()
@@ -170,7 +101,7 @@ def _join(settings: Config, model: nn.Module, device: Device | None) -> tuple[Co
     return settings, join_world(tuple(parameters), digest, on_cuda, harmony.reproducible)
 
 
-def _check_schedule(optimizer: ClientOptimizer | None, lr_scheduler: Any) -> None:
+def check_schedule_argument(optimizer: ClientOptimizer | None, lr_scheduler: Any) -> None:
     made_later = optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer)
     if made_later and isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise ConfigError(
@@ -178,7 +109,7 @@ def _check_schedule(optimizer: ClientOptimizer | None, lr_scheduler: Any) -> Non
         )
 
 
-def _check_for_duplicates(model: nn.Module, optimizer: object, parameters: list[Any] | None) -> None:
+def check_for_duplicates(model: nn.Module, optimizer: object, parameters: list[Any] | None) -> None:
     groups: list[Any] = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else parameters or []
     counts = Counter(map(id, parameters_in(groups)))
     for name, parameter in model.named_parameters():
@@ -189,7 +120,7 @@ def _check_for_duplicates(model: nn.Module, optimizer: object, parameters: list[
             )
 
 
-def _choose_config(args: Any, config: DsConfig | None) -> DsConfig:
+def choose_config(args: Any, config: DsConfig | None) -> DsConfig:
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if named is not None and config is not None:
         raise ConfigError(

@@ -11,7 +11,7 @@ from harmony_ds.errors import ModelError
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def accept(model: nn.Module, device: Device, dtype: torch.dtype) -> None:
+def prepare_model(model: nn.Module, device: Device, dtype: torch.dtype) -> None:
     """Make `model` ready to be trained in `dtype`.
 
     Raises:

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from harmony_ds.engine.assembly import Assembly
 from harmony_ds.model.engine_parameter import ParameterLinks, gate
 from harmony_ds.optim.optimizer_override import OptimizerOverride
+from harmony_ds.step.engine_state import EngineState
 
 
-def release(links: ParameterLinks, override: OptimizerOverride | None, assembly: Assembly) -> None:
+def release(links: ParameterLinks, override: OptimizerOverride | None, state: EngineState) -> None:
     """Finalize an engine, without a reference to it: give model and optimizer back, and end its threads."""
 
     def end() -> None:
         with gate(passed=True):
             try:
-                assembly.destroy()
+                state.destroy()
             finally:
                 links.remove()
 
     if override is not None:
         override.remove()
-    if assembly.runtime.updater.is_inside:  # garbage was collected there
+    if state.runtime.updater.is_inside:  # garbage was collected there
         ending = threading.Thread(target=end, name="harmony-destroy")
         ending.start()
-        links.hand_over(_Ending(ending, assembly.store.parameters))
+        links.hand_over(_Ending(ending, state.store.parameters))
     else:
         end()
 
@@ -54,14 +52,3 @@ class _Ending:
     def put_gradient(self, name: str, value: Tensor | None) -> None:
         self._thread.join()
         self._parameters[name].grad = value
-
-
-def while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `method` while its object lives, and does not keep it alive: a loss may outlive it."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        living = reference()
-        return None if living is None else living(*args)
-
-    return call

@@ -1,0 +1,961 @@
+"""The engine under DeepSpeed's names: `initialize` makes it, and `HarmonyEngine` has every method that a program calls."""
+
+from __future__ import annotations
+
+import weakref
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from harmony_ds.assembly.arguments import (
+    DsConfig,
+    check_for_duplicates,
+    check_model,
+    check_schedule_argument,
+    choose_config,
+    in_dtype_of,
+    join_processes,
+    load_settings,
+)
+from harmony_ds.assembly.assemble import assemble
+from harmony_ds.assembly.lifetime import release
+from harmony_ds.assembly.training_data import TrainingData
+from harmony_ds.checkpoint.engine_checkpoints import Checkpoints
+from harmony_ds.config import Config
+from harmony_ds.config.deepspeed_getters import DEEPSPEED_NAMES
+from harmony_ds.config.engine_settings import EngineSettings
+from harmony_ds.device import Device
+from harmony_ds.errors import BatchError, UnsupportedError, UsageError
+from harmony_ds.model.intercept import is_between_layers
+from harmony_ds.optim.optimizer_chain import as_one_optimizer
+from harmony_ds.optim.optimizers import ClientOptimizer, ParameterGroups
+from harmony_ds.optim.zero_optimizer import unwrap_optimizer
+from harmony_ds.reporting.reporter import Reporter
+from harmony_ds.reporting.reports import MemoryReport, PlanReport, SwapReport
+from harmony_ds.reporting.step_log import StepLog
+from harmony_ds.scheduler.plan import Plan, Task
+from harmony_ds.scheduler.trace import ExecutedStep
+from harmony_ds.step.division import divided
+from harmony_ds.step.engine_state import EngineState
+from harmony_ds.step.inputs import Arguments
+from harmony_ds.step.open_step import OpenStep
+from harmony_ds.step.pending import PendingTensor
+from harmony_ds.step.step_record import StepRecord
+from harmony_ds.step.ticket import LossFunction, QueuedMicroBatch
+from harmony_ds.step.training import Training
+
+__all__ = ["HarmonyEngine", "add_config_arguments", "initialize"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def initialize(
+    args: Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: ClientOptimizer | Sequence[torch.optim.Optimizer] | None = None,
+    model_parameters: ParameterGroups | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,  # noqa: ARG001
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: DsConfig | None = None,
+    mesh_param: Any = None,
+    config_params: DsConfig | None = None,
+    *,
+    device: Device | None = None,
+) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
+    """Wrap `model`, in host memory, for training; the signature and the result are those of `deepspeed.initialize`.
+
+    Args:
+        optimizer, lr_scheduler: over the model's parameters, or a callable that makes one; override the ds_config's.
+            Several optimizers over different parameters in a list, or in an object of the program's, are stepped together,
+            and so are several schedulers in a list.
+        model_parameters: parameters or parameter groups to train (all that require gradients).
+        training_data, collate_fn: a dataset, which the third result loads in micro-batches as DeepSpeed does.
+        config, config_params: the ds_config: a dict, a path, or url-safe base64 of JSON. `args.deepspeed_config` may be it.
+        dist_init_required: if True, `torch.distributed` and `deepspeed.comm` are initialized, for this process
+            alone without a launcher.
+        device: an explicit device, instead of the ds_config's.
+        distributed_port, mpu, mesh_param: accepted for DeepSpeed's sake as long as they ask for no other parallelism.
+
+    Returns:
+        engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
+
+    Raises:
+        ConfigError, ModelError, OptimizerError, UnsupportedError: an argument or key, which the message names.
+    """
+    trained = check_model(model, mpu, mesh_param)
+    given = choose_config(args, config if config is not None else config_params)
+    client: ClientOptimizer | None = as_one_optimizer(unwrap_optimizer(optimizer))
+    settings = in_dtype_of(trained, load_settings(given, client, dist_init_required))
+    check_schedule_argument(client, lr_scheduler)
+    parameters = None if model_parameters is None else list(model_parameters)
+    check_for_duplicates(trained, client, parameters)
+    settings, world = join_processes(settings, trained, device)
+    with world.reporting_failures():
+        state = assemble(trained, settings, client, parameters, device, world)
+        try:
+            engine = HarmonyEngine(
+                trained,
+                settings,
+                state,
+                client_optimizer=client,
+                client_lr_scheduler=lr_scheduler,
+                training_data=training_data,
+                collate_fn=collate_fn,
+            )
+        except BaseException:
+            state.destroy()
+            raise
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add --deepspeed and --deepspeed_config (and their deprecated forms), as `deepspeed.add_config_arguments` does."""
+    import deepspeed
+
+    added: ArgumentParser = deepspeed.add_config_arguments(parser)
+    return added
+
+
+def _refused_after_destroy(
+    method: Callable[Concatenate[HarmonyEngine, P], T],
+) -> Callable[Concatenate[HarmonyEngine, P], T]:
+    """Make a method of the engine raise UsageError after `destroy`.
+
+    In a program that is compiled it runs uncompiled: dynamo cannot follow a forward pass that runs later.
+    """
+
+    @_disable_dynamo
+    def checked(self: HarmonyEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self.check_alive()
+        return method(self, *args, **kwargs)
+
+    wrapped: Callable[Concatenate[HarmonyEngine, P], T] = wraps(method)(checked)
+    return wrapped
+
+
+class HarmonyEngine(nn.Module):
+    """The engine that trains one model. Attributes that it does not have are the model's.
+
+    Every method says which object does the work: `_open` holds the step that micro-batches are queued for, `_training` the
+    optimizer, the schedule and the counters, `_checkpoints` saves and loads, `_reporter` reports.
+    """
+
+    is_compiled = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        state: EngineState,
+        *,
+        client_optimizer: Any = None,
+        client_lr_scheduler: Any = None,
+        training_data: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Take what `assemble` has made over `model`, and the arguments of `initialize` that DeepSpeed's engine shows."""
+        super().__init__()
+        self.module = model
+        self.client_optimizer = client_optimizer
+        self.client_lr_scheduler = client_lr_scheduler
+        self.inside_no_sync_ctxt = False
+        self.local_rank, self.global_rank = state.world.local_rank, state.world.rank
+        self.world_size = self.dp_world_size = self.seq_dp_world_size = state.world.size
+        self._boundary: bool | None = None  # as the caller has set it; None: found by counting
+        self._state = state
+        self._runner, self._world = state.runner, state.world
+        self._settings = EngineSettings(config, state.world.rank, state.world.size)
+        self._settings.client_optimizer = client_optimizer
+        self._data = TrainingData(self._settings, training_data, collate_fn, state.world)
+        self._training = Training(model, state, self._settings, client_lr_scheduler)
+        self._record = StepRecord(state)
+        self._reporter = Reporter(state, self._record)
+        self._log = StepLog(self._training, self._record, self._reporter)
+        # From here on, the model and the optimizer are the engine's.
+        self._open = OpenStep(self._training, self._record, self._log.finish_step)
+        # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
+        self._release = weakref.finalize(self, release, self._open.links, self._open.override, state)
+        self._checkpoints = Checkpoints(self._training, self._open, self._data.resumable_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a getter of DeepSpeed's that the ds_config answers, or else the model's own attribute."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            owner = self._settings if name in DEEPSPEED_NAMES else super().__getattr__("module")
+            return getattr(owner, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *DEEPSPEED_NAMES})  # type: ignore[no-untyped-call]
+
+    # ---- one micro-batch at a time
+
+    @_refused_after_destroy
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's outputs for one micro-batch. While gradients are on, outputs with a loss stay pending.
+
+        Raises:
+            BatchError: there is no tensor among the arguments.
+            DoesNotFitError: nothing fits this micro-batch in the device memory budget.
+        """
+        if self._is_running():
+            return self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            with self.streaming():
+                return self._open.parts.call(self.module, Arguments(args, kwargs))
+        with self._world.reporting_failures():
+            self._open.apply_user_edits()
+            return self._open.group.add(args, kwargs)
+
+    def _is_running(self) -> bool:
+        """Return whether the caller is a function that this engine runs, such as `compute_loss`."""
+        return self._state.runtime.contract.is_running and is_between_layers() and not self._runner.is_streaming
+
+    @_refused_after_destroy
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Propagate back from `loss`, or note that the group has to when it runs.
+
+        Returns:
+            The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
+        """
+        self._training.check_can_propagate()
+        if self._is_running():
+            raise UsageError(
+                "engine.backward() was called within a function that the engine runs (compute_loss): return the loss "
+                "instead, and the engine propagates back from it."
+            )
+        _need_scalar(
+            loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
+        )
+        if isinstance(loss, PendingTensor):
+            for ticket in loss.node.tickets:
+                ticket.check_not_propagated()
+        self._training.count_backwards()
+        if scale_wrt_gas:
+            loss = loss / self.gradient_accumulation_steps()
+        scaled = self._training.scaler.scaled(loss)
+        # Every backward pass, a loss's own `backward()` too, calls the scaler's `check_scaled`.
+        with self._training.scaler.backward(), divided():
+            if isinstance(scaled, PendingTensor):
+                scaled.backward()
+            else:
+                self._open.group.propagating_from_real()
+                torch.autograd.backward(scaled, retain_graph=retain_graph)
+        return loss.detach()
+
+    @_refused_after_destroy
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return `loss` times the loss scale, for the caller's own `backward()` (instead of `engine.backward(loss)`)."""
+        self._training.require_optimizer("scale")
+        _need_scalar(
+            loss, "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
+        )
+        self._training.scaler.announce_backward()
+        return self._training.scaler.scaled(loss)
+
+    @_refused_after_destroy
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Run the queued group, update the weights, and step the scheduler, at an accumulation boundary."""
+        if self.inside_no_sync_ctxt:
+            raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
+        self._training.require_optimizer("step")
+        if self._manages_accumulation() and not self.is_gradient_accumulation_boundary():
+            self._training.count_call()
+            return
+        with self._world.reporting_failures():
+            self._open.step(lr_kwargs or {})
+        self._training.begin_group(self._training.micro_steps + 1)
+
+    @_refused_after_destroy
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that have gathered since the last step."""
+        self._open.zero_grad(set_to_none)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the next `step()` updates the weights."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self._manages_accumulation():
+            return False
+        called = self._training.micro_steps + 1 - self._training.group_began  # train_batch may end a group early
+        return called % self.gradient_accumulation_steps() == 0
+
+    @_refused_after_destroy
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set the boundary by hand; a group ends at the next `step()` at a boundary, whatever its size."""
+        if not self._manages_accumulation():
+            raise UsageError(
+                "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False; "
+                "the caller owns the boundary by calling step()"
+            )
+        self._boundary = is_boundary
+
+    def _manages_accumulation(self) -> bool:
+        """Return whether the engine counts micro-batches to find the boundary, as the ds_config says."""
+        return bool(self._settings.now.values["managed_gradient_accumulation"])
+
+    @_refused_after_destroy
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Refuse `step()` inside. Allowed with every ZeRO stage: gradients are exchanged once a step anyway."""
+        if self.inside_no_sync_ctxt:
+            raise UsageError("no_sync context manager reentry is unsupported")
+        self.inside_no_sync_ctxt = True
+        try:
+            yield
+        finally:
+            self.inside_no_sync_ctxt = False
+
+    coalesce_grad_reduction = no_sync
+
+    # ---- a group at once
+
+    @_refused_after_destroy
+    def train_batch(
+        self,
+        data_iter: Iterator[Any] | Sequence[Any] | None = None,
+        loss_fn: LossFunction | None = None,
+        *,
+        compute_loss: Callable[[HarmonyEngine, Any], Tensor] | None = None,
+    ) -> Tensor:
+        """Take an optimizer step over the next `gradient_accumulation_steps()` micro-batches of `data_iter`.
+
+        Args:
+            data_iter: yields mappings (keyword arguments), tuples (positional ones) or single arguments; a list of them
+                is one step's. If it ends early, the step is taken over what it gave, and the mean is over that.
+            loss_fn: from the model's outputs to a scalar (by default, the loss among them).
+            compute_loss: from the engine and a micro-batch, as `data_iter` yields it but on the device, to a scalar. It
+                may call the engine any number of times, with and without gradients, and look at what it gets; it must not
+                call backward. It is called a few times more to measure the model.
+
+        Returns:
+            The mean loss, detached, 0-dim, on the device.
+
+        Raises:
+            StopIteration: `data_iter` is at its end.
+        """
+        self._training.require_optimizer("train_batch")
+        if loss_fn is not None and compute_loss is not None:
+            raise UsageError(
+                "train_batch() takes loss_fn, which is given the outputs of one call, or compute_loss, which calls the "
+                "engine itself: not both."
+            )
+        if queued := len(self._open.group):
+            raise BatchError(
+                f"micro-batches of engine(...) are still queued ({queued}): call backward() and step() for them before "
+                "train_batch()."
+            )
+        call = None if compute_loss is None else partial(compute_loss, self)
+        with self._world.reporting_failures():
+            batches = self._data.take(data_iter, whole=call is not None)
+
+            def queue() -> list[QueuedMicroBatch]:
+                return [self._open.group.queue(batch, loss_fn, call) for batch in batches]
+
+            losses = self._run_group(queue, divisor=len(batches))
+            loss = self._world.mean(torch.stack(losses).mean())
+        self._log.write_loss("train_loss", loss)
+        return loss
+
+    @_refused_after_destroy
+    def train_group(
+        self,
+        batches: Sequence[Any],
+        loss_fn: LossFunction,
+        profiling_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        boundary: bool = True,
+    ) -> list[Tensor]:
+        """Take an optimizer step over `batches`, whose losses `loss_fn(batch)` computes with its own calls of the model.
+
+        Args:
+            batches: one for each micro-batch, however many.
+            loss_fn: from a batch, on the device, to the scalar to propagate back from; the gradients are those of the sum.
+                It is called on a thread of its own for each micro-batch, and a few times more to measure the model. It may
+                call `engine.module` any number of times, with and without gradients, and must not call backward.
+            profiling_context: makes the context that measuring runs in, which may undo side effects of `loss_fn`.
+            boundary: without it nothing is updated, and the gradients are part of the next step (one process alone).
+
+        Returns:
+            The losses, detached, 0-dim, on the device.
+        """
+        self._training.require_optimizer("train_group")
+        queued = len(self._open.group) if self._open.group.is_open else 0
+        if queued or not batches:
+            raise BatchError(
+                f"train_group() takes one or more micro-batches (here {len(batches)}) while none is queued (here {queued})."
+            )
+        if not boundary:
+            self._world.refuse(
+                "a group that ends without a step (a Trainer's data of unknown length that end within one, or a callback's "
+                "on_pre_optimizer_step)"
+            )
+        given = [Arguments((batch,), {}) for batch in batches]
+
+        def queue() -> list[QueuedMicroBatch]:
+            group = self._open.group
+            return [group.queue(batch, call=loss_fn, aside=profiling_context) for batch in given]
+
+        with self._world.reporting_failures():
+            return self._run_group(queue, divisor=1, boundary=boundary)
+
+    @_refused_after_destroy
+    def end_group(self, *, clip: bool = True) -> None:
+        """Take the optimizer step over the gradients that `train_group(..., boundary=False)` has left.
+
+        Args:
+            clip: whether gradients are clipped as the ds_config says; False: the program has done it.
+        """
+        with self._world.reporting_failures():
+            self._open.step({}, clip=clip)
+        self._training.begin_group(self._training.micro_steps)
+
+    def _run_group(
+        self, queue: Callable[[], list[QueuedMicroBatch]], *, divisor: int, boundary: bool = True
+    ) -> list[Tensor]:
+        """Run the micro-batches that `queue()` queues, backward from each loss over `divisor`; return the losses.
+
+        At a boundary an optimizer step is taken; otherwise the gradients are a part of the next one.
+        """
+        training = self._training
+        self._open.apply_user_edits()
+        try:
+            queued = queue()
+            losses = [micro_batch.backward_from_loss(divisor, training.scaler.scale) for micro_batch in queued]
+            training.count_backwards(len(queued))
+            if boundary:
+                self._open.step({})
+            else:
+                self._open.propagate()
+        except BaseException:
+            self._open.renew()
+            training.rewind()
+            raise
+        training.begin_group(training.micro_steps + len(queued))
+        return [loss.node.look().detach() for loss in losses]
+
+    # ---- without gradients
+
+    @_refused_after_destroy
+    @torch.inference_mode(False)  # the model may be measured, with gradients
+    def eval_batch(self, data_iter: Iterator[Any] | Sequence[Any], loss_fn: LossFunction | None = None) -> Tensor:
+        """Return the mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
+
+        The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
+        """
+        modes = [(module, module.training) for module in self.module.modules()]
+        with self._world.reporting_failures():
+            batches = self._data.take(data_iter)
+            self.module.eval()
+            self._state.runtime.updater.wait_all()
+            try:
+                losses = self._open.group.evaluate(batches, loss_fn)
+            finally:
+                for module, mode in modes:  # some may be frozen: `train()` would not leave them so
+                    module.training = mode
+            loss = self._world.mean(torch.stack(losses).mean())
+        self._log.write_loss("eval_loss", loss)
+        return loss
+
+    @_refused_after_destroy
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's own `generate`, its weights streamed layer by layer."""
+        with self.streaming():
+            return self._open.parts.call(self.module.generate, Arguments(args, kwargs))  # type: ignore[arg-type]
+
+    @_refused_after_destroy
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Open a context to call the model's methods in, without gradients, under the device memory budget."""
+        self._open.group.catch_up()
+        with self._state.ledger.beside(), self._runner.streaming():
+            yield
+
+    # ---- counters, and the last step
+
+    @property
+    def global_steps(self) -> int:
+        """The optimizer steps taken, skipped ones included."""
+        return self._training.global_steps
+
+    @global_steps.setter
+    def global_steps(self, count: int) -> None:
+        self._training.global_steps = count
+
+    @property
+    def global_samples(self) -> int:
+        """The samples trained on, of all processes."""
+        return self._training.global_samples
+
+    @global_samples.setter
+    def global_samples(self, count: int) -> None:
+        self._training.global_samples = count
+
+    @property
+    def micro_steps(self) -> int:
+        """The calls of `step()`, at a boundary or not."""
+        return self._training.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        self._training.micro_steps = count
+
+    @property
+    def skipped_steps(self) -> int:
+        """The optimizer steps that were skipped for inf or NaN in their gradients."""
+        return self._training.skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self._training.skipped_steps = count
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last `step()` updated the weights: not without a boundary, or with an overflow."""
+        return self._training.was_step_applied()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of all gradients of the last step, before clipping, unscaled; None before the first."""
+        return self._training.get_global_grad_norm()
+
+    # ---- optimizer, learning rates, loss scale
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer under DeepSpeed's names; None without one."""
+        return self._training.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self._training.optimizer = optimizer
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer inside `engine.optimizer`."""
+        return self._state.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The user's scheduler, else the ds_config's, else None."""
+        return self._training.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._training.lr_scheduler = scheduler
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return self._training.get_lr()
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum, or the betas, of each parameter group."""
+        return self._training.get_mom()
+
+    def get_type(self) -> list[Any]:
+        """Return the "type" of each parameter group."""
+        return self._training.get_type()
+
+    @property
+    def cur_scale(self) -> float:
+        """The factor that losses are multiplied with now (1.0 without fp16)."""
+        return self._training.scaler.scale
+
+    # ---- settings; `__getattr__` has the others of DeepSpeed's
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-batches in a group."""
+        return self._settings.gradient_accumulation_steps()
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples in a micro-batch."""
+        return self._settings.train_micro_batch_size_per_gpu()
+
+    def train_batch_size(self) -> int:
+        """Return the samples in a group, of all processes."""
+        return self._settings.train_batch_size()
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return batch size, micro-batch size, accumulation steps."""
+        return self._settings.get_batch_info()
+
+    @_refused_after_destroy
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches in a group.
+
+        Raises:
+            ConfigError: `train_batch_size` is no multiple of the micro-batch size.
+        """
+        self._settings.set_train_batch_size(train_batch_size)
+
+    @_refused_after_destroy
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the size of micro-batches, and of batches with it."""
+        self._settings.set_train_micro_batch_size(micro_batch_size)
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this process's rank among all that train the model; loaders share out their data by it."""
+        return self._settings.get_data_parallel_rank()
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtype that layers compute in, and the one that gradients are added up in."""
+        return self._settings.get_data_types()
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of all processes that train the model.
+
+        It is not kept: the threads of a process group must not outlive the program.
+        """
+        return torch.distributed.group.WORLD
+
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """The process group of all processes that train the model."""
+        return torch.distributed.group.WORLD
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The ds_config as it was given."""
+        return self._settings.now.raw
+
+    @property
+    def _config(self) -> Any:
+        """DeepSpeed's own view of the ds_config."""
+        return self._settings._config
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """The name of each parameter."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    # ---- data
+
+    @property
+    def training_data(self) -> Any:
+        """The dataset that was given to `initialize`."""
+        return self._data.training_data
+
+    @training_data.setter
+    def training_data(self, dataset: Any) -> None:
+        self._data.training_data = dataset
+
+    @property
+    def training_dataloader(self) -> Any:
+        """The loader that `train_batch()` takes micro-batches from without an iterator; None without one."""
+        return self._data.training_dataloader
+
+    @training_dataloader.setter
+    def training_dataloader(self, loader: Any) -> None:
+        self._data.training_dataloader = loader
+
+    @property
+    def collate_fn(self) -> Callable[[Any], Any] | None:
+        """The function that makes a micro-batch of samples; None: torch's own."""
+        return self._data.collate_fn
+
+    @collate_fn.setter
+    def collate_fn(self, collate_fn: Callable[[Any], Any] | None) -> None:
+        self._data.collate_fn = collate_fn
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """Return a loader of `dataset`: shuffled as DeepSpeed does for `route` "train", in order for "eval", "predict".
+
+        Raises:
+            ValueError: `dataset` is no torch Dataset.
+        """
+        return self._data.deepspeed_io(
+            dataset, batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers
+        )
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Take micro-batches for `train_batch()` without an iterator from `loader`, epoch after epoch."""
+        self._data.set_dataloader(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Take micro-batches for `train_batch()` without an iterator from `iterator`, until it ends."""
+        self._data.set_dataiterator(iterator)
+
+    def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
+        """Set the function that the training data loader applies to each batch."""
+        self._data.set_data_post_process_func(post_process_func)
+
+    # ---- checkpoints and weights
+
+    @_refused_after_destroy
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything the run goes on from, as `save_dir`/`tag`; a kill on the way leaves the checkpoints before.
+
+        Args:
+            tag: the folder's name ("global_step<N>").
+            client_state: what `load_checkpoint` gives back: plain data and tensors.
+            save_latest: make it the one that is loaded by default.
+            exclude_frozen_parameters: leave parameters out that are not trained.
+
+        Raises:
+            CheckpointError: it cannot be written, or `client_state` holds something else.
+        """
+        return self._checkpoints.save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    @_refused_after_destroy
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint: harmony_ds's own, or one of DeepSpeed's (ZeRO-0 to 3, universal).
+
+        Returns:
+            The checkpoint's folder and the client state; (None, None) if no tag is given and there is no `latest`.
+
+        Raises:
+            CheckpointError: it is torn, foreign, or of another model or optimizer; the engine is as it was.
+        """
+        return self._checkpoints.load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+
+    @_refused_after_destroy
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Save the weights alone, in the dtype of compute: by `torch.save`, or as safetensors by the file's suffix.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        return self._checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the model's state dict."""
+        return self._checkpoints.module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
+
+    @_refused_after_destroy
+    def load_module_state_dict(
+        self,
+        /,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Load `checkpoint["module"]` into the model; masters follow."""
+        self._checkpoints.load_module_state_dict(checkpoint, strict, custom_load_fn)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the model's state dict in the dtype it computes in; Hugging Face calls it under ZeRO-3."""
+        return self._checkpoints.consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    # ---- reports
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of a full group; None before the first micro-batch has been measured."""
+        return self._runner.planner.plan
+
+    def swap_report(self) -> SwapReport:
+        """Return the bytes between host and device in the last optimizer step; RuntimeError before the first."""
+        return self._reporter.swap_report()
+
+    def plan_report(self) -> PlanReport:
+        """Return step time, device peak and bytes, predicted and measured, and the plans that were not chosen;
+        RuntimeError before the first step.
+        """
+        return self._reporter.plan_report()
+
+    def memory_report(self) -> MemoryReport:
+        """Return the device peak of the last step, the plan's and the budget, and host bytes by kind."""
+        return self._reporter.memory_report()
+
+    @_refused_after_destroy
+    def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
+        """Record when each task of every optimizer step in the context ran, on each stream.
+
+        Yields:
+            A list that holds the steps, in their order, once the context has been left without an error. Leaving it
+            waits for updates that are still under way.
+
+        Raises:
+            RuntimeError: steps are being recorded already.
+        """
+        return self._reporter.record_steps()
+
+    def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
+        """Return the predicted step, and the `executed` one, as a Chrome trace: https://ui.perfetto.dev opens its JSON.
+
+        Raises:
+            RuntimeError: there is no plan yet.
+        """
+        return self._reporter.trace(executed)
+
+    @_refused_after_destroy
+    def on_progress(self, callback: Callable[[int, int, Task], None] | None) -> None:
+        """Have `callback(done, total, task)`, and no other, called after each task of a step."""
+        self._runner.executor.on_progress(callback)
+
+    @property
+    def monitor(self) -> Any:
+        """DeepSpeed's monitors, or one that writes nothing."""
+        return self._log.monitor
+
+    @monitor.setter
+    def monitor(self, monitor: Any) -> None:
+        self._log.monitor = monitor
+
+    @property
+    def tput_timer(self) -> Any:
+        """DeepSpeed's timer of samples per second."""
+        return self._log.throughput
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Return the milliseconds of the last step, with `wall_clock_breakdown`; `trace()` has those of every task."""
+        return self._log.get_wall_clock_timers()
+
+    # ---- device, and the end
+
+    @property
+    def device(self) -> torch.device:
+        """The device that layers run on."""
+        return self._state.device.torch_device
+
+    @property
+    def usable(self) -> bool:
+        """False after a failure that left some layers updated and others not, and after `destroy`."""
+        return self._release.alive and self._runner.failed is None
+
+    def to(self, *args: Any, **kwargs: Any) -> HarmonyEngine:
+        """Do nothing for a device alone, since layers go there by themselves; else what torch does."""
+        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        return self if dtype is None else super().to(*args, **kwargs)
+
+    def finish_updates(self) -> None:
+        """Wait for pending updates, and copy resident packs to the host. Reading weights or state does so by itself."""
+        self._state.finish_updates()
+        self._training.settle()
+
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        """Free the device memory that is held between steps; the next step brings its contents back."""
+        self.check_alive()
+        self._runner.make_room()
+
+    empty_partition_cache = offload_states
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Do nothing: the next step brings states back."""
+        self.check_alive()
+
+    def destroy(self) -> None:
+        """Finish updates, end threads, free memory, and give the model its own forward and plain parameters back.
+
+        An engine without references does so by itself.
+
+        Raises:
+            BaseException: an update's failure that was not raised yet, after all of that.
+        """
+        self._open.discard()
+        try:
+            if self.usable:
+                self._training.settle()
+        finally:
+            self._release()
+
+    def check_alive(self) -> None:
+        """Raise UsageError after `destroy`."""
+        self._runner.check_alive()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Raise UnsupportedError: an engine is threads and memory."""
+        raise UnsupportedError(
+            "an engine cannot be copied or pickled. Its model can, at any time: copy.deepcopy(engine.module), "
+            "torch.save(engine.module, ...); engine.save_checkpoint() saves what training goes on from."
+        )
+
+    # ---- compilation; and a name with nothing to do
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile layers one by one; code between them stays as it is. A second call changes nothing.
+
+        Args:
+            backend, compile_kwargs: as `torch.compile` takes them.
+
+        Raises:
+            UnsupportedError: it asks for CUDA graphs, for passes of DeepCompile, or for compiled autograd.
+        """
+        self.check_alive()
+        graphs = (compile_kwargs.get("options") or {}).get("triton.cudagraphs")
+        if backend == "cudagraphs" or compile_kwargs.get("mode") in ("reduce-overhead", "max-autotune") or graphs:
+            raise UnsupportedError(
+                f"engine.compile() with backend {backend!r} and {dict(compile_kwargs)} records CUDA graphs, whose inputs "
+                "stay at their addresses: layers run on copies that come and go."
+            )
+        if schedule is not None or compiled_autograd_enabled:
+            raise UnsupportedError(
+                "engine.compile() compiles layers one by one: a schedule of DeepCompile's passes and compiled autograd are "
+                "of whole models. Leave schedule and compiled_autograd_enabled out."
+            )
+        if not self.is_compiled:
+            self.is_compiled = True
+            self._state.interception.compile(partial(torch.compile, **{**compile_kwargs, "backend": backend}))
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Do nothing: gradients are reduced in `step()`."""
+
+
+def _need_scalar(loss: object, message: str) -> None:
+    """Raise UsageError unless `loss` is a tensor of one number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError(message)

@@ -1,0 +1,1 @@
+"""Reports of an engine after its steps, and what it logs."""

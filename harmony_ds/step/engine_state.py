@@ -1,0 +1,83 @@
+"""The state of one engine: everything that was made for it, until it is destroyed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.device import Device
+from harmony_ds.distributed import SingleProcess
+from harmony_ds.model.intercept import Interception
+from harmony_ds.offload.host_store import HostStore
+from harmony_ds.offload.ledger import Ledger
+from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.runtime.runtime import Runtime
+from harmony_ds.step.runner import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """Everything that an engine has made: memory, threads, the intercepted model, and what runs it.
+
+    Attributes:
+        layers: of the model.
+        optimizer: the program's, or the ds_config's; None: there is none.
+        host_optimizer: steps it, layer by layer, in host memory.
+    """
+
+    device: Device
+    store: HostStore
+    ledger: Ledger
+    runtime: Runtime
+    world: SingleProcess
+    runner: Runner
+    interception: Interception
+    layers: tuple[Layer, ...]
+    optimizer: torch.optim.Optimizer | None
+    host_optimizer: HostOptimizer | None
+
+    def wait_for_updates(self) -> None:
+        """Wait for all updates on the host, and for queued copies that read its memory."""
+        self.runtime.updater.wait_all()
+        self.runtime.device_store.finish_reads()
+
+    def finish_updates(self) -> None:
+        """Bring every weight, master and optimizer state on the host up to date."""
+        self.wait_for_updates()
+        self.runtime.device_store.sync_to_host()
+
+    def host_bytes(self) -> dict[str, int]:
+        """Return the bytes of host memory by kind."""
+        optimizer = self.host_optimizer
+        return {
+            **self.store.host_bytes(),
+            "optimizer": 0 if optimizer is None else optimizer.state_bytes(),
+            "gradients": self.runtime.gradients.host_bytes,
+            "casts": 0 if self.runtime.gradients.casts is None else self.runtime.gradients.casts.nbytes,
+            "stash": self.runtime.stash.host_bytes,
+        }
+
+    def destroy(self) -> None:
+        """Finish updates, end the thread, give the model its own forward and parameters back, and free memory.
+
+        Raises:
+            BaseException: an update's failure that was not raised yet, after all of that.
+        """
+        self.runtime.updater.stop()
+        self.runner.destroy()
+        self.runtime.device_store.destroy()
+        if self.host_optimizer is not None:
+            self.host_optimizer.unwatch_state()
+            self.host_optimizer.restore_parameters(self.store.parameters)
+            self.host_optimizer.close()
+        self.interception.remove()
+        self.runtime.installation.remove()
+        self.runtime.gradients.destroy()
+        self.runtime.stash.destroy()
+        self.runtime.joins.destroy()
+        self.store.release()
+        self.device.unlimit_process()
+        self.world.leave()
+        self.runtime.updater.raise_failure()
