@@ -17,16 +17,17 @@ from torch._compile import _disable_dynamo
 
 from harmony_ds.assembly.arguments import (
     DsConfig,
-    check_for_duplicates,
     check_model,
     check_schedule_argument,
     choose_config,
-    in_dtype_of,
     join_processes,
-    load_settings,
+    load_checked_config,
+    match_loaded_dtype,
+    refuse_duplicate_parameters,
 )
 from harmony_ds.assembly.assemble import assemble
 from harmony_ds.assembly.lifetime import release
+from harmony_ds.assembly.partitioned import gather_partitioned_parameters
 from harmony_ds.assembly.training_data import TrainingData
 from harmony_ds.checkpoint.engine_checkpoints import Checkpoints
 from harmony_ds.config import Config
@@ -95,22 +96,24 @@ def initialize(
     Raises:
         ConfigError, ModelError, OptimizerError, UnsupportedError: an argument or key, which the message names.
     """
-    trained = check_model(model, mpu, mesh_param)
-    given = choose_config(args, config if config is not None else config_params)
-    client: ClientOptimizer | None = as_one_optimizer(unwrap_optimizer(optimizer))
-    settings = in_dtype_of(trained, load_settings(given, client, dist_init_required))
-    check_schedule_argument(client, lr_scheduler)
+    module = check_model(model, mpu, mesh_param)
+    gather_partitioned_parameters(module)
+    given_config = choose_config(args, config if config is not None else config_params)
+    client_optimizer: ClientOptimizer | None = as_one_optimizer(unwrap_optimizer(optimizer))
+    checked_config = load_checked_config(given_config, client_optimizer, dist_init_required)
+    checked_config = match_loaded_dtype(checked_config, module)
+    check_schedule_argument(client_optimizer, lr_scheduler)
     parameters = None if model_parameters is None else list(model_parameters)
-    check_for_duplicates(trained, client, parameters)
-    settings, world = join_processes(settings, trained, device)
+    refuse_duplicate_parameters(module, client_optimizer, parameters)
+    checked_config, world = join_processes(checked_config, module, device)
     with world.reporting_failures():
-        state = assemble(trained, settings, client, parameters, device, world)
+        state = assemble(module, checked_config, client_optimizer, parameters, device, world)
         try:
             engine = HarmonyEngine(
-                trained,
-                settings,
+                module,
+                checked_config,
                 state,
-                client_optimizer=client,
+                client_optimizer=client_optimizer,
                 client_lr_scheduler=lr_scheduler,
                 training_data=training_data,
                 collate_fn=collate_fn,

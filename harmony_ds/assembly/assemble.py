@@ -1,8 +1,8 @@
-"""Making of everything that an engine needs, from a model and a ds_config: `assemble`."""
+"""Set an engine up: `assemble` makes everything that it needs from a model and a ds_config, from top to bottom."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.assembly import preflight
+from harmony_ds.assembly.needs import (
+    PlannedOptimizer,
+    add_update_bytes,
+    describe_optimizer,
+    host_memory_need,
+    optimizer_file_bytes,
+    weights_file_bytes,
+)
 from harmony_ds.assembly.prepare_model import prepare_model
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition, Room, find_layers, layer_graph
@@ -63,68 +71,125 @@ def assemble(
     device: Device | None,
     world: SingleProcess = ALONE,
 ) -> EngineState:
-    """Build all parts; afterwards `model`'s parameters lie in host slabs and its layers are intercepted."""
+    """Make everything that an engine needs, in the order below; whatever can be refused is refused before a thread runs.
+
+    Afterwards the model's parameters lie in slabs of host memory, and calls of its layers go through the engine.
+
+    Args:
+        client_optimizer: the program's own, or a function that makes it; None: the ds_config's, if it names one.
+        model_parameters: parameters or parameter groups to train; None: all of the model's.
+        device: an explicit one; None: what the ds_config names.
+        world: the processes that train the model together.
+    """
+    harmony = config.harmony
+
+    # Arguments that contradict each other, or that several processes or devices cannot do.
     if belongs_to_engine(model):
         raise ModelError("this model belongs to another engine: call that engine's destroy() first.")
-    settings = config.harmony
-    preflight.check_processes(config, world)
-    saved = preflight.read_plan(settings.plan)
-    device = device or make_devices(settings.device, settings.devices, settings.budget_bytes, settings.pin_memory)
-    preflight.check_devices(config, device, saved)
-    prepare_model(model, device, config.compute_dtype)
-    decomposition = find_layers(model, settings.layers, _room(config, device, world))
-    given = list(model.parameters() if model_parameters is None else model_parameters)
-    planned = preflight.PlannedOptimizer.of(config, client_optimizer, given)
+    preflight.refuse_for_several_processes(config, world)
+    saved_plan = preflight.read_plan(harmony.plan)
+    if device is None:
+        device = make_devices(harmony.device, harmony.devices, harmony.budget_bytes, harmony.pin_memory)
+    preflight.refuse_for_several_devices(harmony.residency, device.count, saved_plan)
+    prepare_model(model, device.host_type, config.compute_dtype)
+
+    # Layers, and the host memory that their parameters, masters and gradients will take.
+    decomposition = find_layers(model, harmony.layers, _room_for_layers(config, device, world))
+    trained = list(model.parameters() if model_parameters is None else model_parameters)
+    planned_optimizer = describe_optimizer(config.optimizer, client_optimizer, trained)
     if device.host_type == "cpu":
-        preflight.check_host_room(preflight.host_need(decomposition, model, config, planned, device), world)
-    store = _to_slabs(model, decomposition, config, (device, world), planned)
+        need = host_memory_need(model, decomposition, config, planned_optimizer, page_locks=device.pins_host)
+        preflight.refuse_without_host_memory(need, world)
+    store = _move_to_slabs(model, decomposition, config, planned_optimizer, device, world)
+
+    # The optimizer, and who steps it: the host, or the device for packs that stay there.
     masters = Masters(store.parameters, store.masters)
-    optimizer = build_optimizer(with_state_dtype(config), client_optimizer, given, masters)
+    optimizer = build_optimizer(with_state_dtype(config), client_optimizer, trained, masters)
+    host_optimizer: HostOptimizer | None = None
+    device_optimizer: DeviceOptimizer | None = None
     if optimizer is not None:
         check_dtypes(optimizer, config)
-    host_optimizer = None if optimizer is None else _host_optimizer(optimizer, store, world)
-    device_optimizer = None if host_optimizer is None else DeviceOptimizer(host_optimizer, device.optimizer_device)
-    residency = preflight.residency_for(config, device, device_optimizer, world)
-    config = replace(config, harmony=replace(settings, residency=residency))
-    stays = config.harmony.residency not in ("off", "kept") or (saved is not None and bool(saved.policy.resident))
+        host_optimizer = _make_host_optimizer(optimizer, store, world)
+        device_optimizer = DeviceOptimizer(host_optimizer, device.optimizer_device)
+
+    # What the planner starts from: the layers' graph, and how spare device memory may be used.
+    residency = preflight.choose_residency(harmony, device, device_optimizer, world)
+    config = replace(config, harmony=replace(harmony, residency=residency))
     graph = layer_graph(decomposition, store.parameters)
-    graph = preflight.with_update_bytes(graph, store, device_optimizer if stays else None)
-    # From here on a thread runs: all that may be refused has been checked.
-    runtime, ledger = _make_runtime(
-        model, config, decomposition, (device, store, world), host_optimizer, device_optimizer
+    updates_on_device = residency not in ("off", "kept")
+    if saved_plan is not None and saved_plan.policy.resident:
+        updates_on_device = True
+    if updates_on_device and device_optimizer is not None:
+        graph = add_update_bytes(graph, store, device_optimizer)
+
+    # From here on a thread runs, the updater's: everything that can be refused has been checked.
+    ledger = Ledger(device)
+    runtime = _make_runtime(
+        model=model,
+        decomposition=decomposition,
+        device=device,
+        store=store,
+        ledger=ledger,
+        world=world,
+        host_optimizer=host_optimizer,
+        device_optimizer=device_optimizer,
+        accumulation_dtype=config.accumulation_dtype,
+        most_waiting_gradients=None if config.deferred_update else harmony.gradient_slabs * device.count,
     )
-    layers = decomposition.layers
-    runner, interception = Runner(runtime, decomposition, graph, config, saved), Interception(layers, model, device)
+    runner = Runner(runtime, decomposition, graph, config, saved_plan)
+    interception = Interception(decomposition.layers, model, device)
     device.limit_process()
-    return EngineState(device, store, ledger, runtime, world, runner, interception, layers, optimizer, host_optimizer)
+    return EngineState(
+        device=device,
+        store=store,
+        ledger=ledger,
+        runtime=runtime,
+        world=world,
+        runner=runner,
+        interception=interception,
+        layers=decomposition.layers,
+        optimizer=optimizer,
+        host_optimizer=host_optimizer,
+    )
 
 
-def _room(config: Config, device: Device, world: SingleProcess) -> Room | None:
-    """Return the first process's room for layers, so that all find the same ones; None: no bound is known."""
+def _room_for_layers(config: Config, device: Device, world: SingleProcess) -> Room | None:
+    """Return the device memory that a layer has to fit, on the first process, so that all processes find the same layers.
+
+    None: the device has no known bound.
+    """
     budget_bytes = world.first("the device's memory", lambda: device.budget_bytes)
     if budget_bytes is None:
         return None
     return Room(budget_bytes, config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
 
 
-def _to_slabs(
+# ---- host memory
+
+
+def _move_to_slabs(
     model: nn.Module,
     decomposition: Decomposition,
     config: Config,
-    where: tuple[Device, SingleProcess],
-    planned: preflight.PlannedOptimizer,
+    optimizer: PlannedOptimizer,
+    device: Device,
+    world: SingleProcess,
 ) -> HostStore:
-    device, world = where
-    disk_bytes = preflight.disk_need(config, model, planned)
+    """Move the parameters into slabs of host memory or of a file, make masters, and give all processes the same values."""
     masters: torch.dtype | SplitMasters | DiskMasters = config.master_dtype
+    optimizer_bytes = 0
+    if config.disk_folder is not None:
+        optimizer_bytes = optimizer_file_bytes(model, config, optimizer)
     if config.harmony.split_masters:
         masters = SplitMasters(world)
-    elif config.disk_folder is not None and disk_bytes:
-        masters = DiskMasters(DiskFile(config.disk_folder, disk_bytes, world=world), planned.numbers or 0)
+    elif config.disk_folder is not None and optimizer_bytes:
+        masters = DiskMasters(DiskFile(config.disk_folder, optimizer_bytes, world=world), optimizer.states or 0)
+
     memory: Device | DiskWeights = device
     if config.weights_folder is not None:
-        nbytes = preflight.weights_disk_need(decomposition, model, config)
+        nbytes = weights_file_bytes(model, decomposition, config.compute_dtype.itemsize)
         memory = DiskWeights(config.weights_folder, device, nbytes, world)
+
     store = HostStore(model, decomposition, config.compute_dtype, memory, world, masters)
     world.agree("weights are there")
     world.broadcast(store.tensors())
@@ -142,7 +207,11 @@ def _share_buffers(model: nn.Module, world: SingleProcess) -> None:
                 buffer.copy_(first[name])
 
 
-def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess) -> HostOptimizer:
+# ---- the optimizer
+
+
+def _make_host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: SingleProcess) -> HostOptimizer:
+    """Return the optimizer of masters in host memory: whole, split in two, on a disk, or a piece in each process."""
     if isinstance(optimizer, OptimizerChain) and (store.split is not None or store.disk is not None or world.size > 1):
         raise UnsupportedError(
             "several optimizers step whole parameters on the host, in one process: neither several processes, nor "
@@ -150,60 +219,63 @@ def _host_optimizer(optimizer: torch.optim.Optimizer, store: HostStore, world: S
         )
     if store.split is not None:
         return SplitOptimizer(optimizer, store.parameters, store.split, world)
-    apart = [name for name, master in store.masters.items() if master is not store.parameters[name]]
+    separate = [name for name, master in store.masters.items() if master is not store.parameters[name]]
     if isinstance(optimizer, OptimizerChain):
-        return HostOptimizerChain(optimizer, store.masters, apart)
+        return HostOptimizerChain(optimizer, store.masters, separate)
     if store.disk is not None:
-        return DiskOptimizer(optimizer, store.masters, store.disk, world, apart)
+        return DiskOptimizer(optimizer, store.masters, store.disk, world, separate)
     if isinstance(world, World):
-        return BlockOptimizer(optimizer, store.masters, SharedMasters(store.masters), world, apart)
-    return HostOptimizer(optimizer, store.masters, apart)
+        return BlockOptimizer(optimizer, store.masters, SharedMasters(store.masters), world, separate)
+    return HostOptimizer(optimizer, store.masters, separate)
 
 
-def _host_gradients(
-    config: Config, device: Device, ledger: Ledger, optimizer: HostOptimizer | None, world: SingleProcess
-) -> HostGradients:
-    limit = None if config.deferred_update else config.harmony.gradient_slabs * device.count
-    trains = (lambda _: False) if optimizer is None else optimizer.trains
-    return HostGradients(
-        device, ledger, config.accumulation_dtype, limit, trains, world, _casts(config, optimizer, world)
-    )
-
-
-def _casts(config: Config, optimizer: HostOptimizer | None, world: SingleProcess) -> Tensor | None:
-    """Return the buffer that gradients are cast in for the optimizer, which has pieces of them in several processes."""
-    if optimizer is None:
-        return None
-    pieces = [world.piece(numel) for numel in optimizer.trained_numels()]
-    elements = [piece.stop - piece.start for piece in pieces]
-    dtype = optimizer.master_dtype
-    nbytes = cast_bytes(elements, config.accumulation_dtype.itemsize, dtype.itemsize)
-    return torch.zeros(nbytes // dtype.itemsize, dtype=dtype) if nbytes else None
+# ---- the runtime
 
 
 def _make_runtime(
+    *,
     model: nn.Module,
-    config: Config,
     decomposition: Decomposition,
-    memory: tuple[Device, HostStore, SingleProcess],
+    device: Device,
+    store: HostStore,
+    ledger: Ledger,
+    world: SingleProcess,
     host_optimizer: HostOptimizer | None,
     device_optimizer: DeviceOptimizer | None,
-) -> tuple[Runtime, Ledger]:
-    device, store, world = memory
-    ledger, timeline = Ledger(device), StepTimeline(device)
-    residency = Residency(device, store, ledger, config.accumulation_dtype)
+    accumulation_dtype: torch.dtype,
+    most_waiting_gradients: int | None,
+) -> Runtime:
+    """Make everything that runs the model, and start the updater's thread.
+
+    Args:
+        most_waiting_gradients: gradients of how many packs may wait on the host for their update; None: of any number.
+    """
+    # Bytes: device copies of parameters, gradients, and stashes.
+    timeline = StepTimeline(device)
+    residency = Residency(device, store, ledger, accumulation_dtype)
     device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
-    gradients = _host_gradients(config, device, ledger, host_optimizer, world)
+    stash = Stash(device, ledger)
+    trains: Callable[[str], bool] = _trains_nothing
+    casts: Tensor | None = None
+    if host_optimizer is not None:
+        trains = host_optimizer.trains
+        casts = _make_cast_buffer(host_optimizer, accumulation_dtype, world)
+    gradients = HostGradients(device, ledger, accumulation_dtype, most_waiting_gradients, trains, world, casts)
+
+    # Updates.
     threads = update_threads(world.local_size) if device.copies_overlap else None
     updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
     if host_optimizer is not None:
-        host_optimizer.watch_state(partial(_hand_out_state, updater, device_store))
+        host_optimizer.watch_state(partial(_bring_state_to_host, updater, device_store))
+
+    # Calls of layers.
     contract = Contract(model, decomposition.layers)
     installation = Installation(model, decomposition.canonical, device, ledger, contract.settings.note_trained)
-    stash = Stash(device, ledger)
     crossings = Crossings(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, crossings)
-    runtime = Runtime(
+    joins = Joins(device, crossings, layer_calls.layers, residency)
+
+    return Runtime(
         device=device,
         residency=residency,
         device_store=device_store,
@@ -215,18 +287,34 @@ def _make_runtime(
         contract=contract,
         crossings=crossings,
         layer_calls=layer_calls,
-        joins=Joins(device, crossings, layer_calls.layers, residency),
+        joins=joins,
         random=RandomStreams(device),
         timeline=timeline,
         user_gradients=UserGradients(store, updater),
         world=world,
         copy_masters_to_weights=store.copy_masters_to_weights,
     )
-    return runtime, ledger
 
 
-def _hand_out_state(updater: Updater, device_store: DeviceStore, names: Iterable[str]) -> None:
-    """Bring the optimizer state of parameters to the host, before the program reads it."""
+def _trains_nothing(name: str) -> bool:  # noqa: ARG001
+    """Answer for a training without an optimizer whether the optimizer trains the parameter `name`."""
+    return False
+
+
+def _make_cast_buffer(optimizer: HostOptimizer, accumulation_dtype: torch.dtype, world: SingleProcess) -> Tensor | None:
+    """Return the buffer that gradients are cast in to the optimizer's dtype; None if they have it already.
+
+    Each of several processes casts its piece of a gradient alone.
+    """
+    pieces = [world.piece(numel) for numel in optimizer.trained_numels()]
+    elements = [piece.stop - piece.start for piece in pieces]
+    dtype = optimizer.master_dtype
+    nbytes = cast_bytes(elements, accumulation_dtype.itemsize, dtype.itemsize)
+    return torch.zeros(nbytes // dtype.itemsize, dtype=dtype) if nbytes else None
+
+
+def _bring_state_to_host(updater: Updater, device_store: DeviceStore, names: Iterable[str]) -> None:
+    """Bring the optimizer's state of the parameters `names` to the host, before the program reads it."""
     updater.wait_all()
     device_store.finish_reads()
     device_store.hand_out_state(names)

@@ -1,4 +1,4 @@
-"""The end of an engine: by `destroy`, or with its last reference."""
+"""The end of an engine, by `destroy` or with the last reference to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harmony_ds.step.engine_state import EngineState
 
 
 def release(links: ParameterLinks, override: OptimizerOverride | None, state: EngineState) -> None:
-    """Finalize an engine, without a reference to it: give model and optimizer back, and end its threads."""
+    """Give model and optimizer back and end the threads of an engine. Its finalizer: holds no reference to the engine."""
 
     def end() -> None:
         with gate(passed=True):
@@ -24,20 +24,20 @@ def release(links: ParameterLinks, override: OptimizerOverride | None, state: En
 
     if override is not None:
         override.remove()
-    if state.runtime.updater.is_inside:  # garbage was collected there
+    if state.runtime.updater.is_inside:  # garbage was collected on the updater's own thread, which cannot end itself
         ending = threading.Thread(target=end, name="harmony-destroy")
         ending.start()
-        links.hand_over(_Ending(ending, state.store.parameters))
+        links.hand_over(_EndingEngine(ending, state.store.parameters))
     else:
         end()
 
 
-class _Ending:
-    """Owner of the parameters of an engine that ends on another thread: their uses wait for that."""
+class _EndingEngine:
+    """What parameters ask in the place of their engine while it ends on another thread: each use waits for the end."""
 
     def __init__(self, thread: threading.Thread, parameters: Mapping[str, nn.Parameter]) -> None:
         self._thread = thread
-        self._parameters = parameters  # plain ones when it has ended
+        self._parameters = parameters  # plain ones once the thread has ended
 
     def finish(self) -> None:
         self._thread.join()

@@ -1,12 +1,12 @@
-"""Models that were built under DeepSpeed's own `zero.Init`: their parameters get their whole values back."""
+"""Models that were built under DeepSpeed's own `zero.Init`, which leaves each process a part of every parameter."""
 
 from __future__ import annotations
 
 from torch import nn
 
 
-def make_whole(model: nn.Module) -> None:
-    """Give every parameter that DeepSpeed has partitioned its values back, one by one, in host memory."""
+def gather_partitioned_parameters(model: nn.Module) -> None:
+    """Give every parameter that DeepSpeed has partitioned its whole values back, one by one, in host memory."""
     partitioned = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     if not partitioned:
         return
@@ -15,13 +15,16 @@ def make_whole(model: nn.Module) -> None:
     for parameter in partitioned:
         with GatheredParameters([parameter]):
             values = parameter.detach().to("cpu", copy=True)
-        for key in [key for key, value in vars(parameter).items() if _is_deepspeeds(key, value)]:
-            delattr(parameter, key)
+        for name, value in list(vars(parameter).items()):
+            if _is_from_deepspeed(name, value):
+                delattr(parameter, name)
         parameter.data = values
 
 
-def _is_deepspeeds(key: str, value: object) -> bool:
-    module = str(getattr(getattr(value, "func", value), "__module__", ""))
-    return (
-        key.startswith("ds_") or key in ("is_external_param", "nvme_swapper") or module.partition(".")[0] == "deepspeed"
-    )
+def _is_from_deepspeed(name: str, value: object) -> bool:
+    """Return whether DeepSpeed has put this attribute, or method, on a parameter."""
+    if name.startswith("ds_") or name in ("is_external_param", "nvme_swapper"):
+        return True
+    function = getattr(value, "func", value)  # of a functools.partial
+    module = str(getattr(function, "__module__", ""))
+    return module.partition(".")[0] == "deepspeed"

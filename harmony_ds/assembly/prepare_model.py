@@ -5,32 +5,34 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from harmony_ds.device import Device
 from harmony_ds.errors import ModelError
 
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def prepare_model(model: nn.Module, device: Device, dtype: torch.dtype) -> None:
-    """Make `model` ready to be trained in `dtype`.
+def prepare_model(model: nn.Module, host_type: str, dtype: torch.dtype) -> None:
+    """Check that `model` can be trained in `dtype`, and switch its own recomputation off.
+
+    Args:
+        host_type: the type of the torch.device that the model's tensors have to be on ("cpu", or "meta" for estimates).
 
     Raises:
-        ModelError: it cannot be.
+        ModelError: it cannot be trained; the message names the parameter, buffer or module.
     """
-    _check_on_host(model, device)
+    _check_on_host(model, host_type)
     _check_parameters(model, dtype)
     _check_buffers(model)
     _switch_off_checkpointing(model)
 
 
-def _check_on_host(model: nn.Module, device: Device) -> None:
+def _check_on_host(model: nn.Module, host_type: str) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta and device.host_type != "meta":
+        if tensor.is_meta and host_type != "meta":
             raise ModelError(
                 f"{name} is on the meta device, without values: load the model by from_pretrained, or give it weights by "
                 "model.load_state_dict(safetensors.torch.load_file(path), assign=True), or build it in host memory."
             )
-        if tensor.device.type != device.host_type:
+        if tensor.device.type != host_type:
             raise ModelError(
                 f"{name} is on {tensor.device}: the engine keeps the model in host memory and brings layers to the "
                 "device itself. Pass the model before any .to(device) or .cuda()."

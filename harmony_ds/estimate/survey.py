@@ -125,12 +125,12 @@ def measure(subject: Subject, config: Config) -> Survey:
     """
     config = _in_dtype_of(subject, config)
     measured = replace(config, optimizer=config.optimizer or _ADAM, harmony=replace(config.harmony, profile=None))
-    assembly = assemble(subject.model, measured, None, None, None)
+    state = assemble(subject.model, measured, None, None, None)
     try:
-        moved = map_tensors(assembly.runtime.device.upload, subject.inputs)
-        return _see(assembly, replace(subject, inputs=moved), config, None)
+        moved = map_tensors(state.runtime.device.upload, subject.inputs)
+        return _see(state, replace(subject, inputs=moved), config, None)
     finally:
-        assembly.destroy()
+        state.destroy()
 
 
 def with_profile(subject: Subject, config: Config, profile: Profile) -> Survey:
@@ -184,15 +184,15 @@ def _on_meta(subject: Subject, config: Config, machine: Machine, rates: KernelRa
     budget = config.harmony.budget_bytes or machine.device_bytes
     with on_meta(rates or _NO_RATES) as clock:
         device = _meta_devices(config, clock, budget, "cuda" if machine.copies_overlap else "cpu")
-        assembly = assemble(subject.model, _bare(config), None, None, device)
+        state = assemble(subject.model, _bare(config), None, None, device)
         try:
-            return _see(assembly, subject, config, machine, ranks_sizes=rates is not None)
+            return _see(state, subject, config, machine, ranks_sizes=rates is not None)
         except DoesNotFitError:
             raise
         except (NotImplementedError, RuntimeError) as error:
             raise ModelError(f"the model does not run on the meta device ({error}): profile it with data.") from error
         finally:
-            assembly.destroy()
+            state.destroy()
 
 
 def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, optimizer_device: str) -> Device:
@@ -217,7 +217,7 @@ def _bare(config: Config) -> Config:
 
 
 def _see(
-    assembly: EngineState, subject: Subject, config: Config, machine: Machine | None, ranks_sizes: bool = True
+    state: EngineState, subject: Subject, config: Config, machine: Machine | None, ranks_sizes: bool = True
 ) -> Survey:
     """Survey with one micro-batch.
 
@@ -225,12 +225,12 @@ def _see(
         machine: its rates, if they need not be measured.
         ranks_sizes: whether sizes of layer calls are chosen where the ds_config leaves them open.
     """
-    planner = assembly.runner.planner
+    planner = state.runner.planner
     measuring, wanted = planner.measuring, planner.sizes.wanted
     measuring.machine = machine
 
     dtype = config.autocast_dtype
-    autocast = None if dtype is None else Autocast(assembly.device.torch_device.type, dtype)
+    autocast = None if dtype is None else Autocast(state.device.torch_device.type, dtype)
 
     def call(named: dict[str, Any]) -> Any:
         with Autocast.entered(autocast):
