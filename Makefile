@@ -24,7 +24,7 @@ COMPILED := $(VENV)/.compiled
 INSTALL := $(BIN)/python -m pip install --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := venv
-.PHONY: venv demo docs test test-all checks tests/simdevice tests/late_device test-gpu gpu-kit bench-overhead bench-prediction bench-memory paper vldb22
+.PHONY: venv demo docs test test-all checks tests/simdevice test-gpu gpu-kit bench-overhead bench-prediction bench-memory paper vldb22
 
 venv: $(STAMP)
 
@@ -64,10 +64,10 @@ docs: venv
 	$(BIN)/python -m tests.docs.site outputs/site
 
 # One OpenMP thread and two processes, one core each: with more threads, spinning ones make small kernels many times
-# slower. The test devices take torch's one place for an accelerator: their tests run in processes of their own, beside the
+# slower. The test device takes torch's one place for an accelerator: its tests run in a process of their own, beside the
 # type checker, which takes one core as they do.
 PYTEST := $(BIN)/python -m pytest
-TEST_DEVICES := tests/simdevice tests/late_device
+TEST_DEVICE := tests/simdevice
 
 # Tests start many processes, each of which reads what the first has compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -78,10 +78,10 @@ test test-all: export OMP_NUM_THREADS ?= 1
 # DeepSpeed's own engine, which ours is compared with, looks for ninja there.
 test test-all: export PATH := $(abspath $(BIN)):$(PATH)
 test test-all: $(COMPILED)
-	$(MAKE) --jobs=2 --output-sync=target checks $(TEST_DEVICES)
-	$(PYTEST) --numprocesses=2 --dist=worksteal -m "$$DEPTH" $(addprefix --ignore=,$(TEST_DEVICES)) tests
+	$(MAKE) --jobs=2 --output-sync=target checks $(TEST_DEVICE)
+	$(PYTEST) --numprocesses=2 --dist=worksteal -m "$$DEPTH" --ignore=$(TEST_DEVICE) tests
 
-$(TEST_DEVICES):
+$(TEST_DEVICE):
 	$(PYTEST) -m "$$DEPTH" $@
 
 checks: $(STAMP)

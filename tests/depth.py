@@ -81,10 +81,6 @@ RULES: dict[str, Rule] = {
     "tests/integrations": none,
     "tests/integrations/test_trainer.py": one,
     "tests/integrations/test_trl.py::test_trainers_that_generate": one,
-    "tests/late_device": one,
-    "tests/late_device/test_engine.py::test_training_is_that_of_plain_pytorch": every_third,
-    "tests/late_device/test_faults.py": every_tenth,
-    "tests/late_device/test_pipeline.py::test_several_devices_train_as_one": every_tenth,
     "tests/offload": each_value,
     "tests/distributed": none,
     "tests/distributed/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
@@ -99,7 +95,9 @@ RULES: dict[str, Rule] = {
     "tests/simdevice/test_engine_exactness.py::test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan": each(
         "way"
     ),
-    "tests/simdevice/test_engine_pipeline.py": every,
+    "tests/simdevice/test_engine_faults.py": every_tenth,
+    "tests/simdevice/test_engine_late.py::test_a_loop_trains_as_plain_pytorch": every_third,
+    "tests/simdevice/test_engine_pipeline.py::test_several_devices_train_as_one": every_tenth,
     "tests/simdevice/test_simdevice.py::test_operands_on_two_devices_are_refused_but_for_a_single_number_of_the_cpu": every,
     "tests/estimate/test_forecast.py": one,
     "tests/estimate/test_survey.py": one,
@@ -156,7 +154,7 @@ SLOW = """
     integrations/test_trainer.py::test_classification_with_evaluation_and_prediction
     integrations/test_trainer.py::test_sequence_to_sequence_with_generation
     integrations/test_trainer.py::test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock
-    late_device/test_engine.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
+    simdevice/test_engine_late.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
     distributed/test_failures.py::test_a_model_that_waits_for_the_others_is_measured_by_all_as_often
     distributed/test_failures.py::test_an_exception_after_first_updates_ends_all
     distributed/test_failures.py::test_reading_is_right_in_every_process

@@ -36,7 +36,7 @@ _LIMIT_S = 900
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", re.MULTILINE)
 
 # Both test devices take torch's one place for an accelerator: each has a run of its own.
-_APART = [["tests/exactness"], ["tests/late_device"], ["tests/simdevice"]]
+_APART = [["tests/exactness"], ["tests/simdevice"]]
 _FIRST = {
     room: [[f"tests/{room}"], ["tests/engine", "tests/profiling"], *_APART]
     for room in ("calls", "runtime", "stepping", "scheduler", "offload")

@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.processes import run
 from tests.distributed.training import Result, Training, differences, engine_of, train_plainly, train_with
 from tests.inside import updater_of
-from tests.late_device.device import LateDevice
+from tests.simdevice.late import LateCpuDevice
 
 TRAININGS = (
     Training(clip=0.05),
@@ -27,7 +27,7 @@ def _on_late_devices(several: Sequence[Training], seed: int | None) -> list[Resu
     """In one of several processes; nothing may have been out of order."""
     results = []
     for training in several:
-        device = LateDevice(seed)
+        device = LateCpuDevice(seed)
         with device.watched():
             engine = engine_of(training, device=device)
             updater_of(engine)._timed = lambda device=device: device.watched(None)

@@ -22,9 +22,9 @@ from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import engine_for, groups_of, sgd, train_groups
 from tests.engine.test_failures import Mishap, Trap, Trapped
 from tests.families import FAMILIES, Family, build_transformer
-from tests.late_device.test_steady import Model
 from tests.oracle import assert_same, largest_difference, with_floating_dtype
 from tests.runtime.test_lane import model_and_lane
+from tests.simdevice.test_engine_steady import Model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SEED, GROUP, STEPS = 5, 4, 3

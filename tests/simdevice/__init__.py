@@ -1,4 +1,5 @@
-"""Four torch devices for tests, "simdev:0" to "simdev:3", that live in host memory and count every byte.
+"""Four torch devices for tests, "simdev:0" to "simdev:3", that live in host memory and count every byte. Two switches make
+the engine's device of them: a hard limit (`device.py`), and streams that are as late as events allow (`late.py`).
 
     from tests import simdevice
 

@@ -1,4 +1,4 @@
-"""The engine on a device that is not the host: tensors on the wrong device raise, and results are the CPU's bits."""
+"""The engine on a device that is not the host, prompt or late: plain PyTorch's bits, a peak within the plan, no report."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.families import Family
 from tests.graphs import graphs_in, keep_graphs
 from tests.oracle import assert_same
 from tests.simdevice.device import SimDevice, engine_of
+from tests.simdevice.test_engine_late import late_engine
 
 GROUP = 4
 STEPS = 2
@@ -37,25 +38,33 @@ class Way:
     stash: str
     residency: int | str = "off"
     graphs: tuple[int, ...] = ()  # of how many micro-batches they are kept: of pack 0, 1, ..., and again from the front
+    late: bool = False  # streams are late: by random delays if there is a seed, else as late as possible
+    seed: int | None = None
 
     def __str__(self) -> str:
         kept = "".join(map(str, self.graphs))
-        return f"pack{self.pack_layers}-{self.stash}-drop{self.dropout}-resident-{self.residency}-graphs{kept}"
+        streams = "prompt" if not self.late else "latest" if self.seed is None else f"late{self.seed}"
+        return (
+            f"pack{self.pack_layers}-{self.stash}-drop{self.dropout}-resident-{self.residency}-graphs{kept}-{streams}"
+        )
 
 
 EVERY = 100
 WAYS = (
-    Way(0.0, 0.0, 1, "host"),
-    Way(0.1, 0.5, 1, "auto", EVERY),
+    Way(0.0, 0.0, 1, "host", late=True),
+    Way(0.1, 0.5, 1, "auto", EVERY, late=True),
     Way(0.1, 0.5, 2, "device"),
-    Way(0.0, 0.0, 1, "host", 2),
+    Way(0.0, 0.0, 1, "host", 2, late=True, seed=1),
     Way(0.0, 0.5, EVERY, "auto"),
+    Way(0.1, 0.5, 1, "host", 1, late=True, seed=3),
+    Way(0.1, 0.5, 1, "host", late=True),
 )
 WAYS_WITH_GRAPHS = (
-    Way(0.1, 0.5, 1, "device", graphs=(GROUP,)),
+    Way(0.1, 0.5, 1, "device", graphs=(GROUP,), late=True),
     Way(0.1, 0.0, 1, "host", graphs=(GROUP, 0, 2)),
-    Way(0.1, 0.5, 2, "host", graphs=(1, 3)),
+    Way(0.1, 0.5, 2, "host", graphs=(1, 3), late=True, seed=1),
     Way(0.1, 0.0, 2, "device", graphs=(0, 2, GROUP)),
+    Way(0.1, 0.0, 1, "host", 3, graphs=(3, 2), late=True, seed=3),
 )
 MOST_OFF = 1.25
 """The planned peak over the measured one. A micro-batch that runs alone hides less of what is planned with care."""
@@ -80,7 +89,11 @@ def assert_as_plainly_and_as_planned(one: Family, way: Way, most: float = math.i
     groups, make = groups_of(one, STEPS, GROUP), optimizer_for(one)
     plain, _ = plainly(one, way.dropout, groups, make, way.clip or None)
     model, measured = one.build(way.dropout), 0
-    with engine_for(model, make, config_for(way, **harmony), device=SimDevice()) as engine:
+    config = config_for(way, **harmony)
+    opened = (
+        late_engine(model, config, way.seed, make) if way.late else engine_for(model, make, config, device=SimDevice())
+    )
+    with opened as engine:
         for group in groups:
             engine.train_batch(iter(group))
             measured = max(measured, engine.memory_report().device_peak_bytes)

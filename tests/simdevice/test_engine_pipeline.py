@@ -1,61 +1,199 @@
-"""One process that drives several devices, whose tensors torch does not mix, gives the bits of one device."""
+"""Several late devices: one device's results, a peak within the plan and no report, however late copies are."""
 
 from __future__ import annotations
 
+import gc
+import random
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from harmony_ds.device.group import DeviceGroup
-from tests import simdevice
-from tests.engine.drive import engine_for, family, groups_of, optimizer_for, weights_of
+from harmony_ds.device.base import HOME, Stream
+from harmony_ds.offload.ledger import Ledger
+from harmony_ds.offload.stash import Stash
+from harmony_ds.scheduler.choose import make_plan
+from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.step import planner
+from tests.cover import spread
+from tests.engine.drive import (
+    EVERY_FAMILY,
+    Groups,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    loop,
+    means_of,
+    optimizer_for,
+    train_groups,
+    weights_of,
+)
+from tests.engine.test_joined import sgd, single_rows, trained
+from tests.engine.test_pipeline import Mixer, Trained, assert_equal
 from tests.families import Batch
 from tests.graphs import graphs_in, keep_graphs
-from tests.simdevice.device import SimDevice
-from tests.simdevice.test_engine_exactness import GROUP, STEPS, Way, config_for
+from tests.oracle import assert_same
+from tests.scheduler.test_random_plans import cut_at_random, policy_at_random
+from tests.simdevice.test_engine_late import late_devices, late_engine
+from tests.simdevice.test_engine_steady import Model
 
-HOST, DEVICE = Way(0.1, 0.5, 1, "host"), Way(0.1, 0.0, 1, "device")
-GRAPHS = Way(0.1, 0.5, 1, "host", graphs=(GROUP, 0, 2))
-CASES = [
-    ("SkipNet", 2, HOST),
-    ("SkipNet", 3, GRAPHS),
-    ("SharedDepthNet", 2, DEVICE),
-    ("BatchNormNet", 2, HOST),
-    ("LayerDropNet", 3, HOST),
-    ("TwoPassNet", 2, HOST),
-    ("InPlaceNet", 3, DEVICE),
-    ("OutsideParameterNet", 3, HOST),
-    ("gpt2", 2, DEVICE),
-    ("llama", 4, GRAPHS),
-    ("t5", 4, HOST),
-    ("deepseek_v3", 2, DEVICE),
+pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+STEPS, ACCUMULATION = 2, 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings of a run."""
+
+    devices: int
+    harmony: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = 0.5
+    seed: int | None = None
+    budget: int | None = None
+    looks: bool = False
+    graphs: tuple[int, ...] = ()  # of how many micro-batches they are kept: of pack 0, 1, ..., and again from the front
+
+
+SETTINGS = [
+    Setting(2, {"pack_layers": 1, "stash": "host"}),
+    Setting(3, {"pack_layers": 1, "stash": "device"}, seed=1),
+    Setting(2, {"pack_layers": 2, "stash": "host", "prefetch": False}, clip=None, seed=2),
+    Setting(3, {"pack_layers": 1, "stash": "host"}, clip=None, seed=3),
+    Setting(2, {"pack_layers": 1, "stash": "host"}, seed=4, looks=True),
+]
+NAMES = [one.name for one in EVERY_FAMILY]
+ROWS = [
+    *spread(NAMES, SETTINGS),
+    *spread(NAMES, SETTINGS[2:] + SETTINGS[:2]),
+    *(("llama", Setting(n, {}, seed=n, budget=500_000)) for n in (2, 3)),
+    ("llama", Setting(4, {"pack_layers": 1, "stash": "host"}, seed=5, graphs=(ACCUMULATION, 0, 2))),
+    ("SkipNet", Setting(3, {"pack_layers": 1, "stash": "host"}, graphs=(ACCUMULATION, 0, 2))),
+    ("gemma4", Setting(2, {"pack_layers": 3})),  # whose layers write into a dictionary for others of the last pack
 ]
 
 
-def trained(model: nn.Module, make: Any, groups: list[list[Batch]], way: Way, device: Any) -> dict[str, Tensor]:
-    """Weights, and the losses of the steps."""
-    losses = {}
-    with engine_for(model, make, config_for(way), device=device) as engine:
-        for step, group in enumerate(groups):
-            losses[f"loss {step}"] = engine.train_batch(iter(group)).detach().cpu()
-            assert max(device.peaks()) <= engine.memory_report().planned_peak_bytes
-        assert engine.plan is not None
-        assert bool(way.graphs) == bool(graphs_in(engine.plan))
-    return losses | weights_of(model)
-
-
-@pytest.mark.parametrize(("name", "count", "way"), CASES, ids=str)
-def test_weights_and_losses_are_those_of_one_device(
-    name: str, count: int, way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if way.graphs:
-        keep_graphs(monkeypatch, way.graphs)
+@cache
+def on_one_device(name: str, clip: float | None) -> Trained:
+    """Return the results of one CPU device."""
     one = family(name)
-    make, groups = optimizer_for(one), groups_of(one, STEPS, GROUP)
-    expected, before = trained(one.build(way.dropout), make, groups, way, SimDevice()), simdevice.peer_traffic()
-    several = DeviceGroup([SimDevice(index=index) for index in range(count)])
-    found, after = trained(one.build(way.dropout), make, groups, way, several), simdevice.peer_traffic()
-    assert {index for pair in after if after[pair] > before[pair] for index in pair} == set(range(count))
-    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    model = one.build(0.1)
+    with engine_for(model, optimizer_for(one), config_of(ACCUMULATION, clip, {"pack_layers": 1})) as engine:
+        losses = train_groups(engine, groups_of(one, STEPS, ACCUMULATION))
+    return weights_of(model), losses
+
+
+@pytest.mark.parametrize(("name", "setting"), ROWS)
+def test_several_devices_train_as_one(name: str, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    if setting.graphs:
+        keep_graphs(monkeypatch, setting.graphs)
+    one, device = family(name), late_devices(setting.devices, setting.seed, setting.budget)
+    model, groups = one.build(0.1), groups_of(one, STEPS, ACCUMULATION)
+    config = config_of(ACCUMULATION, setting.clip, setting.harmony)
+    with late_engine(model, config, make=optimizer_for(one), device=device) as engine:
+        losses = means_of(loop(engine, groups, lambda i: i == 1)) if setting.looks else train_groups(engine, groups)
+        report = engine.memory_report()
+        assert len(report.device_peaks) == setting.devices
+        assert setting.looks or max(report.device_peaks) <= report.planned_peak_bytes
+        assert engine.plan is not None
+        assert not setting.graphs or graphs_in(engine.plan)
+    assert_equal((weights_of(model), losses), on_one_device(name, setting.clip))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_joined_calls_cross_in_order(name: str) -> None:
+    groups, sizes = single_rows(name), {"forward": 8, "backward": 4}
+    expected = trained(family(name).build(0.0), groups, sgd, micro_batch=sizes)
+    model, config = family(name).build(0.0), config_of(len(groups[0]), 0.5, {"pack_layers": 1, "micro_batch": sizes})
+    with late_engine(model, config, make=sgd, device=late_devices(3, 1, None)) as engine:
+        losses = train_groups(engine, groups)
+    assert_equal((weights_of(model), losses), expected)
+
+
+def test_steps_leave_no_more_on_the_devices_than_the_ones_before() -> None:
+    """Unlayered parameters go to other devices, and into the graphs of what is computed there."""
+    device, (model, groups) = late_devices(3, 1), build(3)
+    counts = []
+    with late_engine(model, config_of(len(groups[0]), 0.5, {"pack_layers": 1}), device=device) as engine:
+        for _ in range(3):
+            train_groups(engine, groups[:1])
+            engine.eval()
+            engine.eval_batch(iter(groups[1]))
+            engine.train()
+            gc.collect()
+            counts.append(len(device.members[0].late._blocks))
+    assert counts[0] == counts[1] == counts[2]
+
+
+# ---- plans that nobody would choose
+
+
+def build(seed: int) -> tuple[nn.Module, Groups]:
+    """Return a tiny model, and micro-batches of it."""
+    source = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Mixer() if seed % 3 == 0 else Model(tied=seed % 3 == 1, layers=6)
+    count = 1 + seed % 5
+
+    def batch() -> Batch:
+        if isinstance(model, Mixer):
+            return {k: torch.randn(2, 6, generator=source) for k in "xy"}
+        return {"ids": torch.randint(0, 32, (2, 5), generator=source)}
+
+    return model, [[batch() for _ in range(count)] for _ in range(2)]
+
+
+def plan_at_random(monkeypatch: pytest.MonkeyPatch, choose: random.Random) -> None:
+    """From now on, plans are cut and kept at random, and not searched for."""
+
+    def found(*args: Any, **more: Any) -> tuple[Choice, ...]:
+        graph, costs, _, element, request = args
+        packing = cut_at_random(Packer(graph, costs, element, request.policy), len(costs.calls), choose)
+        policy = policy_at_random(packing, request.policy, request.micro_batches, choose)
+        return (replace(search(*args, **more)[0], plan=make_plan(packing, costs, request, policy)),)
+
+    monkeypatch.setattr(planner, "search", found)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_plans_with_random_delays_train_as_one_device(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = random.Random(seed)
+    results, clip = [], choose.choice([None, 0.5])
+    for devices in (1, choose.choice([2, 3, 4])):
+        model, groups = build(seed)
+        config = config_of(len(groups[0]), clip, {"pack_layers": 1})
+        if devices > 1:
+            plan_at_random(monkeypatch, choose)
+        with late_engine(model, config, device=late_devices(devices, seed)) as engine:
+            losses = train_groups(engine, groups)
+        results.append((weights_of(model), losses))
+    # Other cuts regroup sums, which some processors' kernels show: 1e-7 was seen. What comes too late is far off.
+    assert results[1][1] == pytest.approx(results[0][1], rel=1e-6)
+    assert_same(results[1][0], results[0][0], bitwise=False, relative=1e-5)
+
+
+def test_a_stashed_tensor_that_is_discarded_leaves_no_queued_copy_to_the_next_in_its_buffer() -> None:
+    """Of a micro-batch that was looked at and is not propagated back from; the buffer goes to another device's."""
+    device = late_devices(2)
+    stash = Stash(device, Ledger(device))
+    with device.as_current():
+        device.enter(1)
+        unused = stash.put(torch.full((8,), 1.0, device=device.torch_device), "layer")
+        stash.swap_out([unused])
+        device.enter(HOME)
+        stash.release(unused)
+        entry = stash.put(torch.full((8,), 2.0, device=device.torch_device), "layer")
+        stash.swap_out([entry])
+        for number in (HOME, 1):
+            device.enter(number)
+            for stream in Stream:
+                device.record(stream).synchronize()
+        device.enter(HOME)
+        assert stash.tensor(entry).eq(2.0).all()
+        stash.release(entry)
+    stash.destroy()

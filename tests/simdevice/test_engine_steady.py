@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.engine.drive import config_of
 from tests.inside import updater_of
-from tests.late_device.device import LateDevice
-from tests.late_device.test_engine import late_engine
+from tests.simdevice.late import LateSimDevice
+from tests.simdevice.test_engine_late import late_engine
 
 
 class Block(nn.Module):
@@ -74,7 +74,7 @@ SETTINGS = {
 def norms_on_the_host(setting: Setting) -> int:
     """How many gradients the thread of updates reads for their norm in two steps."""
     count = []
-    device, generator = LateDevice(), torch.Generator().manual_seed(1)
+    device, generator = LateSimDevice(), torch.Generator().manual_seed(1)
     data = iter(lambda: {"ids": torch.randint(0, 32, (2, 5), generator=generator)}, None)
     config = config_of(2, setting.clip, {"pack_layers": 1, **setting.harmony}, **setting.more)
     with late_engine(Model(setting.tied), config, device=device) as engine:
@@ -97,7 +97,7 @@ def steady_waste(setting: Setting) -> list[str]:
 
     Its updates are slow, so that it keeps more gradients on the host than any step before.
     """
-    device, generator = LateDevice(1), torch.Generator().manual_seed(1)
+    device, generator = LateSimDevice(1), torch.Generator().manual_seed(1)
     data = iter(lambda: {"ids": torch.randint(0, 32, (2, 5), generator=generator)}, None)
     config = config_of(setting.accumulation, setting.clip, {"pack_layers": 1, **setting.harmony}, **setting.more)
     with late_engine(Model(setting.tied), config, device=device) as engine:

@@ -22,9 +22,9 @@ from tests.engine.drive import Groups, adamw, config_of, engine_for, lanes, trai
 from tests.engine.test_failures import BackwardTrap, Mishap, Trap, Trapped
 from tests.engine.test_pipeline import Trained, assert_equal
 from tests.inside import assembly_of
-from tests.late_device.device import LateDevice
-from tests.late_device.test_engine import late_devices, late_engine
-from tests.late_device.test_steady import Model
+from tests.simdevice.late import LateSimDevice
+from tests.simdevice.test_engine_late import late_devices, late_engine
+from tests.simdevice.test_engine_steady import Model
 
 DEVICES = 3
 K = TaskKind
@@ -82,7 +82,7 @@ class Fault:
             raise self.error
 
 
-class FaultyDevice(LateDevice):
+class FaultyDevice(LateSimDevice):
     fault: Fault
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A CPU device whose copies are as late as its events allow, and which reports accesses that no event orders.
+"""Streams that are as late as their events allow, and report accesses that no event orders: a switch of test devices.
 
     swap and upload  copies wait in a queue until some stream or the host waits for a later event, or (with a seed) until
                      a random time before that; copies that nothing waits for are never done
@@ -10,8 +10,10 @@
     host memory      page-locked buffers must be given back before they are dropped, and be left alone while a queued
                      copy reads or writes them
 
-Several of them (`beside`) make a DeviceGroup: a kernel runs on the device of its operands, which must be one; copies from
-another one on a PEER stream are as late as those of the swap streams.
+`LateSimDevice` is the device that counts every byte, late; `LateCpuDevice` is the CPU device, late: for processes, whose
+collectives take tensors of the CPU alone. Several of them (`beside`) share their streams and make a DeviceGroup: a kernel
+runs on the device of its operands, which must be one; copies from another one on a PEER stream are as late as those of the
+swap streams.
 
 Unordered accesses are reported even where they do no harm in this run (see `order`), and do harm wherever
 lateness can: a copy out of freed memory gives NaN, one out of overwritten memory gives the later values.
@@ -37,8 +39,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harmony_ds.device import CpuDevice, Event, Stream
-from tests.late_device.order import Block, Clock, Order, Who, name_of
-from tests.late_device.tensors import TensorRef, operands, poisoned, same_bits, tensors_in
+from harmony_ds.device.cpu import HostStreamDevice
+from tests.simdevice.device import SimDevice
+from tests.simdevice.order import Block, Clock, Order, Who, name_of
+from tests.simdevice.tensors import TensorRef, operands, poisoned, same_bits, tensors_in
 
 _GRAIN = 512
 """Bytes; CUDA's caching allocator hands out multiples of it."""
@@ -47,40 +51,27 @@ _COPY = torch.ops.aten.copy_.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _READS_A_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
 _HOST = None
-_SHARED = (
-    *("order", "registered", "waste", "_spare", "_chance", "_queues", "_done", "_blocks", "_storages"),
-    *("_queued_writes", "_queued_reads", "_lock", "_here", "_group"),
-)
-"""Attributes that the devices of a group share."""
 
 
-class LateDevice(CpuDevice):
-    """The late device: to be used under `watched`, and checked by `assert_in_order`."""
+class LateStreams:
+    """The streams of the devices of one process, their queued copies, and the memory that all of them use.
 
-    copies_overlap = True
-    pins_host = True
+    Attributes:
+        order: which access is known to come after which; it has the reports.
+        registered: page-locked buffers, from address to bytes.
+        waste: what a step should do once and no more, and where: memory taken that no stream had given back (of its size),
+            host memory page-locked, and the host waiting for a stream, but on the thread of updates.
+    """
 
-    def __init__(
-        self, seed: int | None = None, budget_bytes: int | None = None, beside: LateDevice | None = None
-    ) -> None:
-        """`seed`: copies are done at random moments (None: as late as possible). `beside`: the first of its group."""
-        super().__init__(budget_bytes)
-        self.name = "late"
-        self.place = 0
-        if beside is not None:
-            self.place = len(beside._group)
-            self.__dict__.update({name: beside.__dict__[name] for name in _SHARED})
-            self._group.append(self)
-            return
-        self._group = [self]
+    def __init__(self, seed: int | None, device_type: str) -> None:
+        """Take `seed`: copies are done at random moments; None: as late as possible."""
         self.order = Order()
-        self.registered: dict[int, int] = {}  # address to bytes
+        self.registered: dict[int, int] = {}
         self.waste: list[str] = []
-        """What a step should do once and no more, and where: memory taken that no stream had given back (of its size), host
-        memory page-locked, and the host waiting for a stream, but on the thread of updates.
-        """
+        self.devices = 0
+        self._device_type = device_type
         self._spare: Counter[tuple[Who, int]] = Counter()  # device memory given back, by stream and bytes
-        self._chance = None if seed is None else random.Random(seed)
+        self._random = None if seed is None else random.Random(seed)
         self._queues: defaultdict[Who, list[Callable[[], None] | None]] = defaultdict(list)
         self._done: Counter[Who] = Counter()
         self._blocks: dict[int, Block] = {}  # by storage
@@ -90,10 +81,34 @@ class LateDevice(CpuDevice):
         self._lock = threading.RLock()
         self._here = _ThreadState()
 
+    # ---- what is asked of it by tests
+
     def assert_in_order(self) -> None:
         """Nothing was reported, and (call it once the engine is destroyed) no memory is page-locked any more."""
         assert not self.order.reports, "\n".join(dict.fromkeys(self.order.reports))
         assert not self.registered, f"{len(self.registered)} buffers are still page-locked"
+
+    @contextmanager
+    def watched(self, who: Who) -> Iterator[None]:
+        """While open, this thread's torch operations are those of the stream `who` (None: the host's own)."""
+        here = self._here
+        before, here.who = here.who, who
+        if here.watched:
+            try:
+                yield
+            finally:
+                here.who = before
+            return
+        here.watched = True
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            here.watched, here.who = False, before
+
+    def make_current(self, number: int) -> None:
+        """Let this thread's operations be those of the compute stream of device `number`."""
+        self._here.who = number, Stream.COMPUTE
 
     # ---- what costs time
 
@@ -103,58 +118,44 @@ class LateDevice(CpuDevice):
         places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in engine[-4:]]
         self.waste.append(f"{what} ({' > '.join(places)})")
 
-    def _take(self, who: Who, nbytes: int, what: str) -> None:
+    def _allocated(self, who: Who, nbytes: int, what: str) -> None:
         key = who, -(-nbytes // _GRAIN) * _GRAIN
         if nbytes and not self._spare[key]:
             self._wasted(f"{nbytes} bytes of device memory for {what}")
         self._spare[key] = max(0, self._spare[key] - 1)
 
-    # ---- threads
-
-    @contextmanager
-    def watched(self, stream: Stream | None = Stream.COMPUTE) -> Iterator[None]:
-        """While open, this thread's torch operations are those of `stream` (None: the host's own)."""
-        before, self._here.who = self._here.who, None if stream is None else (self.place, stream)
-        if self._here.watched:
-            try:
-                yield
-            finally:
-                self._here.who = before
-            return
-        self._here.watched = True
-        try:
-            with _Watch(self):
-                yield
-        finally:
-            self._here.watched, self._here.who = False, before
-
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        context = self.watched(stream)
-        return context if self._watch is None else self._watch(stream, context)
-
-    def as_current(self) -> AbstractContextManager[object]:
-        return self.watched()
-
-    def set_current(self) -> None:
-        self._here.who = self.place, Stream.COMPUTE
-
     # ---- events
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, who: Who) -> Event:
         with self._lock:
-            who = self.place, stream
-            return _LateEvent(self, who, len(self._queues[who]), self.order.snapshot(who))
+            return self._event(who)
 
-    def wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(event, _LateEvent)
+    def _event(self, who: Who) -> _LateEvent:
+        return _LateEvent(self, who, len(self._queues[who]), self.order.snapshot(who))
+
+    def wait(self, who: Who, event: Event) -> None:
+        """Let the stream `who` wait for `event`."""
+        assert isinstance(event, _LateEvent) and who is not None
         with self._lock:
-            self.order.join((self.place, stream), event.clock)
-            if stream is Stream.COMPUTE:
-                self.pass_to(event.who, event.position)
+            self.order.join(who, event.clock)
+            if who[1] is Stream.COMPUTE:
+                self.run_until(event.who, event.position)
             else:
-                self._queues[self.place, stream].append(lambda: self.pass_to(event.who, event.position))
+                self._queues[who].append(lambda: self.run_until(event.who, event.position))
 
-    def pass_to(self, who: Who, position: int) -> None:
+    def host_waits(self, event: _LateEvent) -> None:
+        """Let the host wait for `event`."""
+        if threading.current_thread().name != _UPDATES:
+            self._wasted(f"the host waits for {name_of(event.who)}")
+        with self._lock:
+            self.run_until(event.who, event.position)
+            self.order.join(_HOST, event.clock)
+
+    def has_passed(self, event: _LateEvent) -> bool:
+        with self._lock:
+            return self._done[event.who] >= event.position
+
+    def run_until(self, who: Who, position: int) -> None:
         """Do all work that was queued on the stream `who` before `position`."""
         with self._lock, self._here.unwatched():
             queue = self._queues[who]
@@ -165,29 +166,26 @@ class LateDevice(CpuDevice):
                 assert work is not None
                 work()
 
-    def _maybe_pass(self) -> None:
-        if self._chance is not None and self._chance.random() < 0.125:
-            who = self._chance.randrange(len(self._group)), self._chance.choice(list(Stream))
-            ahead = len(self._queues[who]) - self._done[who]
-            self.pass_to(who, self._done[who] + min(ahead, self._chance.randrange(4)))
-
-    def synchronize(self) -> None:
-        """Let the host wait for every stream."""
-        for stream in Stream:
-            self.record(stream).synchronize()
+    def _maybe_run(self) -> None:
+        if self._random is not None and self._random.random() < 0.125:
+            who = self._random.randrange(self.devices), self._random.choice(list(Stream))
+            waiting = len(self._queues[who]) - self._done[who]
+            self.run_until(who, self._done[who] + min(waiting, self._random.randrange(4)))
 
     # ---- memory
 
-    def record_use(self, tensor: Tensor) -> None:
+    def record_use(self, number: int, tensor: Tensor) -> None:
         block = self._block(tensor)
         assert block is not None
-        block.used.add((self.place, Stream.COMPUTE))
+        block.used.add((number, Stream.COMPUTE))
 
-    def _copy_in(self, tensor: Tensor) -> Tensor:
+    def copy_in(self, number: int, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return a copy of `tensor` on a device that its UPLOAD stream is yet to make."""
         with self._lock, self._here.unwatched():
-            staged = tensor.clone()  # done when the call returns
-            made = poisoned(torch.empty_like(staged))
-        self._own((self.place, Stream.UPLOAD), made, "upload")
+            staged = tensor.to("cpu", copy=True)  # done when the call returns
+            made = poisoned(torch.empty_like(staged, device=device))
+        who = number, Stream.UPLOAD
+        self._own(who, made, "upload")
         there = TensorRef(made)
         self._queued_writes[there.key] = self._queued_writes.get(there.key, 0) + 1
 
@@ -197,7 +195,7 @@ class LateDevice(CpuDevice):
             if target is not None:
                 target.copy_(staged)
 
-        self._queues[self.place, Stream.UPLOAD].append(work)
+        self._queues[who].append(work)
         return made
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -217,20 +215,19 @@ class LateDevice(CpuDevice):
                 self.registered[buffer.data_ptr()] = buffer.nbytes
 
     def host_free(self, buffer: Tensor) -> None:
-        self.synchronize()
         if buffer.numel() and self.registered.pop(buffer.data_ptr(), None) is None:
             self.order.reports.append(f"{buffer.nbytes} bytes that are not page-locked were given back as if they were")
 
     def _follow(self, tensor: Tensor, block: Block) -> None:
         storage = tensor.untyped_storage()
         key, address = storage._cdata, storage.data_ptr()
-        taken = block.owner, -(-storage.nbytes() // _GRAIN) * _GRAIN
+        allocated = block.owner, -(-storage.nbytes() // _GRAIN) * _GRAIN
 
         def gone(_: object) -> None:
             del self._blocks[key], self._storages[key]
             if block.owner is not _HOST:
                 self.order.free(block)
-                self._spare[taken] += 1
+                self._spare[allocated] += 1
             elif self.registered.pop(address, None) is not None:
                 self.order.reports.append(f"{block.what} was dropped and is still page-locked")
 
@@ -240,41 +237,51 @@ class LateDevice(CpuDevice):
     def _block(self, tensor: Tensor) -> Block | None:
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
-    def _is_host(self, tensor: Tensor) -> bool:
+    def _is_page_locked(self, tensor: Tensor) -> bool:
         block = self._block(tensor)
         return block is not None and block.owner is _HOST
+
+    def _is_on_device(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies on a device; on a CPU device, whatever is not page-locked does."""
+        return tensor.device.type == self._device_type and not self._is_page_locked(tensor)
 
     # ---- operations
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operation of the calling thread."""
+        """Run one operation of the calling thread."""
         who = self._here.who
-        if not self._here.watched or self._here.aside:
+        if not self._here.watched or self._here.unseen:
             return func(*args, **kwargs)
         with self._lock:
-            self._maybe_pass()
+            self._maybe_run()
             places = self._places(func, args, kwargs)
             if places and (func is _COPY if who is _HOST else who[1] is Stream.COMPUTE):
-                # It runs where its operands are; the host's copies are the engine's answer to a look.
+                # It runs where its operands are; the host's copies are the engine's answer to a reader.
                 who = places[0], Stream.COMPUTE
                 if len(set(places)) > 1:
                     self.order.reports.append(f"{func} takes operands on devices {sorted(set(places))}")
-            if func is _COPY and who is not _HOST and self._is_host(args[0]) != self._is_host(args[1]):
+            if func is _COPY and who is not _HOST and self._crosses_the_link(args[0], args[1]):
                 if args[2] if len(args) > 2 else kwargs.get("non_blocking", False):
                     return self._copy_late(who, args[0], args[1])
-                self._synchronize(who)
+                self._event(who).synchronize()
             if who is not _HOST and who[1] is Stream.PEER and not func.is_view:
                 if func is _TO_COPY and places and places[0] != who[0]:
                     with self._here.unwatched():
                         made = poisoned(func(*args, **kwargs))
                     self._own(who, made, str(func))
                     return self._copy_late(who, made, args[0])
-                self.pass_to(who, len(self._queues[who]))  # done at once, but not before what it waits for
+                self.run_until(who, len(self._queues[who]))  # done at once, but not before what it waits for
         result = func(*args, **kwargs)
         if not func.is_view:
             with self._lock:
                 self._note(who, func, args, kwargs, result)
         return result
+
+    def _crosses_the_link(self, target: Tensor, source: Tensor) -> bool:
+        """Whether a copy goes between page-locked memory and a device."""
+        return (self._is_page_locked(target) and self._is_on_device(source)) or (
+            self._is_page_locked(source) and self._is_on_device(target)
+        )
 
     def _places(self, func: Any, args: Any, kwargs: Any) -> list[int]:
         """Return the devices of the operands."""
@@ -284,16 +291,13 @@ class LateDevice(CpuDevice):
     def _own(self, who: Who, tensor: Tensor, name: str) -> None:
         """Note that `tensor` is new, in memory of the stream `who`."""
         what = f"{tuple(tensor.shape)} of {name} on {name_of(who)}"
-        self._take(who, tensor.untyped_storage().nbytes(), what)
+        self._allocated(who, tensor.untyped_storage().nbytes(), what)
         block = self.order.allocate(who, what)
         self._follow(tensor, block)
         self.order.access(who, block, True, name)
 
-    def _synchronize(self, who: Who) -> None:
-        with self._lock:
-            _LateEvent(self, who, len(self._queues[who]), self.order.snapshot(who)).synchronize()
-
     def _note(self, who: Who, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what an operation that has run has read, written and made."""
         known, on_device = set(), False
         name = str(func)
         empty = "empty" in name  # made like another tensor, whose values nobody reads
@@ -304,31 +308,34 @@ class LateDevice(CpuDevice):
             if block is not None and not empty:
                 self.order.access(_HOST if block.owner is _HOST else who, block, write, name)
         if func in _READS_A_VALUE and on_device and who is not _HOST:
-            self._synchronize(who)
+            self._event(who).synchronize()
         for tensor in tensors_in(result):
             key = tensor.untyped_storage()._cdata
             if key in known or key in self._blocks:
                 continue
             if empty:
                 poisoned(tensor)
-            if who is not _HOST:
-                self._own(who, tensor, name)
+            if who is not _HOST and self._is_on_device(tensor):
+                number = who[0] if tensor.device.index is None else tensor.device.index
+                self._own((number, who[1]), tensor, name)
 
     def _copy_late(self, who: Who, target: Tensor, source: Tensor) -> Tensor:
-        """Queues a copy between the device and page-locked memory, or another device."""
-        out = self._is_host(target)
+        """Queue a copy between the device and page-locked memory, or another device."""
+        out = self._is_page_locked(target)
         for tensor, write in ((source, False), (target, True)):
             block = self._block(tensor)
             if block is not None:
                 self.order.access(who, block, write, "a copy")
         there, here = TensorRef(target), TensorRef(source)
+        kept: Tensor | None = None
         with self._here.unwatched():
             filled = not self._queued_writes.get(here.key)
-            seen = source.detach().clone() if filled else None
+            # Copies of this simulation's own are no memory of the device.
+            seen = source.detach().to("cpu", copy=True) if filled else None
             computes = who is not _HOST and who[1] is Stream.COMPUTE
             if computes:
                 if out:  # kernels go on and change the source: the copy is what it was
-                    source = source.detach().clone()
+                    kept = source.detach().to("cpu", copy=True)
                 else:
                     target.detach().copy_(source)
             in_use = self._queued_writes.get(there.key) or self._queued_reads.get(there.key)
@@ -336,7 +343,6 @@ class LateDevice(CpuDevice):
                 target.detach().fill_(float("nan"))
         self._queued_writes[there.key] = self._queued_writes.get(there.key, 0) + 1
         self._queued_reads[here.key] = self._queued_reads.get(here.key, 0) + 1
-        kept = source if computes and out else None
 
         def work() -> None:
             self._queued_writes[there.key] -= 1
@@ -352,7 +358,7 @@ class LateDevice(CpuDevice):
         direction = "device to host" if out else "host to device"
         if source is None:
             self.order.reports.append(f"the source of a copy ({direction}) was freed before it ran")
-        elif seen is not None and not same_bits(seen, source):
+        elif seen is not None and not same_bits(seen, source.cpu()):
             self.order.reports.append(f"the source of a copy ({direction}) was overwritten before it ran")
         if target is None:
             if out:  # memory of the device that was given back in order may be written to the end
@@ -363,23 +369,109 @@ class LateDevice(CpuDevice):
             target.copy_(source)
 
 
+class OnLateStreams(HostStreamDevice):
+    """A device whose streams are late: goes before the class of the device in the list of bases."""
+
+    copies_overlap = True
+    pins_host = True
+    late: LateStreams
+    place: int
+
+    def join_streams(self, seed: int | None, beside: OnLateStreams | None) -> None:
+        """Take streams of its own, or share those of `beside`, the first device of its group."""
+        self.late = LateStreams(seed, self.torch_device.type) if beside is None else beside.late
+        self.place = self.late.devices
+        self.late.devices += 1
+
+    @property
+    def order(self) -> Order:
+        return self.late.order
+
+    @property
+    def waste(self) -> list[str]:
+        return self.late.waste
+
+    def assert_in_order(self) -> None:
+        self.late.assert_in_order()
+
+    def watched(self, stream: Stream | None = Stream.COMPUTE) -> AbstractContextManager[None]:
+        """While open, this thread's torch operations are those of `stream` (None: the host's own)."""
+        return self.late.watched(None if stream is None else (self.place, stream))
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        context = self.watched(stream)
+        return context if self._watch is None else self._watch(stream, context)
+
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        with super().as_current(), self.watched():
+            yield
+
+    def set_current(self) -> None:
+        super().set_current()
+        self.late.make_current(self.place)
+
+    def record(self, stream: Stream) -> Event:
+        return self.late.record((self.place, stream))
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self.late.wait((self.place, stream), event)
+
+    def synchronize(self) -> None:
+        """Let the host wait for every stream."""
+        for stream in Stream:
+            self.record(stream).synchronize()
+
+    def record_use(self, tensor: Tensor) -> None:
+        self.late.record_use(self.place, tensor)
+
+    def _copy_in(self, tensor: Tensor) -> Tensor:
+        return self.late.copy_in(self.place, tensor, self.torch_device)
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.late.host_empty(numel, dtype)
+
+    def host_lock(self, buffer: Tensor) -> None:
+        self.late.host_lock(buffer)
+
+    def host_free(self, buffer: Tensor) -> None:
+        self.synchronize()
+        self.late.host_free(buffer)
+
+
+class LateSimDevice(OnLateStreams, SimDevice):
+    """The test device that counts every byte, with late streams."""
+
+    def __init__(
+        self, seed: int | None = None, budget_bytes: int | None = None, beside: LateSimDevice | None = None
+    ) -> None:
+        """`seed`: copies are done at random moments (None: as late as possible). `beside`: the first of its group."""
+        super().__init__(budget_bytes, 0 if beside is None else beside.late.devices)
+        self.join_streams(seed, beside)
+
+
+class LateCpuDevice(OnLateStreams, CpuDevice):
+    """The CPU device with late streams."""
+
+    def __init__(
+        self, seed: int | None = None, budget_bytes: int | None = None, beside: LateCpuDevice | None = None
+    ) -> None:
+        super().__init__(budget_bytes)
+        self.join_streams(seed, beside)
+
+
 class _LateEvent:
-    def __init__(self, device: LateDevice, who: Who, position: int, clock: Clock) -> None:
-        self._device = device
+    def __init__(self, late: LateStreams, who: Who, position: int, clock: Clock) -> None:
+        self._late = late
         self.who = who
         self.position = position
         self.clock = clock
 
     def synchronize(self) -> None:
-        if threading.current_thread().name != _UPDATES:
-            self._device._wasted(f"the host waits for {name_of(self.who)}")
-        with self._device._lock:
-            self._device.pass_to(self.who, self.position)
-            self._device.order.join(_HOST, self.clock)
+        self._late.host_waits(self)
 
     def query(self) -> bool:
-        with self._device._lock:
-            return self._device._done[self.who] >= self.position
+        return self._late.has_passed(self)
 
 
 class _ThreadState(threading.local):
@@ -388,22 +480,22 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.who: Who = (0, Stream.COMPUTE)
         self.watched = False
-        self.aside = 0
+        self.unseen = 0
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        self.aside += 1
+        self.unseen += 1
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.aside -= 1
+            self.unseen -= 1
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, device: LateDevice) -> None:
+    def __init__(self, late: LateStreams) -> None:
         super().__init__()
-        self._device = device
+        self._late = late
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._device.perform(func, args, kwargs or {})
+        return self._late.perform(func, args, kwargs or {})

@@ -1,4 +1,4 @@
-"""Tensors of operations on the late device: references, operands, and which of them are written."""
+"""Tensors of operations on late devices: references, operands, and which of them are written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.simdevice import DEVICE
 
 
 class TensorRef:
@@ -22,7 +24,11 @@ class TensorRef:
 
     def tensor(self) -> Tensor | None:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
+        return (
+            None
+            if storage is None
+            else torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
+        )
 
 
 def operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
@@ -36,7 +42,11 @@ def operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if value.device.type == "cpu" and value.layout is torch.strided and type(value).__name__ != "PhantomParameter":
+        if (
+            value.device.type in ("cpu", DEVICE)
+            and value.layout is torch.strided
+            and type(value).__name__ != "PhantomParameter"
+        ):
             yield value
     elif isinstance(value, (list, tuple)):
         for item in value:

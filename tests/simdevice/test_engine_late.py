@@ -36,8 +36,8 @@ from tests.engine.drive import (
 from tests.engine.test_failures import Mishap, Trap, Trapped, trapped_llama, unwrapped
 from tests.graphs import graphs_in, keep_graphs
 from tests.inside import updater_of
-from tests.late_device.device import LateDevice
 from tests.oracle import assert_same, train_plainly
+from tests.simdevice.late import LateSimDevice
 
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 3, 3)
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked a
 
 
 def late_devices(
-    count: int, seed: int | None = None, budget_bytes: int | None = None, kind: Any = LateDevice
+    count: int, seed: int | None = None, budget_bytes: int | None = None, kind: Any = LateSimDevice
 ) -> Device:
     """So many of them, as one `Device`."""
     first = kind(seed, budget_bytes)
@@ -59,9 +59,9 @@ def late_engine(
     model: nn.Module, config: dict[str, Any], seed: int | None = None, make: Any = adamw, device: Device | None = None
 ) -> Iterator[HarmonyEngine]:
     """Return an engine on a late device or a group; at the end destroy it and check that everything was in order."""
-    device = device or LateDevice(seed)
+    device = device or LateSimDevice(seed)
     home = device.members[0] if isinstance(device, DeviceGroup) else device
-    assert isinstance(home, LateDevice)
+    assert isinstance(home, LateSimDevice)
     with home.watched(), engine_for(model, make, config, device=device) as engine:
         updater_of(engine)._timed = lambda: home.watched(None)
         yield engine
@@ -75,40 +75,29 @@ class Setting:
 
     harmony: dict[str, Any] = field(default_factory=dict)
     clip: float | None = None
-    loops: bool = False
     looks: bool = False
     seed: int | None = None
     graphs: tuple[int, ...] = ()  # of how many micro-batches they are kept: of pack 0, 1, ..., and again from the front
 
 
 SETTINGS = [
-    Setting({"stash": "host"}, clip=0.5),
-    Setting({"stash": "host", "residency": 2}, seed=1),
     Setting({"stash": "device"}, looks=True),
     Setting({"stash": "host"}, clip=0.5, looks=True, seed=2),
-    Setting({"stash": "device", "residency": 100}, clip=0.5),
-    Setting({"stash": "host"}),
-    Setting({"stash": "host", "residency": 1}, clip=0.5, seed=3),
+    Setting({"stash": "host", "residency": 2}, clip=0.5, seed=1),
 ]
 KINDS = ("gpt2", "gemma4", "opt", "t5", "resnet", "mixtral", "clip", "mamba")
-"""One of each kind for the order of copies: tied weights, glue that layers share, layers that are left out, two stacks,
-buffers, experts, two towers, no attention."""
+"""One of each kind for the order of copies: tied weights, code between layers that they share, layers that are left out,
+two stacks, buffers, experts, two towers, no attention."""
 ROWS = [
     *spread(KINDS, SETTINGS),
     # Packs of two share nothing with the layers' sizes.
-    *(
-        ("llama", replace(setting, loops=True, harmony={**setting.harmony, "pack_layers": 2}))
-        for setting in SETTINGS[1::2]
-    ),
-    ("llama", Setting({"stash": "device"}, clip=0.5, graphs=(3,))),
-    ("resnet", Setting({"stash": "host"}, seed=1, graphs=(3, 1))),
+    *(("llama", replace(setting, harmony={**setting.harmony, "pack_layers": 2})) for setting in SETTINGS),
     ("t5", Setting({"stash": "host"}, clip=0.5, looks=True, seed=2, graphs=(2, 0, 3))),
-    ("llama", Setting({"stash": "host", "residency": 3}, seed=3, graphs=(3, 2))),
 ]
 
 
 @pytest.mark.parametrize(("name", "setting"), ROWS)
-def test_training_is_that_of_plain_pytorch(name: str, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_trains_as_plain_pytorch(name: str, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     if setting.graphs:
         keep_graphs(monkeypatch, setting.graphs)
     one = family(name)
@@ -117,10 +106,7 @@ def test_training_is_that_of_plain_pytorch(name: str, setting: Setting, monkeypa
     model = one.build(0.1)
     config = config_of(3, setting.clip, {"pack_layers": 1, **setting.harmony})
     with late_engine(model, config, setting.seed, make) as engine:
-        if setting.loops or setting.looks:
-            actual = means_of(loop(engine, groups, lambda i: setting.looks and i == 1))
-        else:
-            actual = train_groups(engine, groups)
+        actual = means_of(loop(engine, groups, lambda i: setting.looks and i == 1))
         assert not setting.graphs or graphs_in(engine.plan)
     assert_same(model, plain, one.bitwise)
     assert actual == pytest.approx(means_of(losses), rel=0.0 if one.bitwise else 1e-6)
@@ -219,7 +205,7 @@ def test_weights_may_be_restored_right_after_an_evaluation(way: str, residency: 
         plain.train()
     found: list[Tensor] = []
     config = config_of(3, 0.5, {"pack_layers": 1, "residency": residency})
-    device = LateDevice(seed)
+    device = LateSimDevice(seed)
     with late_engine(model, config, device=device) as engine:
 
         def evaluate(_: nn.Module) -> None:
@@ -258,7 +244,7 @@ class Positioned(nn.Module):
     def __init__(self, recurrent: bool = False, late: bool = False, expanded: bool = False) -> None:
         super().__init__()
         self.positions = Positions(expanded)
-        self.blocks = nn.ModuleList(nn.LSTM(4, 4, batch_first=True) if recurrent else nn.Linear(4, 4) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.RNN(4, 4, batch_first=True) if recurrent else nn.Linear(4, 4) for _ in range(3))
         self.late = late
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -292,7 +278,9 @@ def test_results_in_parameter_memory_do_not_hold_evicted_memory(
     plain, model, groups = built(**options), built(**options), inputs_of(3)
     losses = train_plainly(plain, groups, sgd(plain.parameters()), clip=clip, seed_of=seed_of)
     with late_engine(model, config_of(3, clip, {"pack_layers": 1, "stash": "host"}), seed, sgd) as engine:
-        assert train_groups(engine, groups) == means_of(losses)
+        actual = train_groups(engine, groups)
+        # The CPU's own kernel of a whole recurrent layer adds in another order than the operations that it stands for.
+        assert actual == pytest.approx(means_of(losses), rel=1e-6 if "recurrent" in options else 0.0)
         engine.eval()
         with torch.no_grad():
             view = engine.module.positions(5)
@@ -300,7 +288,7 @@ def test_results_in_parameter_memory_do_not_hold_evicted_memory(
             engine(inputs=groups[0][0]["inputs"])
             assert torch.equal(view, expected)
             assert view.stride() == plain.positions(5).stride()
-    assert_same(model, plain, bitwise=True)
+    assert_same(model, plain, bitwise="recurrent" not in options)
 
 
 # ---- slices, lengths
@@ -321,13 +309,13 @@ def test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary() ->
     lengths = [5, 12, 3, 9, 12, 7, 4, 11, 6, 12, 8, 10]
     generator = torch.Generator().manual_seed(2)
     harmony = {"pack_layers": 1, "stash": "host", "residency": 1}
-    config, device = config_of(2, 0.5, harmony), LateDevice(1)
+    config, device = config_of(2, 0.5, harmony), LateSimDevice(1)
     with late_engine(LLAMA.build(0.0), config, device=device) as engine:
         known: list[set[int]] = []
         for length in [12, *lengths]:
             ids = torch.randint(0, 96, (2, length), generator=generator)
             engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * 2))
-            known.append(set(device.registered))
+            known.append(set(device.late.registered))
     assert all(later == known[0] for later in known[1:])
 
 

@@ -9,38 +9,38 @@ import torch
 from torch import Tensor
 
 from harmony_ds.device import Stream
-from tests.late_device.device import LateDevice
+from tests.simdevice.late import LateCpuDevice
 
 
 @pytest.fixture(params=[None, 1], ids=["latest", "random"])
-def device(request: pytest.FixtureRequest) -> Iterator[LateDevice]:
-    device = LateDevice(request.param)
+def device(request: pytest.FixtureRequest) -> Iterator[LateCpuDevice]:
+    device = LateCpuDevice(request.param)
     with device.watched():
         yield device
 
 
-def reported(device: LateDevice, words: str) -> bool:
+def reported(device: LateCpuDevice, words: str) -> bool:
     return any(words in report for report in device.order.reports)
 
 
-def page_locked(device: LateDevice, values: list[float]) -> Tensor:
+def page_locked(device: LateCpuDevice, values: list[float]) -> Tensor:
     return device.host_empty(len(values), torch.float32).copy_(torch.tensor(values))
 
 
-def swap_in(device: LateDevice, host: Tensor) -> Tensor:
+def swap_in(device: LateCpuDevice, host: Tensor) -> Tensor:
     with device.on(Stream.SWAP_IN):
         buffer = device.empty(host.numel(), host.dtype)
         return buffer.copy_(host, non_blocking=True)
 
 
-def swap_out(device: LateDevice, tensor: Tensor) -> Tensor:
+def swap_out(device: LateCpuDevice, tensor: Tensor) -> Tensor:
     host = device.host_empty(tensor.numel(), tensor.dtype)
     with device.on(Stream.SWAP_OUT):
         host.copy_(tensor, non_blocking=True)
     return host
 
 
-def test_a_round_trip_that_events_order_is_exact_and_not_reported(device: LateDevice) -> None:
+def test_a_round_trip_that_events_order_is_exact_and_not_reported(device: LateCpuDevice) -> None:
     host = page_locked(device, [1.0, 2.0])
     weights = swap_in(device, host)
     device.wait(Stream.COMPUTE, device.record(Stream.SWAP_IN))
@@ -55,7 +55,7 @@ def test_a_round_trip_that_events_order_is_exact_and_not_reported(device: LateDe
 
 
 def test_a_copy_that_was_not_waited_for_has_not_happened() -> None:
-    device = LateDevice()
+    device = LateCpuDevice()
     with device.watched():
         host = page_locked(device, [1.0])
         weights = swap_in(device, host)
@@ -70,7 +70,7 @@ def test_a_copy_that_was_not_waited_for_has_not_happened() -> None:
 
 
 def test_both_ends_of_a_copy_to_the_host_must_outlive_it() -> None:
-    device = LateDevice()
+    device = LateCpuDevice()
     with device.watched():
         gradient = torch.ones(3)
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
@@ -85,7 +85,7 @@ def test_both_ends_of_a_copy_to_the_host_must_outlive_it() -> None:
         assert reported(device, "target of a copy (device to host) was freed before it ran")
 
 
-def test_memory_is_reused_after_its_last_use_on_every_stream(device: LateDevice) -> None:
+def test_memory_is_reused_after_its_last_use_on_every_stream(device: LateCpuDevice) -> None:
     host = page_locked(device, [1.0])
     for _ in range(3):  # a stream may take its own memory again at once
         weights = swap_in(device, host)
@@ -102,7 +102,7 @@ def test_memory_is_reused_after_its_last_use_on_every_stream(device: LateDevice)
     assert reported(device, "was given back to SWAP_IN and may be handed out again, while COMPUTE may still use it")
 
 
-def test_a_host_write_under_a_queued_copy_is_reported(device: LateDevice) -> None:
+def test_a_host_write_under_a_queued_copy_is_reported(device: LateCpuDevice) -> None:
     host = page_locked(device, [1.0])
     weights = swap_in(device, host)
     host.fill_(5.0)
@@ -112,7 +112,7 @@ def test_a_host_write_under_a_queued_copy_is_reported(device: LateDevice) -> Non
 
 
 def test_a_host_write_that_nothing_sees_is_found_when_the_copy_runs() -> None:
-    device = LateDevice()
+    device = LateCpuDevice()
     with device.watched():
         host = page_locked(device, [1.0])
         weights = swap_in(device, host)
@@ -123,7 +123,7 @@ def test_a_host_write_that_nothing_sees_is_found_when_the_copy_runs() -> None:
 
 
 def test_a_copy_to_the_host_on_the_compute_stream_is_late_for_the_host_alone() -> None:
-    device = LateDevice()
+    device = LateCpuDevice()
     with device.watched():
         host, source = device.host_empty(1, torch.float32), torch.ones(1)
         host.copy_(source, non_blocking=True)
@@ -135,7 +135,7 @@ def test_a_copy_to_the_host_on_the_compute_stream_is_late_for_the_host_alone() -
         assert host.tolist() == [1.0]
 
 
-def test_page_locked_memory_is_given_back_once_and_before_it_is_dropped(device: LateDevice) -> None:
+def test_page_locked_memory_is_given_back_once_and_before_it_is_dropped(device: LateCpuDevice) -> None:
     host = page_locked(device, [1.0])
     with pytest.raises(AssertionError, match="1 buffers are still page-locked"):
         device.assert_in_order()
@@ -148,7 +148,7 @@ def test_page_locked_memory_is_given_back_once_and_before_it_is_dropped(device: 
 
 
 def test_allocations_and_waits_are_reported_but_not_when_memory_is_reused() -> None:
-    device = LateDevice()
+    device = LateCpuDevice()
     host = device.host_empty(1, torch.float32)
     with device.watched():
         for _ in range(2):
@@ -172,7 +172,7 @@ def test_allocations_and_waits_are_reported_but_not_when_memory_is_reused() -> N
 
 
 def test_an_upload_waits_for_no_kernel_and_kernels_wait_for_it() -> None:
-    device = LateDevice()
+    device = LateCpuDevice()
     with device.watched():
         torch.ones(2) * 2  # a kernel
         host = torch.ones(2)
@@ -184,14 +184,14 @@ def test_an_upload_waits_for_no_kernel_and_kernels_wait_for_it() -> None:
 
 
 def test_an_upload_that_kernels_do_not_wait_for_has_not_happened(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = LateDevice()
+    device = LateCpuDevice()
     with device.watched():
         monkeypatch.setattr(device, "wait", lambda *_: None)
         assert device.upload(torch.ones(2)).isnan().all()
     assert reported(device, "which UPLOAD may not have written yet")
 
 
-def test_an_uploads_memory_is_not_handed_out_before_kernels_have_read_it(device: LateDevice) -> None:
+def test_an_uploads_memory_is_not_handed_out_before_kernels_have_read_it(device: LateCpuDevice) -> None:
     here = device.upload(torch.ones(2))
     doubled = here * 2
     del here

@@ -10,7 +10,7 @@ from harmony_ds.offload import disk_weights
 from tests.checkpoint.runs import assert_equal
 from tests.engine.drive import config_of, family, groups_of, loop, weights_of
 from tests.engine.test_disk import WEIGHTS, on
-from tests.late_device.test_engine import late_devices, late_engine
+from tests.simdevice.test_engine_late import late_devices, late_engine
 
 LLAMA = family("llama")
 pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
