@@ -36,7 +36,6 @@ from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.updates import GatheredGradients, Outcome, Updates
-from harmony_ds.runtime.waiting import WaitingSwapIns
 from harmony_ds.scheduler.plan import NOTHING, Pack, Plan, Task, TaskKind
 
 _USING_GRADIENTS = (TaskKind.SWAP_OUT, TaskKind.REDUCE, TaskKind.NORM, TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
@@ -87,7 +86,7 @@ class Executor:
     def run(
         self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper = (), clipping: Clipping | None = None
     ) -> None:
-        """Execute every task of `plan`, in its order but for swap-ins that wait for an update.
+        """Execute every task of `plan`, in its order.
 
         Args:
             micro_batches: those of the plan's tasks.
@@ -111,13 +110,11 @@ class Executor:
         runtime.random.open()
         try:
             tasks = zip(plan.tasks, plan.activation_bytes, strict=True)
-            waiting = WaitingSwapIns(runtime, plan)
-            self._execute(waiting.placed(islice(tasks, self._first)))
+            self._execute(islice(tasks, self._first))
             if self._first < len(plan.tasks):  # what modules show meanwhile has been swapped in by now
                 unlayered = {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
                 with runtime.installation.installed(unlayered, places=self._buffers):
-                    self._execute(waiting.placed(tasks))
-            self._execute(waiting.left())
+                    self._execute(tasks)
             runtime.device.enter(HOME)
             if not self.propagated:
                 runtime.random.check_drawn()

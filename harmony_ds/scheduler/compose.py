@@ -15,7 +15,8 @@ loss of all their outputs; the others have F n-1 before and B n-1 after it. They
 Of several devices, R p before every O p, or after it if gradients are added up on the host; and A p after every I p
 where each swaps in a share.
 
-In brackets: swap-ins issued one pack early. The first stash of a pack that waits on the host comes back (T) before the
+In brackets: swap-ins issued one pack early, or later by `Policy.swap_in_delays` (see `delays`): the host is still updating
+the pack's weights after the step before. The first stash of a pack that waits on the host comes back (T) before the
 last run of the pack before it, the others one run early, so that no run waits for the next pack's weights.
 
 A pack whose gradient is on its way to the host keeps it until the next pack has been computed (G), so that the copy is
@@ -30,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from harmony_ds.scheduler.delays import delay_swap_ins
 from harmony_ds.scheduler.plan import Packing, Policy, Task, TaskKind
 from harmony_ds.scheduler.waves import Visit, issued
 
@@ -110,6 +112,8 @@ def compose_step(packing: Packing, group: Group, policy: Policy) -> tuple[Task, 
     tasks = [*_begin(packing, group, policy)]
     for part in rounds:
         tasks += issued(part.passes(last=part is rounds[-1]), last_first=not policy.deferred_update)
+    if not group.begun:  # else the part of the step that ran before this one has waited for the updates
+        tasks = delay_swap_ins(tasks, packing, policy.swap_in_delays)
     return (*tasks, *compose_end(packing, policy))
 
 

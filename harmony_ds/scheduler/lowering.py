@@ -7,7 +7,8 @@
     peer      R, A, M, W     waits for the compute so far, or for the device's share of the weights
     swap_out  S, O           waits for the compute so far, or for the gradients to be reduced
     update    norms, U, R    waits for the gradients to arrive; without grouping, adds up what each micro-batch sends; R is
-                             here where gradients are reduced on the host
+                             here where gradients are reduced on the host. Of several whose gradients are there, norms and
+                             sums go first, then the update of the pack that the next step needs first
 
 Each of several devices that one process drives has streams and a link of its own; they share the host, its memory and the
 updates. Where copies do not overlap with compute (the CPU device), all but updates are one stream.
@@ -22,18 +23,19 @@ from itertools import chain, groupby, zip_longest
 
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.events import Job
-from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, Pack, Plan, Task, TaskKind
+from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, RUNS, Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.spans import COMPUTE, DISK, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, of_device
 from harmony_ds.scheduler.swaps import moved_bytes, stash_bytes
 
 _STASHING = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
 _THROUGH = (*_STASHING, TaskKind.STASH_OUT, TaskKind.STASH_IN)
-_RUNS = (*FORWARD_KINDS, TaskKind.FUSED, *BACKWARD_KINDS)
 STASH_PIECES = 16
 """In so many pieces, at most, the stash of all micro-batches for one pack is simulated."""
 _ADDITION, _SCALING = 3.0, 2.0
 """Adding gradients up reads two and writes one, clipping them reads and writes one, where their norm reads one."""
+_BEFORE_UPDATES = -1
+"""Priority on the update stream of norms and sums: before the updates of all packs that have calls."""
 _Tasks = tuple[Task, ...]
 
 
@@ -54,6 +56,7 @@ class Lowering:
         self._machine = machine
         self._times: dict[tuple[TaskKind, int], float] = {}  # of one micro-batch through a pack
         self._runs = _merged(plan.tasks, -(-plan.micro_batches // pieces), counts)
+        self._steps = 0
         self._rounds = 1 if plan.policy.grouping else plan.micro_batches
         self.jobs: list[Job] = []
         self.work: list[tuple[str, _Tasks]] = []
@@ -80,6 +83,7 @@ class Lowering:
     def step(self) -> range:
         """Queues one step; returns the places of its jobs."""
         first = len(self.jobs)
+        self._steps += 1
         self._sent.clear()
         for tasks in self._runs:
             self._issue(tasks)
@@ -91,7 +95,7 @@ class Lowering:
         task, pack = tasks[0], self._plan.packs[tasks[0].pack]
         self._device = pack.device
         match task.kind:
-            case kind if kind in _RUNS:
+            case kind if kind in RUNS:
                 self._run(tasks, pack)
             case TaskKind.SWAP_IN | TaskKind.GATHER:
                 self._arrived[task.pack] = self._weights_in(task, pack)
@@ -146,7 +150,7 @@ class Lowering:
             there = (self._there[task.pack],) if task.pack in self._there else ()
             duration = self._machine.host_update_ms(pack.update_elements) + self._before_update_ms(pack)
             demands = (*self._host_demand(), *_disk_demand(self._machine.update_disk))
-            done = self._add(UPDATE, (task,), duration, (*there, *normed), demands)
+            done = self._add(UPDATE, (task,), duration, (*there, *normed), demands, pack.needed_at)
             self._updates.append(done)
         else:
             duration = pack.update_elements / self._machine.device_update_elements_per_ms
@@ -282,11 +286,14 @@ class Lowering:
         duration_ms: float,
         after: tuple[int, ...],
         demands: tuple[tuple[str, float], ...] = (),
+        needed_at: int = _BEFORE_UPDATES,
     ) -> int:
+        """Add a job, and return its place; `needed_at`: of the pack that it updates on the host."""
         own = self._own(stream)
         lane = own if stream == UPDATE or self._machine.copies_overlap else COMPUTE
         self._last[own] = len(self.jobs)
-        self.jobs.append(Job((lane,), duration_ms, after, demands))
+        priority = (self._steps, needed_at) if stream == UPDATE else None  # as in `harmony_ds.optim.updater`
+        self.jobs.append(Job((lane,), duration_ms, after, demands, priority))
         self.work.append((own, tasks))
         return self._last[own]
 
@@ -319,15 +326,15 @@ def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
             several = tuple(
                 chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several)
             )
-        moves = tuple(task for task in several if task.kind not in _RUNS)
-        runs = tuple(task for task in several if task.kind in _RUNS)
+        moves = tuple(task for task in several if task.kind not in RUNS)
+        runs = tuple(task for task in several if task.kind in RUNS)
         if through and moves and runs and _is_alternating(runs, moves):
             before = len(runs) - len(moves)  # runs whose stash came earlier
             merged += _alternating(runs[:before], _cut(runs[before:], at_once), _cut(moves, at_once))
             continue
         for kind, same in groupby(several, key=lambda task: task.kind):
             alike = tuple(same)
-            merged += [alike] if kind in _RUNS else [(task,) for task in alike]
+            merged += [alike] if kind in RUNS else [(task,) for task in alike]
     return merged
 
 

@@ -49,6 +49,8 @@ class TaskKind(Enum):
 FORWARD_KINDS = (TaskKind.FORWARD, TaskKind.FORWARD_FOR_GRAPH)
 BACKWARD_KINDS = (TaskKind.BACKWARD, TaskKind.BACKWARD_FROM_GRAPH)
 """Of the two passes, which the fused pack runs at once."""
+RUNS = (*FORWARD_KINDS, TaskKind.FUSED, *BACKWARD_KINDS)
+"""The kinds of tasks that run a micro-batch through a pack."""
 
 
 class Task(NamedTuple):
@@ -202,6 +204,8 @@ class Policy:
         shared: of several devices, each swaps in a share of every pack, and has the rest from the others.
         reduce_on_host: several devices swap out all of their gradients, which are added up on the host.
         pipeline: how many devices one process drives, to which packs are dealt in turn.
+        swap_in_delays: by pack, how many runs of micro-batches a step issues before the pack's first swap-in that could
+            come after it, because the host is still updating the pack's weights; empty: none.
     """
 
     grouping: bool = True
@@ -220,6 +224,7 @@ class Policy:
     shared: bool = False
     reduce_on_host: bool = False
     pipeline: int = 1
+    swap_in_delays: tuple[int, ...] = ()
 
     @property
     def alone(self) -> bool:

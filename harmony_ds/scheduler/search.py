@@ -24,6 +24,7 @@ from harmony_ds.errors import ConfigError, DoesNotFitError
 from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, every_set, first_fitting, policies, use_of
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan
 from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.delay_choice import choose_delays
 from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.host_room import waiting_of
@@ -374,6 +375,9 @@ class _Search:
 
     def _choice(self, packing: Packing, policy: Policy, cut: str) -> Choice:
         plan = make_plan(packing, self._costs, self._request, policy)
+        delays = choose_delays(plan, self._costs, self._machine)
+        if delays:
+            plan = make_plan(packing, self._costs, self._request, replace(policy, swap_in_delays=delays))
         assert plan.peak_bytes <= self._budget, (plan.peak_bytes, self._budget)
         return Choice(plan, simulate(plan, self._costs, self._machine), f"{cut}; {use_of(packing, policy)}")
 

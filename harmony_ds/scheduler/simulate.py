@@ -56,9 +56,7 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
     Args:
         costs: of one micro-batch of the plan's size.
     """
-    lowering = Lowering(plan, costs, machine)
-    steps = [lowering.step() for _ in range(_STEPS)]
-    timeline = _run(lowering, machine, plan.policy.pipeline)
+    lowering, steps, timeline = run_steps(plan, costs, machine)
     busy = dict.fromkeys(STREAMS, 0.0)
     for job in steps[-1]:
         stream = lowering.work[job][0]
@@ -71,6 +69,13 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
         if timeline.end_ms[job] > timeline.begin_ms[job]
     )
     return Prediction(_step_ms(lowering, steps, timeline), busy, swaps_of(plan, costs), tuple(spans))
+
+
+def run_steps(plan: Plan, costs: CostTable, machine: Machine) -> tuple[Lowering, list[range], Timeline]:
+    """Return the jobs of two steps of `plan`, the places of each step's, and when each job runs."""
+    lowering = Lowering(plan, costs, machine)
+    steps = [lowering.step() for _ in range(_STEPS)]
+    return lowering, steps, _run(lowering, machine, plan.policy.pipeline)
 
 
 def step_ms(

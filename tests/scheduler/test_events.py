@@ -28,6 +28,20 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
     return jobs
 
 
+def test_a_stream_of_priorities_runs_the_lowest_of_those_whose_time_has_come() -> None:
+    jobs = [
+        Job(("compute",), 2.0),
+        Job(("update",), 5.0, after=(0,), priority=(2,)),
+        Job(("compute",), 1.0),
+        Job(("update",), 5.0, after=(2,), priority=(1,)),
+        Job(("compute",), 1.0),
+        Job(("update",), 5.0, after=(4,), priority=(0,)),
+        Job(("compute",), 1.0, after=(5,)),
+    ]
+    for timeline in (run_jobs(jobs), run_alone(jobs)):
+        assert [timeline.begin_ms[place] for place in (1, 5, 3, 6)] == [2, 7, 12, 12]
+
+
 def check(jobs: list[Job], timeline: Timeline) -> None:
     last_on: dict[str, float] = defaultdict(float)
     for place, job in enumerate(jobs):
