@@ -85,7 +85,7 @@ def train(trial: Trial, folder: Path, rank: int, clip: float, fault: Fault | Non
             if places.get(kind) == done:
                 here(f"{kind} {which}")
 
-    for module, name in ((dist, "all_to_all_single"), (exchange_module, "_all_gather"), (GradientSlots, "all_slots")):
+    for module, name in ((dist, "all_to_all_single"), (exchange_module, "_all_gather"), (GradientSlots, "wait_filled")):
         setattr(module, name, _announced(getattr(module, name), here))
     engine.on_progress(noted)
     while engine.global_steps < STEPS:

@@ -171,6 +171,13 @@ class Exchange:
             _all_gather(whole, own, group=self.groups.server)
         self.sent_bytes += (self._size - 1) * own.nbytes
 
+    def broadcast_to_servers(self, tensors: Sequence[Tensor]) -> None:
+        """Copy host `tensors` from the first server to all others; called by every process."""
+        if self.groups.first is not None:
+            with torch.no_grad():
+                for tensor in tensors:
+                    dist.broadcast(tensor, group=self.groups.first, group_src=0)
+
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a small tensor over the processes, added in the order of the ranks."""
         values = [torch.empty_like(value) for _ in range(self._size * self.groups.servers)]

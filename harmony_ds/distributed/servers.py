@@ -1,11 +1,13 @@
-"""Several servers: the processes of each share memory, and each server is a replica of the others.
+"""Agreements of the processes of several servers.
+
+The processes of a server share memory, and each server is a replica of the others:
 
     on a server       weights, masters and optimizer state once; a board; every process updates its piece of everything
     between servers   gradients, whose sums on each server are added up in the order of the servers
 
 All servers have the same gradients and state and so compute the same weights: only gradients are exchanged, and weights,
 masters and norms are read on a process's own server. Messages of an agreement go from a server's board to its first
-process, from there to the first processes of the others, and back.
+process, from there by gloo to the first processes of the others, and back by the board.
 """
 
 from __future__ import annotations
@@ -16,17 +18,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch import distributed as dist
 
-from harmony_ds.distributed.board import DIFFERENT, Board, PeerDiverged
+from harmony_ds.distributed.agreement import Agreement, PeerDiverged, different_kinds
 from harmony_ds.errors import PeerFailedError, UsageError
 
-_BACK = "read the servers' messages"
-_PIECE_BYTES = 8192
-"""Bytes passed back in one agreement; a row of the board holds more."""
-_SHARED = (PeerFailedError, PeerDiverged, UsageError)
+_RETURN = "read the servers' messages"
+_PART_BYTES = 8192
+"""Bytes that the first process hands to the others in one agreement; a message on the board holds more."""
+_COMMON_ERRORS = (PeerFailedError, PeerDiverged, UsageError)
 """Errors of one server's agreement that all servers raise; of several, the first in this order."""
 
 
@@ -35,86 +35,89 @@ class _ServerMessage:
     """Message of a server: the kind and payloads of its processes, by rank; or the error that all are to raise."""
 
     kind: str = ""
-    rows: Sequence[bytes] = ()
+    payloads: Sequence[bytes] = ()
     error: Exception | None = None
 
 
-class Servers:
-    """The servers of a training, seen by a process of one of them."""
+class ServersAgreement:
+    """Agreements of all servers' processes, as one of them takes part; used like `Agreement`."""
 
     def __init__(
         self,
-        board: Board,
+        on_server: Agreement,
+        rank: int,
         ranks: Sequence[Sequence[int]],
-        first: dist.ProcessGroup | None,
+        first_processes: dist.ProcessGroup | None,
         collective: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Connect a process of `board` with the other servers.
+        """Connect a process with the other servers.
 
         Args:
+            on_server: the agreements of this process's server.
+            rank: of this process, in the training.
             ranks: of the processes of every server.
-            first: a process group of the servers' first processes; None: this is none of them.
-            collective: makes the context of collective calls.
+            first_processes: the process group of the servers' first processes; None: this is none of them.
+            collective: makes the context in which collective calls run.
         """
-        self._board = board
+        self._on_server = on_server
+        self._rank = rank
         self._ranks = ranks
-        self._first = first
+        self._first_processes = first_processes
         self._collective = collective
 
     def agree(self, kind: str, payload: bytes) -> list[bytes]:
-        """Return the payloads of all processes, by rank; raises as `Board.agree`."""
+        """Return the payloads of all processes, by rank; raises as `Agreement.agree`."""
         try:
-            rows = self._board.agree(kind, payload)
-        except _SHARED as error:
+            payloads = self._on_server.agree(kind, payload)
+        except _COMMON_ERRORS as error:
             self._send(_ServerMessage(error=error))
             raise
-        told = pickle.dumps(self._gather(_ServerMessage(kind, rows))) if self._first is not None else b""
-        return self._combine(pickle.loads(self._hand_back(told)))
+        gathered = b""
+        if self._first_processes is not None:
+            gathered = pickle.dumps(self._gather(_ServerMessage(kind, payloads)))
+        messages: list[_ServerMessage] = pickle.loads(self._return_from_first(gathered))
+        return self._combine(messages)
 
-    def _hand_back(self, told: bytes) -> bytes:
-        """Pass `told` from the server's first process to its others; return it."""
-        found = b""
-        while True:  # a piece that is not full is the last one
-            piece = self._board.agree(_BACK, told[len(found) : len(found) + _PIECE_BYTES])[0]
-            found += piece
-            if len(piece) < _PIECE_BYTES:
-                return found
-
-    def tell_failure(self, message: str) -> None:
+    def tell_failure(self, text: str) -> None:
         """Report in place of the next agreement that this process has failed."""
-        self._board.tell_failure(message)
-        self._send(_ServerMessage(error=PeerFailedError(self._board.number, message)))
+        self._on_server.tell_failure(text)
+        self._send(_ServerMessage(error=PeerFailedError(self._rank, text)))
 
     def tell_diverged(self) -> None:
         """Report in place of the next agreement that all have to run the step again."""
-        self._board.tell_diverged()
+        self._on_server.tell_diverged()
         self._send(_ServerMessage(error=PeerDiverged()))
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Copy host `tensors` of the first server to all others."""
-        if self._first is not None:
-            with torch.no_grad(), self._collective():
-                for tensor in tensors:
-                    dist.broadcast(tensor, group=self._first, group_src=0)
+    def _send(self, message: _ServerMessage) -> None:
+        """Send a message in place of the one that the other servers wait for."""
+        if self._first_processes is not None:
+            self._gather(message)
 
-    def _send(self, said: _ServerMessage) -> None:
-        if self._first is not None:
-            self._gather(said)
-
-    def _gather(self, said: _ServerMessage) -> list[_ServerMessage]:
-        found: list[Any] = [None] * len(self._ranks)
+    def _gather(self, message: _ServerMessage) -> list[_ServerMessage]:
+        """Return the messages of all servers; called by the first process of each."""
+        messages: list[Any] = [None] * len(self._ranks)
         with self._collective():
-            dist.all_gather_object(found, said, group=self._first)
-        return found
+            dist.all_gather_object(messages, message, group=self._first_processes)
+        return messages
 
-    def _combine(self, told: Sequence[_ServerMessage]) -> list[bytes]:
-        errors = [said.error for said in told if said.error is not None]
+    def _return_from_first(self, content: bytes) -> bytes:
+        """Return, in every process of a server, the `content` of its first one."""
+        found = b""
+        while True:
+            part = self._on_server.agree(_RETURN, content[len(found) : len(found) + _PART_BYTES])[0]
+            found += part
+            if len(part) < _PART_BYTES:  # only the last part is not full
+                return found
+
+    def _combine(self, messages: Sequence[_ServerMessage]) -> list[bytes]:
+        """Return the payloads of all processes, by rank; raise the servers' common error, if there is one."""
+        errors = [message.error for message in messages if message.error is not None]
         if errors:
-            raise min(errors, key=lambda error: _SHARED.index(type(error)))
-        if len({said.kind for said in told}) > 1:
-            kinds = [f"ranks {[*ranks]}: {said.kind}" for ranks, said in zip(self._ranks, told, strict=True)]
-            raise UsageError(DIFFERENT.format("servers", "; ".join(kinds)))
+            raise min(errors, key=lambda error: _COMMON_ERRORS.index(type(error)))
+        if len({message.kind for message in messages}) > 1:
+            names = [f"ranks {[*of_server]}" for of_server in self._ranks]
+            raise different_kinds("servers", dict(zip(names, (m.kind for m in messages), strict=True)))
         by_rank: dict[int, bytes] = {}
-        for ranks, said in zip(self._ranks, told, strict=True):
-            by_rank |= dict(zip(ranks, said.rows, strict=True))
+        for of_server, message in zip(self._ranks, messages, strict=True):
+            by_rank |= dict(zip(of_server, message.payloads, strict=True))
         return [by_rank[rank] for rank in sorted(by_rank)]

@@ -1,4 +1,8 @@
-"""The world of several processes that train one model; those of a server share memory."""
+"""The processes that train one model together, of one server or several, as one of them sees them.
+
+`World` puts together what the other modules here offer: agreements, the exchange of gradients between devices or through
+host memory, the progress of updates, and what becomes of all that when a process fails.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,14 @@ from torch import distributed as dist
 
 from harmony_ds.decomposer.graph import piece_of, share_of
 from harmony_ds.device.base import Device, Stream
-from harmony_ds.distributed.board import Board, PeerDiverged
+from harmony_ds.distributed.agreement import Agreement, PeerDiverged
+from harmony_ds.distributed.board import Board
 from harmony_ds.distributed.exchange import Exchange, bucket_bytes, buffer_bytes
-from harmony_ds.distributed.servers import Servers
+from harmony_ds.distributed.servers import ServersAgreement
 from harmony_ds.distributed.shared_memory import SharedMemory, open_file
 from harmony_ds.distributed.single_process import SingleProcess, Tensors
 from harmony_ds.distributed.slots import GradientSlots, HostSum
+from harmony_ds.distributed.update_progress import UpdateProgress
 from harmony_ds.errors import PeerFailedError, UnsupportedError
 
 T = TypeVar("T")
@@ -31,13 +37,10 @@ _GRAIN = 1024
 
 
 class World(SingleProcess):
-    """Several processes. They agree on the engine's thread; the update thread only posts and polls.
+    """Several processes that train one model; `SingleProcess` says what the methods do.
 
-    Args of the constructor:
-        objects: a process group for host objects.
-        exchange: over process groups of the devices.
-        ranks: of the processes of every server.
-        parameters: names of those whose updates are counted.
+    Processes agree on the engine's thread. The update thread only posts on the board and polls it: there, a collective
+    call would have to come in the same order in all processes, and updates run in the order of their priorities.
     """
 
     def __init__(
@@ -49,23 +52,31 @@ class World(SingleProcess):
         ranks: Sequence[Sequence[int]],
         parameters: Sequence[str],
     ) -> None:
-        self.rank, self.size = board.number, sum(map(len, ranks))
+        """Put the parts together that `join_world` has made.
+
+        Args:
+            board, memory: of this process's server.
+            objects: the process group, of all processes, for Python objects.
+            exchange: of gradients, over process groups of the devices.
+            ranks: of the processes of every server.
+            parameters: the names of the parameters whose updates are counted.
+        """
+        self.rank, self.size = board.world_rank, sum(len(of_server) for of_server in ranks)
         self.local_rank, self.local_size, self.servers = board.rank, board.size, len(ranks)
-        self._board = board
-        self._first = next(of_server[0] for of_server in ranks if self.rank in of_server)
-        self._servers = Servers(board, ranks, exchange.groups.first, self._collective) if self.servers > 1 else None
-        self._agreement: Board | Servers = self._servers or board
         self.memory = memory
+        self._board = board
+        self._server_ranks = next(of_server for of_server in ranks if self.rank in of_server)
+        self._agreement: Agreement | ServersAgreement = Agreement(board)
+        if self.servers > 1:
+            first_processes = exchange.groups.first
+            self._agreement = ServersAgreement(self._agreement, self.rank, ranks, first_processes, self._collective)
         self._objects = objects
         self._exchange = exchange
-        self._index = {name: index for index, name in enumerate(parameters)}
-        self._issued = torch.zeros(len(parameters), dtype=torch.int64)
-        self._done = torch.zeros_like(self._issued)
-        self._norms = 0
-        self._reported: BaseException | None = None  # the error that the others know already
+        self._progress = UpdateProgress(board, parameters)
+        self._slots: GradientSlots | None = None
+        self._known_error: BaseException | None = None  # the last error that the others know of already
         self._left = False
         self._rates: tuple[float, float] | None = None
-        self._slots: GradientSlots | None = None
 
     def refuse(self, what: str) -> None:
         raise UnsupportedError(
@@ -85,10 +96,11 @@ class World(SingleProcess):
         return self.local_rank == 0
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        if self._servers is not None:
-            self.agree("spread")
-            self._servers.broadcast(tensors)
-            self.agree("have spread")
+        if self.servers > 1:
+            self.agree("broadcast")
+            with self._collective():
+                self._exchange.broadcast_to_servers(tensors)
+            self.agree("broadcast is done")
 
     def host_empty(self, device: Device, numel: int, dtype: torch.dtype) -> Tensor:
         memory = self.memory.empty((numel,), dtype)
@@ -100,15 +112,15 @@ class World(SingleProcess):
 
     def share_file(self, make: Callable[[], int]) -> int:
         made = make() if self.is_local_first else -1
-        pid, number = self.all("open a file", (os.getpid(), made))[self._first]
-        return made if self.is_local_first else open_file(pid, number)
+        pid, descriptor = self.all("open a file", (os.getpid(), made))[self._server_ranks[0]]
+        return made if self.is_local_first else open_file(pid, descriptor)
 
     def leave(self) -> None:
         if self._left:
             return
         self._left = True
         with suppress(PeerFailedError):  # its pieces stay as they are
-            self._board.wait_versions(torch.arange(len(self._issued)), self._issued)
+            self._progress.wait_done()
         if self._slots is not None:
             self._slots.unlock()
         self.memory.make_private()
@@ -118,18 +130,18 @@ class World(SingleProcess):
     def _end_groups(self) -> None:
         """End the groups' threads: one that frees tensors while the interpreter exits aborts (pytorch/pytorch#179291)."""
         groups = [self._objects, *self._exchange.process_groups]
-        if self._reported is None:  # else others may be in the middle of an exchange, and NCCL would wait for it
+        if self._known_error is None:  # else others may be in the middle of an exchange, and NCCL would wait for it
             for group in dict.fromkeys(groups):  # in the same order everywhere
                 with suppress(ValueError):  # the program has destroyed them already
                     dist.destroy_process_group(group)
         # The groups, and so their threads, end with their last references.
-        del self._objects, self._exchange, self._servers, self._agreement
+        del self._objects, self._exchange, self._agreement
 
     def agree(self, kind: str, payload: bytes = b"") -> list[bytes]:
         try:
             return self._agreement.agree(kind, payload)
         except BaseException as error:
-            self._reported = error
+            self._known_error = error
             raise
 
     def any(self, kind: str, flag: bool) -> bool:
@@ -156,7 +168,7 @@ class World(SingleProcess):
         with self._collective():
             dist.broadcast_object_list(made, group=self._objects, group_src=0)
         if made[1] is not None:
-            self._reported = made[1]
+            self._known_error = made[1]
             raise made[1]
         result: T = made[0]
         return result
@@ -173,8 +185,8 @@ class World(SingleProcess):
         except PeerDiverged:
             raise
         except BaseException as error:
-            if error is not self._reported and not self._left:
-                self._reported = error
+            if error is not self._known_error and not self._left:
+                self._known_error = error
                 with suppress(PeerFailedError):  # this error is raised, not that one
                     self._agreement.tell_failure(f"{type(error).__name__}: {error}")
             raise
@@ -219,12 +231,12 @@ class World(SingleProcess):
         self._slots = self._slots or GradientSlots(self._board, self.memory, device)
         if not self._slots.fits(count, nbytes):
             self.agree(f"make {count} slots of {nbytes} bytes")
-            self._slots.make(count, nbytes)
+            self._slots.allocate(count, nbytes)
 
     def begin_on_host(self, check: Callable[[], None]) -> Tensor:
-        """Return the slot of this process's next gradients to be reduced on the host; see `GradientSlots.begin`."""
+        """Return this process's slot of the next reduction on the host; see `GradientSlots.wait_free_slot`."""
         assert self._slots is not None
-        return self._slots.begin(check)
+        return self._slots.wait_free_slot(check)
 
     def reduce_on_host(self, kind: str, elements: Mapping[str, slice], here: Collection[str]) -> HostSum:
         """Return the sum of the gradients that all processes have copied to the host, for the update thread.
@@ -241,7 +253,7 @@ class World(SingleProcess):
             piece = self.piece(whole.stop - whole.start)
             pieces[name] = piece.stop - piece.start
             own[name] = slice(whole.start + piece.start, whole.start + piece.stop)
-        return HostSum(pieces, self._slots, self._slots.take(), ranks, own)
+        return HostSum(pieces, self._slots, self._slots.next_reduction(), ranks, own)
 
     def gather(self, kind: str, device: Device, buffer: Tensor) -> None:
         self.agree(f"gather {kind}")
@@ -290,39 +302,30 @@ class World(SingleProcess):
         return torch.dot(flat, flat)
 
     def number_norm(self) -> int:
-        self._norms += 1
-        return self._norms
+        return self._progress.next_norm_number()
 
     def post_norm(self, number: int, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
-        self._board.post_norm(number, sum((part.item() for part in parts), 0.0))
+        self._progress.post_norm_part(number, sum((part.item() for part in parts), 0.0))
 
         def norm() -> Tensor:
             # Rounded once, so that the fp32 value does not depend on how gradients are cut into pieces.
-            squares = torch.tensor(self._board.norm_parts(number), dtype=torch.float64)
+            squares = torch.tensor(self._progress.norm_parts(number), dtype=torch.float64)
             return sum(squares, torch.zeros((), dtype=torch.float64)).sqrt().float()
 
         return norm
 
     def issue(self, names: Sequence[str]) -> None:
-        self._issued[self._indices(names)] += 1
+        self._progress.count_issued(names)
 
     def updated(self, names: Sequence[str]) -> None:
-        indices = self._indices(names)
-        self._done[indices] += 1
-        self._board.post_versions([(int(index), int(self._done[index])) for index in indices])
+        self._progress.post_done(names)
 
     def has_updated(self, names: Sequence[str]) -> bool:
-        indices = self._indices(names)
-        return self._left or self._board.have_versions(indices, self._issued[indices])
+        return self._left or self._progress.all_done(names)
 
     def wait_updated(self, names: Sequence[str] | None = None) -> None:
-        indices = torch.arange(len(self._issued)) if names is None else self._indices(names)
-        if self._left or not len(indices):
-            return
-        self._board.wait_versions(indices, self._issued[indices])
-
-    def _indices(self, names: Sequence[str]) -> Tensor:
-        return torch.tensor([self._index[name] for name in names], dtype=torch.int64)
+        if not self._left:
+            self._progress.wait_done(names)
 
 
 def _is_picklable(error: Exception) -> bool:

@@ -115,13 +115,13 @@ def fails_before_it_says_its_norm(read: str) -> Any:
     engine = engine_of(MLP)
     engine.train_batch(batches())
     engine.finish_updates()
-    board = assembly_of(engine).world._board
+    progress = assembly_of(engine).world._progress
     if engine.global_rank == 1:
 
         def burst(number: int, part: float) -> None:
             raise RuntimeError("the norm has burst")
 
-        board.post_norm = burst
+        progress.post_norm_part = burst
     engine.train_batch(batches())
     seen = error_of(getattr(engine, read))
     again = error_of(lambda: engine.train_batch(batches()))

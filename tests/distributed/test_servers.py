@@ -17,8 +17,9 @@ from torch import nn
 
 import harmony_ds
 from harmony_ds.distributed import join
+from harmony_ds.distributed.agreement import Agreement
 from harmony_ds.distributed.board import Board
-from harmony_ds.distributed.servers import Servers
+from harmony_ds.distributed.servers import ServersAgreement
 from harmony_ds.distributed.shared_memory import make_file
 from harmony_ds.errors import PeerFailedError
 from tests.distributed.processes import run, run_to_end
@@ -139,7 +140,7 @@ def test_a_checkpoint_of_several_servers_goes_on_to_the_bits(tmp_path: Any) -> N
         assert not differences([found], [expected])
 
 
-class _OneServer(Servers):
+class _OneServer(ServersAgreement):
     """A server that is alone."""
 
     def _gather(self, message: Any) -> list[Any]:
@@ -150,7 +151,10 @@ def test_processes_agree_on_more_than_a_row_of_the_board_holds() -> None:
     file = make_file()
     boards = [Board(file, rank, [os.getpid()] * 2, 0, timeout_s=20.0) for rank in range(2)]
     groups: list[Any] = [object(), None]  # that of the first process is not called
-    several = [_OneServer(board, [[0, 1]], group, nullcontext) for board, group in zip(boards, groups, strict=True)]
+    several = [
+        _OneServer(Agreement(board), board.rank, [[0, 1]], group, nullcontext)
+        for board, group in zip(boards, groups, strict=True)
+    ]
     rows = [bytes([rank]) * 12_000 for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         found = [pool.submit(one.agree, "test", row) for one, row in zip(several, rows, strict=True)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harmony_ds.device import CpuDevice
-from harmony_ds.distributed.board import FILLED, Board, board_bytes
+from harmony_ds.distributed.board import Board, Posted, board_bytes
 from harmony_ds.distributed.shared_memory import SharedMemory, make_file
 from harmony_ds.distributed.slots import GradientSlots
 from harmony_ds.errors import PeerFailedError
@@ -34,13 +34,15 @@ def views(boards: tuple[int, list[Board]]) -> list[GradientSlots]:
     file, made = boards
     several = [GradientSlots(board, SharedMemory(file, board_bytes(SIZE, 0)), CpuDevice()) for board in made]
     for slots in several:
-        slots.make(2, 4 * LENGTH)
+        slots.allocate(2, 4 * LENGTH)
     return several
 
 
 def _leave(slots: GradientSlots, *numbers: float) -> int:
-    slots.begin(lambda: None).view(torch.float32).copy_(torch.tensor(numbers).repeat_interleave(LENGTH // len(numbers)))
-    return slots.take()
+    slots.wait_free_slot(lambda: None).view(torch.float32).copy_(
+        torch.tensor(numbers).repeat_interleave(LENGTH // len(numbers))
+    )
+    return slots.next_reduction()
 
 
 def _together(*calls: object) -> list[threading.Thread]:
@@ -55,10 +57,10 @@ def test_a_slot_is_reused_when_all_have_read_it(views: list[GradientSlots]) -> N
     for _ in range(2):
         _leave(first, 1.0)
     began = threading.Event()
-    (waiting,) = _together(lambda: (first.begin(lambda: None), began.set()))
+    (waiting,) = _together(lambda: (first.wait_free_slot(lambda: None), began.set()))
     for slots in views:
         assert not began.wait(0.05)
-        slots.end(1)
+        slots.post_read(1)
     assert began.wait(20)
     waiting.join()
 
@@ -71,7 +73,7 @@ def test_a_process_that_would_wait_for_itself_raises_its_failure(views: list[Gra
         raise RuntimeError("the update has failed")
 
     with pytest.raises(RuntimeError, match="the update has failed"):
-        views[0].begin(failed)
+        views[0].wait_free_slot(failed)
 
 
 def test_no_process_waits_for_one_that_has_given_up(
@@ -80,7 +82,7 @@ def test_no_process_waits_for_one_that_has_given_up(
     number = _leave(views[0], 1.0)
     boards[1][2].give_up("it is out of memory" + 2000 * "\N{WARNING SIGN}")  # does not fit, cut within a character
     with pytest.raises(PeerFailedError, match="out of memory") as caught:
-        views[0].all_slots(number)
+        views[0].wait_filled(number)
     assert caught.value.rank == 2
 
 
@@ -89,18 +91,18 @@ def test_slots_of_other_sizes_replace_the_old_ones(views: list[GradientSlots]) -
     assert not any(slots.fits(2, 4 * LENGTH + 1) or slots.fits(3, 1) for slots in views)
     _leave(views[0], 1.0)
     for slots in views:
-        slots.make(3, 8 * LENGTH)
+        slots.allocate(3, 8 * LENGTH)
         assert slots.fits(3, 8 * LENGTH) and slots.nbytes == 24 * LENGTH
-    own, seen = views[0].begin(lambda: None), views[1]
+    own, seen = views[0].wait_free_slot(lambda: None), views[1]
     assert not own.any()
     own.fill_(7)
-    views[0].take()
-    (filling,) = _together(lambda: views[2].all_slots(2))
+    views[0].next_reduction()
+    (filling,) = _together(lambda: views[2].wait_filled(2))
     assert all(part.shape == (8 * LENGTH,) for part in _parts_of(seen, views))
     filling.join(20)
 
 
 def _parts_of(slots: GradientSlots, views: list[GradientSlots]) -> list[torch.Tensor]:
     for other in views:
-        other._board.post(FILLED, 2)
-    return slots.all_slots(2)
+        other._board.post(Posted.SLOT_FILLED, 2)
+    return slots.wait_filled(2)
