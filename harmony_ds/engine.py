@@ -29,12 +29,13 @@ from harmony_ds.assembly.assemble import assemble
 from harmony_ds.assembly.lifetime import release
 from harmony_ds.assembly.partitioned import gather_partitioned_parameters
 from harmony_ds.assembly.training_data import TrainingData
+from harmony_ds.checkpoint import LoadOptions
 from harmony_ds.checkpoint.engine_checkpoints import Checkpoints
 from harmony_ds.config import Config
 from harmony_ds.config.deepspeed_getters import DEEPSPEED_NAMES
 from harmony_ds.config.engine_settings import EngineSettings
 from harmony_ds.device import Device
-from harmony_ds.errors import BatchError, UnsupportedError, UsageError
+from harmony_ds.errors import BatchError, ConfigError, UnsupportedError, UsageError
 from harmony_ds.model.intercept import is_between_layers
 from harmony_ds.optim.optimizer_chain import as_one_optimizer
 from harmony_ds.optim.optimizers import ClientOptimizer, ParameterGroups
@@ -725,7 +726,13 @@ class HarmonyEngine(nn.Module):
         Raises:
             CheckpointError: it cannot be written, or `client_state` holds something else.
         """
-        return self._checkpoints.save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        folder = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._checkpoints.save(
+            Path(save_dir), folder, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
+        )
+        return True
 
     @_refused_after_destroy
     def load_checkpoint(
@@ -746,15 +753,14 @@ class HarmonyEngine(nn.Module):
         Raises:
             CheckpointError: it is torn, foreign, or of another model or optimizer; the engine is as it was.
         """
-        return self._checkpoints.load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
+        options = LoadOptions(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+            custom=custom_load_fn,
         )
+        return self._checkpoints.load(Path(load_dir), tag, options)
 
     @_refused_after_destroy
     def save_16bit_model(
@@ -765,7 +771,8 @@ class HarmonyEngine(nn.Module):
         Raises:
             CheckpointError: it cannot be written.
         """
-        return self._checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        self._checkpoints.save_weights(Path(save_dir) / save_filename, exclude_frozen=exclude_frozen_parameters)
+        return True
 
     save_fp16_model = save_16bit_model
 
@@ -777,7 +784,12 @@ class HarmonyEngine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """Return the model's state dict."""
-        return self._checkpoints.module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
+        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
 
     @_refused_after_destroy
     def load_module_state_dict(
@@ -789,11 +801,19 @@ class HarmonyEngine(nn.Module):
         **_: Any,
     ) -> None:
         """Load `checkpoint["module"]` into the model; masters follow."""
-        self._checkpoints.load_module_state_dict(checkpoint, strict, custom_load_fn)
+        if custom_load_fn is not None:
+            custom_load_fn(src=checkpoint["module"], dst=self.module)
+        else:
+            self.module.load_state_dict(checkpoint["module"], strict=strict)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the model's state dict in the dtype it computes in; Hugging Face calls it under ZeRO-3."""
-        return self._checkpoints.consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if self._settings.now.values["zero_optimization.stage"] != 3:
+            raise ConfigError(
+                "this function requires ZeRO-3 mode: consolidated_16bit_state_dict is only applicable to cases where "
+                "weights are partitioned, including Zero Stage 3 and tensor parallelism."
+            )
+        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 

@@ -1,4 +1,4 @@
-"""The engine's checkpoints, saved and loaded under DeepSpeed's names."""
+"""Saving and loading of a training: what `HarmonyEngine.save_checkpoint` and `load_checkpoint` do."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from harmony_ds import checkpoint
-from harmony_ds.errors import CheckpointError, ConfigError
+from harmony_ds.errors import CheckpointError
 from harmony_ds.step.open_step import OpenStep
 from harmony_ds.step.training import Training
 
@@ -18,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Captures a training, and goes on from one that was captured."""
+    """Saves the training of an engine, and goes on from what was saved: in the engine's own layout or DeepSpeed's."""
 
     def __init__(
         self, training: Training, open_step: OpenStep, data_loader: Callable[[], checkpoint.ResumableLoader | None]
@@ -27,136 +26,102 @@ class Checkpoints:
         self._training, self._open, self._data_loader = training, open_step, data_loader
         self._runner, self._world = training.state.runner, training.state.world
 
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] = MappingProxyType({}),
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save everything the run goes on from, as `save_dir`/`tag`; a kill on the way leaves the checkpoints before.
-
-        Args:
-            tag: the folder's name ("global_step<N>").
-            client_state: what `load_checkpoint` gives back: plain data and tensors.
-            save_latest: make it the one that is loaded by default.
-            exclude_frozen_parameters: leave parameters out that are not trained.
-
-        Raises:
-            CheckpointError: it cannot be written, or `client_state` holds something else.
-        """
-        if not save_dir:
-            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        folder = f"global_step{self._training.global_steps}" if tag is None else str(tag)
+    def save(
+        self, save_dir: Path, tag: str, client_state: Mapping[str, Any], *, save_latest: bool, exclude_frozen: bool
+    ) -> None:
+        """Save everything the run goes on from, as `save_dir`/`tag`, written by the first process."""
 
         def write() -> None:
-            snapshot = self._captured(client_state, exclude_frozen_parameters)
+            snapshot = self._capture(client_state, exclude_frozen)
             if snapshot.random is not None:
-                snapshot = replace(snapshot, random={**snapshot.random, "others": others})
-            checkpoint.write(snapshot, Path(save_dir), folder, save_latest)
+                snapshot = replace(snapshot, random={**snapshot.random, "others": random_of_others})
+            checkpoint.write(snapshot, save_dir, tag, save_latest)
 
         with self._world.reporting_failures():
-            others = self._world.all("save a checkpoint", checkpoint.capture_random(self._training.state.device))[1:]
-            self._world.first(f"save the checkpoint {folder}", write)
-        return True
+            own_random = checkpoint.capture_random(self._training.state.device)
+            random_of_others = self._world.all("save a checkpoint", own_random)[1:]
+            self._world.first(f"save the checkpoint {tag}", write)
 
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
+    def load(
+        self, load_dir: Path, tag: str | None, options: checkpoint.LoadOptions
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Goes on from a checkpoint: harmony_ds's own, or one of DeepSpeed's (ZeRO-0 to 3, universal).
+        """Go on from a checkpoint; return its folder and the client state (None, None: there is no `latest`)."""
+        with self._world.reporting_failures():
+            folder = checkpoint.find(load_dir, tag)
+            self._world.agree(f"load the checkpoint {None if folder is None else folder.name}")
+            if folder is None:
+                return None, None
+            self._verify(folder)
+            snapshot = self._restore(folder, options)
+            self._resume(None if options.module_only else snapshot.progress)
+        return str(folder), snapshot.client_state
 
-        Returns:
-            The checkpoint's folder and the client state; (None, None) if no tag is given and there is no `latest`.
+    def _verify(self, folder: Path) -> None:
+        """Have one process of each server read every byte; a complaint of any is raised in all processes."""
+        complaint: str | None = None
+        if self._world.is_local_first:
+            try:
+                checkpoint.verify(folder)
+            except CheckpointError as error:
+                complaint = str(error)
+        for reported in self._world.all("verify the checkpoint", complaint):
+            if reported is not None:
+                raise CheckpointError(reported)
+
+    def _restore(self, folder: Path, options: checkpoint.LoadOptions) -> checkpoint.Snapshot:
+        """Put what `folder` holds into model, optimizer, schedule and generators, and return it.
 
         Raises:
-            CheckpointError: it is torn, foreign, or of another model or optimizer; the engine is as it was.
+            CheckpointError: it does not fit; nothing was changed.
         """
-        wanted = checkpoint.LoadOptions(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
-        )
-        with self._world.reporting_failures():
-            return self._load(checkpoint.find(Path(load_dir), tag), wanted)
-
-    def _load(self, folder: Path | None, wanted: checkpoint.LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
-        world = self._world
-        world.agree(f"load the checkpoint {None if folder is None else folder.name}")
-        if folder is None:
-            return None, None
-        self._verify(folder)
+        world, state = self._world, self._training.state
         snapshot = checkpoint.read_any(folder)
         snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, world.rank, world.size))
         self._runner.check_usable()
         self._training.settle()
-        state = self._training.state
         state.finish_updates()
         world.agree("load")  # no process uses weights any more
         state.runtime.device_store.note_all_written()
         try:
-            checkpoint.restore(self._trained(), snapshot, wanted, str(folder))
+            checkpoint.restore(self._trained(), snapshot, options, str(folder))
             world.agree("loaded")
         except CheckpointError:
             raise
         except BaseException as error:
             self._runner.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
+        return snapshot
+
+    def _resume(self, progress: checkpoint.Progress | None) -> None:
+        """Count on from `progress`, and begin a step without micro-batches; None: the engine's own counters go on."""
         self._open.group.abandon()
-        if wanted.module_only:
+        if progress is None:
             self._training.forget_last_step()
             self._open.renew()
-        else:
-            progress = snapshot.progress
-            self._training.resume(
-                global_steps=progress.global_steps,
-                global_samples=progress.global_samples,
-                skipped_steps=progress.skipped_steps,
-                micro_steps=progress.micro_steps_with(self._training.settings.gradient_accumulation_steps()),
-                loss_scaler=progress.loss_scaler,
-            )
-            self._open.renew(progress.seed)
-        return str(folder), snapshot.client_state
+            return
+        self._training.resume(
+            global_steps=progress.global_steps,
+            global_samples=progress.global_samples,
+            skipped_steps=progress.skipped_steps,
+            micro_steps=progress.micro_steps_with(self._training.settings.gradient_accumulation_steps()),
+            loss_scaler=progress.loss_scaler,
+        )
+        self._open.renew(progress.seed)
 
-    def _verify(self, folder: Path) -> None:
-        """Have one process of each server read every byte; a complaint of any is raised in all processes."""
-        complaint = None
-        if self._world.is_local_first:
-            try:
-                checkpoint.verify(folder)
-            except CheckpointError as error:
-                complaint = str(error)
-        for told in self._world.all("verify the checkpoint", complaint):
-            if told is not None:
-                raise CheckpointError(told)
-
-    def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Save the weights alone, in the dtype of compute: by `torch.save`, or as safetensors by the file's suffix.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        target = Path(save_dir) / save_filename
+    def save_weights(self, path: Path, *, exclude_frozen: bool) -> None:
+        """Save the weights alone, in the dtype of compute: as safetensors by the file's suffix, or else by `torch.save`."""
 
         def write() -> None:
-            snapshot = self._captured({}, exclude_frozen_parameters)
-            weights = snapshot.tensors  # tied ones once, as safetensors has them
-            checkpoint.write_weights(
-                weights if target.suffix == ".safetensors" else snapshot.with_tied(weights), target
-            )
+            snapshot = self._capture({}, exclude_frozen)
+            weights = snapshot.tensors
+            if path.suffix != ".safetensors":  # which takes one name of tied weights
+                weights = snapshot.with_tied(weights)
+            checkpoint.write_weights(weights, path)
 
         with self._world.reporting_failures():
-            self._world.first(f"save the weights as {save_filename}", write)
-        return True
+            self._world.first(f"save the weights as {path.name}", write)
 
-    def _captured(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
+    def _capture(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
         training = self._training
         self._runner.check_usable()
         training.state.runtime.updater.wait_all()
@@ -185,54 +150,13 @@ class Checkpoints:
     def _trained(self) -> checkpoint.Trained:
         state = self._training.state
         return checkpoint.Trained(
-            self._training.model,
-            state.store,
-            state.device,
-            state.runtime.device_store,
-            state.host_optimizer,
-            self._training.lr_scheduler,
-            self._data_loader(),
-            len(self._open.group),
-            self._open.group.buffers_before,
+            module=self._training.model,
+            store=state.store,
+            device=state.device,
+            device_store=state.runtime.device_store,
+            optimizer=state.host_optimizer,
+            scheduler=self._training.lr_scheduler,
+            loader=self._data_loader(),
+            queued=len(self._open.group),
+            buffers=self._open.group.buffers_before,
         )
-
-    # ---- weights alone
-
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """Return the model's state dict."""
-        model = self._training.model
-        state: dict[str, Any] = model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if exclude_frozen_parameters:
-            for name, parameter in model.named_parameters():
-                if not parameter.requires_grad:
-                    state.pop(prefix + name, None)
-        return state
-
-    def load_module_state_dict(
-        self,
-        /,
-        checkpoint: dict[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
-        **_: Any,
-    ) -> None:
-        """Load `checkpoint["module"]` into the model; masters follow."""
-        if custom_load_fn is not None:
-            custom_load_fn(src=checkpoint["module"], dst=self._training.model)
-        else:
-            self._training.model.load_state_dict(checkpoint["module"], strict=strict)
-
-    def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the model's state dict in the dtype it computes in; Hugging Face calls it under ZeRO-3."""
-        if self._training.settings.now.values["zero_optimization.stage"] != 3:
-            raise ConfigError(
-                "this function requires ZeRO-3 mode: consolidated_16bit_state_dict is only applicable to cases where "
-                "weights are partitioned, including Zero Stage 3 and tensor parallelism."
-            )
-        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
