@@ -9,7 +9,7 @@ from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.profiling.hardware import UpdateCost, hardware_of
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.plan import ALL_PACKS, Policy
 from harmony_ds.scheduler.profile import Machine
@@ -67,13 +67,10 @@ def _call(draw: Random, numel: int, pace: float) -> CallCost:
     boundary = int(2**20 * 20 ** draw.random())
     graph = int(boundary * draw.uniform(2, 12))
     return CallCost(
-        alive_bytes=boundary,
-        stash_bytes=boundary,
-        shared_bytes=boundary,
-        forward_bytes=boundary * 2,
-        graph_bytes=graph,
-        kept_bytes=graph,
-        backward_bytes=graph + boundary,
+        waiting=WaitingBytes(alive_bytes=boundary),
+        stash=StashBytes(new_bytes=boundary),
+        forward=ForwardBytes(peak_bytes=boundary * 2, graph_bytes=graph, kept_graph_bytes=graph),
+        backward=BackwardBytes(input_gradient_bytes=boundary, peak_bytes=graph + boundary),
         needs_backward=True,
         forward_ms=forward_ms,
         backward_ms=forward_ms * 3,

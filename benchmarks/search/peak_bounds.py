@@ -19,7 +19,7 @@ class PeakBounds:
     def __init__(self, costs: CostTable, request: PlanRequest) -> None:
         self._costs = costs
         self._request = request
-        self._stash = np.array([*accumulate((cost.stash_bytes for cost in costs.costs), initial=0)], float)
+        self._stash = np.array([*accumulate((cost.stash.new_bytes for cost in costs.costs), initial=0)], float)
 
     def at_least(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """Bytes below which the peaks cannot be, without graphs: weights, gradients, stash, and what waits for its turn."""
@@ -52,7 +52,7 @@ class PeakBounds:
         full = kept + weights[-1] + self._stash_before([begin], packing, policies)[0] + self._working(fused.positions)
         # While the last one runs, the others have left gradients; while the first does, they wait with its inputs.
         last = (left[-1] if any(cost.needs_backward for cost in self._costs.costs[:begin]) else 0) * (wanted - 1)
-        inputs = (wanted - 1) * self._costs.costs[begin].alive_bytes if begin else 0
+        inputs = (wanted - 1) * self._costs.costs[begin].waiting.alive_bytes if begin else 0
         full = full + max(last + fused.gradient_bytes, inputs)
         return busy.max(axis=0), full
 
@@ -63,9 +63,9 @@ class PeakBounds:
         stash = self._stash_before([pack.positions[0] for pack in packs], packing, policies)
         for stage, (index, pack) in enumerate(zip(packing.forward, packs, strict=True)):
             cost = self._costs.costs[pack.positions[0]]
-            waiting = (wanted if stage else 1) * cost.alive_bytes
+            waiting = (wanted if stage else 1) * cost.waiting.alive_bytes
             swapped = ~policies.resident[index] if index < len(packing.backward) else 1
-            most = np.maximum(most, pack.weight_bytes * swapped + waiting + cost.forward_bytes + stash[stage])
+            most = np.maximum(most, pack.weight_bytes * swapped + waiting + cost.forward.peak_bytes + stash[stage])
         return most
 
     def _stash_before(self, positions: list[int], packing: Packing, policies: Policies) -> NDArray[np.float64]:
@@ -82,4 +82,4 @@ class PeakBounds:
         return stays
 
     def _working(self, positions: tuple[int, ...]) -> int:
-        return max(self._costs.costs[p].backward_bytes for p in (positions[0], positions[-1]))
+        return max(self._costs.costs[p].backward.peak_bytes for p in (positions[0], positions[-1]))

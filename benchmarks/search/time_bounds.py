@@ -33,7 +33,7 @@ class TimeBounds:
         self._backward = _running(cost.backward_ms for cost in costs.costs)
         self._fused = _running(cost.fused_ms for cost in costs.costs)
         self._kept = _running(cost.saved_ms for cost in costs.costs)
-        self._stash = _running(float(cost.stash_bytes) for cost in costs.costs)
+        self._stash = _running(float(cost.stash.new_bytes) for cost in costs.costs)
 
     def tighter(self, packing: Packing, policies: Policies) -> NDArray[np.float64]:
         """Return the bounds that follow each pack through the streams of two steps, in ms, as if nothing slowed."""

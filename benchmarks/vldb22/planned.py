@@ -20,7 +20,7 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.scheduler import candidates
 from harmony_ds.scheduler.candidates import Cut, Cuts
 from harmony_ds.scheduler.choose import PlanRequest
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.flow import Flow, Kind
 from harmony_ds.scheduler.neighbours import Point, recut
 from harmony_ds.scheduler.packing import ElementBytes, Packer
@@ -84,15 +84,19 @@ def table_of(profile: LayerProfile, units: Units) -> CostTable:
         slice_bytes = forward_peaks[place] - state - units.forward * inputs[place]
         calls.append(
             CallCost(
-                alive_bytes=taken,
-                stash_bytes=taken,
-                shared_bytes=taken if place else 0,
-                forward_bytes=max(together * given, slice_bytes + (together - units.forward) * given),
-                graph_bytes=running,
-                kept_bytes=running,
-                settle_bytes=together * given,
-                backward_bytes=running,
-                gradient_bytes=layer.weight_bytes,
+                waiting=WaitingBytes(alive_bytes=taken),
+                stash=StashBytes(new_bytes=taken),
+                forward=ForwardBytes(
+                    peak_bytes=max(together * given, slice_bytes + (together - units.forward) * given),
+                    graph_bytes=running,
+                    kept_graph_bytes=running,
+                ),
+                backward=BackwardBytes(
+                    input_gradient_bytes=taken if place else 0,
+                    code_peak_bytes=together * given,
+                    peak_bytes=running,
+                    summed_bytes=layer.weight_bytes,
+                ),
                 needs_backward=True,
                 forward_ms=forward_ms[place],
                 backward_ms=backward_ms[place],

@@ -31,7 +31,7 @@ from harmony_ds.profiling.measured import Seen, SeenCall
 from harmony_ds.profiling.passes import Passes
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.profiling.watches import FlowWatch, RoutingWatch, extremes
-from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.costs import CostTable, ForwardBytes, StashBytes, WaitingBytes
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Measurement(Passes):
         seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
         self._propagate_loss(loss)
         # The loss is scaled before it is propagated.
-        seen.tail.note(forward_bytes=self._stretch.peak() + 2 * seen.scalar)
+        seen.tail.note(forward=ForwardBytes(peak_bytes=self._stretch.peak() + 2 * seen.scalar))
         del outputs, loss
         seen.tail.taken.extend(self._take_gradients())
         seen.tail.unlayered = self._given_to_unlayered()
@@ -100,7 +100,9 @@ class Measurement(Passes):
         held = max(0, self._stretch.alive() - self._base)
         for stashed in self._pop_freed():
             call = seen.calls[stashed.number]
-            call.note(alive_after_forward_bytes=max(0, call.cost.alive_after_forward_bytes - stashed.nbytes))
+            waiting = call.cost.waiting
+            after_forward_bytes = max(0, waiting.after_forward_bytes - stashed.nbytes)
+            call.note(waiting=replace(waiting, after_forward_bytes=after_forward_bytes))
         seen.held_and_stashed = self._drop_recorded()
         seen.held = max(0, held - seen.held_and_stashed)
         self._settle()
@@ -119,9 +121,8 @@ class Measurement(Passes):
         """Note what the code since the last call took; release that call's inputs."""
         calls, stretch, lead = self._seen.calls, self._stretch, 0
         if calls:
-            graph = calls[-1].cost.graph_bytes
-            calls[-1].note_most(forward_bytes=graph + stretch.peak())
-            calls[-1].note(graph_bytes=graph + max(0, stretch.left()))
+            graph = calls[-1].cost.forward.graph_bytes
+            calls[-1].note_forward(peak_bytes=graph + stretch.peak(), graph_bytes=graph + max(0, stretch.left()))
         else:
             lead = stretch.peak()
         known = {id(tensor) for tensor in self._inputs}
@@ -131,8 +132,8 @@ class Measurement(Passes):
         stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
         alive = max(0, stretch.alive() - self._base - stashed)
         calls.append(SeenCall(request.layer))
-        calls[-1].note(alive_bytes=alive, alive_after_forward_bytes=alive, alive_and_stashed_bytes=stashed)
-        calls[-1].note_most(forward_bytes=lead - alive)
+        calls[-1].note(waiting=WaitingBytes(alive, stashed_too_bytes=stashed, after_forward_bytes=alive))
+        calls[-1].note_forward(peak_bytes=lead - alive)
 
     def run(self, request: Request, copy: DeviceCopy) -> Any:
         """Run the call, measured, and propagate through it at once."""
@@ -141,13 +142,13 @@ class Measurement(Passes):
         def forward(*args: Any, **kwargs: Any) -> Any:
             outputs = own(*args, **kwargs)
             # Read when the layer returns: before and after, other things are alive too.
-            call.note_most(graph_bytes=stretch.left(), forward_bytes=stretch.peak())
+            call.note_forward(graph_bytes=stretch.left(), peak_bytes=stretch.peak())
             return outputs
 
         stretch.begin()
         with RoutingWatch() as watch:
             outputs, recorded = self._record(replace(request, forward=forward), copy)
-        call.note_most(forward_bytes=stretch.peak())
+        call.note_forward(peak_bytes=stretch.peak())
         if self._flow is not None:
             self._flow.call(request, self._inputs, outputs)
         if recorded is not None:
@@ -236,10 +237,12 @@ class Measurement(Passes):
                 self._stashed.append(_Stashed(memory, storage.nbytes(), recorded.number))
                 bases[memory.cdata] = bases.get(memory.cdata, storage.nbytes()) - entry.nbytes
         call.note(
-            stash_bytes=first,
-            stash_again_bytes=again,
-            stash_again_at_cut_bytes=again_at_cut,
-            stash_base_bytes=sum(max(0, nbytes) for nbytes in bases.values()),
+            stash=StashBytes(
+                new_bytes=first,
+                again_bytes=again,
+                again_at_cut_bytes=again_at_cut,
+                base_bytes=sum(max(0, nbytes) for nbytes in bases.values()),
+            ),
             needs_backward=True,
         )
         call.made = [gradient for gradient in recorded.output_gradients if gradient is not None]
@@ -254,7 +257,8 @@ class Measurement(Passes):
         if self._runtime.residency.accumulates_in_place:
             _gather_from_zero(copy)
             trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
-            call.note(gradient_bytes=sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained))
+            summed_bytes = sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained)
+            call.note(backward=replace(call.cost.backward, summed_bytes=summed_bytes))
         tensors = list(recorded.tensors)
         for inputs in extremes(recorded.on_device) if routes and self._runtime.device.has_values else ():
             recorded.tensors = [StashEntry(tensor, self._layers[call.layer].name) for tensor in inputs]
@@ -281,13 +285,14 @@ class Measurement(Passes):
             self._stretch.begin()
             if recorded.slicing is None:
                 self._runtime.layer_calls.recompute(recorded, copy.leaves, self._runtime.random.replay)
-                call.note_most(kept_bytes=self._stretch.left())
+                call.note_forward(kept_graph_bytes=self._stretch.left())
             self._runtime.layer_calls.backward(recorded, copy.leaves, self._runtime.random.replay, gather)
             call.backward = max(call.backward, self._stretch.peak())
         call.unlayered |= self._given_to_unlayered()
         self._reached |= dict.fromkeys(one for one in reached if isinstance(one, InterLayerGradient))
         if not self._runtime.residency.accumulates_in_place:
-            call.note(leaf_bytes=sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None))
+            unsummed_bytes = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
+            call.note(backward=replace(call.cost.backward, unsummed_bytes=unsummed_bytes))
         gather()
 
     # ---- the code between the calls

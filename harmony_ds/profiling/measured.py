@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from harmony_ds.model.targets import InterLayerGradient, OutputGradient
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import CallCost, CostTable, ForwardBytes
 from harmony_ds.scheduler.flow import Flow
 
 _Gradient = OutputGradient | InterLayerGradient
@@ -37,13 +38,20 @@ class SeenCall:
     taken: list[_Gradient] = field(default_factory=list)
     settled: list[OutputGradient] = field(default_factory=list)
 
-    def note(self, **known: int | bool) -> None:
-        """Note fields of `cost`."""
-        self.cost = replace(self.cost, **known)  # type: ignore[arg-type]
+    def note(self, **known: Any) -> None:
+        """Replace fields of `cost`."""
+        self.cost = replace(self.cost, **known)
 
-    def note_most(self, **known: int) -> None:
-        """Note fields of `cost`, where it is more than what was known."""
-        self.note(**{name: max(nbytes, getattr(self.cost, name)) for name, nbytes in known.items()})
+    def note_forward(self, peak_bytes: int = 0, graph_bytes: int = 0, kept_graph_bytes: int = 0) -> None:
+        """Raise what the forward pass of the call takes to at least these bytes."""
+        known = self.cost.forward
+        self.note(
+            forward=ForwardBytes(
+                peak_bytes=max(known.peak_bytes, peak_bytes),
+                graph_bytes=max(known.graph_bytes, graph_bytes),
+                kept_graph_bytes=max(known.kept_graph_bytes, kept_graph_bytes),
+            )
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +60,7 @@ class Seen:
 
     Attributes:
         calls: in order.
-        tail: what comes after the last call; its forward_bytes are the most of it, its `taken` what it propagates to.
+        tail: what comes after the last call; `cost.forward.peak_bytes` is the most of it, `taken` what it propagates to.
         held, held_and_stashed: see `CostTable`.
         scalar, grain: what a number takes on the device, and what a byte does.
         spans: places that share inter-layer operations, see `InterLayerGraph.spans`.
@@ -76,7 +84,7 @@ class Seen:
         return CostTable(
             tuple(call.layer for call in self.calls),
             costs,
-            self.tail.cost.forward_bytes,
+            self.tail.cost.forward.peak_bytes,
             self.held,
             scalar_bytes=self.scalar,
             held_and_stashed_bytes=self.held_and_stashed,
@@ -98,9 +106,12 @@ class Seen:
             backward = max(backward, waiting + self.tail.settle)  # the code before the first call comes last
         return replace(
             call.cost,
-            shared_bytes=waiting,
-            settle_bytes=settle,
-            backward_bytes=backward if call.cost.needs_backward or position == 0 else 0,
+            backward=replace(
+                call.cost.backward,
+                peak_bytes=backward if call.cost.needs_backward or position == 0 else 0,
+                code_peak_bytes=settle,
+                input_gradient_bytes=waiting,
+            ),
             keeps_graph=any(first < position <= last for first, last in self.spans),
         )
 

@@ -63,7 +63,7 @@ class Cuts:
         times = [cost.forward_ms + cost.backward_ms for cost in costs.costs]
         weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
         # What a layer computes in backward is on the device for its whole pack: of convolutions it is most of their memory.
-        working = [weight + cost.graph_bytes for weight, cost in zip(weights, costs.costs, strict=True)]
+        working = [weight + cost.forward.graph_bytes for weight, cost in zip(weights, costs.costs, strict=True)]
         self._best = {Kind.TIME: BestCuts(times), Kind.MEMORY: BestCuts(weights), Kind.WORKING: BestCuts(working)}
 
     def first(self) -> Iterator[Cut]:

@@ -1,45 +1,127 @@
 """The result of measuring: bytes and times per layer call, for one micro-batch. Pure data.
 
-A micro-batch's bytes in the three ways a call is run, `p` being its position:
+The bytes of a call come in four parts, in the order in which a micro-batch meets them:
 
-    forward    alive[p] + forward[p], and the stash of the calls before it
-    fused      alive[first] + graph[first] + ... + graph[p-1] + forward[p] on the way there, + backward[p] on the way back
-    backward   what it holds between its passes + the stash up to p + backward[p]
+    waiting     what the micro-batch holds before the call, while other micro-batches run
+    stash       which inputs of the call are kept for its backward pass
+    forward     what running the call forward takes
+    backward    what running it backward takes
+
+`pack_bytes` adds them up to what one micro-batch takes in a pack, `memory` adds those up to what a device holds at each
+task of a plan. tests/scheduler/test_memory.py adds up a whole plan by hand.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 from harmony_ds.decomposer.graph import merge_calls, positions_of
 from harmony_ds.scheduler.flow import Flow
 
 
 @dataclass(frozen=True, slots=True)
-class CallCost:
-    """Device bytes and times of one layer call with one micro-batch; weights, which the plan counts itself, are not in
-    it, nor are the sums of their gradients.
+class WaitingBytes:
+    """Device memory that a micro-batch holds while it waits before a call.
 
     Attributes:
-        alive_bytes: what a micro-batch holds while it waits before this call: this call's inputs, and whatever the
-            code between the layers keeps (masks, position ids). The stash of earlier calls is not in it.
-        alive_and_stashed_bytes: what it holds beside that and an earlier call has stashed as well: it stays on the device
-            when the stash goes to the host.
-        alive_after_forward_bytes: what of alive_bytes may still be there when the forward pass is over.
-        stash_bytes: inputs of this call that an earlier layer produced and no earlier call took.
-        stash_again_bytes: those that an earlier call took too: they go to the host and back with this pack once more.
-        stash_again_at_cut_bytes: those that the call before it took too, which do so only where a pack begins here.
-        stash_base_bytes: memory that stashed inputs keep beside their own, being views of it, until they have been moved.
-        shared_bytes: gradients that wait for earlier calls once this one and all after it have been propagated.
-        forward_bytes: the most that running it, and the code up to the next call, adds to what was alive.
-        graph_bytes: what its autograd graph, its outputs and that of the code up to the next call hold.
-        kept_bytes: what its autograd graph alone holds, where it is kept from forward to backward; its inputs are counted
-            as stashed, its outputs by who takes them.
-        settle_bytes: the most that propagating through the code after it takes, gradients of later calls included.
-        backward_bytes: the most that recomputing it and propagating back takes, its graph and the gradients of later
-            calls included.
-        leaf_bytes: gradients of its parameters that wait to be added to sums of another dtype.
-        gradient_bytes: sums of its parameters' gradients, where they are of the parameters' dtype.
+        alive_bytes: the call's inputs, and what the code between the layers keeps (masks, position ids). What earlier
+            calls have stashed is not in it.
+        stashed_too_bytes: what it keeps for such a reason and an earlier call has stashed, too. Where that stash stays on
+            the device, this is the same memory and is not counted; where that stash goes to the host, this stays.
+        after_forward_bytes: the part of `alive_bytes` that may still be there when the forward pass is over.
+    """
+
+    alive_bytes: int = 0
+    stashed_too_bytes: int = 0
+    after_forward_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StashBytes:
+    """Inputs of a call that are kept for its backward pass.
+
+    Attributes:
+        new_bytes: inputs that no earlier call has stashed.
+        again_bytes: inputs that an earlier call has stashed, too, but not the one just before. They take no more memory on
+            the device; on the way to the host and back they move once more with this call's pack.
+        again_at_cut_bytes: inputs that the call just before has stashed, too. They move once more only where a pack begins
+            with this call: else both calls are in one pack, which moves them once.
+        base_bytes: where stashed inputs are views, the rest of the memory that they are views of. It is there until
+            the stash has been moved to the host.
+    """
+
+    new_bytes: int = 0
+    again_bytes: int = 0
+    again_at_cut_bytes: int = 0
+    base_bytes: int = 0
+
+    @property
+    def on_device_bytes(self) -> int:
+        """What the stash of this call adds on the device, as long as it stays there: `new_bytes + base_bytes`."""
+        return self.new_bytes + self.base_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBytes:
+    """Device memory that running a call forward takes, with the code between it and the next call.
+
+    Attributes:
+        peak_bytes: the most that it adds to what was alive before.
+        graph_bytes: what is left of that with autograd on: the graph and the outputs, of the call and of that code. The
+            fused pack holds this from the call's forward to its backward.
+        kept_graph_bytes: the call's autograd graph alone, without inputs (they are in the stash) and outputs (they are in
+            the waiting bytes of the next call). A pack whose graph is kept holds this from forward to backward.
+    """
+
+    peak_bytes: int = 0
+    graph_bytes: int = 0
+    kept_graph_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardBytes:
+    """Device memory that running a call backward takes, and the gradients that it leaves.
+
+    Attributes:
+        peak_bytes: the most that recomputing the call and propagating through it takes, with its graph and with the
+            gradients that wait for it.
+        code_peak_bytes: the most that propagating through the code after the call takes, before the call itself, with the
+            gradients that wait for both.
+        input_gradient_bytes: gradients that wait for earlier calls when this call and all after it are through.
+        unsummed_bytes: gradients of its parameters that wait until the pack is through, because their sums have another
+            dtype. 0 where gradients are added to their sums at once.
+        summed_bytes: the sums of its parameters' gradients, where they have the parameters' dtype. 0 where they do not.
+    """
+
+    peak_bytes: int = 0
+    code_peak_bytes: int = 0
+    input_gradient_bytes: int = 0
+    unsummed_bytes: int = 0
+    summed_bytes: int = 0
+
+
+_Part = TypeVar("_Part", WaitingBytes, StashBytes, ForwardBytes, BackwardBytes)
+
+
+def scale_bytes(part: _Part, times: int) -> _Part:
+    """Return the part of a cost with every number of bytes multiplied."""
+    return type(part)(*(times * getattr(part, f.name) for f in fields(part)))
+
+
+def _larger(part: _Part, other: _Part) -> _Part:
+    """Return the part of a cost that has the larger of both in each field."""
+    return type(part)(*(max(getattr(part, f.name), getattr(other, f.name)) for f in fields(part)))
+
+
+@dataclass(frozen=True, slots=True)
+class CallCost:
+    """Device bytes and times of one layer call with one micro-batch.
+
+    Weights and the sums of their gradients are not in it: a plan counts them once per pack.
+
+    Attributes:
+        waiting, stash, forward, backward: the bytes, see there.
         needs_backward: whether a gradient flows through this call at all.
         keeps_graph: whether a fused pack that begins here keeps all its graphs until its backward is done, because
             the code before it and the code in it share theirs.
@@ -49,21 +131,10 @@ class CallCost:
         propagate_ms: propagating backward through a graph that was kept.
     """
 
-    alive_bytes: int = 0
-    alive_and_stashed_bytes: int = 0
-    alive_after_forward_bytes: int = 0
-    stash_bytes: int = 0
-    stash_again_bytes: int = 0
-    stash_again_at_cut_bytes: int = 0
-    stash_base_bytes: int = 0
-    shared_bytes: int = 0
-    forward_bytes: int = 0
-    graph_bytes: int = 0
-    kept_bytes: int = 0
-    settle_bytes: int = 0
-    backward_bytes: int = 0
-    leaf_bytes: int = 0
-    gradient_bytes: int = 0
+    waiting: WaitingBytes = field(default_factory=WaitingBytes)
+    stash: StashBytes = field(default_factory=StashBytes)
+    forward: ForwardBytes = field(default_factory=ForwardBytes)
+    backward: BackwardBytes = field(default_factory=BackwardBytes)
     needs_backward: bool = False
     keeps_graph: bool = False
     forward_ms: float = 0.0
@@ -73,38 +144,61 @@ class CallCost:
 
     @property
     def saved_ms(self) -> float:
-        """The time that a kept graph saves: recomputing it."""
+        """The time that a kept graph saves: recomputing the call."""
         return self.backward_ms - self.propagate_ms
 
-    @property
-    def stashed_bytes(self) -> int:
-        """The bytes that stashing its inputs keeps on the device."""
-        return self.stash_bytes + self.stash_base_bytes
-
     def worst(self, other: CallCost) -> CallCost:
-        """At least as much of everything as either."""
-        return CallCost(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(CallCost)))
+        """Return the larger of both costs in every respect."""
+        return CallCost(
+            waiting=_larger(self.waiting, other.waiting),
+            stash=_larger(self.stash, other.stash),
+            forward=_larger(self.forward, other.forward),
+            backward=_larger(self.backward, other.backward),
+            needs_backward=self.needs_backward or other.needs_backward,
+            keeps_graph=self.keeps_graph or other.keeps_graph,
+            forward_ms=max(self.forward_ms, other.forward_ms),
+            backward_ms=max(self.backward_ms, other.backward_ms),
+            fused_ms=max(self.fused_ms, other.fused_ms),
+            propagate_ms=max(self.propagate_ms, other.propagate_ms),
+        )
+
+    def with_stash_on_host(self, begins_pack: bool) -> CallCost:
+        """Return the cost where stashes go to the host: each pack moves all that its own calls take, and what a
+        micro-batch keeps for another reason stays on the device beside it.
+        """
+        waiting, stash = self.waiting, self.stash
+        at_cut_bytes = stash.again_at_cut_bytes if begins_pack else 0
+        return replace(
+            self,
+            waiting=replace(
+                waiting,
+                alive_bytes=waiting.alive_bytes + waiting.stashed_too_bytes,
+                after_forward_bytes=waiting.after_forward_bytes + waiting.stashed_too_bytes,
+            ),
+            stash=replace(stash, new_bytes=stash.new_bytes + stash.again_bytes + at_cut_bytes),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """One `CallCost` per position of the call order, and what comes after the last call.
+    """One `CallCost` per position of the call order, and the costs of the code around the calls.
 
     Attributes:
         calls: the layer called at each position.
         costs: one per position.
         tail_bytes: the most that the code after the last layer (the loss) adds, forward and backward.
-        held_bytes: what a micro-batch keeps from the end of its forward pass to the end of its backward pass, beside
+        held_bytes: what a micro-batch keeps from the end of its forward pass to the end of its backward pass, without
             the stash: arguments that layers share, and the graph of the code between them.
+        scalar_bytes: what a tensor of one number takes: a loss, and the grain of the device's allocator.
+        margin_bytes: the most that a step has taken beyond its plan.
+        held_and_stashed_bytes: what a micro-batch keeps like `held_bytes` and has stashed, too: not counted while that
+            stash is on the device.
         head_ms: the code before the first layer.
         tail_ms: the code after the last layer (the loss), forward and backward.
-        held_and_stashed_bytes: what it keeps beside that and has stashed as well, no longer than it stays stashed.
-        issue_share: of all times, what the host takes to issue them, where a device computes beside it.
+        issue_share: of all times, the part that the host takes to issue them, where a device computes beside it.
         in_slices: whether layer calls are cut into slices of a micro-batch's rows. The fused pack then keeps no graph:
-            it runs forward and backward as any other does.
-        scalar_bytes: what a tensor of one number takes: a loss, and the grain of the device's allocator.
+            it runs forward and backward as any other pack does.
         flow: what is handed from layer to layer, where several devices are to run them.
-        margin_bytes: the most that a step has taken beyond its plan.
         output_bytes: what the model's outputs and the graph of the code after the last call hold until the loss is made.
     """
 

@@ -48,12 +48,12 @@ class Graphs:
         lingering = max((bytes_of[index].stash_bytes for index in away), default=0)
         for index in sorted(self._most_worth(packing, policy), key=lambda one: one != before):
             pack, ends = bytes_of[index], last - packing.backward.index(index)
-            nbytes = max(1, pack.kept_bytes + (pack.stash_bytes if index in away else 0))
+            nbytes = max(1, pack.kept_graph_bytes + (pack.stash_bytes if index in away else 0))
             here, packs = packing.packs[index].device, packing.packs
             stages = [stage for stage in range(began[index], ends + 1) if packs[order[stage]].device == here]
             left = [spare[stage] - (lingering if index in away else 0) for stage in stages]
             if not counts[index]:  # while the pack runs back, one of its graphs is part of what that takes anyway
-                left[-1] += pack.kept_bytes - pack.from_graph_excess_bytes
+                left[-1] += pack.kept_graph_bytes - pack.from_graph_excess_bytes
             more = min(self._at_once - counts[index] // self._rounds, min(left) // nbytes)
             if more > 0:
                 counts[index] += more * self._rounds
@@ -78,7 +78,7 @@ class Graphs:
         stays = {*policy.kept, *policy.resident, *(packing.turning if policy.pipeline > 1 else ())}
         for index in stays.intersection(packing.forward, packing.backward[:-1]):
             pack = packing.packs[index]
-            nbytes = max(1, sum(self._costs.costs[p].kept_bytes for p in pack.positions))
+            nbytes = max(1, sum(self._costs.costs[p].forward.kept_graph_bytes for p in pack.positions))
             saved_ms = sum(self._costs.costs[p].saved_ms for p in pack.positions)
             if pack.needs_backward and saved_ms > 0:
                 able.append((saved_ms / nbytes, index))

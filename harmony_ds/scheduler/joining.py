@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.scheduler.choose import PlanRequest
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import CallCost, CostTable, scale_bytes
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.search import Choice, search
@@ -25,8 +25,6 @@ _WORTH = 0.9
 _FEWER = 4
 """Each set that is tried has so many times fewer micro-batches than the one before."""
 _BOUND_BY_ISSUING = 0.9
-_FIXED = ("backward_bytes", "leaf_bytes", "gradient_bytes")
-"""Bytes of a call that do not grow with its rows, or not all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +99,20 @@ class JoinedCosts:
             return max(issue_share * ms, min(fixed_ms, ms) + together * grows)
 
         back = 2 * weights + gradients
-        grow = [name for name in CallCost.__dataclass_fields__ if name.endswith("_bytes") and name not in _FIXED]
-        bytes_of = {name: together * getattr(cost, name) for name in grow}
-        waiting = min(self._waiting_bytes[position], cost.backward_bytes)
+        backward = cost.backward
+        # Gradients of parameters do not grow with the rows.
+        waiting = min(self._waiting_bytes[position], backward.peak_bytes)
         return replace(
             cost,
-            **bytes_of,
-            backward_bytes=waiting + together * (cost.backward_bytes - waiting),
+            waiting=scale_bytes(cost.waiting, together),
+            stash=scale_bytes(cost.stash, together),
+            forward=scale_bytes(cost.forward, together),
+            backward=replace(
+                backward,
+                peak_bytes=waiting + together * (backward.peak_bytes - waiting),
+                code_peak_bytes=together * backward.code_peak_bytes,
+                input_gradient_bytes=together * backward.input_gradient_bytes,
+            ),
             forward_ms=joined(cost.forward_ms, weights, 1),
             backward_ms=joined(cost.backward_ms, back, 3),
             fused_ms=joined(cost.fused_ms, back, 3),
@@ -120,7 +125,7 @@ def _products(cost: CallCost, parameters: list[ParameterSpec], element: ElementB
     largest = max((spec for spec in parameters if len(spec.shape) > 1), key=lambda spec: spec.numel, default=None)
     if largest is None:
         return 0.0
-    places = cost.stash_bytes / (element.weight * min(largest.shape[:2]))
+    places = cost.stash.new_bytes / (element.weight * min(largest.shape[:2]))
     return places * sum(spec.numel for spec in parameters)
 
 

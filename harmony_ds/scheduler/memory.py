@@ -1,10 +1,12 @@
-"""Walks the tasks of a plan and counts the device bytes alive at each.
+"""Counts the device bytes that are alive at each task of a plan.
 
 `activation_bytes` of a task is everything that autograd and the code between the layers hold while it runs: waiting
 micro-batches, the stash, gradients, the working memory of the call. Weights come on top, from swap-in to evict.
 
-Totals are carried from task to task, and what a micro-batch adds in a pack is worked out once per pack: a plan may have
-ten thousand tasks.
+`DeviceMemory` has the table of what each kind of task allocates and releases. What a micro-batch adds in a pack comes from
+`PackBytes`, worked out once per pack, and totals are carried from task to task: a plan may have ten thousand tasks.
+
+In tests/scheduler/test_memory.py, `test_a_plan_of_two_packs_and_two_micro_batches_by_hand` adds up a whole plan.
 """
 
 from __future__ import annotations
@@ -51,11 +53,34 @@ def walk_memory(
     return MemoryWalks(costs).walk(packs, tasks, others=others, sharing=sharing)
 
 
+class CostView:
+    """The costs of micro-batches as they count in one plan, and what they add up to in its packs.
+
+    Attributes:
+        measured: the table as it was measured.
+        costs: the same; with each pack's own stash, where stashes go to the host.
+        packs: by the index of the pack, of those that have calls.
+        stash_before: by position, what the calls before it have stashed on the device.
+        backward_ends: the first position that a gradient flows through.
+        loss_bytes: a micro-batch's loss and its scaled copy.
+    """
+
+    def __init__(self, measured: CostTable, costs: CostTable, packs: list[PackBytes]) -> None:
+        self.measured = measured
+        self.costs = costs
+        self.packs = packs
+        self.stash_before = list(accumulate((call.stash.on_device_bytes for call in costs.costs), initial=0))
+        needing = [position for position, cost in enumerate(costs.costs) if cost.needs_backward]
+        self.backward_ends = min(needing, default=0)
+        self.loss_bytes = 2 * costs.scalar_bytes
+
+
 class MemoryWalks:
     """Walks of many task lists, over packs of one model: what a micro-batch adds in a pack is worked out once."""
 
     def __init__(self, costs: CostTable) -> None:
         self._costs = costs
+        # Both by the calls that stash more because a pack begins there; None: no stash goes to the host.
         self._tables: dict[frozenset[int] | None, CostTable] = {None: costs}
         self._known: dict[tuple[int, int, frozenset[int] | None], PackBytes] = {}
 
@@ -74,256 +99,321 @@ class MemoryWalks:
                 several, no more is counted than while they wait: those before and after it show what running takes.
             others, sharing: see `walk_memory`.
         """
-        others, count = others or {}, 1 + max(pack.device for pack in packs)
+        device_count = 1 + max(pack.device for pack in packs)
+        moves_stash = any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
         # On several devices each pack has what it takes for itself, as it has where its stash waits on the host.
-        away = count > 1 or any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
-        known = {id(costs): MemoryWalks(costs)._counted(packs, away) for costs in others.values()}
-        sides = {m: _Side(*known[id(costs)]) for m, costs in others.items()}
-        walks = [_Walk(packs, _Side(*self._counted(packs, away)), sides, counts, sharing) for _ in range(count)]
+        stash_on_host = device_count > 1 or moves_stash
+        view = self.view(packs, stash_on_host)
+        other_views = _views_by_micro_batch(packs, others or {}, stash_on_host)
+        devices = [DeviceMemory(packs, view, other_views, counts, sharing) for _ in range(device_count)]
         swapped_in = {task.pack for task in tasks if task.kind is TaskKind.SWAP_IN}
         for pack in packs:
             if not pack.positions and pack.index not in swapped_in:  # an earlier part of the step brought it
-                walks[pack.device].bring(pack.index)
-        devices = [packs[task.pack].device for task in tasks]
-        rows = [walks[device].step(task) for device, task in zip(devices, tasks, strict=True)]
-        return MemoryProfile(tuple([w for w, _ in rows]), tuple([a for _, a in rows]), tuple(devices))
+                devices[pack.device].load_weights(pack.index)
+        weights: list[int] = []
+        activations: list[int] = []
+        device_of_task: list[int] = []
+        for task in tasks:
+            device = packs[task.pack].device
+            weight_bytes, activation_bytes = devices[device].run_task(task)
+            weights.append(weight_bytes)
+            activations.append(activation_bytes)
+            device_of_task.append(device)
+        return MemoryProfile(tuple(weights), tuple(activations), tuple(device_of_task))
 
-    def pack_bytes(self, packs: tuple[Pack, ...], away: bool) -> list[PackBytes]:
-        """Return what a micro-batch adds in each pack; `away`: where some stash waits on the host."""
-        return self._counted(packs, away)[1]
-
-    def _counted(self, packs: tuple[Pack, ...], away: bool) -> tuple[CostTable, list[PackBytes]]:
+    def view(self, packs: tuple[Pack, ...], stash_on_host: bool) -> CostView:
+        """Return what micro-batches add in these packs; `stash_on_host`: whether any stash waits there."""
         cuts = None
-        if away:  # calls that stash more where a pack begins
+        if stash_on_host:
             calls = self._costs.costs
             firsts = {pack.positions[0] for pack in packs if pack.positions}
-            cuts = frozenset(first for first in firsts if calls[first].stash_again_at_cut_bytes)
+            cuts = frozenset(first for first in firsts if calls[first].stash.again_at_cut_bytes)
             if cuts not in self._tables:
                 self._tables[cuts] = with_stash_on_host(cuts, self._costs)
-        costs, found = self._tables[cuts], []
+        costs = self._tables[cuts]
+        found: list[PackBytes] = []
         for pack in packs:
             if pack.positions:
                 key = pack.positions[0], pack.positions[-1], cuts
                 if key not in self._known:
                     self._known[key] = PackBytes(pack, costs)
                 found.append(self._known[key])
-        return costs, found
+        return CostView(self._costs, costs, found)
 
 
-class _Total:
-    """Bytes by key, and their sum."""
+def _views_by_micro_batch(
+    packs: tuple[Pack, ...], others: Mapping[int, CostTable], stash_on_host: bool
+) -> dict[int, CostView]:
+    """Return a view for each micro-batch; micro-batches of the same table share one."""
+    views: list[CostView] = []
+    by_micro_batch: dict[int, CostView] = {}
+    for micro_batch, costs in others.items():
+        view = next((known for known in views if known.measured is costs), None)
+        if view is None:
+            view = MemoryWalks(costs).view(packs, stash_on_host)
+            views.append(view)
+        by_micro_batch[micro_batch] = view
+    return by_micro_batch
 
-    __slots__ = ("_held", "total")
+
+class _Held:
+    """Bytes by owner (a pack, a micro-batch, or both), and their sum."""
+
+    __slots__ = ("_by_owner", "total")
 
     def __init__(self) -> None:
         self.total = 0
-        self._held: dict[object, tuple[int, int]] = {}
+        self._by_owner: dict[object, tuple[int, int]] = {}
 
-    def put(self, key: object, nbytes: int, times: int = 1) -> bool:
-        """`key` now holds `nbytes`, which count so many times. Returns whether it held something before."""
-        before, counted = self._held.get(key, (0, 0))
+    def hold(self, owner: object, nbytes: int, times: int = 1) -> None:
+        """Let `owner` hold `nbytes`, in place of what it held; they count so many times."""
+        before, counted = self._by_owner.get(owner, (0, 0))
         self.total += times * nbytes - counted * before
-        self._held[key] = nbytes, times
-        return counted > 0
+        self._by_owner[owner] = nbytes, times
 
-    def take(self, key: object) -> int:
-        """Remove and return what `key` held."""
-        nbytes, times = self._held.pop(key, (0, 0))
+    def release(self, owner: object) -> int:
+        """Release what `owner` holds; return its bytes, counted once."""
+        nbytes, times = self._by_owner.pop(owner, (0, 0))
         self.total -= times * nbytes
         return nbytes
 
-
-class _Side:
-    """Bytes of micro-batches of one cost table."""
-
-    def __init__(self, costs: CostTable, packs: list[PackBytes]) -> None:
-        self.costs = costs
-        self.packs = packs
-        self.stash_before = list(accumulate((call.stashed_bytes for call in costs.costs), initial=0))
-        needing = [position for position, cost in enumerate(costs.costs) if cost.needs_backward]
-        self.backward_ends = min(needing, default=0)
-        self.loss = 2 * costs.scalar_bytes  # and its scaled copy
+    def __contains__(self, owner: object) -> bool:
+        return owner in self._by_owner
 
 
-class _Walk:
-    """Bytes on one device. A micro-batch that has gone on to another holds there what it held when it left."""
+class DeviceMemory:
+    """The bytes on one device, task by task.
+
+    In this table m is the task's micro-batch and p its pack. "All" is what all micro-batches hold on the device, without
+    weights and gradients, after the task has released what stands in the second column. The peak of a task is the third
+    column, and the weights and gradients that are there.
+
+        task                     releases first        peak                             holds afterwards
+        I swap in                                      all                              weights of p
+        F forward                waiting of m          all + forward peak               waiting of m, stash of m for p
+        K forward for graph      waiting of m          all + forward peak with graphs   the same, and the graph of m in p
+        L fused                  waiting of m          all + fused peak                 waiting of m, gradients of p
+        B backward               waiting of m,         all + what m holds between its   waiting of m, gradients of p
+                                 stash of m for p      passes + backward peak
+        P backward from graph    the same, and the     the same, recomputing nothing    the same
+                                 graph of m in p
+        S stash out              stash of m for p      all + the copy that leaves       that copy, until the next S or T
+        T stash in               the copy that left    all                              returned stash of m for p, until B
+        M move, W move back                            all                              waiting of m
+        G free gradients         gradients of p        all
+        D update on device                             all + update bytes of p          no gradients of p
+        E evict                                        all                              no weights of p
+
+    The gradients of p are there from the beginning of L, B or P. All tasks that compute have the table's margin on top.
+
+    "Waiting of m" is what the micro-batch holds while others run, without its stash: before a pack runs forward, the
+    waiting bytes of its first call; between the passes, `_between_passes` and the gradients that wait for earlier packs;
+    when no gradient flows any further, its loss. A micro-batch that has gone on to another device holds on this one what it
+    held when it left.
+    """
 
     def __init__(
         self,
         packs: tuple[Pack, ...],
-        side: _Side,
-        others: Mapping[int, _Side],
+        view: CostView,
+        other_views: Mapping[int, CostView],
         counts: Sequence[int],
         sharing: Sequence[tuple[int, ...]],
     ) -> None:
-        self._side = self._mine = side
-        self._others = others  # by micro-batch
+        self._packs = packs
+        self._default_view = self._view = view  # `_view`: of the task that runs
+        self._other_views = other_views  # by micro-batch
         self._counts = counts
-        self._plan_packs = packs
+        self._first_to_propagate = {micro_batches[-1] for micro_batches in sharing}
+        self._last_to_propagate = {micro_batches[0] for micro_batches in sharing}
+        self._weights = _Held()  # by pack
+        self._gradients = _Held()  # by pack
         self._updated: set[int] = set()  # packs, on the device
-        self._held: dict[int, int] = {}  # by micro-batch: what it holds between its passes
-        self._weights = _Total()
-        self._gradients = _Total()
-        self._waiting = _Total()  # by micro-batch: what it holds while others run
-        self._stash = _Total()  # by micro-batch: what of it is on the device
-        self._graphs = _Total()  # by (pack, micro-batch), where it is kept
-        self._known: set[int] = set()  # micro-batches whose forward pass is among the tasks
-        self._arrived = _Total()  # by (pack, micro-batch): stash that came back from the host
-        self._outputs = _Total()  # by micro-batch: of the model, until the loss that it shares has been made
-        self._aside = _Total()  # by pack: sums of gradients, while those of one shared loss are added up
-        self._first_back = {one[-1] for one in sharing}
-        self._last_back = {one[0] for one in sharing}
-        self._leaving = 0  # stash on its way to the host
-        self._runs: dict[TaskKind, Callable[[PackBytes, Task], int]] = {
-            TaskKind.FORWARD: self._forward,
-            TaskKind.FUSED: self._fused,
-            TaskKind.BACKWARD: self._backward,
-            TaskKind.FORWARD_FOR_GRAPH: self._forward,
-            TaskKind.BACKWARD_FROM_GRAPH: self._backward,
+        self._waiting = _Held()  # by micro-batch: without its stash
+        self._stash = _Held()  # by micro-batch: what of it is on the device, never having left
+        self._returned_stash = _Held()  # by (pack, micro-batch)
+        self._leaving_bytes = 0  # stash on its way to the host
+        self._graphs = _Held()  # by (pack, micro-batch)
+        self._outputs = _Held()  # by micro-batch: of the model, until the loss that it shares has been made
+        self._set_aside = _Held()  # by pack: sums of gradients, while those of one shared loss are added up
+        self._held_between_passes: dict[int, int] = {}  # by micro-batch, where it is not what the table says
+        self._has_run: set[int] = set()  # micro-batches that an earlier task has run, or brought stash of
+        self._computing: dict[TaskKind, Callable[[Task, PackBytes], int]] = {
+            TaskKind.FORWARD: self._run_forward,
+            TaskKind.FUSED: self._run_fused,
+            TaskKind.BACKWARD: self._run_backward,
+            TaskKind.FORWARD_FOR_GRAPH: self._run_forward,
+            TaskKind.BACKWARD_FROM_GRAPH: self._run_backward,
         }
 
-    def step(self, task: Task) -> tuple[int, int]:
-        """Weights, and everything else, while `task` runs."""
-        self._side = self._others.get(task.micro_batch, self._mine)
-        run = self._runs.get(task.kind)
-        if run is not None:
-            activations = run(self._side.packs[task.pack], task)
-            if self._times(task) > 1:
+    def run_task(self, task: Task) -> tuple[int, int]:
+        """Return the bytes of weights, and of everything else, while `task` runs; allocate and release what it does."""
+        self._view = self._other_views.get(task.micro_batch, self._default_view)
+        compute = self._computing.get(task.kind)
+        if compute is not None:
+            peak = compute(task, self._view.packs[task.pack])
+            if self._times(task) > 1:  # what running takes is shown by the micro-batches around those it stands for
                 return 0, 0
-            return self._weights.total, activations + self._side.costs.margin_bytes + self._gradients.total
+            return self._weights.total, peak + self._view.costs.margin_bytes + self._gradients.total
+        return self._run_other(task)
+
+    def load_weights(self, index: int) -> None:
+        """Hold the weights of a pack; of a pack without calls its gradients, too, which any call may add to."""
+        pack = self._packs[index]
+        if pack.positions:
+            self._weights.hold(index, self._view.packs[index].weight_bytes)
+        else:
+            self._weights.hold(index, pack.weight_bytes)
+            self._gradients.hold(index, pack.gradient_bytes)
+
+    # ---- tasks that compute: they return the peak, without weights, gradients and the margin
+
+    def _run_forward(self, task: Task, pack: PackBytes) -> int:
+        micro_batch, times = task.micro_batch, self._times(task)
+        keeps_graph = task.kind is TaskKind.FORWARD_FOR_GRAPH
+        self._has_run.add(micro_batch)
+        self._waiting.release(micro_batch)
+        peak = self._all_bytes + pack.forward_peak_bytes(keeps_graph)
+        if keeps_graph:
+            self._graphs.hold((task.pack, micro_batch), pack.kept_graph_bytes, times)
+        following, calls = pack.last + 1, self._view.costs.costs
+        if following < len(calls):
+            self._waiting.hold(micro_batch, calls[following].waiting.alive_bytes, times)
+        else:  # the end of its forward pass
+            self._waiting.hold(micro_batch, self._between_passes(task), times)
+            self._outputs.hold(micro_batch, self._view.costs.output_bytes, times)
+        stashed = self._stash.release(micro_batch)
+        self._stash.hold(micro_batch, stashed + pack.stash_bytes, times)
+        return max(peak, self._all_bytes)
+
+    def _run_fused(self, task: Task, pack: PackBytes) -> int:
+        micro_batch = task.micro_batch
+        self._has_run.add(micro_batch)
+        sums_exist = self._add_gradients(task, pack)
+        self._waiting.release(micro_batch)
+        peak = self._all_bytes + pack.fused_peak_bytes(sums_exist)
+        # What it holds from before this pack waited with it; what came with this pack goes with its graph.
+        from_before = min(self._view.costs.held_bytes, pack.after_forward_bytes)
+        self._held_between_passes[micro_batch] = from_before + self._view.loss_bytes
+        self._wait_after_backward(task, pack)
+        return max(peak, self._all_bytes)
+
+    def _run_backward(self, task: Task, pack: PackBytes) -> int:
+        micro_batch, from_graph = task.micro_batch, task.kind is TaskKind.BACKWARD_FROM_GRAPH
+        sums_exist = self._add_gradients(task, pack)
+        if self._ends_model(pack):
+            self._outputs.release(micro_batch)
+        own_stash_bytes = self._take_stash(task, pack)
+        self._has_run.add(micro_batch)
+        self._waiting.release(micro_batch)
+        self._graphs.release((task.pack, micro_batch))
+        running = pack.backward_peak_bytes(from_graph, sums_exist) - pack.stash_bytes + own_stash_bytes
+        peak = self._all_bytes + self._between_passes(task) + running
+        self._wait_after_backward(task, pack)
+        peak = max(peak, self._all_bytes)
+        if micro_batch in self._last_to_propagate:
+            self._set_aside.release(task.pack)
+        return peak
+
+    def _add_gradients(self, task: Task, pack: PackBytes) -> bool:
+        """Hold the sums of the pack's gradients; return whether an earlier micro-batch has left some.
+
+        While the micro-batches of a shared loss add up theirs, the sums of the others are kept apart.
+        """
+        sums_exist = task.pack in self._gradients
+        self._gradients.hold(task.pack, pack.gradient_bytes)
+        if sums_exist and task.micro_batch in self._first_to_propagate:
+            self._set_aside.hold(task.pack, pack.set_aside_bytes)
+        return sums_exist
+
+    def _take_stash(self, task: Task, pack: PackBytes) -> int:
+        """Release the micro-batch's stash for the pack, which running it backward counts; return its bytes."""
+        if self._returned_stash.release((task.pack, task.micro_batch)):
+            return pack.returning_bytes
+        stashed = self._stash.release(task.micro_batch)
+        if task.micro_batch not in self._has_run:  # its forward pass ran before the first task: all of it is there
+            stashed = self._view.stash_before[pack.last + 1]
+        self._stash.hold(task.micro_batch, max(0, stashed - pack.stash_bytes), self._times(task))
+        return pack.stash_bytes
+
+    def _wait_after_backward(self, task: Task, pack: PackBytes) -> None:
+        """Hold what the micro-batch keeps when it has been propagated through the pack."""
+        if pack.first <= self._view.backward_ends:
+            waiting = self._view.loss_bytes
+        else:
+            waiting = self._between_passes(task) + pack.input_gradient_bytes
+        self._waiting.hold(task.micro_batch, waiting, self._times(task))
+
+    # ---- tasks that compute nothing
+
+    def _run_other(self, task: Task) -> tuple[int, int]:
+        working = 0
         match task.kind:
             case TaskKind.SWAP_IN:
-                self.bring(task.pack)
+                self.load_weights(task.pack)
             case TaskKind.STASH_OUT:
-                self._stash_out(self._side.packs[task.pack], task)
+                # The copy leaves the device when the next one moves.
+                pack = self._view.packs[task.pack]
+                self._leaving_bytes = pack.stash_bytes
+                stashed = self._stash.release(task.micro_batch)
+                self._stash.hold(task.micro_batch, max(0, stashed - pack.stash_bytes), self._times(task))
             case TaskKind.STASH_IN:
-                self._stash_in(self._side.packs[task.pack], task)
-            case TaskKind.MOVE | TaskKind.MOVE_BACK:
-                self._waiting.put(task.micro_batch, self._moved(self._side.packs[task.pack], task))
+                self._has_run.add(task.micro_batch)
+                self._leaving_bytes = 0
+                returning_bytes = self._view.packs[task.pack].returning_bytes
+                self._returned_stash.hold((task.pack, task.micro_batch), returning_bytes)
+            case TaskKind.MOVE:
+                first = self._view.costs.costs[self._view.packs[task.pack].first]
+                self._waiting.hold(task.micro_batch, first.waiting.alive_bytes)
+            case TaskKind.MOVE_BACK:
+                following = self._view.costs.costs[self._view.packs[task.pack].last + 1]
+                gradient_bytes = following.backward.input_gradient_bytes
+                self._waiting.hold(task.micro_batch, self._between_passes(task) + gradient_bytes)
             case TaskKind.FREE_GRADIENTS:
-                self._gradients.take(task.pack)
-        working = self._plan_packs[task.pack].update_bytes if task.kind is TaskKind.UPDATE_ON_DEVICE else 0
-        held = self._weights.total, self._gradients.total + self._between + working
+                self._gradients.release(task.pack)
+            case TaskKind.UPDATE_ON_DEVICE:
+                working = self._packs[task.pack].update_bytes
+        held = self._weights.total, self._gradients.total + self._all_bytes + working
         if task.kind is TaskKind.EVICT:
-            self._weights.take(task.pack)
+            self._weights.release(task.pack)
         if task.kind is TaskKind.UPDATE_ON_DEVICE:
             self._free_updated(task.pack)
         return held
 
-    def _moved(self, pack: PackBytes, task: Task) -> int:
-        """Return what a micro-batch holds that comes to the device."""
-        if task.kind is TaskKind.MOVE:
-            return self._side.costs.costs[pack.first].alive_bytes
-        return self._held_by(task) + self._side.costs.costs[pack.last + 1].shared_bytes
+    def _free_updated(self, updated: int) -> None:
+        """Release gradients of packs that have been updated on the device.
 
-    def bring(self, index: int) -> None:
-        """Weights come; those of no call with their gradients, which any call may give them."""
-        pack = self._plan_packs[index]
-        if pack.positions:
-            self._weights.put(index, self._side.packs[index].weight_bytes)
-        else:
-            self._weights.put(index, pack.weight_bytes)
-            self._gradients.put(index, pack.gradient_bytes)
+        Gradients of a parameter that resident packs share are kept until the pack that owns the parameter is updated.
+        """
+        self._updated.add(updated)
+        done = {name for index in self._updated for name in self._packs[index].owned}
+        for index in self._updated:
+            if done.issuperset(self._packs[index].parameters):
+                self._gradients.release(index)
 
-    def _free_updated(self, pack: int) -> None:
-        """Gradients of a parameter that resident packs share are kept until its owner's update."""
-        self._updated.add(pack)
-        done = {name for index in self._updated for name in self._plan_packs[index].owned}
-        for index in [i for i in self._updated if done.issuperset(self._plan_packs[i].parameters)]:
-            self._gradients.take(index)
-
-    def _times(self, task: Task) -> int:
-        return self._counts[task.micro_batch] if self._counts else 1
+    # ---- what is held
 
     @property
-    def _between(self) -> int:
-        """Bytes that all micro-batches hold while none runs."""
-        held = self._waiting.total + self._stash.total + self._graphs.total + self._arrived.total + self._leaving
-        return held + self._outputs.total + self._aside.total
-
-    def _forward(self, pack: PackBytes, task: Task) -> int:
-        self._known.add(task.micro_batch)
-        self._waiting.take(task.micro_batch)
-        keeps = task.kind is TaskKind.FORWARD_FOR_GRAPH
-        most = self._between + (pack.forward_for_graph_bytes if keeps else pack.forward_bytes)
-        if keeps:
-            self._graphs.put((task.pack, task.micro_batch), pack.kept_bytes, self._times(task))
-        times = self._times(task)
-        self._waiting.put(task.micro_batch, self._held_after(pack, task), times)
-        self._stash.put(task.micro_batch, self._stash.take(task.micro_batch) + pack.stash_bytes, times)
-        if self._ends_with(pack):
-            self._outputs.put(task.micro_batch, self._side.costs.output_bytes, times)
-        return max(most, self._between)
-
-    def _ends_with(self, pack: PackBytes) -> bool:
-        """Return whether a forward pass is over after `pack`."""
-        return pack.last == len(self._side.costs.costs) - 1
-
-    def _set_aside(self, again: bool, pack: PackBytes, task: Task) -> None:
-        """Keep the sums of gradients apart while the micro-batches of a shared loss add up theirs."""
-        if again and task.micro_batch in self._first_back:
-            self._aside.put(task.pack, pack.set_aside_bytes)
-
-    def _held_after(self, pack: PackBytes, task: Task) -> int:
-        """Return what a micro-batch holds that has been run forward through `pack`, beside its stash."""
-        calls, following = self._side.costs.costs, pack.last + 1
-        return calls[following].alive_bytes if following < len(calls) else self._held_by(task)
-
-    def _fused(self, pack: PackBytes, task: Task) -> int:
-        self._known.add(task.micro_batch)
-        again = self._gradients.put(task.pack, pack.gradient_bytes)
-        self._set_aside(again, pack, task)
-        self._waiting.take(task.micro_batch)
-        most = self._between + pack.fused_bytes[again]
-        # What it holds from before this pack waited with it; what came with this pack goes with its graph.
-        self._held[task.micro_batch] = (
-            min(self._side.costs.held_bytes, pack.alive_after_forward_bytes) + self._side.loss
+    def _all_bytes(self) -> int:
+        """Everything that micro-batches hold between two tasks, but weights and gradients."""
+        return (
+            self._waiting.total
+            + self._stash.total
+            + self._returned_stash.total
+            + self._leaving_bytes
+            + self._graphs.total
+            + self._outputs.total
+            + self._set_aside.total
         )
-        self._leave(pack, task)
-        return max(most, self._between)
 
-    def _held_by(self, task: Task) -> int:
-        return self._held.get(task.micro_batch, self._side.costs.held_bytes + self._side.loss)
+    def _between_passes(self, task: Task) -> int:
+        """Return what a micro-batch holds from the end of its forward pass on, without its stash."""
+        table_says = self._view.costs.held_bytes + self._view.loss_bytes
+        return self._held_between_passes.get(task.micro_batch, table_says)
 
-    def _backward(self, pack: PackBytes, task: Task) -> int:
-        again = self._gradients.put(task.pack, pack.gradient_bytes)
-        self._set_aside(again, pack, task)
-        if self._ends_with(pack):
-            self._outputs.take(task.micro_batch)
-        key = (task.pack, task.micro_batch)
-        excess = 0
-        if self._arrived.take(key):
-            excess = pack.excess_bytes
-        else:
-            # Of a micro-batch whose forward pass ran before the first task, all the stash is still there.
-            own = self._stash.take(task.micro_batch)
-            if task.micro_batch not in self._known:
-                own = self._side.stash_before[pack.last + 1]
-            self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes), self._times(task))
-        self._known.add(task.micro_batch)
-        self._waiting.take(task.micro_batch)
-        self._graphs.take(key)
-        kept = task.kind is TaskKind.BACKWARD_FROM_GRAPH
-        running = pack.backward_from_graph_bytes if kept else pack.backward_bytes
-        most = self._between + self._held_by(task) + excess + running[again]
-        self._leave(pack, task)
-        most = max(most, self._between)
-        if task.micro_batch in self._last_back:
-            self._aside.take(task.pack)
-        return most
+    def _ends_model(self, pack: PackBytes) -> bool:
+        return pack.last == len(self._view.costs.costs) - 1
 
-    def _leave(self, pack: PackBytes, task: Task) -> None:
-        done = pack.first <= self._side.backward_ends
-        left = self._side.loss if done else self._held_by(task) + pack.shared_bytes
-        self._waiting.put(task.micro_batch, left, self._times(task))
-
-    def _stash_out(self, pack: PackBytes, task: Task) -> None:
-        """Drop the copies to the host, which leave the device when the next ones move."""
-        self._leaving = pack.stash_bytes
-        own = self._stash.take(task.micro_batch)
-        self._stash.put(task.micro_batch, max(0, own - pack.stash_bytes), self._times(task))
-
-    def _stash_in(self, pack: PackBytes, task: Task) -> None:
-        self._known.add(task.micro_batch)
-        self._leaving = 0
-        self._arrived.put((task.pack, task.micro_batch), pack.returning_bytes)
+    def _times(self, task: Task) -> int:
+        """Return how many micro-batches the task's micro-batch stands for."""
+        return self._counts[task.micro_batch] if self._counts else 1

@@ -95,7 +95,7 @@ class Outlook:
 
     def pack_bytes(self, packing: Packing, policy: Policy) -> list[PackBytes]:
         """Return what a micro-batch adds in each pack."""
-        return self._walks.pack_bytes(packing.packs, away=policy.stash_on_host > 0)
+        return self._walks.view(packing.packs, stash_on_host=policy.stash_on_host > 0).packs
 
     def step_ms(self, short: Short, pieces: int, wanted_ms: float = float("inf")) -> float:
         """How long a step takes, the stash for a pack moving in so many pieces; infinite if more than wanted."""

@@ -1,4 +1,8 @@
-"""Bytes that one micro-batch adds on the device while it runs through a pack, in each of the three ways; see `CallCost`."""
+"""Bytes that one micro-batch adds on the device while it runs through a pack, in each of the three ways.
+
+Every peak is the largest of a few sums, one for each call of the pack; the docstrings give the sums. The numbers that
+are added are those of `CallCost`; tests/scheduler/test_memory.py adds up some by hand.
+"""
 
 from __future__ import annotations
 
@@ -12,122 +16,198 @@ from harmony_ds.scheduler.plan import Pack
 
 
 def with_stash_on_host(firsts: Collection[int], costs: CostTable) -> CostTable:
-    """Each pack stashes for itself what its calls take; what lingers is no part of an earlier stash, but on top of it.
+    """Return the costs where stashes go to the host, see `CallCost.with_stash_on_host`.
 
     Args:
         firsts: calls with which packs begin (those may be left out that stash nothing again there).
     """
-    calls = (
-        replace(
-            call,
-            alive_bytes=call.alive_bytes + call.alive_and_stashed_bytes,
-            alive_after_forward_bytes=call.alive_after_forward_bytes + call.alive_and_stashed_bytes,
-            stash_bytes=call.stash_bytes
-            + call.stash_again_bytes
-            + (call.stash_again_at_cut_bytes if position in firsts else 0),
-        )
-        for position, call in enumerate(costs.costs)
-    )
-    return replace(costs, costs=tuple(calls), held_bytes=costs.held_bytes + costs.held_and_stashed_bytes)
+    calls = tuple(cost.with_stash_on_host(position in firsts) for position, cost in enumerate(costs.costs))
+    return replace(costs, costs=calls, held_bytes=costs.held_bytes + costs.held_and_stashed_bytes)
 
 
 class PackBytes:
-    """The most bytes that one micro-batch adds while it runs through a pack, in each of the three ways."""
+    """The bytes of one micro-batch in one pack, worked out once from the costs of the pack's calls.
+
+    Attributes:
+        first, last: positions of the pack's first and last call.
+        weight_bytes, gradient_bytes: of the pack, with what the allocator rounds up.
+        set_aside_bytes: copy of the sums of gradients that is kept while micro-batches with a shared loss add up theirs.
+        stash_bytes: what the pack's calls stash, while that is on the device.
+        returning_bytes: what comes back of it from the host.
+        kept_graph_bytes: the graphs of all its calls, where they are kept from forward to backward.
+        after_forward_bytes: what of the pack's inputs may still be there when the forward pass is over.
+        input_gradient_bytes: gradients that wait for earlier packs once the pack has been propagated through.
+    """
 
     def __init__(self, pack: Pack, costs: CostTable) -> None:
-        self._costs = costs
         self.first, self.last = pack.positions[0], pack.positions[-1]
-        self._calls = costs.costs[self.first : self.last + 1]
+        self._calls = calls = costs.costs[self.first : self.last + 1]
+        self._layers = costs.calls[self.first : self.last + 1]
+        self._tail_bytes = costs.tail_bytes
+        self._ends_model = self.last == len(costs.costs) - 1
         padding = costs.scalar_bytes if costs.scalar_bytes > ALIGNMENT_BYTES else 0
         self.weight_bytes = pack.weight_bytes + (padding if pack.weight_bytes else 0)
         self.gradient_bytes = pack.gradient_bytes + (padding * len(pack.parameters) if pack.gradient_bytes else 0)
         # Sums of another dtype than the parameters' are added to call by call.
-        gathers_on_leaves = sum(call.gradient_bytes for call in self._calls) >= pack.gradient_bytes
-        self.set_aside_bytes = self.gradient_bytes if gathers_on_leaves else 0
-        self.stash_bytes = sum(call.stashed_bytes for call in self._calls)
-        self.returning_bytes = sum(call.stash_bytes for call in self._calls)
-        self.excess_bytes = self.returning_bytes - self.stash_bytes
-        self.alive_after_forward_bytes = self._calls[0].alive_after_forward_bytes
-        self.shared_bytes = self._calls[0].shared_bytes
-        graphs = [0, *accumulate(call.kept_bytes for call in self._calls)]
-        none = [0] * len(graphs)
-        self.kept_bytes = graphs[-1]
-        self.forward_bytes = self._forward(none)
-        self.forward_for_graph_bytes = self._forward(graphs)
-        # The first micro-batch finds no sums of gradients there, the others all of them.
-        all_there, first = [0] * (len(self._calls) + 1), self._sums(pack)
-        tied = self._tied(pack)
-        self.backward_bytes = (self._backward(first, none), self._backward(all_there, none))
-        self.backward_from_graph_bytes = (self._backward(first, graphs), self._backward(all_there, graphs))
-        both = zip(self.backward_from_graph_bytes, self.backward_bytes, strict=True)
-        self.from_graph_excess_bytes = max(0, *(kept - made for kept, made in both))
-        self.fused_bytes = (self._fused(tied, first), self._fused(tied, all_there))
-        if costs.in_slices:
-            held = costs.held_bytes + 2 * costs.scalar_bytes
-            self.fused_bytes = (
-                max(self.forward_bytes, held + self.backward_bytes[0]),
-                max(self.forward_bytes, held + self.backward_bytes[1]),
+        summed_on_leaves = sum(call.backward.summed_bytes for call in calls) >= pack.gradient_bytes
+        self.set_aside_bytes = self.gradient_bytes if summed_on_leaves else 0
+        self.stash_bytes = sum(call.stash.on_device_bytes for call in calls)
+        self.returning_bytes = sum(call.stash.new_bytes for call in calls)
+        self.kept_graph_bytes = sum(call.forward.kept_graph_bytes for call in calls)
+        self.after_forward_bytes = calls[0].waiting.after_forward_bytes
+        self.input_gradient_bytes = calls[0].backward.input_gradient_bytes
+
+        self._forward = self._forward_peak(keeps_graphs=False)
+        self._forward_for_graph = self._forward_peak(keeps_graphs=True)
+        # The first micro-batch finds no sums of gradients, every other one finds all of them.
+        none_missing, all_missing = [0] * (len(calls) + 1), self._missing_sums(pack)
+        self._backward_first = self._backward_peak(all_missing, graphs_kept=False)
+        self._backward_later = self._backward_peak(none_missing, graphs_kept=False)
+        self._from_graph_first = self._backward_peak(all_missing, graphs_kept=True)
+        self._from_graph_later = self._backward_peak(none_missing, graphs_kept=True)
+        if costs.in_slices:  # no graph is kept: forward as any other pack, then backward as any other pack
+            held = costs.held_bytes + 2 * costs.scalar_bytes  # the loss, and its scaled copy
+            self._fused_first = max(self._forward, held + self._backward_first)
+            self._fused_later = max(self._forward, held + self._backward_later)
+        else:
+            tied = self._tied_gradients(pack)
+            self._fused_first = self._fused_peak(all_missing, tied)
+            self._fused_later = self._fused_peak(none_missing, tied)
+
+    # ---- the peaks
+
+    def forward_peak_bytes(self, keeps_graph: bool) -> int:
+        """Return the most that running a micro-batch forward takes, without the stash of earlier packs."""
+        return self._forward_for_graph if keeps_graph else self._forward
+
+    def backward_peak_bytes(self, from_graph: bool, sums_exist: bool) -> int:
+        """Return the most that running a micro-batch backward takes, its stash of this pack included.
+
+        What it holds between its passes and the stash of earlier packs are not in it. The sums of the pack's gradients
+        are counted by the caller, as if they were there from the start: this is less by those that are still missing.
+
+        Args:
+            from_graph: whether its graph has been kept, so that nothing is recomputed.
+            sums_exist: whether an earlier micro-batch has left sums of gradients.
+        """
+        if from_graph:
+            return self._from_graph_later if sums_exist else self._from_graph_first
+        return self._backward_later if sums_exist else self._backward_first
+
+    def fused_peak_bytes(self, sums_exist: bool) -> int:
+        """Return the most that running a micro-batch forward and backward at once takes, without the stash of earlier
+        packs. `sums_exist` and what is counted of sums: as in `backward_peak_bytes`.
+        """
+        return self._fused_later if sums_exist else self._fused_first
+
+    @property
+    def from_graph_excess_bytes(self) -> int:
+        """How much more running backward from a kept graph takes than recomputing it."""
+        return max(0, self._from_graph_first - self._backward_first, self._from_graph_later - self._backward_later)
+
+    # ---- how they are added up
+
+    def _forward_peak(self, keeps_graphs: bool) -> int:
+        """Return the largest, over the pack's calls, of
+
+            stash of the pack's calls before + their kept graphs + waiting bytes of the call + its forward peak
+
+        and, after the model's last call, of the same with graph and tail in place of the forward peak (the loss is made
+        before the graphs of a forward pass are kept).
+        """
+        stash = graphs = most = 0
+        for call in self._calls:
+            most = max(most, stash + graphs + call.waiting.alive_bytes + call.forward.peak_bytes)
+            stash += call.stash.on_device_bytes
+            if keeps_graphs:
+                graphs += call.forward.kept_graph_bytes
+        if self._ends_model:
+            last = self._calls[-1]
+            before = stash - last.stash.on_device_bytes
+            most = max(most, before + last.waiting.alive_bytes + last.forward.graph_bytes + self._tail_bytes)
+        return most
+
+    def _backward_peak(self, missing_sums: list[int], graphs_kept: bool) -> int:
+        """Return the largest, over the pack's calls from the last to the first, of
+
+        stash of the pack's calls up to this one + gradients of later calls that wait for sums of another dtype
+        - sums of gradients that are still missing
+        + the larger of: kept graphs up to this call + its code peak; kept graphs before this call + its backward peak
+        """
+        count = len(self._calls)
+        graphs_before = [0] * (count + 1)  # the kept graphs of the calls before each, and of all
+        if graphs_kept:
+            graphs_before = [*accumulate((call.forward.kept_graph_bytes for call in self._calls), initial=0)]
+        stash, unsummed = self.stash_bytes, 0
+        most = stash + graphs_before[count] - missing_sums[count]
+        for place in reversed(range(count)):
+            call = self._calls[place]
+            running = max(
+                graphs_before[place + 1] + call.backward.code_peak_bytes,
+                graphs_before[place] + call.backward.peak_bytes,
             )
+            most = max(most, stash + running + unsummed - missing_sums[place])
+            stash -= call.stash.on_device_bytes
+            unsummed += call.backward.unsummed_bytes
+        return max(most, unsummed - missing_sums[0])
 
-    def _forward(self, graphs: list[int]) -> int:
-        """Beside the stash of earlier packs. `graphs`: what is kept of those of the calls before each."""
-        stash, most = 0, 0
-        for graph, call in zip(graphs, self._calls, strict=False):
-            most = max(most, stash + graph + call.alive_bytes + call.forward_bytes)
-            stash += call.stashed_bytes
-        if self.last == len(self._costs.costs) - 1:
-            call = self._calls[-1]
-            most = max(most, stash - call.stashed_bytes + call.alive_bytes + call.graph_bytes + self._costs.tail_bytes)
+    def _fused_peak(self, missing_sums: list[int], tied: list[int]) -> int:
+        """Return the larger of the way forward and the way back, `before` being the waiting bytes of the first call and
+        the graphs of the pack's calls before this one.
+
+            forward     before + forward peak of the call; after the last one, all graphs + tail
+            backward    gradients of later calls that wait for sums of another dtype + tied gradients
+                        - sums of gradients that are still missing
+                        + the larger of: before + graph of the call + its code peak; before + its backward peak
+        """
+        count = len(self._calls)
+        graphs = (call.forward.graph_bytes for call in self._calls)
+        before = [*accumulate(graphs, initial=self._calls[0].waiting.alive_bytes)]
+        most = before[count] + self._tail_bytes
+        for place, call in enumerate(self._calls):
+            most = max(most, before[place] + call.forward.peak_bytes)
+        most -= missing_sums[count]
+        unsummed = 0
+        for place in reversed(range(count)):
+            backward = self._calls[place].backward
+            if self._calls[0].keeps_graph:  # no graph goes before the whole pack is through
+                running = before[count] + max(backward.code_peak_bytes, backward.peak_bytes)
+            else:
+                running = max(before[place + 1] + backward.code_peak_bytes, before[place] + backward.peak_bytes)
+            most = max(most, running + unsummed + tied[place] - missing_sums[place])
+            unsummed += backward.unsummed_bytes
         return most
 
-    def _fused(self, tied: list[int], sums: list[int]) -> int:
-        """Everything that the micro-batch holds but the stash of earlier packs."""
-        before = self._calls[0].alive_bytes  # beside it, the graphs of the pack's calls so far
-        graphs = list(accumulate((call.graph_bytes for call in self._calls), initial=before))
-        forward = max(graph + call.forward_bytes for graph, call in zip(graphs, self._calls, strict=False))
-        most = max(forward, graphs[-1] + self._costs.tail_bytes) + sums[-1]
-        gathered = 0
-        for place, call in reversed(list(enumerate(self._calls))):
-            back = max(graphs[place + 1] + call.settle_bytes, graphs[place] + call.backward_bytes)
-            if self._calls[0].keeps_graph:  # and the backward pass, in which graphs otherwise go, beside all of them
-                back = graphs[-1] + max(call.settle_bytes, call.backward_bytes)
-            most = max(most, back + gathered + tied[place] + sums[place])
-            gathered += call.leaf_bytes
-        return most
-
-    def _sums(self, pack: Pack) -> list[int]:
-        """Return sums of gradients that are not there yet (negative) while the first micro-batch is propagated through each
-        call, and before that.
+    def _missing_sums(self, pack: Pack) -> list[int]:
+        """Return the sums of gradients that are not there yet while the first micro-batch is propagated through each call,
+        and, as the last number, before that: the pack's, less those of this call and of the later ones.
         """
-        own = [call.gradient_bytes for call in self._calls]
-        if sum(own) < pack.gradient_bytes:  # sums of another dtype: they come when the micro-batch is through
-            return [0] * (len(own) + 1)
-        there = [*reversed(list(accumulate(reversed(own)))), 0]
-        return [min(nbytes, pack.gradient_bytes) - pack.gradient_bytes for nbytes in there]
+        summed = [call.backward.summed_bytes for call in self._calls]
+        if sum(summed) < pack.gradient_bytes:  # sums of another dtype: they come when the micro-batch is through
+            return [0] * (len(summed) + 1)
+        missing = [pack.gradient_bytes]
+        there = 0
+        for nbytes in reversed(summed):
+            there += nbytes
+            missing.append(pack.gradient_bytes - min(there, pack.gradient_bytes))
+        return missing[::-1]
 
-    def _tied(self, pack: Pack) -> list[int]:
-        """Gradients of parameters that calls from each one on use, and others before: all wait until they are added up."""
-        layers = self._costs.calls[self.first : self.last + 1]
-        by_layer = {layer: call.gradient_bytes for layer, call in zip(layers, self._calls, strict=True)}
-        across = max(0, sum(by_layer.values()) - pack.gradient_bytes)  # parameters of several layers
-        last = {layer: place for place, layer in enumerate(layers)}
-        begin, end = [0] * len(layers), [0] * len(layers)
-        for layer, nbytes in by_layer.items():
-            begin[layers.index(layer)] += nbytes
-            end[last[layer]] += nbytes
-        repeated = accumulate(b - e for b, e in zip(begin, end, strict=True))
-        waiting = [nbytes + across for nbytes in repeated]
-        return [*waiting[:-1], 0]  # nothing has been propagated before the last call
-
-    def _backward(self, sums: list[int], graphs: list[int]) -> int:
-        """Beside what the micro-batch holds between its passes and the stash of earlier packs. `graphs`: as in `_forward`;
-        a call's own is in what running it backward takes.
+    def _tied_gradients(self, pack: Pack) -> list[int]:
+        """Return, by call, gradients of parameters that it or later calls use and calls before it, too: they wait until the
+        earliest of these calls adds them up.
         """
-        stash, gathered = self.stash_bytes, 0
-        most = stash + sums[-1] + graphs[-1]
-        for place, call in reversed(list(enumerate(self._calls))):
-            here = max(graphs[place + 1] + call.settle_bytes, graphs[place] + call.backward_bytes)
-            most = max(most, stash + here + gathered + sums[place])
-            stash -= call.stashed_bytes
-            gathered += call.leaf_bytes
-        return max(most, gathered + sums[0])
+        summed = {layer: call.backward.summed_bytes for layer, call in zip(self._layers, self._calls, strict=True)}
+        of_several_layers = max(0, sum(summed.values()) - pack.gradient_bytes)
+        last_place = {layer: place for place, layer in enumerate(self._layers)}
+        called: set[int] = set()
+        tied: list[int] = []
+        called_again = 0  # gradients of layers that are called up to here and later again
+        for place, layer in enumerate(self._layers):
+            if layer not in called:
+                called.add(layer)
+                called_again += summed[layer]
+            if last_place[layer] == place:
+                called_again -= summed[layer]
+            tied.append(called_again + of_several_layers)
+        tied[-1] = 0  # nothing has been propagated before the last call
+        return tied

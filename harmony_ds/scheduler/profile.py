@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from harmony_ds.errors import ProfileError
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.flow import Flow
 
 UPDATE_BYTES_PER_ELEMENT = 28.0
 """Adam in fp32: master, both moments read and written (24), the gradient read (4)."""
 
-_FORMAT = 6
+_FORMAT = 7
 _SHOWN = 60  # characters of an entry in an error
-_Costs = TypeVar("_Costs", CallCost, CostTable)
+_Costs = TypeVar("_Costs", CallCost, CostTable, WaitingBytes, StashBytes, ForwardBytes, BackwardBytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,17 +229,32 @@ def _between(below: CostTable, above: CostTable, share: float) -> CostTable:
 
 
 def _mixed(below: _Costs, above: _Costs, share: float) -> _Costs:
-    """Numbers in between; bytes are rounded up. What is no number is taken from `above`."""
+    """Return the numbers between both, also in the parts of a call's cost; bytes are rounded up.
+
+    What is no number is taken from `above`.
+    """
     values: dict[str, Any] = {}
     for f in fields(above):
         a, b = getattr(below, f.name), getattr(above, f.name)
-        if isinstance(b, bool) or not isinstance(b, (int, float)):
-            continue
-        mixed = a + (b - a) * share
-        values[f.name] = mixed if isinstance(b, float) else -int(-mixed // 1)
+        if isinstance(b, (WaitingBytes, StashBytes, ForwardBytes, BackwardBytes)):
+            values[f.name] = _mixed(a, b, share)
+        elif isinstance(b, (int, float)) and not isinstance(b, bool):
+            mixed = a + (b - a) * share
+            values[f.name] = mixed if isinstance(b, float) else -int(-mixed // 1)
     return replace(above, **values)
 
 
 def _table(data: dict[str, Any]) -> CostTable:
-    costs = tuple(CallCost(**cost) for cost in data["costs"])
+    costs = tuple(_call_cost(cost) for cost in data["costs"])
     return CostTable(**{**data, "calls": tuple(data["calls"]), "costs": costs, "flow": Flow.of(data["flow"])})
+
+
+def _call_cost(data: dict[str, Any]) -> CallCost:
+    """Return the cost that `dataclasses.asdict` made `data` of."""
+    parts = {
+        "waiting": WaitingBytes(**data["waiting"]),
+        "stash": StashBytes(**data["stash"]),
+        "forward": ForwardBytes(**data["forward"]),
+        "backward": BackwardBytes(**data["backward"]),
+    }
+    return CallCost(**{**data, **parts})

@@ -94,7 +94,10 @@ def combined(profile: Profile, sizes: Sizes, rows: int) -> CostTable:
     there, back = profile.at(sizes.forward or rows), profile.at(sizes.backward or rows)
     in_slices = there.in_slices or back.in_slices or min(sizes.forward or rows, sizes.backward or rows) < rows
     pairs = zip(there.costs, back.costs, strict=True)
-    costs = [replace(b, forward_bytes=f.forward_bytes, forward_ms=f.forward_ms) for f, b in pairs]
+    costs = [
+        replace(b, forward=replace(b.forward, peak_bytes=f.forward.peak_bytes), forward_ms=f.forward_ms)
+        for f, b in pairs
+    ]
     if in_slices:
         costs = [replace(cost, fused_ms=cost.forward_ms + cost.backward_ms) for cost in costs]
     return replace(back, costs=tuple(costs), in_slices=in_slices)

@@ -51,7 +51,7 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
             case TaskKind.STASH_OUT:
                 out += stash_bytes(pack, costs) * (counts[task.micro_batch] if counts else 1)
             case TaskKind.STASH_IN:
-                nbytes = sum(costs.costs[p].stash_bytes for p in pack.positions if p in away)
+                nbytes = sum(costs.costs[p].stash.new_bytes for p in pack.positions if p in away)
                 back += nbytes * (counts[task.micro_batch] if counts else 1)
             case _:
                 pass
@@ -61,7 +61,7 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
 
 def stash_bytes(pack: Pack, costs: CostTable) -> int:
     """Return what one micro-batch stashes for a pack."""
-    return sum(costs.costs[p].stash_bytes for p in pack.positions)
+    return sum(costs.costs[p].stash.new_bytes for p in pack.positions)
 
 
 def between_devices(packing: Packing, flow: Flow, micro_batches: int) -> dict[tuple[int, int], int]:

@@ -173,7 +173,7 @@ class GroupPlans:
         tasks = compose(plan.packing, group, policy)
         costs, alone = self._planner.costs
         if compose is compose_evaluation:  # keeps nothing
-            calls = tuple(replace(cost, stash_bytes=0) for cost in alone.costs)
+            calls = tuple(replace(cost, stash=replace(cost.stash, new_bytes=0)) for cost in alone.costs)
             alone = replace(alone, costs=calls, held_bytes=0, output_bytes=0)
         walked = walk_memory(plan.packs, tasks, alone, dict.fromkeys(joint, costs), group.sharing)
         peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)

@@ -15,7 +15,7 @@ from harmony_ds.estimate.forecast import Forecast, changes, forecast, smallest_p
 from harmony_ds.estimate.subject import Subject
 from harmony_ds.estimate.survey import Survey
 from harmony_ds.scheduler.choose import PlanRequest
-from harmony_ds.scheduler.costs import CallCost
+from harmony_ds.scheduler.costs import BackwardBytes, CallCost, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.profile import Machine, Profile
 from harmony_ds.scheduler.search import Choice
@@ -28,12 +28,10 @@ CONFIG = load_config({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": T
 SUBJECT = Subject(nn.Identity(), {"input_ids": torch.zeros(1, 100)})
 WEIGHT, GRADIENT = 2 * ELEMENTS, 4 * ELEMENTS
 COST = CallCost(
-    alive_bytes=2**12,
-    stash_bytes=2**12,
-    shared_bytes=2**12,
-    forward_bytes=2**14,
-    graph_bytes=2**14,
-    backward_bytes=2**15,
+    waiting=WaitingBytes(alive_bytes=2**12),
+    stash=StashBytes(new_bytes=2**12),
+    forward=ForwardBytes(peak_bytes=2**14, graph_bytes=2**14),
+    backward=BackwardBytes(input_gradient_bytes=2**12, peak_bytes=2**15),
     needs_backward=True,
     forward_ms=1.0,
     backward_ms=3.0,

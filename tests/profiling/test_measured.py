@@ -13,7 +13,7 @@ from harmony_ds.device import CpuDevice
 from harmony_ds.model.targets import InterLayerGradient, OutputGradient
 from harmony_ds.profiling.measured import Seen, SeenCall
 from harmony_ds.profiling.profile_cache import ProfileFile
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes
 from harmony_ds.scheduler.profile import Profile
 from tests.scheduler.examples import CPU, graph_of
 from tests.scheduler.examples import costs_of as table_of
@@ -36,14 +36,15 @@ def costs_of(*calls: SeenCall, **seen: object) -> tuple[CallCost, ...]:
 
 
 def test_what_is_known_of_a_call_at_once_is_handed_on() -> None:
-    call = SeenCall(cost=CallCost(alive_bytes=10, stash_bytes=5))
-    call.note(leaf_bytes=9)
-    call.note_most(alive_bytes=8, stash_bytes=7)
-    assert costs_of(call) == (CallCost(alive_bytes=10, stash_bytes=7, leaf_bytes=9),)
+    call = SeenCall(cost=CallCost(forward=ForwardBytes(peak_bytes=10, graph_bytes=5)))
+    call.note(backward=BackwardBytes(unsummed_bytes=9))
+    call.note_forward(peak_bytes=8, graph_bytes=7)
+    known = CallCost(forward=ForwardBytes(peak_bytes=10, graph_bytes=7), backward=BackwardBytes(unsummed_bytes=9))
+    assert costs_of(call) == (known,)
 
 
 def test_the_table_has_the_order_of_the_calls_and_what_is_behind_them() -> None:
-    tail = SeenCall(cost=CallCost(forward_bytes=30))
+    tail = SeenCall(cost=CallCost(forward=ForwardBytes(peak_bytes=30)))
     table = Seen([SeenCall(layer=2), SeenCall(layer=0)], tail, held=7, held_and_stashed=5, scalar=4).table()
     assert table == CostTable((2, 0), (CallCost(), CallCost()), 30, 7, scalar_bytes=4, held_and_stashed_bytes=5)
 
@@ -66,30 +67,30 @@ def chain() -> tuple[list[SeenCall], list[OutputGradient]]:
 def test_through_a_chain_only_the_next_calls_gradient_waits() -> None:
     calls, output_gradients = chain()
     costs = costs_of(*calls, tail=SeenCall(taken=[output_gradients[2]]))
-    assert [cost.shared_bytes for cost in costs] == [0, 10, 20]
+    assert [cost.backward.input_gradient_bytes for cost in costs] == [0, 10, 20]
     # The gradient of its output, and its own.
-    assert [cost.backward_bytes for cost in costs] == [110, 120, 140]
+    assert [cost.backward.peak_bytes for cost in costs] == [110, 120, 140]
 
 
 def test_a_gradient_waits_until_its_call_comes() -> None:
     """The loss looks at the output of the first call, too: 10 bytes wait beside everything."""
     calls, output_gradients = chain()
     costs = costs_of(*calls, tail=SeenCall(taken=[output_gradients[0], output_gradients[2]]))
-    assert [cost.shared_bytes for cost in costs] == [0, 10, 30]
+    assert [cost.backward.input_gradient_bytes for cost in costs] == [0, 10, 30]
     # The second call's gradient of the first call's output is added to the one that waits, in a third tensor.
-    assert [cost.backward_bytes for cost in costs] == [110, 100 + 20 + 10 + 10, 100 + 40 + 10]
+    assert [cost.backward.peak_bytes for cost in costs] == [110, 100 + 20 + 10 + 10, 100 + 40 + 10]
 
 
 def test_a_call_through_which_nothing_flows_takes_nothing_backward_but_for_the_first() -> None:
     first, second = costs_of(SeenCall(backward=5), SeenCall(backward=5), tail=SeenCall(settle=8))
-    assert first.backward_bytes == 8  # the code before the first call comes last
-    assert second.backward_bytes == 0
+    assert first.backward.peak_bytes == 8  # the code before the first call comes last
+    assert second.backward.peak_bytes == 0
 
 
 def test_bytes_of_gradients_are_rounded_up_as_the_device_does() -> None:
     calls, output_gradients = chain()
     costs = costs_of(*calls, tail=SeenCall(taken=[output_gradients[2]]), grain=16)
-    assert [cost.shared_bytes for cost in costs] == [0, 16, 32]
+    assert [cost.backward.input_gradient_bytes for cost in costs] == [0, 16, 32]
 
 
 @pytest.mark.parametrize("inter_layer_bytes", [5, 25])
@@ -97,7 +98,7 @@ def test_an_inter_layer_gradient_waits_at_its_tensor_or_at_the_outputs_behind_it
     """The second call takes what inter-layer operations made of the first call's output: 10 bytes."""
     output, inter_layer = output_gradient(0, 10), inter_layer_gradient(0, inter_layer_bytes)
     costs = costs_of(SeenCall(made=[output], settled=[output]), SeenCall(taken=[inter_layer]), SeenCall())
-    assert [cost.shared_bytes for cost in costs] == [0, max(10, inter_layer_bytes), 0]
+    assert [cost.backward.input_gradient_bytes for cost in costs] == [0, max(10, inter_layer_bytes), 0]
 
 
 def test_inter_layer_gradients_of_several_calls_may_wait_at_both() -> None:
@@ -107,7 +108,7 @@ def test_inter_layer_gradients_of_several_calls_may_wait_at_both() -> None:
         SeenCall(cost=TRAINED, taken=[first]),
         SeenCall(cost=TRAINED, taken=[second]),
     ]
-    assert costs_of(*calls)[1].shared_bytes == 5 + 7 + 10
+    assert costs_of(*calls)[1].backward.input_gradient_bytes == 5 + 7 + 10
 
 
 def test_what_runs_through_the_code_behind_a_call_counts_with_what_waits() -> None:
@@ -115,8 +116,8 @@ def test_what_runs_through_the_code_behind_a_call_counts_with_what_waits() -> No
     calls, output_gradients = chain()
     calls[1].settle, calls[1].settled = 30, [output_gradients[1]]
     costs = costs_of(*calls, tail=SeenCall(taken=[output_gradients[1], output_gradients[2]]))
-    assert costs[1].settle_bytes == 20 + 30 + 20
-    assert costs[0].settle_bytes == 0  # nothing runs there
+    assert costs[1].backward.code_peak_bytes == 20 + 30 + 20
+    assert costs[0].backward.code_peak_bytes == 0  # nothing runs there
 
 
 def test_gradients_of_resident_parameters_wait_for_those_of_earlier_calls() -> None:
@@ -127,7 +128,7 @@ def test_gradients_of_resident_parameters_wait_for_those_of_earlier_calls() -> N
     ]
     costs = costs_of(*calls, tail=SeenCall(unlayered={"tied": 6}))
     # Later ones wait as long as an earlier call, or this one, gives one of the same parameter.
-    assert [cost.backward_bytes for cost in costs] == [6, 6, 6]
+    assert [cost.backward.peak_bytes for cost in costs] == [6, 6, 6]
 
 
 def test_a_fused_pack_that_begins_within_a_shared_inter_layer_graph_keeps_its_graphs() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from harmony_ds.device.base import Stream
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.profiling.timing import Timing, typical
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import CallCost, CostTable, StashBytes
 from tests.runtime.scripted import ScriptedDevice, assembled, spending
 
 pytestmark = pytest.mark.real_times
@@ -66,7 +66,7 @@ def timed(net: Net, trained: bool = True) -> tuple[CostTable, list[tuple[int, fl
         watch = Timing(parts, assembly.layers)
         x = torch.ones(2, 4, requires_grad=trained)  # or the first layer's call would be of another structure
         calls = tuple(range(len(net.layers)))
-        costs = CostTable(calls, tuple(CallCost(stash_bytes=7) for _ in calls), tail_bytes=3)
+        costs = CostTable(calls, tuple(CallCost(stash=StashBytes(new_bytes=7)) for _ in calls), tail_bytes=3)
         sample = Sample(x, net, lambda out: out.sum() if trained else None, seed=1)
         table = watch.time(costs, sample)
     return table, watch.swaps
@@ -90,7 +90,7 @@ def test_cold_calls_do_not_count() -> None:
         assert cost.forward_ms == 2.0 + 0.25
         assert cost.backward_ms == 2.0 + 5.0  # run again, and then propagated through
         assert cost.fused_ms == 7.0 + 0.25  # the graph is built while running forward
-        assert (cost.propagate_ms, cost.saved_ms, cost.stash_bytes) == (5.0, 2.0, 7)
+        assert (cost.propagate_ms, cost.saved_ms, cost.stash.new_bytes) == (5.0, 2.0, 7)
 
 
 @pytest.mark.parametrize(("overlaps", "share"), [(True, 2 / 9), (False, 0.0)])

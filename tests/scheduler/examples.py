@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from harmony_ds.decomposer import LayerGraph, LayerSpec, ParameterSpec
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import CallCost, CostTable, StashBytes
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds, uniform_bounds
 from harmony_ds.scheduler.plan import Pack, Packing, Task
@@ -28,7 +28,14 @@ GPU = Machine(
 CPU = replace(GPU, name="a CPU", copies_overlap=False, device_update_elements_per_ms=200.0)
 
 FP32 = ElementBytes(weight=4, gradient=4)
-COST = CallCost(stash_bytes=256, needs_backward=True, forward_ms=1.0, backward_ms=3.0, fused_ms=2.5, propagate_ms=1.5)
+COST = CallCost(
+    stash=StashBytes(new_bytes=256),
+    needs_backward=True,
+    forward_ms=1.0,
+    backward_ms=3.0,
+    fused_ms=2.5,
+    propagate_ms=1.5,
+)
 
 
 def graph_of(numels: Iterable[int], calls: tuple[int, ...] | None = None) -> LayerGraph:

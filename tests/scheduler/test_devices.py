@@ -217,7 +217,7 @@ def test_weights_are_shared_where_devices_reach_each_other_faster_than_the_host(
 
 def test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step() -> None:
     graph = graph_of([NUMEL] * 6)
-    costs = costs_of(graph.calls, replace(COST, stash_bytes=2_000))
+    costs = costs_of(graph.calls, replace(COST, stash=replace(COST.stash, new_bytes=2_000)))
     policy = Policy(deferred_update=False, devices=2)
     plans = []
     for residency in ("kept", "off"):

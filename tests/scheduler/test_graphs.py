@@ -10,7 +10,7 @@ import pytest
 
 from harmony_ds.config import HarmonySettings
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import Packer
@@ -26,20 +26,12 @@ def random_cost(draw: random.Random) -> CallCost:
 
     graph = 2_000 + some(8_000)
     return CallCost(
-        alive_bytes=1_000 + some(),
-        alive_and_stashed_bytes=some(),
-        alive_after_forward_bytes=some(),
-        stash_bytes=1_000 + some(),
-        stash_again_bytes=some(),
-        stash_again_at_cut_bytes=some(),
-        stash_base_bytes=some(),
-        shared_bytes=some(),
-        forward_bytes=some(),
-        graph_bytes=graph,
-        kept_bytes=graph - some(1_000),
-        settle_bytes=some(6_000),
-        backward_bytes=some(12_000),
-        leaf_bytes=some(),
+        waiting=WaitingBytes(alive_bytes=1_000 + some(), stashed_too_bytes=some(), after_forward_bytes=some()),
+        stash=StashBytes(new_bytes=1_000 + some(), again_bytes=some(), again_at_cut_bytes=some(), base_bytes=some()),
+        forward=ForwardBytes(peak_bytes=some(), graph_bytes=graph, kept_graph_bytes=graph - some(1_000)),
+        backward=BackwardBytes(
+            input_gradient_bytes=some(), code_peak_bytes=some(6_000), peak_bytes=some(12_000), unsummed_bytes=some()
+        ),
         needs_backward=True,
         forward_ms=1.0,
         backward_ms=3.0,
@@ -102,8 +94,17 @@ def test_with_room_for_all_every_pack_that_stays_keeps_them(seed: int) -> None:
 
 def test_a_pack_named_first_has_its_graphs_before_others() -> None:
     graph = graph_of([1_000] * 3)
-    cost = CallCost(stash_bytes=10, kept_bytes=1_000, needs_backward=True, forward_ms=1, backward_ms=3, propagate_ms=2)
-    costs = CostTable(graph.calls, (replace(cost, kept_bytes=900), cost, cost), tail_bytes=0)
+    cost = CallCost(
+        stash=StashBytes(new_bytes=10),
+        forward=ForwardBytes(kept_graph_bytes=1_000),
+        needs_backward=True,
+        forward_ms=1,
+        backward_ms=3,
+        propagate_ms=2,
+    )
+    costs = CostTable(
+        graph.calls, (replace(cost, forward=replace(cost.forward, kept_graph_bytes=900)), cost, cost), tail_bytes=0
+    )
     request = PlanRequest(HarmonySettings(), 4, 10**9, resident_bytes=0, policy=Policy())
     packing = Packer(graph, costs, FP32).packing((0, 1, 2, 3))
     policy = Policy(kept=(0, 1), prefetch=False)

@@ -52,7 +52,7 @@ def test_the_stash_on_the_host_is_what_the_plan_moves_there(away: int) -> None:
 
 
 def test_a_plan_is_found_for_which_the_host_has_room() -> None:
-    costs = costs_of(GRAPH.calls, replace(COST, stash_bytes=3_000))
+    costs = costs_of(GRAPH.calls, replace(COST, stash=replace(COST.stash, new_bytes=3_000)))
     policy = Policy()
     request = PlanRequest(HarmonySettings(residency="off"), 6, 64_000, 0, policy)
     fastest = search(GRAPH, costs, GPU, FP32, request)[0]

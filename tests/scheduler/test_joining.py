@@ -9,7 +9,7 @@ import pytest
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec
 from harmony_ds.scheduler.choose import PlanRequest
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.profile import Machine
@@ -18,10 +18,9 @@ from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of
 
 LAYERS, ELEMENTS, GROUP, ROWS = 4, 1000, 8, 2
 COST = CallCost(
-    stash_bytes=400,
-    forward_bytes=800,
-    graph_bytes=800,
-    backward_bytes=4_000 + 1_600,
+    stash=StashBytes(new_bytes=400),
+    forward=ForwardBytes(peak_bytes=800, graph_bytes=800),
+    backward=BackwardBytes(peak_bytes=4_000 + 1_600),
     needs_backward=True,
     forward_ms=1.0,
     backward_ms=3.0,
@@ -59,13 +58,13 @@ def test_calls_bound_by_the_traffic_of_weights_are_advised_to_be_joined_and_thos
 
 
 def test_joined_calls_that_do_not_fit_are_not_advised() -> None:
-    wide = costs_of(tuple(range(LAYERS)), replace(COST, forward_bytes=50_000))
+    wide = costs_of(tuple(range(LAYERS)), replace(COST, forward=replace(COST.forward, peak_bytes=50_000)))
     assert advice(memory_bound(0.5), wide, budget_bytes=None) is not None
     assert advice(memory_bound(0.5), wide, budget_bytes=80_000) is None
 
 
 def test_fewer_micro_batches_are_joined_where_all_do_not_fit() -> None:
-    wide = costs_of(tuple(range(LAYERS)), replace(COST, forward_bytes=10_000))
+    wide = costs_of(tuple(range(LAYERS)), replace(COST, forward=replace(COST.forward, peak_bytes=10_000)))
     found = advice(memory_bound(0.5), wide, budget_bytes=60_000)
     assert found is not None
     assert found.rows == GROUP * ROWS // 4
@@ -91,6 +90,6 @@ def test_bytes_grow_with_rows_but_for_the_gradient_that_waits() -> None:
     joined = of(3)
 
     assert of(1) == costs
-    assert joined.costs[0].backward_bytes == 4 * ELEMENTS + 3 * 1_600
-    assert joined.costs[0].stash_bytes == 3 * COST.stash_bytes
+    assert joined.costs[0].backward.peak_bytes == 4 * ELEMENTS + 3 * 1_600
+    assert joined.costs[0].stash.new_bytes == 3 * COST.stash.new_bytes
     assert (joined.tail_bytes, joined.held_bytes) == (30, 60)

@@ -8,26 +8,75 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
 from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Policy
 from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly, packs_of, reused, text
 
 TWO = packs_of(True, True, weight_bytes=1000, gradient_bytes=500)
 COST = CallCost(
-    alive_bytes=10_000,
-    alive_after_forward_bytes=10_000,
-    stash_bytes=8_000,
-    shared_bytes=4_000,
-    forward_bytes=30_000,
-    graph_bytes=20_000,
-    kept_bytes=15_000,
-    backward_bytes=60_000,
+    waiting=WaitingBytes(alive_bytes=10_000, after_forward_bytes=10_000),
+    stash=StashBytes(new_bytes=8_000),
+    forward=ForwardBytes(peak_bytes=30_000, graph_bytes=20_000, kept_graph_bytes=15_000),
+    backward=BackwardBytes(input_gradient_bytes=4_000, peak_bytes=60_000),
     needs_backward=True,
 )
 ON_DEVICE = Policy(prefetch=False, stash_on_host=0, deferred_update=False)
 ON_HOST = replace(ON_DEVICE, stash_on_host=ALL_PACKS)
 HELD = 3_000  # of a micro-batch that ran to its end
+
+
+def test_a_plan_of_two_packs_and_two_micro_batches_by_hand() -> None:
+    """The worked example of `harmony_ds.scheduler.memory`: every task of a plan, every sum written out.
+
+    Each pack has one call, 1000 bytes of weights and 500 of gradients. What a micro-batch has, in each of both calls:
+
+        waiting     10 before the call; when its forward pass is over, 1 is held until its backward pass is over
+        stash        8, the call's inputs
+        forward     30 at its peak; the graph and the outputs are 20
+        backward    60 at its peak; then 4, the gradient of the call's inputs, waits for the call before
+        tail         5, the loss
+
+    Weights are alive from swap-in to evict, gradients of a pack from its first backward to G. The rest of a task is what
+    the micro-batches hold ("between"), and what the task itself adds to that.
+    """
+    cost = CallCost(
+        waiting=WaitingBytes(alive_bytes=10, after_forward_bytes=10),
+        stash=StashBytes(new_bytes=8),
+        forward=ForwardBytes(peak_bytes=30, graph_bytes=20),
+        backward=BackwardBytes(peak_bytes=60, input_gradient_bytes=4),
+        needs_backward=True,
+    )
+    costs = CostTable((0, 1), (cost, cost), tail_bytes=5, held_bytes=1)
+    tasks, profile = walk(TWO, costs, 2, ON_DEVICE)
+
+    found = list(zip(tasks.split(), profile.weight_bytes, profile.activation_bytes, strict=True))
+    assert found == [
+        # task, weights, everything else
+        ("I0", 1000, 0),  # nothing has run
+        ("F0.0", 1000, 10 + 30),  # micro-batch 0 waits before call 0, and runs
+        ("F0.1", 1000, (10 + 8) + 10 + 30),  # 0 waits before call 1 and has its stash; 1 waits before call 0, and runs
+        ("E0", 1000, 2 * (10 + 8)),  # both wait before call 1, and have their stash
+        ("I1", 1000, 2 * (10 + 8)),
+        # The fused pack, on the way back: what waits, 10, and the backward peak, 60, which is more than on the way
+        # forward (10 + 30) and at the loss (10 + 20 + 5). Beside it: the stash of 0, and 1, which waits. Gradients: 500.
+        ("L1.0", 1000, 500 + (10 + 60) + 8 + (10 + 8)),
+        # 0 holds 1 between its passes, 4 of gradients for call 0, and its stash for call 0.
+        ("L1.1", 1000, 500 + (10 + 60) + 8 + (1 + 4 + 8)),
+        ("O1", 1000, 500 + 2 * (1 + 4 + 8)),
+        ("U1", 1000, 500 + 2 * (1 + 4 + 8)),  # on the host
+        ("E1", 1000, 500 + 2 * (1 + 4 + 8)),
+        ("I0", 1000, 500 + 2 * (1 + 4 + 8)),
+        # Gradients of both packs; what 0 holds, its stash, the backward peak (its 4 are in that); and 1, which waits.
+        ("B0.0", 1000, 2 * 500 + (1 + 8 + 60) + (1 + 4 + 8)),
+        ("B0.1", 1000, 2 * 500 + (1 + 8 + 60)),  # nothing is left of 0: no call is before call 0
+        ("G1", 1000, 500),  # the gradients of pack 1 are released
+        ("O0", 1000, 500),
+        ("U0", 1000, 500),
+        ("E0", 1000, 500),
+        ("G0", 0, 0),
+    ]
+    assert profile.device_peaks == (1000 + 2 * 500 + 69 + 13,)  # at B0.0
 
 
 def walk(packs: tuple[Pack, ...], costs: CostTable, micro_batches: int, policy: Policy) -> tuple[str, MemoryProfile]:
@@ -162,15 +211,41 @@ def test_graphs_of_a_fused_pack_add_up_and_go_one_by_one() -> None:
     """Forward of call 1: call 0's graph. Backward of call 0: nothing of call 1's graph is left."""
     (pack,) = packs_of(True)
     pack = replace(pack, positions=(0, 1), layers=(0, 1), gradient_bytes=0)
-    first = CallCost(alive_bytes=100, forward_bytes=2_000, graph_bytes=1_000, backward_bytes=5_000, needs_backward=True)
-    second = CallCost(alive_bytes=9_000, forward_bytes=300, graph_bytes=200, backward_bytes=400, needs_backward=True)
+    first = CallCost(
+        waiting=WaitingBytes(alive_bytes=100),
+        forward=ForwardBytes(peak_bytes=2_000, graph_bytes=1_000),
+        backward=BackwardBytes(peak_bytes=5_000),
+        needs_backward=True,
+    )
+    second = CallCost(
+        waiting=WaitingBytes(alive_bytes=9_000),
+        forward=ForwardBytes(peak_bytes=300, graph_bytes=200),
+        backward=BackwardBytes(peak_bytes=400),
+        needs_backward=True,
+    )
     at = [
         peaks((pack,), CostTable((0, 1), calls, tail), "L0.0", ON_DEVICE)
         for calls, tail in (
             ((first, second), 0),
-            ((replace(first, backward_bytes=0), replace(second, forward_bytes=3_000)), 0),
-            ((replace(first, backward_bytes=0, forward_bytes=0), second), 0),
-            ((replace(first, backward_bytes=0), second), 4_000),
+            (
+                (
+                    replace(first, backward=replace(first.backward, peak_bytes=0)),
+                    replace(second, forward=replace(second.forward, peak_bytes=3_000)),
+                ),
+                0,
+            ),
+            (
+                (
+                    replace(
+                        first,
+                        forward=replace(first.forward, peak_bytes=0),
+                        backward=replace(first.backward, peak_bytes=0),
+                    ),
+                    second,
+                ),
+                0,
+            ),
+            ((replace(first, backward=replace(first.backward, peak_bytes=0)), second), 4_000),
             ((replace(first, keeps_graph=True), second), 0),
         )
     ]
@@ -181,7 +256,7 @@ def test_graphs_of_a_fused_pack_add_up_and_go_one_by_one() -> None:
 def test_gradients_of_a_layer_that_a_fused_pack_calls_twice_wait_for_the_earlier_call() -> None:
     (pack,) = packs_of(True)
     pack = replace(pack, positions=(0, 1), layers=(0,), gradient_bytes=700)
-    cost = CallCost(backward_bytes=5_000, gradient_bytes=700, needs_backward=True)
+    cost = CallCost(backward=BackwardBytes(peak_bytes=5_000, summed_bytes=700), needs_backward=True)
 
     costs = CostTable((0, 0), (cost, cost), 0)
 
@@ -192,8 +267,8 @@ def test_gradients_of_a_parameter_that_two_layers_of_a_fused_pack_share_wait_for
     (pack,) = packs_of(True)
     pack = replace(pack, positions=(0, 1), layers=(0, 1), gradient_bytes=900)
     calls = (
-        CallCost(backward_bytes=5_000, gradient_bytes=700, needs_backward=True),
-        CallCost(backward_bytes=6_000, gradient_bytes=700, needs_backward=True),
+        CallCost(backward=BackwardBytes(peak_bytes=5_000, summed_bytes=700), needs_backward=True),
+        CallCost(backward=BackwardBytes(peak_bytes=6_000, summed_bytes=700), needs_backward=True),
     )
 
     assert peaks((pack,), CostTable((0, 1), calls, 0), "L0.1", ON_DEVICE, 2) == [900 + max(6_000, 5_000 + 500)]
@@ -201,15 +276,15 @@ def test_gradients_of_a_parameter_that_two_layers_of_a_fused_pack_share_wait_for
 
 def test_gradients_of_another_dtype_than_their_sums_wait_for_the_end_of_the_pack() -> None:
     packs = (replace(TWO[0], positions=(0, 1, 2)), replace(TWO[1], positions=(3,)))
-    cost = CallCost(backward_bytes=5_000, leaf_bytes=700, needs_backward=True)
+    cost = CallCost(backward=BackwardBytes(peak_bytes=5_000, unsummed_bytes=700), needs_backward=True)
 
     assert peaks(packs, costs_of((0, 1, 2, 3), cost), "B0.0", ON_DEVICE) == [2 * 500 + 2 * 700 + 5_000]
 
 
 def test_sums_of_gradients_come_with_the_first_micro_batch_call_by_call() -> None:
     packs = (replace(TWO[0], positions=(0, 1), gradient_bytes=1_000), replace(TWO[1], positions=(2,), gradient_bytes=0))
-    early = CallCost(backward_bytes=5_000, gradient_bytes=400, needs_backward=True)
-    late = CallCost(backward_bytes=6_000, gradient_bytes=600, needs_backward=True)
+    early = CallCost(backward=BackwardBytes(peak_bytes=5_000, summed_bytes=400), needs_backward=True)
+    late = CallCost(backward=BackwardBytes(peak_bytes=6_000, summed_bytes=600), needs_backward=True)
     costs = CostTable((0, 1, 2), (early, late, CallCost(needs_backward=True)), 0)
 
     assert peaks(packs, costs, "B0.0", ON_DEVICE, 2) == [6_000 + 600]
@@ -219,8 +294,10 @@ def test_sums_of_gradients_come_with_the_first_micro_batch_call_by_call() -> Non
 def test_a_stash_is_counted_once_on_the_device_and_once_per_pack_on_the_host() -> None:
     """Call 1 takes again what call 0 took: on the device that is the same memory."""
     packs = packs_of(True, True, True, gradient_bytes=0)
-    first = CallCost(stash_bytes=1_000, needs_backward=True)
-    second = CallCost(stash_again_at_cut_bytes=1_000, alive_and_stashed_bytes=1_000, needs_backward=True)
+    first = CallCost(stash=StashBytes(new_bytes=1_000), needs_backward=True)
+    second = CallCost(
+        waiting=WaitingBytes(stashed_too_bytes=1_000), stash=StashBytes(again_at_cut_bytes=1_000), needs_backward=True
+    )
     costs = CostTable((0, 1, 2), (first, second, CallCost(needs_backward=True)), 0)
 
     assert peaks(packs, costs, "E1", ON_DEVICE) == [1_000, 1_000]
@@ -231,7 +308,7 @@ def test_a_stash_is_counted_once_on_the_device_and_once_per_pack_on_the_host() -
 
 
 def test_a_view_keeps_the_memory_it_is_a_view_of_until_it_has_been_to_the_host() -> None:
-    cost = CallCost(stash_bytes=10, stash_base_bytes=1_000, needs_backward=True)
+    cost = CallCost(stash=StashBytes(new_bytes=10, base_bytes=1_000), needs_backward=True)
 
     assert peaks(TWO, costs_of((0, 1), cost), "E1", ON_DEVICE) == [500 + 1_010]
     assert peaks(TWO, costs_of((0, 1), cost), "T0.0", ON_HOST) == [500 + 10]
@@ -266,10 +343,6 @@ def test_micro_batches_whose_forward_pass_ran_before_hold_their_stash_where_they
     assert at["B0.0"] == 2 * 500 + HELD + 60_000 + 8_000
 
 
-SEEN = "alive_after_forward alive_and_stashed stash_again stash_again_at_cut stash_base".split()
-ANY = [*SEEN, *"shared kept settle backward leaf gradient".split()]
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[tuple[Pack, ...], CostTable, Policy]:
     count = draw(st.integers(1, 6))
@@ -280,13 +353,12 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Pack, ...], CostTable, Policy]:
         stash, graph_bytes = draw(nbytes), draw(nbytes)
         costs.append(
             CallCost(
-                alive_bytes=stash + draw(nbytes),
-                stash_bytes=stash,
-                forward_bytes=graph_bytes + draw(nbytes),
-                graph_bytes=graph_bytes,
+                waiting=WaitingBytes(stash + draw(nbytes), draw(nbytes), draw(nbytes)),
+                stash=StashBytes(stash, draw(nbytes), draw(nbytes), draw(nbytes)),
+                forward=ForwardBytes(graph_bytes + draw(nbytes), graph_bytes, draw(nbytes)),
+                backward=BackwardBytes(draw(nbytes), draw(nbytes), draw(nbytes), draw(nbytes), draw(nbytes)),
                 needs_backward=draw(st.booleans()),
                 keeps_graph=draw(st.booleans()),
-                **{f"{name}_bytes": draw(nbytes) for name in ANY},
             )
         )
     table = CostTable(graph.calls, tuple(costs), *(draw(nbytes) for _ in range(5)))
@@ -311,6 +383,6 @@ def test_what_holds_for_any_plan(case: tuple[tuple[Pack, ...], CostTable, Policy
     assert max(profile.device_peaks) >= max(pack.weight_bytes + pack.gradient_bytes for pack in packs)
     assert more.device_peaks >= profile.device_peaks
     # The stash that left last is freed when the next one moves: with prefetch a run earlier.
-    left = max(sum(costs.costs[p].stash_bytes for p in pack.positions) for pack in packs)
+    left = max(sum(costs.costs[p].stash.new_bytes for p in pack.positions) for pack in packs)
     assert ahead.device_peaks[0] + left >= profile.device_peaks[0]
     assert min(*profile.weight_bytes, *profile.activation_bytes, *ahead.weight_bytes, *ahead.activation_bytes) >= 0

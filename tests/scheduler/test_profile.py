@@ -8,12 +8,22 @@ from dataclasses import replace
 import pytest
 
 from harmony_ds import ProfileError
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import CallCost, CostTable, WaitingBytes
 from harmony_ds.scheduler.profile import Profile
 from tests.scheduler.examples import GPU
 
-SMALL = CostTable((0, 1), (CallCost(10, forward_ms=1.0, needs_backward=True), CallCost(20)), tail_bytes=5, tail_ms=0.5)
-LARGE = CostTable((0, 1), (CallCost(31, forward_ms=3.0, needs_backward=True), CallCost(40)), tail_bytes=9, tail_ms=1.5)
+SMALL = CostTable(
+    (0, 1),
+    (CallCost(WaitingBytes(10), forward_ms=1.0, needs_backward=True), CallCost(WaitingBytes(20))),
+    tail_bytes=5,
+    tail_ms=0.5,
+)
+LARGE = CostTable(
+    (0, 1),
+    (CallCost(WaitingBytes(31), forward_ms=3.0, needs_backward=True), CallCost(WaitingBytes(40))),
+    tail_bytes=9,
+    tail_ms=1.5,
+)
 PROFILE = Profile(GPU, ((1, SMALL), (4, LARGE)), {"model": "m", "torch": "2"})
 
 
@@ -27,7 +37,7 @@ def test_between_sizes_times_are_interpolated_and_bytes_rounded_up() -> None:
     between = PROFILE.at(2)
 
     assert between.costs[0].forward_ms == pytest.approx(1.0 + 2 / 3)
-    assert between.costs[0].alive_bytes == 17
+    assert between.costs[0].waiting.alive_bytes == 17
     assert between.costs[0].needs_backward is True
     assert between.tail_bytes == 7
     assert between.tail_ms == pytest.approx(0.5 + 1 / 3)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from harmony_ds.scheduler.compose import Group
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import CallCost, CostTable, StashBytes
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Policy
@@ -37,7 +37,7 @@ def policy_at_random(packing: Packing, policy: Policy, micro_batches: int, choos
 
 def random_plan(choose: random.Random) -> tuple[Packing, Group, Policy, CostTable]:
     calls, count = choose.randint(4, 12), choose.randint(1, 6)
-    costs = [CallCost(stash_bytes=64, needs_backward=choose.random() < 0.9) for _ in range(calls)]
+    costs = [CallCost(stash=StashBytes(new_bytes=64), needs_backward=choose.random() < 0.9) for _ in range(calls)]
     table = CostTable(tuple(range(calls)), tuple(costs), tail_bytes=0)
     policy = Policy(
         pipeline=choose.choice([2, 3, 4]), deferred_update=choose.random() < 0.5, grouping=choose.random() < 0.9

@@ -19,7 +19,7 @@ from harmony_ds.decomposer import LayerGraph
 from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, policies
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.compose import Group
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.neighbours import Point, recut
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Policy
@@ -42,13 +42,10 @@ GRAPH = _with_state(graph_of([256] * 8))  # 1 KiB of weights and of gradients ea
 COSTS = costs_of(
     GRAPH.calls,
     CallCost(
-        alive_bytes=300,
-        stash_bytes=256,
-        shared_bytes=256,
-        forward_bytes=500,
-        graph_bytes=400,
-        kept_bytes=300,
-        backward_bytes=900,
+        waiting=WaitingBytes(alive_bytes=300),
+        stash=StashBytes(new_bytes=256),
+        forward=ForwardBytes(peak_bytes=500, graph_bytes=400, kept_graph_bytes=300),
+        backward=BackwardBytes(input_gradient_bytes=256, peak_bytes=900),
         needs_backward=True,
         forward_ms=1.0,
         backward_ms=3.0,
@@ -304,7 +301,10 @@ def test_an_error_that_is_caught_keeps_no_frame_alive() -> None:
 
 def test_packs_of_layers_that_compute_much_and_weigh_little_are_cut_by_what_they_compute() -> None:
     graph = graph_of([256] * 12)
-    calls = tuple(replace(COSTS.costs[0], graph_bytes=9_000 if p < 4 else 100) for p in range(12))
+    calls = tuple(
+        replace(COSTS.costs[0], forward=replace(COSTS.costs[0].forward, graph_bytes=9_000 if p < 4 else 100))
+        for p in range(12)
+    )
     costs = replace(COSTS, calls=graph.calls, costs=calls)
     cuts = Cuts(costs, Packer(graph, costs, FP32), request(60_000))
 

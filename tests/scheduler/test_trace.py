@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harmony_ds.scheduler.compose import Group, compose_step
-from harmony_ds.scheduler.costs import CallCost, CostTable
+from harmony_ds.scheduler.costs import CallCost, CostTable, StashBytes
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Plan, Policy, Task, TaskKind
 from harmony_ds.scheduler.profile import Machine
@@ -19,7 +19,8 @@ from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 from tests.scheduler.examples import CPU, GPU, costs_of, packs_of, reused, with_unlayered
 
 COSTS = costs_of(
-    (0, 1, 2), CallCost(needs_backward=True, forward_ms=1.0, backward_ms=2.0, fused_ms=3.0, stash_bytes=40)
+    (0, 1, 2),
+    CallCost(stash=StashBytes(new_bytes=40), needs_backward=True, forward_ms=1.0, backward_ms=2.0, fused_ms=3.0),
 )
 KINDS = {kind.name.lower() for kind in TaskKind}
 
@@ -112,7 +113,9 @@ def test_arguments_say_what_a_task_works_on() -> None:
 
 
 def test_memory_is_drawn_as_it_was_planned() -> None:
-    costs = replace(COSTS, costs=tuple(replace(cost, backward_bytes=900) for cost in COSTS.costs))
+    costs = replace(
+        COSTS, costs=tuple(replace(cost, backward=replace(cost.backward, peak_bytes=900)) for cost in COSTS.costs)
+    )
     plan = plan_of(Policy())
     walked = walk_memory(plan.packs, plan.tasks, costs)
     counters = [e["args"]["bytes"] for e in of_phase(drawn(plan, costs=costs), "C")]

@@ -8,7 +8,7 @@ import pytest
 
 from harmony_ds.config import HarmonySettings
 from harmony_ds.scheduler.choose import PlanRequest
-from harmony_ds.scheduler.costs import CallCost
+from harmony_ds.scheduler.costs import CallCost, ForwardBytes
 from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import Packer
@@ -41,7 +41,12 @@ def test_copies_are_issued_in_the_order_in_which_they_can_begin(times: tuple[flo
 
 def test_each_device_keeps_graphs_in_its_own_memory() -> None:
     cost = CallCost(
-        needs_backward=True, kept_bytes=100, forward_ms=1.0, backward_ms=3.0, propagate_ms=2.0, fused_ms=3.0
+        forward=ForwardBytes(kept_graph_bytes=100),
+        needs_backward=True,
+        forward_ms=1.0,
+        backward_ms=3.0,
+        propagate_ms=2.0,
+        fused_ms=3.0,
     )
     graph = graph_of([1] * 6)
     costs, policy = costs_of(graph.calls, cost), Policy(pipeline=3)

@@ -65,7 +65,9 @@ def test_the_planned_peak_is_the_measured_one_and_little_more(case: Case) -> Non
     stashes = 0
     for pack in packs[TaskKind.STASH_IN]:
         calls = [peak.costs.costs[position] for position in pack.positions]
-        stashes += sum(call.stash_bytes + call.stash_again_bytes for call in calls) + calls[0].stash_again_at_cut_bytes
+        stashes += (
+            sum(call.stash.new_bytes + call.stash.again_bytes for call in calls) + calls[0].stash.again_at_cut_bytes
+        )
     assert swaps.device_to_host["activations"] == stashes
 
 
