@@ -42,7 +42,6 @@ from harmony_ds.offload.stash import Stash
 from harmony_ds.optim.block_optimizer import BlockOptimizer, SharedMasters, SplitOptimizer
 from harmony_ds.optim.cores import update_threads
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
-from harmony_ds.optim.device_store import DeviceStore
 from harmony_ds.optim.disk_optimizer import DiskOptimizer
 from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.optim.optimizer_chain import HostOptimizerChain, OptimizerChain
@@ -54,6 +53,7 @@ from harmony_ds.optim.optimizers import (
     check_dtypes,
     with_state_dtype,
 )
+from harmony_ds.optim.resident_packs import ResidentPacks
 from harmony_ds.optim.updater import Updater
 from harmony_ds.optim.user_gradients import UserGradients
 from harmony_ds.runtime.runtime import Runtime
@@ -253,7 +253,7 @@ def _make_runtime(
     # Bytes: device copies of parameters, gradients, and stashes.
     timeline = StepTimeline(device)
     residency = Residency(device, store, ledger, accumulation_dtype)
-    device_store = DeviceStore(device, store, ledger, residency, device_optimizer)
+    resident_packs = ResidentPacks(device, store, ledger, residency, device_optimizer)
     stash = Stash(device, ledger)
     trains: Callable[[str], bool] = _trains_nothing
     casts: Tensor | None = None
@@ -266,7 +266,7 @@ def _make_runtime(
     threads = update_threads(world.local_size) if device.copies_overlap else None
     updater = Updater(store, host_optimizer, gradients, timeline.host_work, threads)
     if host_optimizer is not None:
-        host_optimizer.watch_state(partial(_bring_state_to_host, updater, device_store))
+        host_optimizer.watch_state(partial(_bring_state_to_host, updater, resident_packs))
 
     # Calls of layers.
     contract = Contract(model, decomposition.layers)
@@ -278,7 +278,7 @@ def _make_runtime(
     return Runtime(
         device=device,
         residency=residency,
-        device_store=device_store,
+        resident_packs=resident_packs,
         stash=stash,
         gradients=gradients,
         optimizer=host_optimizer,
@@ -313,8 +313,8 @@ def _make_cast_buffer(optimizer: HostOptimizer, accumulation_dtype: torch.dtype,
     return torch.zeros(nbytes // dtype.itemsize, dtype=dtype) if nbytes else None
 
 
-def _bring_state_to_host(updater: Updater, device_store: DeviceStore, names: Iterable[str]) -> None:
+def _bring_state_to_host(updater: Updater, resident_packs: ResidentPacks, names: Iterable[str]) -> None:
     """Bring the optimizer's state of the parameters `names` to the host, before the program reads it."""
     updater.wait_all()
-    device_store.finish_reads()
-    device_store.hand_out_state(names)
+    resident_packs.finish_reads()
+    resident_packs.hand_out_state(names)

@@ -16,9 +16,9 @@ from harmony_ds.checkpoint.data_position import ResumableLoader
 from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source
 from harmony_ds.device.base import Device
 from harmony_ds.model.buffers import persistent_buffers
-from harmony_ds.offload.host_store import HostStore, ungated
-from harmony_ds.optim.device_store import DeviceStore
+from harmony_ds.offload.host_store import HostStore, bypass_hooks
 from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.optim.resident_packs import ResidentPacks
 
 _EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
@@ -35,7 +35,7 @@ class Trained:
     module: nn.Module
     store: HostStore
     device: Device
-    device_store: DeviceStore
+    resident_packs: ResidentPacks
     optimizer: HostOptimizer | None
     scheduler: Any
     loader: ResumableLoader | None
@@ -47,7 +47,7 @@ def capture(
     trained: Trained, progress: Progress, client_state: dict[str, Any], plan: str | None, exclude_frozen: bool
 ) -> Snapshot:
     """Return the state of `trained`, to be written or read before the next step."""
-    trained.device_store.sync_to_host()
+    trained.resident_packs.sync_to_host()
     store, scheduler, loader = trained.store, trained.scheduler, trained.loader
     frozen = tuple(name for name in store.parameters if name not in store.masters)
     left_out = frozen if exclude_frozen else ()
@@ -58,7 +58,7 @@ def capture(
         for name, master in store.masters.items()
         if name in stepped
     }
-    with ungated():
+    with bypass_hooks():
         extra = {key: one for key, one in trained.module.state_dict(keep_vars=True).items() if key.endswith(_EXTRA)}
         parameters = {name: Source.of(p.data) for name, p in store.parameters.items() if name not in left_out}
     return Snapshot(

@@ -81,7 +81,7 @@ class Checkpoints:
         self._training.settle()
         state.finish_updates()
         world.agree("load")  # no process uses weights any more
-        state.runtime.device_store.note_all_written()
+        state.runtime.resident_packs.note_all_written()
         try:
             checkpoint.restore(self._trained(), snapshot, options, str(folder))
             world.agree("loaded")
@@ -153,7 +153,7 @@ class Checkpoints:
             module=self._training.model,
             store=state.store,
             device=state.device,
-            device_store=state.runtime.device_store,
+            resident_packs=state.runtime.resident_packs,
             optimizer=state.host_optimizer,
             scheduler=self._training.lr_scheduler,
             loader=self._data_loader(),

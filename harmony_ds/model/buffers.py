@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from harmony_ds.device.base import HOME, Device
 from harmony_ds.model.patching import patched
 from harmony_ds.model.sameness import equal
-from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.ledger import Ledger, TrafficKind
 
 Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
@@ -156,7 +156,7 @@ class DeviceBuffers:
             device = self._device.upload(host)
             known = self._copies[id(host)] = _Copy(host, host._version, device, device._version, self._device.number)
             known.note(host)
-            self._ledger.book_in(Kind.DATA, host.nbytes)
+            self._ledger.book_in(TrafficKind.DATA, host.nbytes)
         return known
 
     @torch.inference_mode(False)
@@ -166,7 +166,7 @@ class DeviceBuffers:
         for key, now in module._buffers.items():
             if now is None:
                 continue
-            self._ledger.book_out(Kind.DATA, now.nbytes)
+            self._ledger.book_out(TrafficKind.DATA, now.nbytes)
             target, copy = host.get(key), copies.get(key)
             if target is None or target.shape != now.shape or target.dtype != now.dtype:
                 self._forget([target])

@@ -25,7 +25,7 @@ from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
 from harmony_ds.model.own_settings import CONTAINERS, NOT_PLAIN, SET_ONCE, Key, ModuleSettings, are_equal
 from harmony_ds.model.trees import LIBRARIES
-from harmony_ds.offload.host_store import ungated
+from harmony_ds.offload.host_store import bypass_hooks
 
 _logger = logging.getLogger(__name__)
 
@@ -211,14 +211,14 @@ class Contract:
         return CallModes(tuple([module.training for module in self._modules]), self._trained(), read_switches())
 
     def _trained(self) -> tuple[bool, ...]:
-        with ungated():
+        with bypass_hooks():
             return tuple(map(attrgetter("requires_grad"), self._parameters))
 
     def _set_modes(self, modes: CallModes) -> None:
         for module, training in zip(self._modules, modes.training, strict=True):
             if module.training is not training:
                 module.training = training
-        with ungated():
+        with bypass_hooks():
             for parameter, trained in zip(self._parameters, modes.trained, strict=True):
                 if parameter.requires_grad is not trained:
                     parameter.requires_grad_(trained)

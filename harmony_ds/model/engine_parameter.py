@@ -17,10 +17,10 @@ from harmony_ds.errors import UnsupportedError
 from harmony_ds.model.boundary import raise_explained
 from harmony_ds.model.link import Owner, ParameterLink
 from harmony_ds.model.patching import patched
-from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.offload.host_store import HostStore, bypass_hooks
 from harmony_ds.offload.residency import leaf_over
-from harmony_ds.optim.device_store import DeviceStore
 from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.optim.resident_packs import ResidentPacks
 
 _DESCRIPTIONS = frozenset(
     "shape dtype device layout is_leaf ndim grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
@@ -69,7 +69,7 @@ class EngineParameter(nn.Parameter):
             name = func.__self__.__name__
         is_mode = name in ("requires_grad", "requires_grad_")  # of calls: it changes no value
         if is_mode or getattr(_gate, "passed", False) or (name in _DESCRIPTIONS and descriptor != "__set__"):
-            with ungated():
+            with bypass_hooks():
                 return func(*args, **kwargs)
         with gate(passed=True):
             return _pass(func, name, descriptor, args, kwargs)
@@ -110,7 +110,7 @@ def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: 
         return first.replace(args[1])
     versions = [parameter._version for parameter in used]
     try:
-        with ungated():
+        with bypass_hooks():
             result = func(*args, **kwargs)
     except RuntimeError as error:
         raise_explained(error, _EXPLANATIONS, UnsupportedError)
@@ -137,7 +137,9 @@ def _written(name: str, descriptor: str, args: tuple[Any, ...], kwargs: dict[str
 class ParameterLinks:
     """Links of all parameters of a model, until `remove`."""
 
-    def __init__(self, store: HostStore, resident: DeviceStore, optimizer: HostOptimizer | None, owner: Owner) -> None:
+    def __init__(
+        self, store: HostStore, resident: ResidentPacks, optimizer: HostOptimizer | None, owner: Owner
+    ) -> None:
         self._owner = owner
         self._parameters = store.parameters
         self._links = [ParameterLink(name, store, resident, optimizer, owner) for name in store.parameters]
@@ -157,7 +159,7 @@ class ParameterLinks:
 
     def check_requires_grad(self) -> None:
         """Raise UnsupportedError if a parameter requires a gradient now that this engine does not train."""
-        with ungated():
+        with bypass_hooks():
             for link in self._links:
                 link.check_requires_grad()
 

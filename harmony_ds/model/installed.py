@@ -27,7 +27,7 @@ from harmony_ds.model.buffers import DeviceBuffers
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.intercept import is_between_layers
 from harmony_ds.model.patching import Item, patched
-from harmony_ds.offload.host_store import ungated
+from harmony_ds.offload.host_store import bypass_hooks
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.residency import Leaves
 
@@ -72,7 +72,7 @@ class PhantomParameter(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> PhantomParameter:
         """Set it for the layer calls of the code that does so."""
-        with ungated():
+        with bypass_hooks():
             if self.harmony_trained is not None:
                 self.harmony_trained(self.harmony_host, self.harmony_host.requires_grad)
             self.harmony_host.requires_grad_(requires_grad)

@@ -10,8 +10,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.offload.host_store import HostStore
-from harmony_ds.optim.device_store import DeviceStore
 from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.optim.resident_packs import ResidentPacks
 
 
 class Owner(Protocol):
@@ -27,7 +27,7 @@ class ParameterLink:
     """Link of one parameter to its memory in a slab, its master if it is trained, and the optimizer's state."""
 
     def __init__(
-        self, name: str, store: HostStore, resident: DeviceStore, optimizer: HostOptimizer | None, owner: Owner
+        self, name: str, store: HostStore, resident: ResidentPacks, optimizer: HostOptimizer | None, owner: Owner
     ) -> None:
         """Link the parameter `name` of `store`, which `resident` may have on the device."""
         self.name = name

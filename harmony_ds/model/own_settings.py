@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.offload.host_store import ungated
+from harmony_ds.offload.host_store import bypass_hooks
 
 Key = tuple[int, str]
 """The number of a module, and the name of an attribute."""
@@ -274,7 +274,7 @@ class ModuleSettings:
         self._outside.follow()  # what code other than lanes' has set
         engines.settings = self.read()
         if self._parameters:
-            with ungated():
+            with bypass_hooks():
                 engines.trained = {key: one.requires_grad for key, one in self._parameters.items()}
         if own is not None:
             self.write(own.settings)
@@ -291,7 +291,7 @@ class ModuleSettings:
         if not (engines.settings or engines.trained):
             return None
         changed: dict[int, bool] = {}
-        with ungated():
+        with bypass_hooks():
             for key, flag in engines.trained.items():
                 now = self._parameters[key].requires_grad
                 if now is not flag:
@@ -327,7 +327,7 @@ class ModuleSettings:
 
     def _train(self, trained: Trained) -> None:
         if trained:
-            with ungated():
+            with bypass_hooks():
                 for key, flag in trained.items():
                     self._parameters[key].requires_grad_(flag)
 

@@ -22,7 +22,7 @@ from harmony_ds.distributed.slots import HostSum
 from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
 from harmony_ds.offload.layout import layout_of
-from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.ledger import Ledger, TrafficKind
 
 _NORMS_BYTES = 2**16
 """Room for the norms of one pack's gradients, which is usually enough."""
@@ -155,8 +155,8 @@ class HostGradients(GradientSums):
                 there = buffer.memory[nbytes : nbytes + norms.nbytes].view(norms.dtype)
                 there.copy_(norms, non_blocking=True)
                 taken = dict(zip(gradients, there.unbind(), strict=True))
-                self._ledger.book_out(Kind.RESIDENT, norms.nbytes)
-        self._ledger.book_out(Kind.GRADIENTS, nbytes)
+                self._ledger.book_out(TrafficKind.RESIDENT, norms.nbytes)
+        self._ledger.book_out(TrafficKind.GRADIENTS, nbytes)
         return GradientTransfer(on_host, device.record(Stream.SWAP_OUT), buffer, taken)
 
     def post(
@@ -173,7 +173,7 @@ class HostGradients(GradientSums):
             for name, gradient in gradients.items():
                 places[name].view(slot).copy_(gradient, non_blocking=True)
         nbytes = sum(slab_bytes(gradient.numel(), self._dtype.itemsize) for gradient in gradients.values())
-        self._ledger.book_out(Kind.GRADIENTS, nbytes)
+        self._ledger.book_out(TrafficKind.GRADIENTS, nbytes)
         elements = {name: slice(place.start, place.start + place.shape.numel()) for name, place in places.items()}
         return PostedGradients(elements, tuple(gradients), device.record(Stream.SWAP_OUT))
 

@@ -30,7 +30,7 @@ from harmony_ds.offload.host_memory import trim_allocator
 from harmony_ds.offload.layout import Region, layout_of
 from harmony_ds.offload.split_masters import SplitMasters
 
-ungated = torch._C.DisableTorchFunctionSubclass
+bypass_hooks = torch._C.DisableTorchFunctionSubclass
 """Context in which the engine uses the model's parameters past their gate (see `harmony_ds.model`)."""
 
 _WORTH_RETURNING = 2**20

@@ -11,7 +11,7 @@ from enum import Enum
 from harmony_ds.device.base import Device
 
 
-class Kind(Enum):
+class TrafficKind(Enum):
     """Kinds of copies. RESIDENT: tensors of resident packs, in either direction, and norms of gradients."""
 
     WEIGHTS = "weights"
@@ -21,7 +21,7 @@ class Kind(Enum):
     RESIDENT = "resident"
 
 
-SWAPPED = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.ACTIVATIONS)
+SWAPPED = (TrafficKind.WEIGHTS, TrafficKind.GRADIENTS, TrafficKind.ACTIVATIONS)
 """Kinds whose bytes a plan predicts for each step."""
 
 
@@ -29,8 +29,8 @@ SWAPPED = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.ACTIVATIONS)
 class Traffic:
     """Bytes copied, by direction and kind; between devices of one process, by their numbers."""
 
-    host_to_device: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
-    device_to_host: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    host_to_device: dict[TrafficKind, int] = field(default_factory=lambda: dict.fromkeys(TrafficKind, 0))
+    device_to_host: dict[TrafficKind, int] = field(default_factory=lambda: dict.fromkeys(TrafficKind, 0))
     between_devices: Counter[tuple[int, int]] = field(default_factory=Counter)
     links: Counter[tuple[int, bool]] = field(default_factory=Counter)
     """Swapped bytes over each device's link, by the device's number and whether they go into it."""
@@ -54,15 +54,15 @@ class Ledger:
         self._is_beside = False
         self._device = device
 
-    def book_in(self, kind: Kind, nbytes: int) -> None:
+    def book_in(self, kind: TrafficKind, nbytes: int) -> None:
         self._traffic.host_to_device[kind] += nbytes
         self._book_link(kind, nbytes, into=True)
 
-    def book_out(self, kind: Kind, nbytes: int) -> None:
+    def book_out(self, kind: TrafficKind, nbytes: int) -> None:
         self._traffic.device_to_host[kind] += nbytes
         self._book_link(kind, nbytes, into=False)
 
-    def _book_link(self, kind: Kind, nbytes: int, into: bool) -> None:
+    def _book_link(self, kind: TrafficKind, nbytes: int, into: bool) -> None:
         if self._device is not None and kind in SWAPPED:
             self._traffic.links[self._device.number, into] += nbytes
 
@@ -90,7 +90,7 @@ class Ledger:
             yield
         finally:
             self._beside.calls += 1
-            self._beside.weight_bytes += self._traffic.host_to_device[Kind.WEIGHTS]
+            self._beside.weight_bytes += self._traffic.host_to_device[TrafficKind.WEIGHTS]
             self._is_beside, self._traffic = False, before
 
     def drain_beside(self) -> Beside:

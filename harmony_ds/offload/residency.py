@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from harmony_ds.decomposer.graph import share_of
 from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.errors import UnsupportedError
-from harmony_ds.offload.host_store import HostStore, ungated
-from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.host_store import HostStore, bypass_hooks
+from harmony_ds.offload.ledger import Ledger, TrafficKind
 
 _NONE: Mapping[int, bool] = {}
 
@@ -121,7 +121,9 @@ class Residency:
         """Whether `.grad` of the leaves has the accumulation dtype, so that autograd itself sums over micro-batches."""
         return self.accumulation_dtype == self._store.dtype
 
-    def swap_in(self, names: Iterable[str], kind: Kind = Kind.WEIGHTS, rank: int = 0, devices: int = 1) -> DeviceCopy:
+    def swap_in(
+        self, names: Iterable[str], kind: TrafficKind = TrafficKind.WEIGHTS, rank: int = 0, devices: int = 1
+    ) -> DeviceCopy:
         """Issue the copies of `names` on the swap-in stream, booked as `kind`; nothing waits for them yet.
 
         Of several `devices`, the one of number `rank` copies its share of the buffer (`share_of`).
@@ -146,7 +148,7 @@ class Residency:
                 offset += piece.memory.numel()
         here = self._device.record(Stream.SWAP_IN)
         arrived = self._reading[self._device.number] = here if disk is None else disk.swap_in(from_disk, here)
-        with ungated():
+        with bypass_hooks():
             leaves = Leaves({name: leaf_over(view, self._store.parameters[name]) for name, view in views.items()})
         return DeviceCopy(buffer, leaves, arrived)
 
@@ -244,7 +246,7 @@ class Residency:
         if copy.modes is modes:
             return
         copy.modes = modes
-        with ungated():
+        with bypass_hooks():
             for name, leaf in copy.leaves.items():
                 parameter, known = self._store.parameters[name], leaf.__dict__
                 hooks, attributes = parameter._backward_hooks, _attributes(parameter)
@@ -262,7 +264,7 @@ class Residency:
 
     def check_user_settings(self, copy: DeviceCopy) -> None:
         """Raise UnsupportedError if the model's code has set `requires_grad` of a device copy that modules hold."""
-        with ungated():
+        with bypass_hooks():
             for name, leaf in copy.leaves.items():
                 if leaf.requires_grad is not self._store.parameters[name].requires_grad:
                     raise UnsupportedError(
@@ -276,7 +278,7 @@ class Residency:
 
     def are_hooked(self, names: Iterable[str]) -> bool:
         """Return whether the user has registered hooks on parameters among `names`."""
-        with ungated():
+        with bypass_hooks():
             return any(self._store.parameters[name]._backward_hooks for name in names)
 
     def add_gradient(self, copy: DeviceCopy, name: str, gradient: Tensor) -> None:

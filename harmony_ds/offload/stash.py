@@ -16,7 +16,7 @@ from torch import Tensor
 from harmony_ds.device.base import HOME, Device, Event, Stream
 from harmony_ds.errors import ModelError
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
-from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.ledger import Ledger, TrafficKind
 
 _ENTRY = "_harmony_stash_entry"
 
@@ -105,7 +105,7 @@ class Stash:
         host = buffer.tensor(tensor.shape, strides, tensor.dtype)
         with torch.no_grad(), self._device.on(Stream.SWAP_OUT):
             host.copy_(tensor, non_blocking=True)
-        self._ledger.book_out(Kind.ACTIVATIONS, tensor.numel() * tensor.element_size())
+        self._ledger.book_out(TrafficKind.ACTIVATIONS, tensor.numel() * tensor.element_size())
         return host
 
     def _free_left(self) -> None:
@@ -127,7 +127,7 @@ class Stash:
             with torch.no_grad(), device.on(Stream.SWAP_IN):
                 tensor = torch.empty_like(host, device=device.torch_device)
                 tensor.copy_(host, non_blocking=True)
-            self._ledger.book_in(Kind.ACTIVATIONS, host.numel() * host.element_size())
+            self._ledger.book_in(TrafficKind.ACTIVATIONS, host.numel() * host.element_size())
             entry.device_tensor = tensor
             entry.version = tensor._version
             entry.arrived = device.record(Stream.SWAP_IN)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from harmony_ds.config.optimizers import of_class, state_numbers
 from harmony_ds.errors import OptimizerError
-from harmony_ds.offload.host_store import ungated
+from harmony_ds.offload.host_store import bypass_hooks
 from harmony_ds.offload.native import gil_free_op, native_of
 from harmony_ds.optim.synced_state import SyncedState, plain_state
 
@@ -83,7 +83,7 @@ class HostOptimizer:
 
         hook = self.optimizer.register_step_post_hook(follow_once)
         self.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
-        with ungated():
+        with bypass_hooks():
             for name, gradient in gradients.items():
                 self._masters[name].grad = gradient.to(self._masters[name].dtype)
         try:
@@ -91,7 +91,7 @@ class HostOptimizer:
         finally:
             hook.remove()
             follow_once()
-            with ungated():
+            with bypass_hooks():
                 for name in gradients:
                     self._masters[name].grad = None
 
@@ -178,7 +178,7 @@ class HostOptimizer:
 
     def step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         """Step the masters of `gradients` (of the masters' dtype, host) once."""
-        with ungated():
+        with bypass_hooks():
             self._step(gradients, hyper)
 
     def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
-from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.offload.host_store import HostStore, bypass_hooks
 from harmony_ds.optim.cores import set_threads
 from harmony_ds.optim.host_optimizer import HostOptimizer, Hyper
 
@@ -314,7 +314,7 @@ class Updater:
     @torch.no_grad()
     def _run(self) -> None:
         self._gradients.begin_thread()
-        with ungated():
+        with bypass_hooks():
             while self._run_next():
                 pass
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from harmony_ds.offload.host_store import HostStore, ungated
+from harmony_ds.offload.host_store import HostStore, bypass_hooks
 from harmony_ds.optim.updater import Updater
 
 
@@ -31,22 +31,22 @@ class UserGradients:
         for name in self._with_gradient(names):
             if (gradient := self.find(name)) is not None:
                 taken[name] = gradient
-                with ungated():
+                with bypass_hooks():
                     self._store.parameters[name].grad = None
         self.popped += len(taken)
         return taken
 
     def _with_gradient(self, names: Iterable[str] | None) -> list[str]:
         parameters = self._store.parameters
-        with ungated():
+        with bypass_hooks():
             return [name for name in (parameters if names is None else names) if parameters[name].grad is not None]
 
     def find(self, name: str) -> Tensor | None:
-        with ungated():  # asks first: an update that ends in between drops its own
+        with bypass_hooks():  # asks first: an update that ends in between drops its own
             return None if self._updater.is_updating(name) else self._store.parameters[name].grad
 
     def put(self, name: str, value: Tensor | None) -> None:
         if not self._updater.is_updating(name):
-            with ungated():
+            with bypass_hooks():
                 parameter = self._store.parameters[name]
                 parameter.grad = None if value is None else value.to(parameter.device)  # it may be of a resident pack

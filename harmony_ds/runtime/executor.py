@@ -162,7 +162,7 @@ class Executor:
     def abandon(self) -> None:
         """Free everything on the device but resident packs, after a failure; the updater drops gradients on the host."""
         self._runtime.stash.abandon()
-        self._runtime.device_store.clear_gradients()
+        self._runtime.resident_packs.clear_gradients()
         for pack in list(self._copies):
             self._free(pack)
         self.updates.abandon()
@@ -229,9 +229,9 @@ class Executor:
         """Bring resident packs to the device, once, when the host has updated them."""
         resident = self._plan.policy.resident
         names = [self._plan.packs[index].parameters for index in resident]
-        if not self._runtime.device_store.holds(names):
+        if not self._runtime.resident_packs.holds(names):
             self._runtime.updater.wait_all()
-        self._copies.update(zip(resident, self._runtime.device_store.make_resident(names), strict=True))
+        self._copies.update(zip(resident, self._runtime.resident_packs.make_resident(names), strict=True))
         for index in resident:
             self._copies[index].modes = None  # hooks may have been registered
 

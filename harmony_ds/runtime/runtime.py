@@ -16,8 +16,8 @@ from harmony_ds.model.random_streams import RandomStreams
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
-from harmony_ds.optim.device_store import DeviceStore
 from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.optim.resident_packs import ResidentPacks
 from harmony_ds.optim.updater import Updater
 from harmony_ds.optim.user_gradients import UserGradients
 from harmony_ds.runtime.timeline import StepTimeline
@@ -29,7 +29,7 @@ class Runtime:
 
     device: Device
     residency: Residency
-    device_store: DeviceStore
+    resident_packs: ResidentPacks
     stash: Stash
     gradients: HostGradients
     optimizer: HostOptimizer | None

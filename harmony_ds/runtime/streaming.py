@@ -61,7 +61,7 @@ class Streamer:
         if self.is_open:
             yield
             return
-        self._runtime.device_store.sync_to_device()
+        self._runtime.resident_packs.sync_to_device()
         with (
             self.on_device(unlayered, order) as copy,
             self._runtime.installation.installed(copy.leaves),
@@ -121,7 +121,7 @@ class Streamer:
         return self._swap_in(self._layers[layer].parameters) if copy is None else copy
 
     def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
-        held = self._runtime.device_store.leaves(names)
+        held = self._runtime.resident_packs.leaves(names)
         copy = self._runtime.residency.swap_in(tuple(n for n in names if n not in self._staying and n not in held))
         copy.leaves.update(held)
         return copy

@@ -2,7 +2,7 @@
 
 REDUCE      world.reduce, .reduce_on_host     FREE_GRADIENTS     dropping them
 SWAP_OUT    host_gradients.swap_out           UPDATE             updater.update
-NORM        updater.norm                      UPDATE_ON_DEVICE   device_store.update
+NORM        updater.norm                      UPDATE_ON_DEVICE   resident_packs.update
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GatheredGradients:
     def to_host(self) -> None:
         """Move the gradients of resident packs to the host, since the packs leave the device."""
         runtime = self._runtime
-        kept = runtime.device_store.take_gradients()
+        kept = runtime.resident_packs.take_gradients()
         if kept:
             runtime.updater.receive(runtime.gradients.on_host(kept))
             runtime.updater.measure(tuple(kept))
@@ -87,11 +87,11 @@ class GatheredGradients:
         on_host = self._runtime.updater.pop_gradients(names) if self._moved else {}
         for gradients in (on_host, self._runtime.user_gradients.pop(names)):
             for name, gradient in gradients.items():
-                self._runtime.device_store.add_gradient(name, gradient)
+                self._runtime.resident_packs.add_gradient(name, gradient)
 
     def find(self, name: str) -> Tensor | None:
         """Return the gradient of `name`: the tensor itself."""
-        store = self._runtime.device_store
+        store = self._runtime.resident_packs
         if self._moved and store.leaves((name,)):
             self.to_device((name,))
         for copy in self._unlayered():
@@ -104,7 +104,7 @@ class GatheredGradients:
         """Drop the gradients of `names`."""
         self._runtime.gradients.received.difference_update(names)
         self._runtime.updater.drop_gradients(tuple(names))
-        self._runtime.device_store.clear_gradients(names)
+        self._runtime.resident_packs.clear_gradients(names)
         for copy in self._unlayered():
             for name in names:
                 self._runtime.residency.clear_gradient(copy, name)
@@ -169,7 +169,7 @@ class Updates:
     def promise_norm(self) -> None:
         """Promise the norm of all gradients, where no update waits for it: when all are made."""
         if self.outcome.norm is None:
-            self._runtime.updater.add_norms(self._runtime.device_store.take_norms())
+            self._runtime.updater.add_norms(self._runtime.resident_packs.take_norms())
             self.outcome.norm = self._runtime.updater.norm_of_updates()
 
     def step_whole(self, clipping: Clipping) -> None:
@@ -178,7 +178,7 @@ class Updates:
         assert optimizer is not None
         names = tuple(optimizer.trained)
         self._gathered.to_host()
-        self._runtime.device_store.drop()
+        self._runtime.resident_packs.drop()
         self._gathered.receive_own(names)
         updater.measure(names)
         outcome.norm, outcome.may_skip = updater.norm(clipping), clipping.skip_overflow
@@ -201,7 +201,7 @@ class Updates:
             return
         names = tuple(optimizer.trained)
         updater.wait_all()
-        self._runtime.device_store.drop()
+        self._runtime.resident_packs.drop()
         self._gathered.receive_own(names)
         if clipping is not None:
             updater.measure(names)
@@ -265,7 +265,7 @@ class Updates:
 
     def _norm(self, task: Task) -> None:
         assert self._clipping is not None
-        store, updater = self._runtime.device_store, self._runtime.updater
+        store, updater = self._runtime.resident_packs, self._runtime.updater
         for pack in self._plan.packs:
             if pack.index in self._plan.policy.resident:
                 self._gathered.to_device(pack.owned)
@@ -287,7 +287,7 @@ class Updates:
 
     def _update_on_device(self, task: Task) -> None:
         if self.outcome.overflow:
-            self._runtime.device_store.clear_gradients(self._plan.packs[task.pack].owned)
+            self._runtime.resident_packs.clear_gradients(self._plan.packs[task.pack].owned)
             return
         self.outcome.updates_issued += 1
         norm, owned = self.outcome.norm, self._plan.packs[task.pack].owned
@@ -295,4 +295,4 @@ class Updates:
         if norm is None:
             self._gathered.to_device(owned)
         self._runtime.timeline.computes()
-        self._runtime.device_store.update(owned, self._hyper, coefficient, measured=norm is not None)
+        self._runtime.resident_packs.update(owned, self._hyper, coefficient, measured=norm is not None)

@@ -41,12 +41,12 @@ class EngineState:
     def wait_for_updates(self) -> None:
         """Wait for all updates on the host, and for queued copies that read its memory."""
         self.runtime.updater.wait_all()
-        self.runtime.device_store.finish_reads()
+        self.runtime.resident_packs.finish_reads()
 
     def finish_updates(self) -> None:
         """Bring every weight, master and optimizer state on the host up to date."""
         self.wait_for_updates()
-        self.runtime.device_store.sync_to_host()
+        self.runtime.resident_packs.sync_to_host()
 
     def host_bytes(self) -> dict[str, int]:
         """Return the bytes of host memory by kind."""
@@ -67,7 +67,7 @@ class EngineState:
         """
         self.runtime.updater.stop()
         self.runner.destroy()
-        self.runtime.device_store.destroy()
+        self.runtime.resident_packs.destroy()
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch_state()
             self.host_optimizer.restore_parameters(self.store.parameters)

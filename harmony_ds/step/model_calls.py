@@ -12,7 +12,7 @@ from torch import Tensor
 from harmony_ds.device.base import Device
 from harmony_ds.model.intercept import Autocast
 from harmony_ds.model.trees import map_tensors
-from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.ledger import Ledger, TrafficKind
 from harmony_ds.step.inputs import Arguments
 
 
@@ -34,7 +34,7 @@ class ModelCalls:
     def _to_device(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad or tensor.device.type != "cpu":
             return tensor.to(self.device.torch_device, copy=True)
-        self.ledger.book_in(Kind.DATA, tensor.numel() * tensor.element_size())
+        self.ledger.book_in(TrafficKind.DATA, tensor.numel() * tensor.element_size())
         return self.device.upload(tensor)
 
 

@@ -57,7 +57,9 @@ class OpenStep:
         if state.optimizer is not None:
             calls = while_alive(self.step_by_hand), self.gradients.zero_by_hand, while_alive(self.finish)
             self.override = OptimizerOverride(state.optimizer, *calls)  # may refuse: nothing is changed yet
-        self.links = ParameterLinks(state.store, state.runtime.device_store, state.host_optimizer, weakref.proxy(self))
+        self.links = ParameterLinks(
+            state.store, state.runtime.resident_packs, state.host_optimizer, weakref.proxy(self)
+        )
         self.parts = self._group_parts()
         self.renew()
 

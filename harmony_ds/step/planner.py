@@ -334,7 +334,7 @@ def _tell_of_replicas(choices: tuple[Choice, ...]) -> None:
 def others_bytes(runtime: Runtime) -> int:
     """Return device memory beside buffers and resident packs: tensors of the program's own, and losses that were read."""
     return max(
-        0, runtime.device.allocated_bytes() - runtime.installation.buffers.copied_bytes - runtime.device_store.nbytes
+        0, runtime.device.allocated_bytes() - runtime.installation.buffers.copied_bytes - runtime.resident_packs.nbytes
     )
 
 

@@ -149,7 +149,7 @@ class Runner:
         """Move what is resident on the device, weights and gradients, to the host."""
         self.runtime.updater.wait_all()
         self.executor.gathered.to_host()
-        self.runtime.device_store.drop()
+        self.runtime.resident_packs.drop()
 
     def step(self, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
         """Run forward, backward and updates of one optimizer step; updates may still be under way on return.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.offload.host_store import ungated
+from harmony_ds.offload.host_store import bypass_hooks
 from harmony_ds.step.engine_state import EngineState
 from harmony_ds.step.loss_scaling import LossScaler
 from harmony_ds.step.used_gradients import UsedGradient
@@ -22,7 +22,7 @@ class StepGradients:
         self._store, self._optimizer = state.store, state.host_optimizer
         self._gathered = state.runner.executor.gathered
         self._own, self._updater = state.runtime.user_gradients, state.runtime.updater
-        self._sums = (state.runtime.gradients, state.runtime.device_store)
+        self._sums = (state.runtime.gradients, state.runtime.resident_packs)
         self._scaler = scaler
         self._shown: set[str] = set()  # unscaled now, and perhaps changed
         self.used: set[str] = set()
@@ -69,7 +69,7 @@ class StepGradients:
         """Forget the gradients that the step which is over has used; `by_hand`: the program has to drop them."""
         stepped: set[str] = set().union(*(sums.pop_received() for sums in self._sums))
         if by_hand and self._optimizer is not None:
-            with ungated():
+            with bypass_hooks():
                 self.used.update(stepped.intersection(self._optimizer.trained))
 
     # ---- optimizer.step() and optimizer.zero_grad() by hand

@@ -279,7 +279,7 @@ def test_saving_changes_nothing_and_leaves_resident_packs_on_the_device(tmp_path
             resumed += train(engine, setup, [step])
             if step >= 3:
                 assert engine.swap_report().host_to_device["resident"] == 0
-                assert assembly_of(engine).runtime.device_store.nbytes
+                assert assembly_of(engine).runtime.resident_packs.nbytes
             engine.save_checkpoint(tmp_path)
         assert_equal(state_of(engine), expected)
     assert resumed == losses

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine, format_plan
 from harmony_ds.errors import ConfigError, ModelError, UnsupportedError
-from harmony_ds.offload.ledger import Kind
+from harmony_ds.offload.ledger import TrafficKind
 from harmony_ds.scheduler.plan import Plan
 from tests.engine.drive import (
     EVERY_FAMILY,
@@ -148,8 +148,8 @@ def test_each_weight_crosses_a_link_once_for_each_pass_of_all_devices() -> None:
     with engine_for(model, adamw, config_of(ACCUMULATION, 0.5, {"pack_layers": 1, "devices": 2})) as engine:
         train_groups(engine, groups_of(LLAMA, STEPS, ACCUMULATION))
         swaps = engine.swap_report()
-    assert swaps.host_to_device[Kind.WEIGHTS.value] < 2 * nbytes
-    assert swaps.device_to_host[Kind.GRADIENTS.value] == pytest.approx(nbytes, rel=0.02)  # tensors are aligned
+    assert swaps.host_to_device[TrafficKind.WEIGHTS.value] < 2 * nbytes
+    assert swaps.device_to_host[TrafficKind.GRADIENTS.value] == pytest.approx(nbytes, rel=0.02)  # tensors are aligned
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral", "SkipNet", "OutsideParameterNet", "BatchNormNet"])

@@ -14,7 +14,7 @@ from torch import nn
 
 from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyEngine, OptimizerError
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
-from harmony_ds.optim.device_store import DeviceStore
+from harmony_ds.optim.resident_packs import ResidentPacks
 from harmony_ds.scheduler import candidates
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.plan import Packing
@@ -326,12 +326,12 @@ def test_a_failure_of_an_update_on_the_device_surfaces_and_ends_the_engine(
 ) -> None:
     failure = Mishap("the device's optimizer broke")
 
-    def broken(self: DeviceStore, *arguments: Any, **more: Any) -> None:
+    def broken(self: ResidentPacks, *arguments: Any, **more: Any) -> None:
         raise failure
 
     with engine_for(LLAMA.build(0.0), adamw, config_with(3, clip)) as engine:
         train_groups(engine, GROUPS[:1])
-        monkeypatch.setattr(DeviceStore, "update", broken)
+        monkeypatch.setattr(ResidentPacks, "update", broken)
         with pytest.raises(Mishap) as caught:
             engine.train_batch(iter(GROUPS[1]))
         assert caught.value is failure

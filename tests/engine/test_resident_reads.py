@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine, utils
-from harmony_ds.offload.ledger import Kind
+from harmony_ds.offload.ledger import TrafficKind
 from tests.engine.drive import adamw, config_of, engine_for, seed_of
 from tests.engine.test_precision import BF16
 from tests.inside import assembly_of
@@ -56,7 +56,7 @@ def engine_over(model: Any, residency: Any = RESIDENT, **more: Any) -> AbstractC
 def moved(engine: HarmonyEngine) -> tuple[int, int]:
     """Return the bytes of resident packs that were moved to the device and from it since this was asked before."""
     traffic = assembly_of(engine).ledger.drain()
-    return traffic.host_to_device[Kind.RESIDENT], traffic.device_to_host[Kind.RESIDENT]
+    return traffic.host_to_device[TrafficKind.RESIDENT], traffic.device_to_host[TrafficKind.RESIDENT]
 
 
 # ---- reads

@@ -14,7 +14,7 @@ from harmony_ds.decomposer import Decomposition, find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.model import buffers
 from harmony_ds.model.installed import FixedParameters, Installation, PhantomParameter
-from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.ledger import Ledger, TrafficKind
 from harmony_ds.offload.residency import Leaves
 
 
@@ -205,7 +205,7 @@ def test_buffers_are_copied_once_until_the_user_changes_them(
             one.model.steps.fill_(5)
         with one.installation.installed({}):
             assert one.model.steps.item() == (5 if turn == 2 else 0)
-        booked.append(one.ledger.drain().host_to_device[Kind.DATA])
+        booked.append(one.ledger.drain().host_to_device[TrafficKind.DATA])
 
     assert booked == [12 + 12 + 8 + 8, 0, 8]
     assert one.device.allocated_bytes() == one.installation.buffers.nbytes == 40

@@ -11,7 +11,7 @@ import torch
 
 from harmony_ds.device import CpuDevice
 from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
-from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.ledger import Ledger, TrafficKind
 from harmony_ds.optim.user_gradients import UserGradients
 
 
@@ -76,7 +76,7 @@ def test_norms_travel_with_gradients_and_are_dropped_when_those_change() -> None
     norms = gradients.norms_of(sent)
     assert norms is not None
     gradients.add(gradients.swap_out(sent, None, norms=norms * 2))  # so that they are told from the host's
-    assert ledger.drain().device_to_host[Kind.RESIDENT] == 8
+    assert ledger.drain().device_to_host[TrafficKind.RESIDENT] == 8
     gradients.measure(["w", "b"])
     assert all(torch.equal(gradients.norms[name], 2 * sent[name].norm()) for name in sent)
     gradients.measure(["w"])  # of what somebody may have changed since
@@ -106,7 +106,7 @@ def test_a_transfer_holds_copies_in_shape(dtype: torch.dtype) -> None:
         assert torch.equal(transfer.gradients[name], gradient.to(dtype))
         assert transfer.gradients[name].data_ptr() % 64 == 0
         assert transfer.gradients[name].is_contiguous()
-    assert ledger.drain().device_to_host[Kind.GRADIENTS] == 3 * 64
+    assert ledger.drain().device_to_host[TrafficKind.GRADIENTS] == 3 * 64
 
 
 def test_a_released_buffer_is_reused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harmony_ds.device import CpuDevice, Event, Stream
-from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.ledger import Ledger, TrafficKind
 from harmony_ds.offload.residency import DeviceCopy, Leaves, Residency
 from tests.offload.examples import stored
 
@@ -81,7 +81,7 @@ def test_each_of_several_devices_swaps_in_its_share_and_the_rest_that_makes_no_w
         ledger.drain()
         buffer = residency.swap_in(names, rank=rank, devices=2).buffer
         assert torch.equal(buffer[share], whole[share]) and torch.equal(buffer[512:], whole[512:])
-        assert ledger.drain().host_to_device[Kind.WEIGHTS] == 4 * (256 + 128)
+        assert ledger.drain().host_to_device[TrafficKind.WEIGHTS] == 4 * (256 + 128)
 
 
 class Interrupted(Future[Event]):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from harmony_ds import ModelError
 from harmony_ds.device import CpuDevice
-from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.ledger import Ledger, TrafficKind
 from harmony_ds.offload.stash import Stash, StashEntry
 
 
@@ -46,7 +46,11 @@ def test_a_round_trip_keeps_values_and_strides(tensor: Tensor) -> None:
     assert torch.equal(back, tensor)
     assert back.stride() == tensor.stride()
     assert back.dtype == tensor.dtype
-    assert traffic.device_to_host[Kind.ACTIVATIONS] == traffic.host_to_device[Kind.ACTIVATIONS] == tensor.nbytes
+    assert (
+        traffic.device_to_host[TrafficKind.ACTIVATIONS]
+        == traffic.host_to_device[TrafficKind.ACTIVATIONS]
+        == tensor.nbytes
+    )
 
 
 def test_on_the_device_nothing_is_copied() -> None:
@@ -54,7 +58,7 @@ def test_on_the_device_nothing_is_copied() -> None:
     tensor = torch.randn(3, 4)
     entry = one.put(tensor, "block")
     assert one.tensor(entry).data_ptr() == tensor.data_ptr()
-    assert ledger.drain().device_to_host[Kind.ACTIVATIONS] == one.host_bytes == 0
+    assert ledger.drain().device_to_host[TrafficKind.ACTIVATIONS] == one.host_bytes == 0
     assert entry.nbytes == 48
 
 
@@ -66,7 +70,7 @@ def test_a_tensor_that_several_calls_use_is_stashed_once_and_stays_to_the_last()
     one.swap_out([first, second])
     one.swap_out([first])
 
-    assert ledger.drain().device_to_host[Kind.ACTIVATIONS] == one.host_bytes == 20
+    assert ledger.drain().device_to_host[TrafficKind.ACTIVATIONS] == one.host_bytes == 20
     assert torch.equal(one.tensor(first), tensor)
     one.release(first)
     assert torch.equal(one.tensor(first), tensor)
@@ -86,7 +90,7 @@ def test_reading_a_tensor_on_the_host_swaps_it_in() -> None:
 
     assert torch.equal(one.tensor(entry), kept)
     one.swap_in([entry])
-    assert ledger.drain().host_to_device[Kind.ACTIVATIONS] == 20
+    assert ledger.drain().host_to_device[TrafficKind.ACTIVATIONS] == 20
 
 
 def test_a_tensor_that_changed_in_place_is_an_error_that_names_the_layer() -> None:

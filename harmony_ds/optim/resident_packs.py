@@ -29,7 +29,7 @@ from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffers
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.layout import layout_of
-from harmony_ds.offload.ledger import Kind, Ledger
+from harmony_ds.offload.ledger import Ledger, TrafficKind
 from harmony_ds.offload.residency import DeviceCopy, Residency, leaf_over, same_bits
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
 from harmony_ds.optim.host_optimizer import Hyper
@@ -48,7 +48,7 @@ class Held(Enum):
     STATE = "optimizer state"
 
 
-class DeviceStore(GradientSums):
+class ResidentPacks(GradientSums):
     """Resident packs, and the gradients that wait there for their update. To be called on the engine's thread."""
 
     def __init__(
@@ -99,7 +99,7 @@ class DeviceStore(GradientSums):
 
     def _load_pack(self, names: Names) -> None:
         fresh = tuple(name for name in names if name not in self._weights)
-        copy = self._residency.swap_in(fresh, Kind.RESIDENT)
+        copy = self._residency.swap_in(fresh, TrafficKind.RESIDENT)
         self._packs.append(copy)
         copy.wait(self._device)
         self._weights.update({name: copy.leaves[name].detach() for name in fresh})
@@ -137,7 +137,7 @@ class DeviceStore(GradientSums):
             assert self._optimizer is not None
             moved += self._optimizer.copy_state_to_device(name, self._stepped[name])
         if moved:
-            self._ledger.book_in(Kind.RESIDENT, moved)
+            self._ledger.book_in(TrafficKind.RESIDENT, moved)
             self._reading = self._device.record(Stream.COMPUTE)
 
     def _pair(self, held: Held, name: str) -> tuple[Tensor, Tensor]:
@@ -239,7 +239,7 @@ class DeviceStore(GradientSums):
             else:
                 host, there = self._pair(held, name)
                 moved += host.copy_(there, non_blocking=True).nbytes
-        self._ledger.book_out(Kind.RESIDENT, moved)
+        self._ledger.book_out(TrafficKind.RESIDENT, moved)
         self._device.record(Stream.COMPUTE).synchronize()
         # Only now: a program that is interrupted meanwhile may go on.
         self._newer_on_device[held].difference_update(stale)
@@ -335,7 +335,7 @@ class DeviceStore(GradientSums):
         buffer = self._norm_buffers.take(self, len(names) * torch.float32.itemsize)
         host = buffer.tensor(torch.Size((len(names),)), (1,), torch.float32)
         host.copy_(torch.stack(list(self.norms.values())), non_blocking=True)
-        self._ledger.book_out(Kind.RESIDENT, host.numel() * host.element_size())
+        self._ledger.book_out(TrafficKind.RESIDENT, host.numel() * host.element_size())
         arrived = self._device.record(Stream.COMPUTE)
         self.norms.clear()
 
