@@ -178,7 +178,7 @@ class Joins:
         here = self._device.number
         for place, doubts in self._doubts.items():
             self._device.enter(place)
-            buffer = self._buffers.take(self, len(doubts))
+            buffer = self._buffers.acquire(self, len(doubts))
             on_host = buffer.tensor(torch.Size((len(doubts),)), (1,), torch.bool)
             on_host.copy_(torch.stack([flag for _, flag in doubts]), non_blocking=True)
             takers = [layers for layers, _ in doubts]

@@ -1,4 +1,7 @@
-"""Gradients that wait for their update on host or device: added up over packs, measured, and scaled for the optimizer."""
+"""The gradients that wait for their update: added up over packs, measured, and scaled for the optimizer.
+
+Those on the host are `HostGradients`, those of resident packs `ResidentPacks`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,17 @@ class GradientSums(ABC):
     """Gradients by parameter, added up over packs. Knows no thread.
 
     Attributes:
-        received: the parameters that have received a gradient, which was not discarded, since `pop_received`.
+        norms: of gradients that have been measured, by parameter.
+        received: the parameters of which a gradient has come, and was not discarded, since the last `pop_received`.
     """
 
     def __init__(self, trains: Callable[[str], bool], world: SingleProcess = ALONE) -> None:
-        """`trains`: tells whether the optimizer has a parameter; `world`: of the gradients' norms."""
+        """Begin without gradients.
+
+        Args:
+            trains: whether the optimizer has a parameter, by name; gradients of others are not used.
+            world: the processes that the gradients' norms are summed over.
+        """
         self._trains = trains
         self.norms: dict[str, Tensor] = {}
         self.received: set[str] = set()
@@ -27,20 +36,20 @@ class GradientSums(ABC):
 
     @abstractmethod
     def gradient(self, name: str) -> Tensor | None:
-        """Return the gradient of `name` that waits here, its parts added up: the tensor itself, in accumulation dtype."""
+        """Return the gradient of `name`, its parts added up: the tensor itself, in the accumulation dtype; None: none."""
 
     @abstractmethod
     def clear_gradients(self, names: Iterable[str] | None = None) -> None:
         """Drop the gradients of `names`, or (after a failure, or an overflow) all of them and their norms."""
 
     def pop_received(self) -> set[str]:
-        """Return what has been received since the last call."""
-        came, self.received = self.received, set()
-        return came
+        """Return `received`, and begin anew."""
+        received, self.received = self.received, set()
+        return received
 
     @torch.no_grad()
     def measure(self, names: Iterable[str]) -> None:
-        """Compute the norms of the gradients of `names`, whose backward passes are finished."""
+        """Compute the norms of the gradients of `names`, to which nothing more is added."""
         for name, total in self._trained(names):
             self.norms[name] = self._norm_of(name, total)
 
@@ -48,27 +57,41 @@ class GradientSums(ABC):
         return self.world.norm_part(total)
 
     def _scale(self, name: str, gradient: Tensor, coefficient: Tensor | None, measured: bool) -> None:
-        """Scale `gradient`, that of `name` in the dtype of the parameter that the optimizer steps.
+        """Scale `gradient`, that of `name` in the dtype that the optimizer takes, in place.
 
         Args:
-            coefficient: factor of the gradients (on the host, 0-dim).
-            measured: their norms are known; if not, they are computed, for reports.
+            coefficient: factor of all gradients (on the host, 0-dim); None: 1.
+            measured: whether their norms are known; otherwise this one's is computed, for reports.
         """
         if not measured:
             self.norms[name] = self._norm_of(name, gradient)
         if coefficient is not None:
             gradient.mul_(coefficient.item())
 
-    def drop_unused(self, names: Iterable[str]) -> None:
+    def discard(self, names: Iterable[str]) -> None:
+        """Drop the gradients of `names`, and their norms: they will not be used."""
         self.clear_gradients(names)
         for name in names:
             self.norms.pop(name, None)
 
+    def pop(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Remove the gradients of `names`, and return copies of them on the host."""
+        copies = self.copies_of(names)
+        self.discard(names)
+        return copies
+
     @torch.no_grad()
     def copies_of(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: g.to("cpu", copy=True) for name in names if (g := self.gradient(name)) is not None}
+        """Return copies on the host of the gradients of `names`."""
+        copies: dict[str, Tensor] = {}
+        for name in names:
+            gradient = self.gradient(name)
+            if gradient is not None:
+                copies[name] = gradient.to("cpu", copy=True)
+        return copies
 
     def _trained(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients of those of `names` that the optimizer has."""
         for name in names:
             total = self.gradient(name)
             if total is not None and self._trains(name):

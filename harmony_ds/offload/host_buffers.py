@@ -1,7 +1,7 @@
-"""Pool of page-locked host buffers, which are reused since page-locking is too slow for a step.
+"""A pool of page-locked host buffers, which are reused from step to step, since page-locking is slow.
 
-The pool keeps no more than was in use at one time; size classes let tensors of varying lengths share buffers. A buffer
-returns to the pool when its user is dropped without releasing it, as in a step that failed.
+The pool keeps no more bytes than were in use at one time. Size classes let tensors of varying lengths share buffers. A
+buffer whose user is dropped without releasing it, as in a step that failed, returns to the pool by itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from harmony_ds.device.base import HOME, Device, Event, Stream
 
 @dataclass(slots=True, eq=False)
 class HostBuffer:
-    """A buffer on the host.
+    """A buffer of the pool.
 
     Attributes:
-        asked: the size class that its user asked for; the memory may be larger.
+        memory: page-locked bytes.
+        asked: the bytes that its user asked for, rounded up; the memory may be larger.
         user: the object that uses it, dead or alive; None while it is spare.
         read: event after the last copy into it and out of it; None: not known.
-        number: of the device of its last user.
+        number: number of the device of its last user.
     """
 
     memory: Tensor
@@ -36,27 +37,29 @@ class HostBuffer:
     number: int = HOME
 
     def tensor(self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in it, whose strides must not make elements overlap."""
+        """Return a tensor over the buffer's first bytes; `strides` must not make elements overlap."""
         nbytes = shape.numel() * dtype.itemsize
         return self.memory[:nbytes].view(dtype).as_strided(shape, strides)
 
 
 class HostBuffers:
-    """Pool of buffers that the swap-out stream fills; any thread may release one."""
+    """The pool. The swap-out stream fills its buffers; any thread may release one."""
 
     def __init__(self, device: Device, exact: bool = False) -> None:
-        """`exact`: buffers have the bytes that are asked for, instead of size classes."""
+        """Begin without buffers; `exact`: make them of the size asked for, and not of size classes."""
         self._device = device
         self._exact = exact
         self._all: set[HostBuffer] = set()
         self._spare: dict[int, list[HostBuffer]] = {}  # by size
-        self._dropped: deque[HostBuffer] = deque()  # filled by the garbage collector, on any thread
-        self._asked_bytes = 0
-        self._most_bytes = 0  # asked for at one time, so far
+        self._dropped: deque[HostBuffer] = (
+            deque()
+        )  # of users that are gone; filled by the garbage collector, on any thread
+        self._asked_bytes = 0  # of buffers in use
+        self._most_bytes = 0  # the most of these so far
         self._lock = threading.Lock()
         self.nbytes = 0
 
-    def take(self, user: object, nbytes: int) -> HostBuffer:
+    def acquire(self, user: object, nbytes: int) -> HostBuffer:
         """Return a buffer of `nbytes` or more, for the swap-out stream, until `release` or until `user` is dropped."""
         size = nbytes if self._exact else size_class(nbytes)
         with self._lock:
@@ -84,6 +87,7 @@ class HostBuffers:
                 self._spare.setdefault(size, []).append(self._make(size))
 
     def _spare_of(self, size: int) -> HostBuffer | None:
+        """Return a spare buffer of `size`, or a larger one if the pool may not grow; None: there is none."""
         may_grow = self.nbytes + size <= self._most_bytes
         fitting = [size] if may_grow else sorted(known for known in self._spare if known >= size)
         spares = next((self._spare[known] for known in fitting if self._spare.get(known)), None)
@@ -91,11 +95,15 @@ class HostBuffers:
             return None
         buffer = spares.pop()
         for event in self._last_uses(buffer):
+            # The copy that fills the buffer next comes after the copies of its last user.
             self._device.wait(Stream.SWAP_OUT, event)
         return buffer
 
     def _last_uses(self, buffer: HostBuffer) -> list[Event]:
-        """Return the events to wait for: a buffer that was not read, or whose user was dropped, may have queued copies."""
+        """Return events after all copies into and out of a buffer.
+
+        Where `read` is not known, those are the last copies issued on the device of its last user.
+        """
         if buffer.read is not None:
             return [buffer.read]
         here = self._device.number
@@ -105,6 +113,7 @@ class HostBuffers:
         return events
 
     def _make(self, size: int) -> HostBuffer:
+        """Allocate a buffer, after freeing spare ones, the smallest first, until the pool is small enough."""
         small = [buffer for _, spares in sorted(self._spare.items()) for buffer in spares]
         while small and self.nbytes + size > self._most_bytes:
             buffer = small.pop(0)
@@ -116,7 +125,7 @@ class HostBuffers:
         return buffer
 
     def release(self, buffer: HostBuffer, read: Event | None) -> None:
-        """Return a buffer to the pool; the event `read` is after every copy into it and out of it (None: not known)."""
+        """Put a buffer back into the pool; `read`: an event after every copy into it and out of it (None: not known)."""
         with self._lock:
             self._put_back(buffer, read)
 

@@ -1,8 +1,20 @@
-"""Gradients on the host: swapped out into buffers, where they wait for their update.
+"""Gradients on their way from the device to the host optimizer.
 
-With immediate updates, a transfer lives until the host optimizer has used it, and a few buffers serve all packs in turn.
-With updates deferred until the norm is known, every pack keeps one. Norms of gradients that are complete when they leave
-are computed on the device, and sent after them.
+A pack's gradients take this way, once a step:
+
+    1. leaf      autograd adds up each micro-batch's gradient on the pack's device copy (`residency`)
+    2. sum       or in a tensor beside it, where gradients accumulate in another dtype than the weights'
+    3. norm      computed on the device, if nothing will be added on the host (`norms_of`)
+    4. copy      SWAP_OUT copies sums and norms to a page-locked host buffer (`swap_out`)
+    5. deposit   the update thread keeps the transfer, and adds up those that share a parameter (`add`, `gradient`)
+    6. cast      to the dtype of the masters, if that is another one, and scaled by clipping (`for_update`)
+    7. update    the optimizer steps with them; then the buffer is free for another pack (`clear_gradients`)
+
+With several processes, step 4 copies to memory that a server's processes share (`copy_to_shared`), and the update thread
+adds up this process's pieces from there (`sum_shared`).
+
+With immediate updates, a few buffers serve all packs in turn. With updates that wait for the norm, every pack keeps a
+buffer until its update.
 """
 
 from __future__ import annotations
@@ -25,7 +37,7 @@ from harmony_ds.offload.layout import layout_of
 from harmony_ds.offload.ledger import Ledger, TrafficKind
 
 _NORMS_BYTES = 2**16
-"""Room for the norms of one pack's gradients, which is usually enough."""
+"""Room in each buffer for the norms of one pack's gradients; usually enough."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +46,8 @@ class GradientTransfer:
 
     Attributes:
         gradients: by canonical name, in the accumulation dtype; each is removed when it has been used.
-        buffer: that they are in; None: their memory is not the engine's.
+        arrived: event after the copies.
+        buffer: the memory of the gradients; None: they are tensors of their own.
         norms: computed on the device, of gradients that nothing has been added to since.
     """
 
@@ -45,12 +58,12 @@ class GradientTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class PostedGradients:
-    """Gradients that this process has copied to shared memory, for all to add up.
+class SharedGradients:
+    """One pack's gradients in memory that the processes of a server share, where each process adds up its pieces.
 
     Attributes:
-        elements: of that memory, for every parameter that could have a gradient.
-        here: the parameters that have one.
+        elements: the place in that memory of every parameter that could have a gradient.
+        here: the parameters that this process has a gradient of.
         arrived: event after the copies.
     """
 
@@ -60,7 +73,7 @@ class PostedGradients:
 
 
 class HostGradients(GradientSums):
-    """Swaps gradients out, and adds up those of several transfers."""
+    """Gradients on the host, in page-locked buffers, from their swap-out to their update."""
 
     def __init__(
         self,
@@ -75,10 +88,10 @@ class HostGradients(GradientSums):
         """Begin without buffers.
 
         Args:
-            dtype: of the gradients that wait.
+            dtype: the accumulation dtype, of gradients that wait.
             limit: the most transfers kept at a time (None: any number).
-            casts: a flat buffer in the dtype of the parameters that the optimizer steps, which has room for the largest
-                (None: they have `dtype`).
+            trains, world: see `GradientSums`.
+            casts: a flat buffer in the masters' dtype that the largest gradient fits in (None: masters have `dtype`).
         """
         super().__init__(trains, world)
         self.casts = casts
@@ -87,9 +100,9 @@ class HostGradients(GradientSums):
         self._dtype = dtype
         self._limit = limit
         self._buffers = HostBuffers(device, exact=True)
-        self._transfers: dict[str, list[GradientTransfer]] = {}  # that carry a gradient, by parameter
-        self._kept = 0
-        self._released = threading.Condition()
+        self._transfers: dict[str, list[GradientTransfer]] = {}  # parameter -> transfers that have a gradient of it
+        self._buffers_in_use = 0
+        self._released = threading.Condition()  # notified when that decreases
 
     @property
     def host_bytes(self) -> int:
@@ -97,27 +110,31 @@ class HostGradients(GradientSums):
         return self._buffers.nbytes + self.world.slot_bytes
 
     def reserve(self, packs: Sequence[int], extra: int) -> None:
-        """Page-lock all buffers that steps with such `packs` (bytes each) may need; `extra` as in `swap_out`.
+        """Page-lock all buffers that steps may need, so that none is made during a step.
 
-        These are as many of the largest pack's size as there may be transfers, or one for each pack where that is less.
+        These are as many of the largest pack's size as there may be transfers, or one for each pack if that takes less.
+
+        Args:
+            packs: bytes of gradients of each pack.
+            extra: as in `swap_out`.
         """
-        limit = self._limit  # None from one moment to the next, when the update thread has failed
+        limit = self._limit  # read once: the update thread sets it to None when it fails
         if limit is not None:
             own = [self._room(nbytes) for nbytes in packs]
             largest = [max(own)] * (limit + extra)
             self._buffers.reserve(own if sum(own) <= sum(largest) else largest)
 
     def _room(self, nbytes: int) -> int:
-        """Return the bytes of a buffer for gradients of `nbytes`, and for their norms if the device computes them."""
+        """Return the bytes of a buffer for gradients of `nbytes`, and for their norms, if the device computes these."""
         return nbytes + (_NORMS_BYTES if self._takes_norms else 0)
 
     @property
     def _takes_norms(self) -> bool:
-        """Whether the device computes norms: it saves the host a pass over them, but needs the sum of all processes."""
+        """Whether the device computes norms, which saves the host a pass over them; several processes have to sum first."""
         return self._device.copies_overlap and self.world.size == 1
 
     def norms_of(self, gradients: Mapping[str, Tensor]) -> Tensor | None:
-        """Compute the norms on the device's compute stream; None: the host computes them."""
+        """Compute the norms of `gradients` on the device's compute stream; None: the host will compute them."""
         if not gradients or not self._takes_norms:
             return None
         return torch.stack(torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32))
@@ -130,19 +147,21 @@ class HostGradients(GradientSums):
         norms: Tensor | None = None,
         pack_bytes: int = 0,
     ) -> GradientTransfer:
-        """Issue the copies of a pack's gradients to the host, after the work of the stream `after`.
+        """Issue the copies of a pack's gradients to the host.
 
-        Waits while the limit of transfers is reached. The caller keeps `gradients` and `norms` until they have arrived.
+        Blocks while the limit of transfers is reached. The caller keeps `gradients` and `norms` until they have arrived.
 
         Args:
-            extra: raises the limit, by transfers that do not wait for an update (None: no limit).
-            norms: of `norms_of`.
-            pack_bytes: those of all gradients that the pack may have: its buffer is reserved for these, and one for fewer
-                may be another pack's.
+            extra: by how many transfers the limit is higher, since so many do not wait for their update (None: no limit).
+            after: the stream whose work so far makes the gradients.
+            norms: result of `norms_of`, or None.
+            pack_bytes: bytes of all gradients that the pack can have. The buffer is chosen for so many, even if some
+                parameters have no gradient now, so that each pack finds the buffer that `reserve` made for it.
         """
         device = self._device
         places, numel = layout_of(gradients, self._dtype.itemsize)
         nbytes = numel * self._dtype.itemsize
+        # The copies are to read finished sums.
         device.wait(Stream.SWAP_OUT, device.record(after))
         room = max(self._room(max(nbytes, pack_bytes)), nbytes + (0 if norms is None else norms.nbytes))
         with self._buffer_for(room, extra) as buffer, torch.no_grad(), device.on(Stream.SWAP_OUT):
@@ -150,24 +169,30 @@ class HostGradients(GradientSums):
             on_host = {name: place.view(memory) for name, place in places.items()}
             for name, gradient in gradients.items():
                 on_host[name].copy_(gradient, non_blocking=True)
-            taken: dict[str, Tensor] = {}
+            norms_on_host: dict[str, Tensor] = {}
             if norms is not None:
                 there = buffer.memory[nbytes : nbytes + norms.nbytes].view(norms.dtype)
                 there.copy_(norms, non_blocking=True)
-                taken = dict(zip(gradients, there.unbind(), strict=True))
+                norms_on_host = dict(zip(gradients, there.unbind(), strict=True))
                 self._ledger.book_out(TrafficKind.RESIDENT, norms.nbytes)
         self._ledger.book_out(TrafficKind.GRADIENTS, nbytes)
-        return GradientTransfer(on_host, device.record(Stream.SWAP_OUT), buffer, taken)
+        return GradientTransfer(on_host, device.record(Stream.SWAP_OUT), buffer, norms_on_host)
 
-    def post(
-        self, gradients: dict[str, Tensor], like: Mapping[str, Tensor], check: Callable[[], None]
-    ) -> PostedGradients:
-        """Copy a pack's gradients to shared memory. `like`: its parameters; `check`: see `GradientSlots.begin`."""
+    def copy_to_shared(
+        self, gradients: dict[str, Tensor], leaves: Mapping[str, Tensor], check: Callable[[], None]
+    ) -> SharedGradients:
+        """Issue the copies of a pack's gradients to memory that the server's processes share.
+
+        Args:
+            leaves: the pack's parameters on the device.
+            check: see `GradientSlots.begin`.
+        """
         assert isinstance(self.world, World)
-        # Frozen ones too: other calls of the step may not have been made with them frozen.
-        could = {name: leaf for name, leaf in like.items() if leaf.requires_grad or self._trains(name)}
+        # Trained parameters that are frozen now have a place, too: in other processes they may not be frozen in this step.
+        could = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad or self._trains(name)}
         device, places = self._device, layout_of(could, self._dtype.itemsize)[0]
         slot = self.world.begin_on_host(check).view(self._dtype)
+        # The copies are to read finished sums.
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         with torch.no_grad(), device.on(Stream.SWAP_OUT):
             for name, gradient in gradients.items():
@@ -175,40 +200,46 @@ class HostGradients(GradientSums):
         nbytes = sum(slab_bytes(gradient.numel(), self._dtype.itemsize) for gradient in gradients.values())
         self._ledger.book_out(TrafficKind.GRADIENTS, nbytes)
         elements = {name: slice(place.start, place.start + place.shape.numel()) for name, place in places.items()}
-        return PostedGradients(elements, tuple(gradients), device.record(Stream.SWAP_OUT))
+        return SharedGradients(elements, tuple(gradients), device.record(Stream.SWAP_OUT))
 
-    def reduce_posted(
-        self, kind: str, left: PostedGradients, extra: int | None
+    def sum_shared(
+        self, kind: str, shared: SharedGradients, extra: int | None
     ) -> tuple[GradientTransfer, Callable[[], None]]:
-        """Return a transfer of this process's pieces of the posted gradients' means, and a function that writes them."""
+        """Return a transfer for this process's pieces of the gradients' means, and a function that computes them.
+
+        Args:
+            kind: what is summed, as all processes call it.
+            extra: as in `swap_out`.
+        """
         assert isinstance(self.world, World)
-        total: HostSum = self.world.reduce_on_host(kind, left.elements, left.here)
+        total: HostSum = self.world.reduce_on_host(kind, shared.elements, shared.here)
         sizes = {name: torch.Size([numel]) for name, numel in total.pieces.items()}
         places, numel = layout_of(sizes, self._dtype.itemsize)
-        buffer = self._take(numel * self._dtype.itemsize, extra)
+        buffer = self._acquire_buffer(numel * self._dtype.itemsize, extra)
         memory = buffer.memory[: numel * self._dtype.itemsize].view(self._dtype)
-        transfer = GradientTransfer({name: place.view(memory) for name, place in places.items()}, left.arrived, buffer)
-        means = dict(transfer.gradients)
+        pieces = {name: place.view(memory) for name, place in places.items()}
+        transfer = GradientTransfer(pieces, shared.arrived, buffer)
+        means = dict(pieces)
 
         def write() -> None:
-            left.arrived.synchronize()
+            shared.arrived.synchronize()
             total.write(means)
 
         return transfer, write
 
-    def _take(self, nbytes: int, extra: int | None) -> HostBuffer:
-        """Return a buffer for one more transfer, once there is room for it; `extra` as in `swap_out`."""
+    def _acquire_buffer(self, nbytes: int, extra: int | None) -> HostBuffer:
+        """Wait until the limit admits another transfer, and return a buffer for it; `extra` as in `swap_out`."""
         with self._released:
             if extra is not None:
-                self._released.wait_for(lambda: self._limit is None or self._kept < self._limit + extra)
-            buffer = self._buffers.take(self, nbytes)
-            self._kept += 1  # only now: a buffer that could not be allocated takes no room
+                self._released.wait_for(lambda: self._limit is None or self._buffers_in_use < self._limit + extra)
+            buffer = self._buffers.acquire(self, nbytes)
+            self._buffers_in_use += 1  # only now: a buffer that could not be allocated is none
         return buffer
 
     @contextmanager
     def _buffer_for(self, nbytes: int, extra: int | None) -> Iterator[HostBuffer]:
-        """Return such a buffer, and release it if copies into it fail."""
-        buffer = self._take(nbytes, extra)
+        """Acquire a buffer, and release it if the copies into it cannot be issued."""
+        buffer = self._acquire_buffer(nbytes, extra)
         try:
             yield buffer
         except BaseException:
@@ -216,25 +247,25 @@ class HostGradients(GradientSums):
             raise
 
     def stop_waiting(self) -> None:
-        """Let nobody wait for room from now on: the update thread has failed, and releases no transfer any more."""
+        """Lift the limit of transfers: the update thread has failed, and will release none."""
         with self._released:
             self._limit = None
             self._released.notify_all()
 
-    def on_host(self, gradients: Mapping[str, Tensor]) -> GradientTransfer:
-        """Wrap gradients that are on the host already, such as those of a penalty that the user's loss adds."""
+    def wrap(self, gradients: Mapping[str, Tensor]) -> GradientTransfer:
+        """Return a transfer of gradients that are on the host already, such as those of a penalty in the user's loss."""
         converted = {name: gradient.to(self._dtype).contiguous() for name, gradient in gradients.items()}
         return GradientTransfer(converted, self._device.record(Stream.COMPUTE), None)
 
-    # ---- called by the update thread: what is kept for one update is not changed by gradients of the next
+    # ---- called by the update thread, which runs one job after the other: gradients of the next step come after an update
 
     def begin_thread(self) -> None:
-        """Make the device the thread's current one: CUDA makes a context (half a GiB) on that, to wait for an event."""
+        """Make the device the thread's current one. To wait for an event, CUDA makes a context (half a GiB) on that."""
         self._device.current_member().set_current()
 
     def add(self, transfer: GradientTransfer) -> tuple[str, ...]:
-        """Keep a transfer until its gradients are used; return the parameters that now have several."""
-        if not transfer.gradients:  # no micro-batch has passed that pack
+        """Keep a transfer until its gradients are used; return the parameters that several transfers have a gradient of."""
+        if not transfer.gradients:  # no micro-batch has used the pack's parameters
             self._release(transfer)
         several = tuple(name for name in transfer.gradients if name in self._transfers)
         for name in transfer.gradients:
@@ -248,12 +279,12 @@ class HostGradients(GradientSums):
                 transfer.arrived.synchronize()
 
     def _norm_of(self, name: str, total: Tensor) -> Tensor:
-        # Used once: the gradient may have changed before it is measured again.
+        # The norm from the device is used once: the program may change the gradient before it is measured again.
         norm = self._transfers[name][0].norms.pop(name, None)
         return super()._norm_of(name, total) if norm is None else norm.clone()
 
     def gradient(self, name: str) -> Tensor | None:
-        """Return the gradient of `name`: those of its transfers, added up in the order of arrival, in the first one."""
+        """Return the gradient of `name`: the first transfer's tensor, to which the others are added in order of arrival."""
         transfers = self._transfers.get(name)
         if not transfers:
             return None
@@ -263,15 +294,15 @@ class HostGradients(GradientSums):
             later = transfers.pop(1)
             transfers[0].norms.pop(name, None)
             total.add_(later.gradients[name])
-            self._used(name, later)
+            self._remove(name, later)
         return total
 
     def for_update(
         self, names: Iterable[str], coefficient: Tensor | None, measured: bool
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield the gradients of `names` for the optimizer; `coefficient` and `measured` as in `_scale`.
+        """Yield the gradients of `names`, scaled and in the masters' dtype; `coefficient` and `measured` as in `_scale`.
 
-        They come all at once, or as many at a time as the buffer for casts has room for: use them before the next ones.
+        All are yielded at once, or as many at a time as the buffer for casts holds: these are overwritten by the next ones.
         """
         if self.casts is None:
             gradients = dict(self._trained(names))
@@ -280,7 +311,7 @@ class HostGradients(GradientSums):
             yield gradients
             return
         batch: dict[str, Tensor] = {}
-        begin = 0  # of the next one in the buffer
+        begin = 0  # of the next gradient in the buffer
         for name, total in self._trained(names):
             if begin + total.numel() > self.casts.numel():
                 yield batch
@@ -296,9 +327,10 @@ class HostGradients(GradientSums):
             self.norms.clear()
         for name in tuple(self._transfers) if names is None else names:
             for transfer in self._transfers.pop(name, []):
-                self._used(name, transfer)
+                self._remove(name, transfer)
 
-    def _used(self, name: str, transfer: GradientTransfer) -> None:
+    def _remove(self, name: str, transfer: GradientTransfer) -> None:
+        """Remove a gradient from a transfer, and release the transfer with its last one."""
         del transfer.gradients[name]
         if not transfer.gradients:
             self._release(transfer)
@@ -310,7 +342,7 @@ class HostGradients(GradientSums):
     def _release_buffer(self, buffer: HostBuffer, done: Event) -> None:
         self._buffers.release(buffer, done)
         with self._released:
-            self._kept -= 1
+            self._buffers_in_use -= 1
             self._released.notify_all()
 
     def destroy(self) -> None:

@@ -1,7 +1,7 @@
 """DeepSpeed's compiled CPU optimizers, run without Python's global interpreter lock (GIL).
 
-The name of an optimizer enters, an instance of DeepSpeed's own class leaves, compiled by DeepSpeed on first use. Its
-update holds the GIL, which starves the thread that feeds the device; so the same function is called through ctypes.
+`make_native` returns an instance of DeepSpeed's own class, which DeepSpeed compiles on first use. Its update holds the GIL,
+which would starve the thread that feeds the device; `GilFreeOp` calls the same compiled function through ctypes instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -74,9 +74,9 @@ def compiling(extension: str) -> Iterator[None]:
 
 
 def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
-    """Return the name of the attribute of `optimizer` with its compiled op, and a wrapper that releases the GIL.
+    """Return the name of the attribute that holds the compiled op of `optimizer`, and the op as a `GilFreeOp`.
 
-    The op itself is returned if the function of this version of DeepSpeed takes other arguments.
+    Where the library of this version of DeepSpeed does not have the function, return the op itself, and warn.
     """
     row = native_of(optimizer)
     assert row is not None and row.native is not None
@@ -90,42 +90,61 @@ def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:
 
 
 class GilFreeOp:
-    """Wrapper of a compiled op of DeepSpeed, whose update releases the GIL and depends on its arguments alone."""
+    """DeepSpeed's compiled op of an optimizer, called through ctypes, so that its update releases the GIL.
+
+    DeepSpeed's optimizer calls `adam_update`, `adagrad_update` or `lion_update` of its op: here, `update` has that name.
+
+    Attributes:
+        kind: "adam", "adagrad" or "lion".
+        types: the C types of the compiled function's numbers, which come before its tensors.
+        function: the compiled function itself.
+    """
 
     def __init__(self, op: Any, native: Native) -> None:
+        """Raise AttributeError or OSError if the library of `op` does not have the function that `native` names."""
         self._op, self.kind = op, native.kind
         self.types: list[Any] = [_TYPES[letter] for letter in native.numbers]
-        self.step = ctypes.CDLL(op.__file__)[native.symbol]
-        self.step.argtypes = [*self.types, *[ctypes.c_void_p] * native.tensors]
-        self.run: Callable[[Any, Any], None] = self._run
-        self._nowhere = [torch.empty(0)] * native.tensors
-        self.__dict__[f"{native.kind}_update"] = self._update
+        self.function = ctypes.CDLL(op.__file__)[native.symbol]
+        self.function.argtypes = [*self.types, *[ctypes.c_void_p] * native.tensors]
+        self._empty = [torch.empty(0)] * native.tensors
+        setattr(self, f"{native.kind}_update", self.update)
 
-    def add_twins(self, optimizer: Any, threads: int) -> None:
-        """Make compiled objects like that of `optimizer`, one for each thread of a step, which writes to its object."""
-        first = -1 - 4096 * optimizer.opt_id  # DeepSpeed counts ids up from 0
-        self.twins = (ctypes.c_int * threads)(*range(first, first - threads, -1))
-        modes = [optimizer.adam_w_mode] if self.kind == "adam" else []
-        for twin in self.twins:
-            getattr(self._op, f"create_{self.kind}")(twin, *[0.0] * self.types.count(ctypes.c_float), *modes, False)
+    def update(self, *arguments: Any) -> None:
+        """Step one parameter; `arguments`: the function's numbers, then weight, gradient and states."""
+        numbers, tensors = self.check_arguments(arguments)
+        if self.kind == "adam":
+            # DeepSpeed's Adam multiplies the powers of its betas from step to step, but computes them anew when the step
+            # number jumps, which rounds differently: results would depend on the step at which the process began. An empty
+            # call with another step number before each update makes every update compute them anew.
+            empty = [ctypes.c_void_p(tensor._cdata) for tensor in self._empty]
+            self.function(numbers[0], numbers[1] + 2, *numbers[2:], *map(ctypes.addressof, empty))
+        # A C++ tensor is a pointer to its implementation, whose address the Python tensor knows.
+        pointers = [ctypes.c_void_p(tensor._cdata) for tensor in tensors]
+        self.function(*numbers, *map(ctypes.addressof, pointers))
 
-    def _update(self, *given: Any) -> None:
-        numbers, tensors = given[: len(self.types)], given[len(self.types) :]
-        # It takes gradients of another dtype for its own and skips what is not contiguous; what it raises ends the process.
+    def check_arguments(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+        """Return the numbers and the tensors of an update, which the compiled function can use.
+
+        The function reads a gradient of another dtype as the weight's, skips a tensor that is not contiguous, and ends the
+        process by an exception that it throws.
+        """
+        numbers, tensors = arguments[: len(self.types)], arguments[len(self.types) :]
         weight, gradient, *states = tensors
         assert weight.dtype is gradient.dtype and all(tensor.is_contiguous() for tensor in tensors)
         assert {state.dtype for state in states} in ({torch.float32}, {weight.dtype})
-        if self.kind == "adam":
-            # DeepSpeed's Adam multiplies up the powers of its betas from step to step, but computes them anew after a jump
-            # to another step, which rounds differently: results would depend on the step at which the process began. An
-            # empty call with another step first makes it jump every time.
-            self._run([numbers[0], numbers[1] + 2, *numbers[2:]], self._nowhere)
-        self.run(numbers, tensors)
+        return numbers, tensors
 
-    def _run(self, numbers: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-        # A C++ tensor is a pointer to the implementation, whose address Python's tensor knows.
-        places = [ctypes.c_void_p(tensor._cdata) for tensor in tensors]
-        self.step(*numbers, *map(ctypes.addressof, places))
+    def make_objects(self, optimizer: Any, count: int) -> ctypes.Array[ctypes.c_int]:
+        """Make `count` compiled objects like that of `optimizer`, and return their ids.
+
+        A step writes into its object, so that threads that step parts of a parameter need one each.
+        """
+        first = -1 - 4096 * optimizer.opt_id  # DeepSpeed counts ids up from 0
+        ids = (ctypes.c_int * count)(*range(first, first - count, -1))
+        modes = [optimizer.adam_w_mode] if self.kind == "adam" else []
+        for number in ids:
+            getattr(self._op, f"create_{self.kind}")(number, *[0.0] * self.types.count(ctypes.c_float), *modes, False)
+        return ids
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._op, name)

@@ -74,7 +74,7 @@ class DeviceCopy:
         self.arrived: Event | Future[Event] | None = arrived
         self.added: list[DeviceCopy] = []
 
-    def take_arrival(self) -> Event | None:
+    def pop_arrival(self) -> Event | None:
         """Return the event after the copies, to be waited for once; OSError: a disk fails."""
         if isinstance(self.arrived, Future):
             self.arrived.exception()  # waits; if that is interrupted, the copies are still to come
@@ -83,7 +83,7 @@ class DeviceCopy:
 
     def wait(self, device: Device) -> None:
         """Let the compute stream wait for the weights, once; OSError: a disk fails."""
-        if (arrived := self.take_arrival()) is not None:
+        if (arrived := self.pop_arrival()) is not None:
             device.wait(Stream.COMPUTE, arrived)
 
 

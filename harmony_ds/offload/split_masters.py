@@ -83,15 +83,29 @@ class SplitMasters:
         """Make `values` (fp32, contiguous) a block's, and round its weights from them."""
         self._write(name, block, self._loops.harmony_split, ctypes.c_void_p(values.data_ptr()))
 
-    def step(self, name: str, block: slice, op: GilFreeOp, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        """Step a block as `op` would, given `tensors` of its length; the first one's values are not used."""
-        places = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors[1:]))
+    def step(
+        self,
+        name: str,
+        block: slice,
+        op: GilFreeOp,
+        ids: ctypes.Array[ctypes.c_int],
+        numbers: Sequence[Any],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """Join a block, step it as `op` would, and split it again.
+
+        Args:
+            ids: of an object of the compiled optimizer for each thread.
+            numbers: arguments of the op's function before its tensors.
+            tensors: gradient and states of the block's length.
+        """
+        places = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         typed = [one(number) for one, number in zip(op.types, numbers, strict=True)]
-        loop, threads = getattr(self._loops, f"harmony_{op.kind}_step"), min(len(op.twins), torch.get_num_threads())
-        self._write(name, block, loop, places, op.twins, threads, op.step, *typed[1:])
+        loop, threads = getattr(self._loops, f"harmony_{op.kind}_step"), min(len(ids), torch.get_num_threads())
+        self._write(name, block, loop, places, ids, threads, op.function, *typed[1:])
 
     def _write(self, name: str, block: slice, loop: Callable[..., int], *arguments: Any) -> None:
-        """Let a compiled loop write a block, and keep the ties that there are then."""
+        """Let a compiled loop write a block, and store the ties that the parameter has afterwards."""
         ties, rank = self._ties[name], self._rank_of(name, block)
         count = loop(self._at(name, block, rank), *arguments)
         if count >= len(ties[rank]):
@@ -137,3 +151,25 @@ class SplitMasters:
             if where.any():
                 weights = self._weights[name][block].to(torch.float32)
                 self.write_block(name, block, torch.where(where, weights, self.read_block(name, block)))
+
+
+class SplitStep:
+    """Stand-in for the compiled op of DeepSpeed's optimizer: its update steps a block of split masters.
+
+    The optimizer hands it a weight as to its own op; the weight's values are not used, and the block that `aim` named is
+    stepped instead.
+    """
+
+    def __init__(self, split: SplitMasters, op: GilFreeOp, optimizer: torch.optim.Optimizer) -> None:
+        self._split, self._op = split, op
+        self._ids = op.make_objects(optimizer, torch.get_num_threads())
+        self._name, self._block = "", slice(0, 0)
+        setattr(self, f"{op.kind}_update", self.update)
+
+    def aim(self, name: str, block: slice) -> None:
+        """Let the next update step `block` of the parameter `name`."""
+        self._name, self._block = name, block
+
+    def update(self, *arguments: Any) -> None:
+        numbers, (_, *tensors) = self._op.check_arguments(arguments)
+        self._split.step(self._name, self._block, self._op, self._ids, numbers, tensors)

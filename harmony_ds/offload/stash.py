@@ -93,7 +93,7 @@ class Stash:
                 continue
             entry.check()
             if entry.host_tensor is None:
-                entry.buffer = self._buffers.take(entry, tensor.numel() * tensor.element_size())
+                entry.buffer = self._buffers.acquire(entry, tensor.numel() * tensor.element_size())
                 entry.host_tensor = self._copy_out(tensor, entry.buffer)
                 entry.arrived = device.record(Stream.SWAP_OUT)
                 self._leaving[device.number].append((entry.arrived, tensor))

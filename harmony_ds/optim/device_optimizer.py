@@ -71,12 +71,11 @@ class DeviceOptimizer:
     def step(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         """Step those of `parameters` once that have a gradient (both fp32, on the device)."""
         values = tuple(map(self._values, hyper))
-        if self._fused:
-            self._host.step_part(self._part, parameters, gradients, values)
-            return
-        # One by one: torch's loops keep the last parameter's intermediate results while they compute the next one's.
-        for name, gradient in gradients.items():
-            self._host.step_part(self._part, parameters, {name: gradient}, values)
+        # Not fused, one by one: torch's loops keep a parameter's intermediate results while they compute the next one's.
+        batches = [gradients] if self._fused else [{name: gradient} for name, gradient in gradients.items()]
+        for batch in batches:
+            with self._host.filled(self._part, parameters, batch, values):
+                self._part.step()
 
     def _values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         if self._on_host:

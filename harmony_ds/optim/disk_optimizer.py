@@ -1,4 +1,9 @@
-"""Optimizer steps block by block, over masters and state on a disk: read before a block's step, and written after it."""
+"""The host optimizer of masters and state on a disk: a thread reads blocks ahead of their steps, another writes them back.
+
+reader    read 3 │ read 4 │ read 5
+updater            step 1 │ step 2 │ step 3
+writer                     write 1 │ write 2
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,22 +21,27 @@ from harmony_ds.offload.disk import DiskMasters, submit
 from harmony_ds.optim.block_optimizer import BlockOptimizer, Parameters, Tensors
 
 _AHEAD = 2
-"""Blocks that are read while one is stepped; as many may still be written."""
+"""The number of blocks that are read while one is stepped; as many may still wait to be written."""
 
 
 class DiskOptimizer(BlockOptimizer):
     """`BlockOptimizer` with masters and state in a file, which threads read and write."""
 
     def __init__(
-        self, optimizer: Optimizer, masters: Parameters, disk: DiskMasters, world: SingleProcess, apart: Sequence[str]
+        self,
+        optimizer: Optimizer,
+        masters: Parameters,
+        disk: DiskMasters,
+        world: SingleProcess,
+        separate_masters: Sequence[str],
     ) -> None:
-        """Raise OptimizerError if the step of `optimizer` is not elementwise."""
-        super().__init__(optimizer, masters, disk, world, apart)
+        """Raise OptimizerError if the step of `optimizer` is not known to be elementwise."""
+        super().__init__(optimizer, masters, disk, world, separate_masters)
         self._disk = disk
         self._reader = ThreadPoolExecutor(1, "harmony-disk-read")
         self._writer = ThreadPoolExecutor(1, "harmony-disk-write")
-        self._written: deque[Future[None]] = deque()
-        self.moved_bytes = 8.0 * (disk.states + bool(apart))
+        self._writes: deque[Future[None]] = deque()  # not known to be done
+        self.moved_bytes = 8.0 * (disk.states + bool(separate_masters))
 
     def state_bytes(self) -> int:
         """Return 0: the state is on the disk."""
@@ -41,39 +50,45 @@ class DiskOptimizer(BlockOptimizer):
     def unallocated_bytes(self) -> int:
         return 0
 
-    def _read(self, whole: Mapping[str, Tensors]) -> Iterator[tuple[str, slice, Tensor, Tensors]]:
-        work = [*self._work(whole)]
-        coming = iter(work)
-        ahead: deque[Future[tuple[Tensor, Tensors]]] = deque()
+    def _read_blocks(self, states: Mapping[str, Tensors]) -> Iterator[tuple[str, slice, Tensor, Tensors]]:
+        """Yield every block as `BlockOptimizer` does, with the next ones being read meanwhile; OSError: the disk fails."""
+        blocks = [*self._blocks_of(states)]
+        reads: deque[Future[tuple[Tensor, Tensors]]] = deque()
+        issued = 0  # reads of the first so many blocks
         try:
-            for name, block in work:
-                for one, part in islice(coming, 1 + _AHEAD - len(ahead)):
-                    ahead.append(submit(self._reader, partial(self._load, one, part, whole[one])))
-                values, parts = ahead.popleft().result()
-                yield name, block, values, parts
-                while len(self._written) > _AHEAD:
-                    self._written.popleft().result()
+            for name, block in blocks:
+                while issued < len(blocks) and len(reads) < 1 + _AHEAD:
+                    next_name, next_block = blocks[issued]
+                    reads.append(
+                        submit(self._reader, partial(self._read_block, next_name, next_block, states[next_name]))
+                    )
+                    issued += 1
+                values, block_state = reads.popleft().result()
+                yield name, block, values, block_state
+                while len(self._writes) > _AHEAD:
+                    self._writes.popleft().result()
         finally:
-            for future in ahead:
-                future.cancel()
-            for write in self._written:
-                write.exception()  # waits
-        while self._written:
-            self._written.popleft().result()
+            for read in reads:
+                read.cancel()
+            for write in self._writes:
+                write.exception()  # waits for the write
+        while self._writes:
+            self._writes.popleft().result()
 
-    def _load(self, name: str, block: slice, states: Tensors) -> tuple[Tensor, Tensors]:
-        values, parts = super()._load(name, block, states)
-        there = block.start < block.stop
-        return values, {key: self._disk.file.copy_of(part) if there else part for key, part in parts.items()}
+    def _read_block(self, name: str, block: slice, states: Tensors) -> tuple[Tensor, Tensors]:
+        values, block_state = super()._read_block(name, block, states)
+        if block.start < block.stop:
+            block_state = {key: self._disk.file.copy_of(on_disk) for key, on_disk in block_state.items()}
+        return values, block_state
 
-    def _store(self, name: str, block: slice, values: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
+    def _store_block(self, name: str, block: slice, values: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
         @torch.no_grad()
         def write() -> None:
             self._blocks.write_block(name, block, values)
-            for value, place in copies:
-                self._disk.file.write(value, place)
+            for value, on_disk in copies:
+                self._disk.file.write(value, on_disk)
 
-        self._written.append(submit(self._writer, write))
+        self._writes.append(submit(self._writer, write))
 
     def close(self) -> None:
         """End the threads, and close the file."""

@@ -1,11 +1,18 @@
-"""Optimizer steps on the host, for some of the parameters at a time.
+"""The user's optimizer, stepped on the host for the parameters of one pack at a time.
 
-An elementwise optimizer gives the same result whether its parameters are stepped together or layer by layer. torch's and
-DeepSpeed's are elementwise. Any other `step` is called once, with all gradients, unless its class sets
-`elementwise = True`.
+An elementwise optimizer gives the same result whether all parameters are stepped together or pack by pack. torch's and
+DeepSpeed's optimizers are elementwise. The `step` of any other optimizer is called once, with all gradients, unless its
+class sets `elementwise = True`.
 
-The user's optimizer and the masters enter; hyper-parameters are passed in as they were when the user called `step()`.
-Knows no thread and no device.
+Five classes step masters on the host:
+
+    HostOptimizer         whole parameters, with torch's or DeepSpeed's step
+    HostOptimizerChain    the same, for several optimizers over different parameters
+    BlockOptimizer        this process's piece of each parameter, where several processes share them
+    SplitOptimizer        the same, of masters that are stored as weights and low bits
+    DiskOptimizer         the same, of masters and state in a file, which threads read and write
+
+Hyper-parameters are passed in as they were when the user called `step()`. This file knows no thread and no device.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -31,15 +38,20 @@ Hyper = tuple[dict[str, Any], ...]
 
 
 class HostOptimizer:
-    """Steps subsets of an optimizer's parameters, with the optimizer's own state."""
+    """Step of an optimizer for some of its parameters at a time, with the optimizer's own state."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], apart: Iterable[str] = ()
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Mapping[str, nn.Parameter],
+        separate_masters: Iterable[str] = (),
     ) -> None:
-        """Args:
-            optimizer: its parameters are the masters.
+        """Check `optimizer`, and make a partial one (`part`) that shares its state.
+
+        Args:
+            optimizer: the user's; its parameters are the masters.
             masters: by canonical name; those that `optimizer` does not have are not trained.
-            apart: names of masters that are not the model's own parameters.
+            separate_masters: names of masters that are not the model's own parameters, but fp32 copies of them.
 
         Raises:
             OptimizerError: `optimizer` needs all parameters at once, or has one that is not the model's.
@@ -47,18 +59,19 @@ class HostOptimizer:
         _check_class(type(optimizer))
         self.optimizer = optimizer
         self._names = names = {id(master): name for name, master in masters.items()}
-        self._sync: Callable[[Iterable[str]], None] | None = None  # of the watched state
+        self._sync: Callable[[Iterable[str]], None] | None = None  # given to `watch_state`
         self._masters = masters
-        # A master that is not the model's parameter is stepped through a private parameter over the same memory: else
-        # `zero_grad()` after a step would drop the gradient that a pending update uses.
-        self._stepped = {name: nn.Parameter(masters[name].detach()) for name in apart}
+        # A separate master is stepped through a private parameter over the same memory: otherwise the user's `zero_grad()`
+        # after a step would drop the gradient that a pending update still uses.
+        self._private = {name: nn.Parameter(masters[name].detach()) for name in separate_masters}
         self._group_of = _groups(optimizer, names)
         self._members = _members(optimizer)
         self.native = native_of(optimizer) is not None
         self._lock = threading.Lock()  # DeepSpeed's compiled object keeps the hyper-parameters of a call in itself
         self.part = partial_optimizer(optimizer)
-        beside = {key: value for key, value in plain_state(optimizer.state).items() if id(key) not in names}
-        self.part.state = defaultdict(dict, beside)
+        # State of the whole optimizer, whose keys are not parameters, is shared; that of parameters is lent for their step.
+        whole_state = {key: value for key, value in plain_state(optimizer.state).items() if id(key) not in names}
+        self.part.state = defaultdict(dict, whole_state)
         if self.native:
             setattr(self.part, *gil_free_op(optimizer))
 
@@ -68,20 +81,21 @@ class HostOptimizer:
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
         return not _is_elementwise(self.optimizer) or any(hooks)
 
-    def step_whole(self, gradients: Mapping[str, Tensor], follow: Callable[[], None]) -> None:
+    def step_whole(self, gradients: Mapping[str, Tensor], sync_weights: Callable[[], None]) -> None:
         """Call the optimizer's own `step`, hooks included, with `gradients`.
 
-        `follow` copies masters to weights right after it, before hooks and overriding steps may use the weights.
+        `sync_weights` copies masters to weights. It is called right after the optimizer's arithmetic, as the first of the
+        optimizer's post hooks, since the user's hooks and an overriding `step` may read the weights.
         """
-        followed = False
+        synced = False
 
-        def follow_once(*_: Any) -> None:
-            nonlocal followed
-            if not followed:
-                followed = True
-                follow()
+        def sync_once(*_: Any) -> None:
+            nonlocal synced
+            if not synced:
+                synced = True
+                sync_weights()
 
-        hook = self.optimizer.register_step_post_hook(follow_once)
+        hook = self.optimizer.register_step_post_hook(sync_once)
         self.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
         with bypass_hooks():
             for name, gradient in gradients.items():
@@ -90,13 +104,14 @@ class HostOptimizer:
             type(self.optimizer).step(self.optimizer)
         finally:
             hook.remove()
-            follow_once()
+            sync_once()
             with bypass_hooks():
                 for name in gradients:
                     self._masters[name].grad = None
 
     @property
     def trained(self) -> Iterable[str]:
+        """Names of the parameters that the optimizer has."""
         return self._group_of
 
     @property
@@ -104,16 +119,19 @@ class HostOptimizer:
         return sum(self.trained_numels())
 
     def trained_numels(self) -> list[int]:
-        """Return the elements of each parameter that it trains."""
+        """Return the number of elements of each trained parameter."""
         return [self._masters[name].numel() for name in self.trained]
 
     def trains(self, name: str) -> bool:
+        """Return whether the optimizer has the parameter `name`."""
         return name in self._group_of
 
     def group_of(self, name: str) -> int:
+        """Return the index of the parameter group that `name` is in."""
         return self._group_of[name]
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the parameters in each parameter group."""
         return tuple(tuple(self._names[id(p)] for p in group["params"]) for group in self.optimizer.param_groups)
 
     def watch_state(self, sync: Callable[[Iterable[str]], None]) -> None:
@@ -129,6 +147,7 @@ class HostOptimizer:
         self.optimizer.state = SyncedState(plain_state(self.optimizer.state), sync_key)  # type: ignore[assignment]
 
     def unwatch_state(self) -> None:
+        """Give the user's optimizer its plain state back."""
         self._sync = None
         self.optimizer.state = plain_state(self.optimizer.state)  # type: ignore[assignment]
 
@@ -137,12 +156,12 @@ class HostOptimizer:
         for group in self.optimizer.param_groups:
             group["params"] = [parameters[self._names[id(p)]] if id(p) in self._names else p for p in group["params"]]
         state = plain_state(self.optimizer.state)
-        for name in self._stepped:
+        for name in self._private:
             if self._masters[name] in state:
                 state[parameters[name]] = state.pop(self._masters[name])
 
     def watch_replaced_state(self) -> bool:
-        """Return whether the user's optimizer has got another state (load_state_dict), and watch that."""
+        """Watch the state again if `load_state_dict` has replaced it; return whether it has."""
         if self._sync is None or isinstance(cast(Any, self.optimizer.state), SyncedState):
             return False
         self.watch_state(self._sync)
@@ -177,53 +196,60 @@ class HostOptimizer:
             )
 
     def step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
-        """Step the masters of `gradients` (of the masters' dtype, host) once."""
-        with bypass_hooks():
-            self._step(gradients, hyper)
-
-    def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
+        """Step the masters of `gradients` once; gradients are on the host, in the masters' dtype."""
         trained = {name: gradient for name, gradient in gradients.items() if name in self._group_of}
-        known = plain_state(self.optimizer.state)  # read each time: load_state_dict replaces it
-        stepped = {name: self._parameter_to_step(name) for name in trained}
-        for name, parameter in stepped.items():
-            self.part.state.pop(parameter, None)
-            if self._masters[name] in known:
-                self.part.state[parameter] = known[self._masters[name]]
-        self.step_part(self.part, stepped, trained, hyper)
-        for name, parameter in stepped.items():
-            if parameter in self.part.state:
-                known[self._masters[name]] = self.part.state[parameter]
+        all_state = plain_state(self.optimizer.state)  # read each time: load_state_dict replaces it
+        with bypass_hooks():
+            parameters = {name: self._parameter_to_step(name) for name in trained}
+            for name, parameter in parameters.items():
+                self.part.state.pop(parameter, None)
+                if self._masters[name] in all_state:
+                    self.part.state[parameter] = all_state[self._masters[name]]
+            with self.filled(self.part, parameters, trained, hyper):
+                self.part.step()
+            for name, parameter in parameters.items():
+                if parameter in self.part.state:
+                    all_state[self._masters[name]] = self.part.state[parameter]
 
     def _parameter_to_step(self, name: str) -> nn.Parameter:
-        stepped = self._stepped.get(name)
-        if stepped is None:
+        private = self._private.get(name)
+        if private is None:
             return self._masters[name]
-        stepped.data = self._masters[name].detach()
-        return stepped
+        private.data = self._masters[name].detach()
+        return private
 
-    def step_part(
+    @contextmanager
+    def filled(
         self,
         part: torch.optim.Optimizer,
         parameters: Mapping[str, nn.Parameter],
         gradients: Mapping[str, Tensor],
         hyper: Hyper,
-    ) -> None:
-        """Step those of `parameters` that have a gradient once, by `part`, whose groups are empty between steps."""
-        chosen: list[list[nn.Parameter]] = [[] for _ in hyper]
+    ) -> Iterator[None]:
+        """Fill the parameter groups of `part` with those of `parameters` that have a gradient, while open.
+
+        Call `part.step()` in the context. Before and after it, a partial optimizer has no parameters.
+        """
+        row = native_of(part)
+        members: list[list[nn.Parameter]] = [[] for _ in hyper]
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
-            chosen[self._group_of[name]].append(parameters[name])
-        groups, row = zip(hyper, chosen, strict=True), native_of(part)
-        part.param_groups = [{**values, "params": members} for values, members in groups if members]
+            members[self._group_of[name]].append(parameters[name])
+        groups = []
+        for values, group_members in zip(hyper, members, strict=True):
+            if group_members:
+                groups.append({**values, "params": group_members})
+        part.param_groups = groups
         try:
             with nullcontext() if row is None else self._lock:
-                type(part).step(part)
+                yield
         finally:
             part.param_groups = []
             for name in gradients:
                 parameters[name].grad = None
         if row is not None:  # DeepSpeed's Lion makes a state that it never uses
-            for state in (part.state[parameters[name]] for name in gradients):
+            for name in gradients:
+                state = part.state[parameters[name]]
                 for key in state.keys() - {"step", *row.keeps}:
                     del state[key]
 
@@ -238,23 +264,24 @@ class HostOptimizer:
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """The dtype of the parameters that it steps, and of the gradients that it takes."""
+        """The dtype of the masters, and of the gradients that `step` takes."""
         return next((master.dtype for master in self._masters.values()), torch.float32)
 
     @property
     def state_dtype(self) -> torch.dtype | None:
-        """The dtype of state that DeepSpeed's optimizers keep for each number; None: the optimizer's own affair."""
+        """The dtype of the state of one of DeepSpeed's optimizers; None: another optimizer, which chooses it by itself."""
         if not self.native:
             return None
         return torch.float32 if getattr(self.optimizer, "fp32_optimizer_states", True) else self.master_dtype
 
     moved_bytes = 0.0
-    """Bytes of each element that an update moves to and from a disk."""
+    """Bytes that an update moves to and from a disk, for each element of a parameter."""
 
     def close(self) -> None:
-        """Release what it holds beside its optimizer's state."""
+        """End threads and close files, if there are any; the optimizer's state stays."""
 
     def state_bytes(self) -> int:
+        """Return the bytes of host memory that the optimizer's state takes now."""
         states = list(plain_state(self.optimizer.state).values())
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 

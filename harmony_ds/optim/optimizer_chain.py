@@ -201,14 +201,12 @@ class HostOptimizerChain(HostOptimizer):
         self.optimizer.follow_parts()
         return tuple(values for part in self._parts for values in part.hyper())
 
-    def _step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
-        for part, own in zip(self._parts, self._split(hyper), strict=True):
-            part._step({name: gradient for name, gradient in gradients.items() if part.trains(name)}, own)
-
-    def _split(self, hyper: Hyper) -> Iterator[Hyper]:
-        begin = 0
-        for count in self._counts:
-            yield hyper[begin : begin + count]
+    def step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
+        """Step the masters of `gradients` once, each by the optimizer that has it."""
+        begin = 0  # of an optimizer's parameter groups among all
+        for part, count in zip(self._parts, self._counts, strict=True):
+            own = {name: gradient for name, gradient in gradients.items() if part.trains(name)}
+            part.step(own, hyper[begin : begin + count])
             begin += count
 
     def scratch_optimizer(self, master: nn.Parameter) -> torch.optim.Optimizer:

@@ -321,18 +321,18 @@ class ResidentPacks(GradientSums):
         copy = next(copy for copy in reversed(self._packs) if name in copy.leaves)
         self._residency.add_gradient(copy, name, gradient)
 
-    def take_gradients(self) -> dict[str, Tensor]:
-        """Remove all gradients that wait here, and return copies of them on the host."""
-        taken = self.copies_of(self._weights)
+    def pop_all(self) -> dict[str, Tensor]:
+        """Remove all gradients and their norms, and return copies of the gradients on the host."""
+        copies = self.copies_of(self._weights)
         self.clear_gradients()
-        return taken
+        return copies
 
-    def take_norms(self) -> Callable[[], Mapping[str, Tensor]]:
+    def send_norms(self) -> Callable[[], Mapping[str, Tensor]]:
         """Send all norms taken so far to the host; return a function that waits for them, for any thread."""
         names = tuple(self.norms)
         if not names:
             return dict
-        buffer = self._norm_buffers.take(self, len(names) * torch.float32.itemsize)
+        buffer = self._norm_buffers.acquire(self, len(names) * torch.float32.itemsize)
         host = buffer.tensor(torch.Size((len(names),)), (1,), torch.float32)
         host.copy_(torch.stack(list(self.norms.values())), non_blocking=True)
         self._ledger.book_out(TrafficKind.RESIDENT, host.numel() * host.element_size())

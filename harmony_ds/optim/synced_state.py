@@ -1,4 +1,4 @@
-"""An optimizer's `state` for its user, brought up to date before it is read, since parts of it are on the device."""
+"""The optimizer's `state` as the user sees it: synchronized with the device and with pending updates before each access."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections import UserDict
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-State = MutableMapping[Any, Any]
-"""By parameter: a dictionary of its moments, counters and so on."""
+OptimizerState = MutableMapping[Any, Any]
+"""`optimizer.state`: for each parameter, a dictionary of its moments, step counters and so on."""
 
 
 class SyncedState(UserDict[Any, Any]):
-    """Mapping that calls `sync` before `plain`, the state itself, is read or written. Copies are plain."""
+    """Wrapper of an optimizer's state that calls `sync` before each read or write. Its copies are plain dictionaries.
 
-    def __init__(self, state: State, sync: Callable[[Any], None]) -> None:
-        """`sync` takes the key of what is wanted; None: everything."""
+    Attributes:
+        plain: the state itself.
+    """
+
+    def __init__(self, state: OptimizerState, sync: Callable[[Any], None]) -> None:
+        """`sync` is called with the parameter whose state is accessed; None: all of them."""
         self.plain = state
         self._sync = sync
 
@@ -41,6 +45,6 @@ class SyncedState(UserDict[Any, Any]):
         return made
 
 
-def plain_state(state: State) -> State:
+def plain_state(state: OptimizerState) -> OptimizerState:
     """Return `state` without its wrapper."""
     return state.plain if isinstance(state, SyncedState) else state

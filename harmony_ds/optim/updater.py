@@ -1,9 +1,24 @@
-"""The update thread: waits for gradients, measures and clips them, steps the optimizer and casts the weights.
+"""The update thread: it waits for gradients, measures and clips them, steps the optimizer and casts weights.
 
-    immediate   update(p) is queued after the swap-out of p; of several in the queue, the pack needed first is first
-    deferred    measure(p) is queued after every swap-out, norm() once, then update(p) in forward order
+The engine's thread queues jobs; this thread runs them in the order of step and priority:
 
-`wait` returns when a pack's weights are updated. An error on the thread is raised as itself in the next caller.
+    engine's thread      update thread
+    deposit(transfer)    keep the gradients, which are on their way; add up those of a parameter that has several
+    measure(names)       compute their norms (only with clipping)
+    norm(clipping)       sum up the norms: the factor of all gradients (only with clipping, once a step)
+    update(pack, ...)    wait for the gradients, scale them, step the optimizer, copy masters to weights
+    wait(pack)           (the engine's thread blocks until that is done)
+
+Without clipping, update(pack) is queued right after the deposit of its gradients, and of several updates in the queue the
+pack that is needed first is updated first. With clipping, every pack's gradients are deposited and measured, norm() is
+queued once, then the updates in forward order.
+
+From the handler of an UPDATE task to the compiled step there are six frames:
+
+    engine's thread    Updates.update -> Updater.update, which queues a job
+    update thread      Updater._work -> Updater._update -> HostOptimizer.step -> (DeepSpeed's step) -> GilFreeOp.update
+
+An error on the thread ends it, and is raised as itself in the next call of the engine's thread.
 """
 
 from __future__ import annotations
@@ -16,7 +31,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,18 +43,20 @@ from harmony_ds.offload.host_store import HostStore, bypass_hooks
 from harmony_ds.optim.cores import set_threads
 from harmony_ds.optim.host_optimizer import HostOptimizer, Hyper
 
-_FIRST = -1  # the priority of jobs that are no updates
+_FIRST = -1
+"""Priority of jobs that are no updates. That of an update is its pack's: the number of the pack that needs it first."""
 _LAST = 2**31
+"""Priority of the norm that follows all updates of its step."""
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """Treatment of gradients before they are used.
+    """How gradients are scaled before an update.
 
     Attributes:
         max_norm: clip to this global norm (0: not at all).
-        loss_scale: factor of the losses.
+        loss_scale: factor of the losses, by which gradients are divided.
         skip_overflow: skip the update if any gradient is inf or NaN.
     """
 
@@ -49,15 +67,21 @@ class Clipping:
 
 @dataclass(frozen=True, slots=True)
 class GradientNorm:
-    """Global norm before clipping, the factor of every gradient, and whether the update is skipped for inf or NaN."""
+    """Global norm of a step's gradients.
+
+    Attributes:
+        total: the norm before clipping.
+        coefficient: factor of every gradient (0-dim); None: they are used as they are.
+        overflow: whether the updates are skipped, since a gradient is inf or NaN.
+    """
 
     total: float
     coefficient: Tensor | None
     overflow: bool
 
     @staticmethod
-    def of(total: Tensor, clipping: Clipping) -> GradientNorm:
-        """Return the norm for `clipping`; `total`: the norm of the gradients, which may be scaled."""
+    def from_total(total: Tensor, clipping: Clipping) -> GradientNorm:
+        """Return the norm and the factor for `clipping`; `total`: the norm, with the loss scale still in it."""
         if clipping.loss_scale != 1.0:
             total = total / clipping.loss_scale
         coefficient: Tensor | None = None
@@ -70,7 +94,7 @@ class GradientNorm:
 
 
 class PendingNorm(Future[GradientNorm]):
-    """A norm whose `result` waits for the parts of other processes."""
+    """Promise of a norm for reports, whose `result` waits for the parts of other processes, too."""
 
     def __init__(self, posted: Future[Callable[[], Tensor]]) -> None:
         super().__init__()
@@ -79,7 +103,7 @@ class PendingNorm(Future[GradientNorm]):
 
     def result(self, timeout: float | None = None) -> GradientNorm:
         if self._known is None:
-            self._known = GradientNorm.of(self._posted.result(timeout)(), Clipping())
+            self._known = GradientNorm.from_total(self._posted.result(timeout)(), Clipping())
         return self._known
 
     def done(self) -> bool:
@@ -87,6 +111,24 @@ class PendingNorm(Future[GradientNorm]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return self._posted.exception(timeout)
+
+
+@dataclass(order=True, slots=True)
+class _Job:
+    """Work for the update thread; jobs are run in the order of their first three fields.
+
+    Attributes:
+        step: number of the step that queued it.
+        number: of all jobs, in the order of queueing.
+        run: does the work.
+        result: promise of what `run` returns.
+    """
+
+    step: int
+    priority: int
+    number: int
+    run: Callable[[], Any] = field(compare=False)
+    result: Future[Any] = field(compare=False, default_factory=Future)
 
 
 class Updater:
@@ -100,9 +142,11 @@ class Updater:
         timed: Callable[[], AbstractContextManager[object]] = nullcontext,
         threads: int | None = None,
     ) -> None:
-        """Start the thread, with `threads` compute threads (None: torch's). Without an optimizer it has nothing to do.
+        """Start the thread. Without an optimizer it has nothing to do.
 
-        `timed` is called when work is queued, and makes the context that the work, without waits, runs in.
+        Args:
+            timed: called when a job is queued; returns the context that the job's work, without its waiting, is done in.
+            threads: number of compute threads of the update thread (None: torch's).
         """
         self._store = store
         self._optimizer = optimizer
@@ -110,117 +154,92 @@ class Updater:
         self._order = {name: place for place, name in enumerate(store.parameters)}
         self._gradients = gradients
         self._world = gradients.world
-        self._last_names: dict[int, tuple[str, ...]] = {}  # by pack, of its last update
-        self._jobs: list[tuple[int, int, int, Callable[[], Any], Future[Any]]] = []  # the first may be running
-        self._step = 0  # number of steps begun, and of norms of updates: jobs come after those of earlier ones
-        self._counter = itertools.count()
-        self._pending: Counter[int] = Counter()  # updates queued or running, by pack
-        self._updating: Counter[str] = Counter()  # and by parameter
-        self.failure: BaseException | None = None  # that has ended the thread
-        self._raised = False  # whether a caller has got the failure
+        self._last_names: dict[int, tuple[str, ...]] = {}  # pack -> parameters of its last update
+        self._jobs: list[_Job] = []  # a heap; the first may be running
+        self._step = 0  # number of the step that queues jobs now
+        self._job_numbers = itertools.count()
+        self._pending: Counter[int] = Counter()  # pack -> updates that are queued or running
+        self._updating: Counter[str] = Counter()  # parameter -> the same
+        self.failure: BaseException | None = None  # the error that has ended the thread
+        self._raised = False  # whether `failure` has been raised in the engine's thread
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stopping = False
         self.threads = threads
-        self._thread = threading.Thread(target=self._run, name="harmony-update", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="harmony-update", daemon=True)
         self._thread.start()
         if threads is not None:
             before = torch.get_num_threads()
-            self._queue(_FIRST, lambda: set_threads(threads)).result()
-            torch.set_num_threads(before)  # of later threads
+            self._queue(_FIRST, partial(set_threads, threads)).result()
+            torch.set_num_threads(before)  # of threads that are started later
 
     # ---- called by the engine's thread
 
     def begin(self) -> None:
-        """Begin a step, or a part of one: its gradients are handled after the updates that are queued."""
+        """Begin a step, or a part of one: its jobs are run after the updates that are queued."""
         self._step += 1
 
-    def receive(self, transfer: GradientTransfer) -> None:
-        """Keep a transfer for a later `update` of the pack that owns its parameters.
+    def deposit(self, transfer: GradientTransfer) -> None:
+        """Keep a transfer until a later `update` of the pack that owns its parameters.
 
-        A parameter may be in transfers of several packs that share it, and of micro-batches that pass the packs one by
-        one: these are added up as they arrive, so that only the first transfer is kept until the update.
+        Packs that share a parameter each send a gradient of it, and so does each part of a step. These are added up as they
+        arrive, so that only the first transfer is kept until the update.
         """
         self._gradients.received.update(transfer.gradients)
-        work = self._timed()
+        self._queue(_FIRST, partial(self._add, transfer, self._timed()))
 
-        def add() -> None:
-            several = self._gradients.add(transfer)
-            if several:
-                self._gradients.wait_arrived(several)
-                with work:
-                    for name in several:
-                        self._gradients.gradient(name)
-
-        self._queue(_FIRST, add)
-
-    def reduce(self, write: Callable[[], None]) -> None:
-        """Queue `write`, which adds up gradients of several processes, before all updates."""
+    def queue_sum(self, write: Callable[[], None]) -> None:
+        """Queue `write`, which adds up the gradients of several processes, before all updates of the step."""
         self._queue(_FIRST, write)
 
     def measure(self, names: tuple[str, ...]) -> None:
-        """Queue the norms of `names`, whose last transfer has been received."""
-        self._queue_work(names, lambda: self._gradients.measure(names))
+        """Queue the norms of `names`, whose last transfer has been deposited."""
+        self._queue(_FIRST, partial(self._measure, names, self._timed()))
 
     def gradient(self, name: str) -> Tensor | None:
         """Return the gradient of `name` that waits for its update: the tensor itself, in the accumulation dtype."""
-        return self._answer(lambda: self._gradients.gradient(name))
+        return self._ask(partial(self._gradients.gradient, name))
 
     def pop_gradients(self, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Remove the gradients of `names` that wait here, and return copies."""
+        """Remove the gradients of `names` that wait for their update, and return copies."""
+        return self._ask(partial(self._gradients.pop, names))
 
-        def taken() -> dict[str, Tensor]:
-            gradients = self._gradients.copies_of(names)
-            self._gradients.drop_unused(names)
-            return gradients
-
-        return self._answer(taken)
-
-    def drop_gradients(self, names: tuple[str, ...]) -> None:
-        self._answer(lambda: self._gradients.drop_unused(names))
+    def discard_gradients(self, names: tuple[str, ...]) -> None:
+        """Remove the gradients of `names` that wait for their update."""
+        self._ask(partial(self._gradients.discard, names))
 
     def add_norms(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Queue the norms of gradients that are used on the device and not transferred."""
-        self._queue(_FIRST, lambda: self._gradients.norms.update(read()))
+        """Queue the reading, by `read`, of norms of gradients that stay on the device."""
+        self._queue(_FIRST, partial(self._read_norms, read))
 
     def norm(self, clipping: Clipping) -> Future[GradientNorm]:
         """Queue the global norm of all measured gradients."""
-        number = self._world.number_norm()
-        return self._queue_work((), lambda: GradientNorm.of(self._post_norm(number)(), clipping))
+        return self._queue(_FIRST, partial(self._compute_norm, self._world.number_norm(), clipping, self._timed()))
 
     def norm_of_updates(self) -> Future[GradientNorm]:
-        """Queue the global norm of the gradients of all queued updates, after these and before later ones."""
-        number = self._world.number_norm()
-        promised = PendingNorm(self._queue(_LAST, lambda: self._post_norm(number)))
+        """Queue the global norm of the gradients of all queued updates: after these, and before those of later steps."""
+        promised = PendingNorm(self._queue(_LAST, partial(self._post_norm, self._world.number_norm())))
         self._step += 1
         return promised
 
     def update(self, pack: int, names: tuple[str, ...], hyper: Hyper, norm: Future[GradientNorm] | None) -> None:
-        """Queue the update of `names`, the parameters that `pack` owns; with an overflow, their gradients are dropped."""
+        """Queue the update of `names`, the parameters that `pack` owns.
+
+        Args:
+            pack: number of the pack that needs them first: that is waited for, and its place in the queue.
+            hyper: hyper-parameters of this step.
+            norm: of all gradients, if updates wait for it; if it says overflow, the gradients are dropped instead.
+        """
+        assert self._optimizer is not None
+        run = partial(self._update, pack, names, hyper, norm, self._timed(), self._optimizer)
         with self._changed:
+            self._raise_failure()
             self._pending[pack] += 1
             self._updating.update(names)
             self._last_names[pack] = names
-        self._world.issue(names)
-        work, optimizer = self._timed(), self._optimizer
-        assert optimizer is not None
-
-        def update() -> None:
-            coefficient = None if norm is None else norm.result().coefficient
-            overflow = norm is not None and norm.result().overflow
-            self._gradients.wait_arrived(names)
-            with work:
-                if not overflow:
-                    for gradients in self._gradients.for_update(names, coefficient, measured=norm is not None):
-                        optimizer.step(gradients, hyper)
-                        self._store.copy_masters_to_weights(gradients)
-                self._gradients.clear_gradients(names)
-            self._world.updated(names)
-            with self._changed:
-                self._updating.subtract(names)
-                self._pending -= Counter([pack])
-
-        self._queue(pack, update)
+            self._world.issue(names)
+            heapq.heappush(self._jobs, _Job(self._step, pack, next(self._job_numbers), run))
+            self._changed.notify_all()
 
     def is_updating(self, name: str) -> bool:
         """Return whether an update of `name` is pending, so that its `.grad` belongs to that."""
@@ -236,7 +255,7 @@ class Updater:
         """Raise a failure that has not been raised yet."""
         if self.failure is not None and not self._raised:
             with self._changed:
-                self._raise()
+                self._raise_failure()
 
     def wait(self, pack: int) -> None:
         """Wait until `pack` has been updated; raise the failure of the thread as it was raised there."""
@@ -251,12 +270,13 @@ class Updater:
             self._world.wait_updated()
 
     def _wait_for(self, done: Callable[[], bool], fails: bool = True) -> None:
+        """Wait until `done`, or until the thread has failed; `fails`: then raise its failure."""
         if threading.current_thread() is self._thread:
             return
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or done())
             if fails:
-                self._raise()
+                self._raise_failure()
 
     def discard(self) -> None:
         """Drop the gradients of a step that will not be applied. Updates of earlier steps are completed."""
@@ -269,8 +289,8 @@ class Updater:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the calling thread is an engine's or holds the lock of this one, so that it must not wait for it."""
-        own = threading.current_thread().name.startswith("harmony-")  # disk threads, for which updates wait
+        """Whether the calling thread is an engine's own, or holds this lock, so that it must not wait for updates."""
+        own = threading.current_thread().name.startswith("harmony-")  # also threads of disks, for which updates wait
         return own or self._lock._is_owned()  # type: ignore[attr-defined]
 
     def stop(self) -> None:
@@ -280,69 +300,103 @@ class Updater:
             self._changed.notify_all()
         self._thread.join()
 
-    def _raise(self) -> None:
+    def _raise_failure(self) -> None:
         if self.failure is not None:
             self._raised = True
             raise self.failure
 
-    def _queue(self, priority: int, job: Callable[[], _Result]) -> Future[_Result]:
-        result: Future[_Result] = Future()
+    def _queue(self, priority: int, run: Callable[[], _Result]) -> Future[_Result]:
         with self._changed:
-            self._raise()
-            heapq.heappush(self._jobs, (self._step, priority, next(self._counter), job, result))
+            self._raise_failure()
+            job = _Job(self._step, priority, next(self._job_numbers), run)
+            heapq.heappush(self._jobs, job)
             self._changed.notify_all()
-        return result
+        return job.result
 
-    def _queue_work(self, names: tuple[str, ...], job: Callable[[], _Result]) -> Future[_Result]:
-        """Queue a job that waits for the gradients of `names` and is timed after that."""
-        work = self._timed()
-
-        def run() -> _Result:
-            self._gradients.wait_arrived(names)
-            with work:
-                return job()
-
-        return self._queue(_FIRST, run)
-
-    def _answer(self, job: Callable[[], _Result]) -> _Result:
-        result = self._queue(_FIRST, job)
+    def _ask(self, run: Callable[[], _Result]) -> _Result:
+        """Return the result of a job, once nothing is pending."""
+        result = self._queue(_FIRST, run)
         self.wait_all()
         return result.result()
 
-    # ---- on the thread
+    # ---- on the update thread
 
     @torch.no_grad()
-    def _run(self) -> None:
+    def _work(self) -> None:
         self._gradients.begin_thread()
         with bypass_hooks():
-            while self._run_next():
-                pass
+            while (job := self._next_job()) is not None:
+                try:
+                    result = job.run()
+                except BaseException as failure:  # noqa: BLE001 - raised in the engine's thread
+                    self._fail(failure)
+                    return
+                job.result.set_result(result)
+                with self._changed:
+                    self._jobs.remove(job)
+                    heapq.heapify(self._jobs)
+                    self._changed.notify_all()
+                del job, result  # their tensors are not to be kept while the next job is waited for
 
-    def _run_next(self) -> bool:
-        """Run the next job; return False if the thread is to end."""
+    def _next_job(self) -> _Job | None:
+        """Wait for a job, and return it; it stays in the queue while it runs. None: the thread is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._stopping)
-            if not self._jobs:
-                return False
-            entry = self._jobs[0]
-        *_, job, result = entry
-        try:
-            result.set_result(job())
-        except BaseException as failure:  # noqa: BLE001 - raised in the caller's thread
-            self._world.give_up(f"its background update failed: {failure!r}")
-            with self._changed:
-                self.failure = failure
-                for *_, promised in self._jobs:
-                    promised.set_exception(failure)
-                self._jobs.clear()
-                self._changed.notify_all()
-            self._gradients.stop_waiting()
-            return False
+            return self._jobs[0] if self._jobs else None
+
+    def _fail(self, failure: BaseException) -> None:
+        """Keep `failure` for the engine's thread, and let all promises fail by it."""
+        self._world.give_up(f"its background update failed: {failure!r}")
         with self._changed:
-            self._jobs.remove(entry)
-            heapq.heapify(self._jobs)
+            self.failure = failure
+            for job in self._jobs:
+                job.result.set_exception(failure)
+            self._jobs.clear()
             self._changed.notify_all()
-        return True
+        self._gradients.stop_waiting()
+
+    def _update(
+        self,
+        pack: int,
+        names: tuple[str, ...],
+        hyper: Hyper,
+        norm: Future[GradientNorm] | None,
+        timed: AbstractContextManager[object],
+        optimizer: HostOptimizer,
+    ) -> None:
+        coefficient = None if norm is None else norm.result().coefficient
+        overflow = norm is not None and norm.result().overflow
+        self._gradients.wait_arrived(names)
+        with timed:
+            if not overflow:
+                for gradients in self._gradients.for_update(names, coefficient, measured=norm is not None):
+                    optimizer.step(gradients, hyper)
+                    self._store.copy_masters_to_weights(gradients)
+            self._gradients.clear_gradients(names)
+        self._world.updated(names)
+        with self._changed:
+            self._updating.subtract(names)
+            self._pending -= Counter([pack])
+
+    def _add(self, transfer: GradientTransfer, timed: AbstractContextManager[object]) -> None:
+        several = self._gradients.add(transfer)
+        if several:
+            self._gradients.wait_arrived(several)
+            with timed:
+                for name in several:
+                    self._gradients.gradient(name)  # adds them up
+
+    def _measure(self, names: tuple[str, ...], timed: AbstractContextManager[object]) -> None:
+        self._gradients.wait_arrived(names)
+        with timed:
+            self._gradients.measure(names)
+
+    def _read_norms(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._gradients.norms.update(read())
+
+    def _compute_norm(self, number: int, clipping: Clipping, timed: AbstractContextManager[object]) -> GradientNorm:
+        with timed:
+            return GradientNorm.from_total(self._post_norm(number)(), clipping)
 
     def _post_norm(self, number: int) -> Callable[[], Tensor]:
         """Post this process's part of the norm; return a function that waits for all processes' and returns the norm."""

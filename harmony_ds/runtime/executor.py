@@ -18,7 +18,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from harmony_ds.device.base import HOME, Stream
 from harmony_ds.errors import ModelError, UnsupportedError
@@ -60,8 +60,8 @@ class Executor:
         self.propagated = False
         """Whether the plan that was run last has begun to propagate back."""
         self._told: OnTask | None = None
-        self.gathered = GatheredGradients(runtime, lambda: self._unlayered)
-        self.updates = Updates(runtime, self._copies, self.gathered)
+        self.gathered = GatheredGradients(runtime)
+        self.updates = Updates(runtime, self.gathered)
         self._handlers: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.SWAP_IN: self._swap_in,
             TaskKind.GATHER: self._gather,
@@ -75,7 +75,12 @@ class Executor:
             TaskKind.STASH_IN: lambda task: runtime.stash.swap_in(self._entries(task)),
             TaskKind.MOVE: self._move,
             TaskKind.MOVE_BACK: self._move_back,
-            **self.updates.handlers,
+            TaskKind.REDUCE: self._reduce,
+            TaskKind.SWAP_OUT: self._swap_out,
+            TaskKind.FREE_GRADIENTS: self.updates.free_gradients,
+            TaskKind.NORM: self.updates.norm,
+            TaskKind.UPDATE: self.updates.update,
+            TaskKind.UPDATE_ON_DEVICE: self.updates.update_on_device,
         }
 
     @property
@@ -218,7 +223,7 @@ class Executor:
                     devices[layer].append(pack.device)
             unlayered = [name for pack in plan.packing.always for name in pack.parameters]
             self._buffers = self._runtime.layer_calls.place_buffers(devices, unlayered)
-        self.updates.take(plan)
+        self.updates.load_plan(plan)
 
     @property
     def _unlayered(self) -> list[DeviceCopy]:
@@ -247,7 +252,7 @@ class Executor:
 
     def _gather(self, task: Task) -> None:
         device, copy = self._runtime.device, self._copies[task.pack]
-        if (arrived := copy.take_arrival()) is not None:
+        if (arrived := copy.pop_arrival()) is not None:
             device.wait(Stream.PEER, arrived)
         self._runtime.world.gather(f"pack {task.pack}", device, copy.buffer)
         copy.arrived = device.record(Stream.PEER)
@@ -408,6 +413,22 @@ class Executor:
             return micro_batch.lane
         self._runtime.random.start(micro_batch, micro_batch.seed)
         return micro_batch.start(self._runtime.device, self._runtime.crossings.between_layers)
+
+    # ---- gradients
+
+    def _reduce(self, task: Task) -> None:
+        self.updates.reduce(task, self._copies[task.pack])
+
+    def _swap_out(self, task: Task) -> None:
+        self.updates.swap_out(task, self._copies[task.pack])
+
+    def gathered_gradient(self, name: str) -> Tensor | None:
+        """Return the gradient of `name` that has gathered in this step: the tensor itself; None: there is none."""
+        return self.gathered.find(name, self._unlayered)
+
+    def discard_gathered(self, names: Iterable[str]) -> None:
+        """Drop the gradients of `names` that have gathered in this step."""
+        self.gathered.discard(names, self._unlayered)
 
     # ---- between devices
 

@@ -1,22 +1,29 @@
-"""Gradients once they are made: they leave the device, are reduced, measured, and updated with.
+"""What happens to gradients once a backward pass has made them: they leave the device, are measured, and update weights.
 
-REDUCE      world.reduce, .reduce_on_host     FREE_GRADIENTS     dropping them
-SWAP_OUT    host_gradients.swap_out           UPDATE             updater.update
-NORM        updater.norm                      UPDATE_ON_DEVICE   resident_packs.update
+    REDUCE              add up the gradients of several processes: world.reduce, or gradients.sum_shared
+    SWAP_OUT            copy a pack's gradients to the host: gradients.swap_out, or .copy_to_shared
+    FREE_GRADIENTS      give back the device memory of the copied gradients
+    NORM                compute the norm that all updates wait for: updater.norm
+    UPDATE              update a pack's weights on the host: updater.update
+    UPDATE_ON_DEVICE    update a resident pack's weights on the device: resident_packs.update
+
+Without clipping, a pack's UPDATE comes right after its SWAP_OUT. With clipping, all packs' SWAP_OUTs come first, then NORM,
+then the UPDATEs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from harmony_ds.device.base import Event, Stream
 from harmony_ds.distributed import World
-from harmony_ds.offload.host_gradients import GradientTransfer, PostedGradients
+from harmony_ds.offload.host_gradients import GradientTransfer, SharedGradients
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.optim.host_optimizer import Hyper
 from harmony_ds.optim.updater import Clipping, GradientNorm
@@ -51,135 +58,148 @@ class Outcome:
 
 
 class GatheredGradients:
-    """Keeper of gradients of a step that has run in part, which wait for their update on the host, or on the device."""
+    """The gradients of a step so far, which wait for their update on the host or, those of resident packs, on the device.
 
-    def __init__(self, runtime: Runtime, unlayered: Callable[[], Sequence[DeviceCopy]]) -> None:
-        """Take `unlayered`, which gives the copy of the unlayered parameters while it is on the device."""
+    A step may run in parts; between them the program may read, change and drop what has gathered. The argument `unlayered`
+    is the device copy of the parameters that no layer has, while it is on the device.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._unlayered = unlayered
-        self._moved = False  # to the host, of packs that are updated on the device, since a plan was exchanged
+        self._moved_to_host = False  # whether gradients of resident packs have been moved to the host in this step
 
-    def receive_own(self, names: tuple[str, ...], measure: bool = False) -> None:
-        """Take what the user's own backward passes left on the host parameters `names`.
-
-        Args:
-            measure: takes the norms of their gradients anew if so.
-        """
+    def collect_user_gradients(self, names: tuple[str, ...]) -> bool:
+        """Hand the updater what the user's own backward passes left on `.grad` of `names`; return whether there was any."""
         runtime = self._runtime
-        if own := runtime.user_gradients.pop(names):
-            runtime.world.refuse(f"a loss with {min(own)} in it outside the model's forward (a temperature, a penalty)")
-            # Copies: the program may write into its tensors right after the step.
-            runtime.updater.receive(runtime.gradients.on_host({name: g.clone() for name, g in own.items()}))
-            if measure:
-                runtime.updater.measure(names)
+        own = runtime.user_gradients.pop(names)
+        if not own:
+            return False
+        runtime.world.refuse(f"a loss with {min(own)} in it outside the model's forward (a temperature, a penalty)")
+        # Copies: the program may write into its tensors right after the step.
+        copies = {name: gradient.clone() for name, gradient in own.items()}
+        runtime.updater.deposit(runtime.gradients.wrap(copies))
+        return True
 
     def to_host(self) -> None:
-        """Move the gradients of resident packs to the host, since the packs leave the device."""
+        """Move the gradients of resident packs to the host, before the packs leave the device."""
         runtime = self._runtime
-        kept = runtime.resident_packs.take_gradients()
-        if kept:
-            runtime.updater.receive(runtime.gradients.on_host(kept))
-            runtime.updater.measure(tuple(kept))
-            self._moved = True
+        gradients = runtime.resident_packs.pop_all()
+        if gradients:
+            runtime.updater.deposit(runtime.gradients.wrap(gradients))
+            runtime.updater.measure(tuple(gradients))
+            self._moved_to_host = True
 
     def to_device(self, names: tuple[str, ...]) -> None:
-        """Move gradients of `names`, which are updated on the device, there from the host."""
-        on_host = self._runtime.updater.pop_gradients(names) if self._moved else {}
-        for gradients in (on_host, self._runtime.user_gradients.pop(names)):
-            for name, gradient in gradients.items():
-                self._runtime.resident_packs.add_gradient(name, gradient)
+        """Add gradients of `names`, parameters of a resident pack, that are on the host to those on the device."""
+        runtime = self._runtime
+        if self._moved_to_host:
+            for name, gradient in runtime.updater.pop_gradients(names).items():
+                runtime.resident_packs.add_gradient(name, gradient)
+        for name, gradient in runtime.user_gradients.pop(names).items():
+            runtime.resident_packs.add_gradient(name, gradient)
 
-    def find(self, name: str) -> Tensor | None:
-        """Return the gradient of `name`: the tensor itself."""
-        store = self._runtime.resident_packs
-        if self._moved and store.leaves((name,)):
+    def find(self, name: str, unlayered: Sequence[DeviceCopy]) -> Tensor | None:
+        """Return the gradient of `name`: the tensor itself, on the device or the host; None: there is none."""
+        runtime = self._runtime
+        if self._moved_to_host and runtime.resident_packs.leaves((name,)):
             self.to_device((name,))
-        for copy in self._unlayered():
-            if (found := self._runtime.residency.gradient(copy, name)) is not None:
-                return found
-        found = store.gradient(name)
-        return self._runtime.updater.gradient(name) if found is None else found
+        for copy in unlayered:
+            gradient = runtime.residency.gradient(copy, name)
+            if gradient is not None:
+                return gradient
+        gradient = runtime.resident_packs.gradient(name)
+        return runtime.updater.gradient(name) if gradient is None else gradient
 
-    def drop(self, names: Iterable[str]) -> None:
+    def discard(self, names: Iterable[str], unlayered: Sequence[DeviceCopy]) -> None:
         """Drop the gradients of `names`."""
-        self._runtime.gradients.received.difference_update(names)
-        self._runtime.updater.drop_gradients(tuple(names))
-        self._runtime.resident_packs.clear_gradients(names)
-        for copy in self._unlayered():
+        runtime = self._runtime
+        runtime.gradients.received.difference_update(names)
+        runtime.updater.discard_gradients(tuple(names))
+        runtime.resident_packs.clear_gradients(names)
+        for copy in unlayered:
             for name in names:
-                self._runtime.residency.clear_gradient(copy, name)
+                runtime.residency.clear_gradient(copy, name)
 
-    def used(self) -> None:
-        """End the step."""
-        self._moved = False
+    def finish_step(self) -> None:
+        """Note that the step which has run in parts is over, and its gradients are used."""
+        self._moved_to_host = False
+
+
+@dataclass(frozen=True, slots=True)
+class _CopiesOut:
+    """Gradients on the device while they are copied to the host.
+
+    Attributes:
+        tensors: kept until the compute stream has waited for the copies.
+        arrived: event after the copies.
+    """
+
+    tensors: list[Tensor]
+    arrived: Event
 
 
 class Updates:
-    """Handler of these tasks, and of steps whose gradients are all there.
+    """Handlers of the tasks that use gradients, and the update of a step that no task updates.
 
     Attributes:
-        handlers: by kind of task.
         outcome: of the step that runs.
     """
 
-    def __init__(self, runtime: Runtime, copies: Mapping[int, DeviceCopy], gathered: GatheredGradients) -> None:
-        """Work with `copies`: by pack, what is on the device now."""
+    def __init__(self, runtime: Runtime, gathered: GatheredGradients) -> None:
         self._runtime = runtime
-        self._copies = copies
         self._gathered = gathered
         self._plan = NOTHING
-        self._held_transfers = 0  # of it
-        self._held: int | None = None  # transfers that wait for something else than their update; None: all may
-        self._sends: Counter[int] = Counter()  # pack -> how often its gradients leave in the plan
-        self._to_send: Counter[int] = Counter()  # and are still to leave
-        self._reduced: dict[int, dict[str, Tensor]] = {}  # pack -> this device's pieces of its gradients
-        self._left: dict[int, PostedGradients] = {}  # pack -> its gradients, which are to be reduced on the host
-        self._leaving: dict[int, tuple[list[Tensor], Event]] = {}
+        self._extra_transfers: int | None = None  # that may wait on the host beyond the limit; None: any number
+        self._swap_outs: Counter[int] = Counter()  # pack -> its SWAP_OUT tasks in the plan
+        self._swap_outs_left: Counter[int] = Counter()  # pack -> those that have not been run
+        self._reduced: dict[
+            int, dict[str, Tensor]
+        ] = {}  # pack -> this process's pieces of the mean gradients, on the device
+        self._shared: dict[int, SharedGradients] = {}  # pack -> gradients in shared memory, not summed yet
+        self._copies_out: dict[int, _CopiesOut] = {}  # pack -> gradients that are being copied to the host
         self._hyper: Hyper = ()
         self._clipping: Clipping | None = None
         self.outcome = Outcome()
-        self.handlers: dict[TaskKind, Callable[[Task], None]] = {
-            TaskKind.REDUCE: self._reduce,
-            TaskKind.SWAP_OUT: self._swap_out,
-            TaskKind.FREE_GRADIENTS: lambda task: self._free(task.pack),
-            TaskKind.NORM: self._norm,
-            TaskKind.UPDATE: self._update,
-            TaskKind.UPDATE_ON_DEVICE: self._update_on_device,
-        }
 
-    def take(self, plan: Plan) -> None:
-        """Take `plan`, whose tasks come from now on."""
-        self._plan, self._held_transfers = plan, plan.held_transfers
-        self._sends = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
-        if self._sends:
-            sent = [plan.packs[index] for index in self._sends]
-            if plan.policy.reduce_on_host:
-                world, nbytes = self._runtime.world, max(pack.gradient_bytes for pack in sent)
-                assert isinstance(world, World)
-                world.make_slots(self._runtime.device, plan.policy.gradient_slabs, nbytes)
-            waiting = [pack.piece_bytes(self._runtime.world.local_rank) for pack in sent]
-            self._runtime.gradients.reserve(waiting, self._held_transfers)
+    def load_plan(self, plan: Plan) -> None:
+        """Prepare for the tasks of `plan`: page-lock the buffers that its gradients will need."""
+        runtime = self._runtime
+        self._plan = plan
+        self._swap_outs = Counter(task.pack for task in plan.tasks if task.kind is TaskKind.SWAP_OUT)
+        if not self._swap_outs:
+            return
+        packs = [plan.packs[index] for index in self._swap_outs]
+        if plan.policy.reduce_on_host:
+            assert isinstance(runtime.world, World)
+            largest = max(pack.gradient_bytes for pack in packs)
+            runtime.world.make_slots(runtime.device, plan.policy.gradient_slabs, largest)
+        piece_bytes = [pack.piece_bytes(runtime.world.local_rank) for pack in packs]
+        runtime.gradients.reserve(piece_bytes, plan.held_transfers)
 
     def start(self, hyper: Hyper, clipping: Clipping | None) -> None:
         """Begin to run the plan, with `hyper` for updates; with `clipping`, they wait for the norm of all gradients."""
-        self._hyper, self._clipping, self._to_send = hyper, clipping, self._sends.copy()
-        self._held = self._held_transfers if clipping is None else None
+        self._hyper, self._clipping = hyper, clipping
+        self._swap_outs_left = self._swap_outs.copy()
+        # With clipping, no transfer is released before all gradients have come: a limit would be waited for without end.
+        self._extra_transfers = self._plan.held_transfers if clipping is None else None
         self._runtime.updater.begin()
 
     def promise_norm(self) -> None:
-        """Promise the norm of all gradients, where no update waits for it: when all are made."""
+        """Promise the norm of all gradients for reports, if no update waits for it: it is known after the last update."""
         if self.outcome.norm is None:
-            self._runtime.updater.add_norms(self._runtime.resident_packs.take_norms())
+            self._runtime.updater.add_norms(self._runtime.resident_packs.send_norms())
             self.outcome.norm = self._runtime.updater.norm_of_updates()
 
+    # ---- updates without a task
+
     def step_whole(self, clipping: Clipping) -> None:
-        """Call the optimizer's own `step` over all gradients that have gathered, and have left the device."""
+        """Call the optimizer's own `step` with all gradients that have gathered; they have to be off the device."""
         optimizer, updater, outcome = self._runtime.optimizer, self._runtime.updater, self.outcome
         assert optimizer is not None
         names = tuple(optimizer.trained)
         self._gathered.to_host()
         self._runtime.resident_packs.drop()
-        self._gathered.receive_own(names)
+        self._gathered.collect_user_gradients(names)
         updater.measure(names)
         outcome.norm, outcome.may_skip = updater.norm(clipping), clipping.skip_overflow
         norm = outcome.norm.result()
@@ -189,11 +209,11 @@ class Updates:
         if norm.coefficient is not None:
             for gradient in gradients.values():
                 gradient.mul_(norm.coefficient)
-        outcome.updates_issued = 1  # from here on, it is not known what has been changed
-        optimizer.step_whole(gradients, lambda: self._runtime.copy_masters_to_weights(gradients))
+        outcome.updates_issued = 1  # if it fails from here on, some weights may have been changed
+        optimizer.step_whole(gradients, partial(self._runtime.copy_masters_to_weights, gradients))
 
-    def update_own(self, hyper: Hyper, clipping: Clipping | None) -> None:
-        """Update from what the user's own backward passes left on host parameters, and nothing else."""
+    def update_from_user_gradients(self, hyper: Hyper, clipping: Clipping | None) -> None:
+        """Update from what the user's own backward passes left on `.grad` of host parameters, and nothing else."""
         optimizer, updater = self._runtime.optimizer, self._runtime.updater
         assert optimizer is not None
         if optimizer.steps_whole:
@@ -202,7 +222,7 @@ class Updates:
         names = tuple(optimizer.trained)
         updater.wait_all()
         self._runtime.resident_packs.drop()
-        self._gathered.receive_own(names)
+        self._gathered.collect_user_gradients(names)
         if clipping is not None:
             updater.measure(names)
             self.outcome.norm, self.outcome.may_skip = updater.norm(clipping), clipping.skip_overflow
@@ -212,87 +232,99 @@ class Updates:
         updater.wait_all()
 
     def abandon(self) -> None:
-        """Free what is on its way, after a failure."""
+        """Drop the gradients that are on their way to the host, after a failure.
+
+        Their memory may be reused: the stash has made the compute stream wait for all copies.
+        """
         self._reduced.clear()
-        self._left.clear()
-        self._leaving.clear()  # after their copies: the stash has waited for those
+        self._shared.clear()
+        self._copies_out.clear()
 
-    # ---- handlers
+    # ---- handlers of tasks; `copy` is the pack's device copy
 
-    def _reduce(self, task: Task) -> None:
-        runtime, copy, kind = self._runtime, self._copies[task.pack], f"of pack {task.pack}"
+    def reduce(self, task: Task, copy: DeviceCopy) -> None:
+        """REDUCE: add up a pack's gradients over all processes, on the host or the device."""
+        runtime, kind = self._runtime, f"of pack {task.pack}"
         if self._plan.policy.reduce_on_host:
-            transfer, write = runtime.gradients.reduce_posted(kind, self._left.pop(task.pack), self._held)
-            runtime.updater.reduce(write)
-            self._receive(task, transfer)
+            transfer, write = runtime.gradients.sum_shared(kind, self._shared.pop(task.pack), self._extra_transfers)
+            runtime.updater.queue_sum(write)
+            self._deposit(task, transfer)
         else:
-            residency = runtime.residency
-            self._reduced[task.pack] = runtime.world.reduce(
-                kind, runtime.device, copy.leaves, residency.gradients(copy), residency.accumulation_dtype
-            )
+            gradients, dtype = runtime.residency.gradients(copy), runtime.residency.accumulation_dtype
+            self._reduced[task.pack] = runtime.world.reduce(kind, runtime.device, copy.leaves, gradients, dtype)
         self.outcome.others_update |= self._clipping is None
 
-    def _swap_out(self, task: Task) -> None:
-        runtime, copy = self._runtime, self._copies[task.pack]
+    def swap_out(self, task: Task, copy: DeviceCopy) -> None:
+        """SWAP_OUT: copy a pack's gradients to the host, and have the updater keep them."""
+        runtime = self._runtime
         own = runtime.residency.gradients(copy)
         if self._plan.policy.reduce_on_host:
-            left = self._left[task.pack] = runtime.gradients.post(own, copy.leaves, runtime.updater.raise_failure)
-            self._leaving[task.pack] = [*own.values()], left.arrived
+            shared = runtime.gradients.copy_to_shared(own, copy.leaves, runtime.updater.raise_failure)
+            self._shared[task.pack] = shared
+            self._copies_out[task.pack] = _CopiesOut([*own.values()], shared.arrived)
             return
-        reduced = self._reduced.pop(task.pack, None)
-        gradients, producer = (own, Stream.COMPUTE) if reduced is None else (reduced, Stream.PEER)
+        gradients, made_on = own, Stream.COMPUTE
+        if task.pack in self._reduced:
+            gradients, made_on = self._reduced.pop(task.pack), Stream.PEER
         norms = runtime.gradients.norms_of(gradients)
         pack_bytes = self._plan.packs[task.pack].piece_bytes(runtime.world.local_rank)
-        transfer = runtime.gradients.swap_out(gradients, self._held, producer, norms, pack_bytes)
-        leaving = [*own.values(), *gradients.values(), *([] if norms is None else [norms])]
-        self._leaving[task.pack] = leaving, transfer.arrived
-        self._receive(task, transfer)
+        transfer = runtime.gradients.swap_out(gradients, self._extra_transfers, made_on, norms, pack_bytes)
+        tensors = [*own.values(), *gradients.values()]
+        if norms is not None:
+            tensors.append(norms)
+        self._copies_out[task.pack] = _CopiesOut(tensors, transfer.arrived)
+        self._deposit(task, transfer)
 
-    def _receive(self, task: Task, transfer: GradientTransfer) -> None:
-        """Issue the update with the pack's gradients, which are on their way to the host."""
+    def _deposit(self, task: Task, transfer: GradientTransfer) -> None:
+        """Have the updater keep a transfer; measure a pack's gradients after its last one, if updates wait for the norm."""
         runtime, pack = self._runtime, self._plan.packs[task.pack]
-        runtime.updater.receive(transfer)
-        self._to_send[task.pack] -= 1
-        if not self._to_send[task.pack]:  # the last of theirs that will come
-            self._gathered.receive_own(pack.owned)
+        runtime.updater.deposit(transfer)
+        self._swap_outs_left[task.pack] -= 1
+        if not self._swap_outs_left[task.pack]:
+            self._gathered.collect_user_gradients(pack.owned)
             if self._clipping is not None and pack.owned:
                 runtime.updater.measure(pack.owned)
 
-    def _free(self, pack: int) -> None:
-        _, copied = self._leaving.pop(pack)
-        # Their memory belongs to the compute stream: its next owner there comes after the copy.
-        self._runtime.device.wait(Stream.COMPUTE, copied)
+    def free_gradients(self, task: Task) -> None:
+        """FREE_GRADIENTS: drop the device tensors of a pack's gradients, which have been copied to the host."""
+        copies = self._copies_out.pop(task.pack)
+        # The tensors belong to the compute stream, which may reuse their memory only after the copies.
+        self._runtime.device.wait(Stream.COMPUTE, copies.arrived)
 
-    def _norm(self, task: Task) -> None:
+    def norm(self, task: Task) -> None:
+        """NORM: compute the norm of all gradients, of which the updates wait; the caller goes on at once."""
         assert self._clipping is not None
-        store, updater = self._runtime.resident_packs, self._runtime.updater
+        resident_packs, updater = self._runtime.resident_packs, self._runtime.updater
         for pack in self._plan.packs:
             if pack.index in self._plan.policy.resident:
                 self._gathered.to_device(pack.owned)
-                store.measure(pack.owned)
-            else:  # after the backward pass of the step's last part
-                self._gathered.receive_own(pack.owned, measure=True)
-        updater.add_norms(store.take_norms())
+                resident_packs.measure(pack.owned)
+            elif self._gathered.collect_user_gradients(pack.owned):  # made since the pack's last swap-out
+                updater.measure(pack.owned)
+        updater.add_norms(resident_packs.send_norms())
         self._runtime.world.agree("norm")  # from here on, weights change
         self.outcome.others_update = self._runtime.world.size > 1
-        # Not waited for: gradients are still on their way to the host, and the caller goes on.
         self.outcome.norm, self.outcome.may_skip = updater.norm(self._clipping), self._clipping.skip_overflow
 
-    def _update(self, task: Task) -> None:
+    def update(self, task: Task) -> None:
+        """UPDATE: queue the update of the parameters that a pack owns, on the update thread."""
         pack = self._plan.packs[task.pack]
         if task.pack == self._plan.packing.uncalled and self.outcome.norm is None:
-            self._gathered.receive_own(pack.owned)
+            self._gathered.collect_user_gradients(pack.owned)  # no SWAP_OUT of this pack has done it
         self.outcome.updates_issued += 1
         self._runtime.updater.update(pack.needed_at, pack.owned, self._hyper, self.outcome.norm)
 
-    def _update_on_device(self, task: Task) -> None:
+    def update_on_device(self, task: Task) -> None:
+        """UPDATE_ON_DEVICE: update the parameters that a resident pack owns, on the device."""
+        owned, resident_packs = self._plan.packs[task.pack].owned, self._runtime.resident_packs
         if self.outcome.overflow:
-            self._runtime.resident_packs.clear_gradients(self._plan.packs[task.pack].owned)
+            resident_packs.clear_gradients(owned)
             return
         self.outcome.updates_issued += 1
-        norm, owned = self.outcome.norm, self._plan.packs[task.pack].owned
-        coefficient = None if norm is None else norm.result().coefficient
-        if norm is None:
+        coefficient = None
+        if self.outcome.norm is None:
             self._gathered.to_device(owned)
+        else:
+            coefficient = self.outcome.norm.result().coefficient
         self._runtime.timeline.computes()
-        self._runtime.resident_packs.update(owned, self._hyper, coefficient, measured=norm is not None)
+        resident_packs.update(owned, self._hyper, coefficient, measured=self.outcome.norm is not None)

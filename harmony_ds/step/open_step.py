@@ -269,7 +269,7 @@ class OpenStep:
         """Use `value` in the place of the gradient that has gathered for `name`."""
         self.gradients.used.discard(name)
         if self.propagate():
-            self._runner.executor.gathered.drop((name,))
+            self._runner.executor.discard_gathered((name,))
         if value is not None:
             self.finish()  # a pending update would take it
         self._state.runtime.user_gradients.put(name, value)

@@ -202,7 +202,7 @@ class Runner:
                 self.executor.updates.step_whole(clipping)
             else:
                 self.executor.run(end, (), hyper, clipping)
-        self.executor.gathered.used()
+        self.executor.gathered.finish_step()
 
     @property
     def steps_whole(self) -> bool:
@@ -216,7 +216,7 @@ class Runner:
         if optimizer is None or not self.runtime.user_gradients.exist(optimizer.trained):
             return False
         with self._recovering(()):
-            self.executor.updates.update_own(hyper, clipping)
+            self.executor.updates.update_from_user_gradients(hyper, clipping)
         return True
 
     def _check_can_run(self, micro_batches: Sequence[MicroBatch]) -> None:

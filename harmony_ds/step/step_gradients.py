@@ -20,7 +20,7 @@ class StepGradients:
 
     def __init__(self, state: EngineState, scaler: LossScaler) -> None:
         self._store, self._optimizer = state.store, state.host_optimizer
-        self._gathered = state.runner.executor.gathered
+        self._executor = state.runner.executor
         self._own, self._updater = state.runtime.user_gradients, state.runtime.updater
         self._sums = (state.runtime.gradients, state.runtime.resident_packs)
         self._scaler = scaler
@@ -41,7 +41,7 @@ class StepGradients:
         return total
 
     def _show(self, name: str) -> Tensor | None:
-        gradient = self._gathered.find(name)
+        gradient = self._executor.gathered_gradient(name)
         if gradient is not None and name not in self._shown:
             self._shown.add(name)
             if self._scaler.scale != 1.0:
@@ -52,7 +52,7 @@ class StepGradients:
     def hide(self) -> None:
         """Scale those that were shown again, before others are added to them or they are used."""
         for name in self._shown if self._scaler.scale != 1.0 else ():
-            gradient = self._gathered.find(name)
+            gradient = self._executor.gathered_gradient(name)
             if gradient is not None:
                 gradient.mul_(self._scaler.scale)
         if self._shown:
@@ -62,7 +62,7 @@ class StepGradients:
     def drop(self, gathered: bool) -> None:
         """Drop all; `gathered`: some wait for their update."""
         if gathered:
-            self._gathered.drop(self._store.parameters)
+            self._executor.discard_gathered(self._store.parameters)
         self._own.pop(self._store.parameters)
 
     def finish_step(self, by_hand: bool) -> None:

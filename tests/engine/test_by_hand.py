@@ -315,16 +315,16 @@ def test_a_gradient_that_waits_for_its_update_is_not_shown_as_the_next_steps(mon
     monkeypatch.setattr(HostGradients, "gradient", show)
     with engine_for(model, sgd, config_of(1, 0.5, {"pack_layers": 1})) as engine:
         updater = updater_of(engine)
-        run_next = updater._run_next
+        next_job = updater._next_job
 
-        def run_late() -> bool:
+        def next_job_late() -> Any:
             """Come to the last update when there is something else to do."""
             with updater._changed:
                 if [name for name, count in updater._updating.items() if count] == ["spare.weight"]:
                     updater._changed.wait_for(lambda: len(updater._jobs) > 1 or shown.is_set(), 60)
-            return run_next()
+            return next_job()
 
-        monkeypatch.setattr(updater, "_run_next", run_late)
+        monkeypatch.setattr(updater, "_next_job", next_job_late)
         engine.backward(engine(*batch(0)) + 3.0 * model.spare.weight.sum())
         engine.step()
         reads.set()

@@ -33,7 +33,7 @@ class CountingDevice(CpuDevice):
 
 def step(buffers: HostBuffers, device: CountingDevice, sizes: list[int]) -> None:
     users = [BufferUser() for _ in sizes]
-    taken = [buffers.take(user, size) for user, size in zip(users, sizes, strict=True)]
+    taken = [buffers.acquire(user, size) for user, size in zip(users, sizes, strict=True)]
     for buffer in taken:
         buffers.release(buffer, device.record(Stream.SWAP_IN))
 
@@ -72,7 +72,7 @@ def test_reserving_follows_the_sizes_and_keeps_buffers_in_use() -> None:
     buffers = HostBuffers(device, exact=True)
     buffers.reserve([64, 64])
     user = BufferUser()
-    used = buffers.take(user, 64)
+    used = buffers.acquire(user, 64)
     buffers.reserve([64, 16])
     buffers.reserve([64, 16])
     assert (device.made, device.locked) == (3, 80)
@@ -87,12 +87,12 @@ def test_the_buffer_of_a_dropped_user_is_reused() -> None:
 
     def fail() -> None:
         user = BufferUser()
-        buffers.take(user, 64)
+        buffers.acquire(user, 64)
 
     fail()
     step(buffers, device, [64])
     assert (device.made, device.locked) == (1, 64)
     user = BufferUser()
-    buffers.take(user, 32)  # in use until the end
+    buffers.acquire(user, 32)  # in use until the end
     buffers.destroy()
     assert device.locked == buffers.nbytes == 0

@@ -55,7 +55,7 @@ class UpdaterSetup:
 
     def deliver(self, pack: int, gradients: dict[str, Tensor]) -> None:
         mine = {name: gradients[name] for name in PACKS[pack] if name in gradients}
-        self.updater.receive(self.gradients.swap_out(mine, extra=0))
+        self.updater.deposit(self.gradients.swap_out(mine, extra=0))
 
     def update(self, pack: int, norm: Any = None) -> None:
         self.updater.update(pack, PACKS[pack], self.optimizer.hyper(), norm)
@@ -147,7 +147,7 @@ def test_gradients_that_come_during_a_sum_are_waited_for_before_they_are_added()
     with bench() as b:
 
         def receive(gradient: Tensor, arrive: Callable[[], object] = lambda: None) -> None:
-            b.updater.receive(GradientTransfer({"1.bias": gradient}, Arrival(arrive), None))
+            b.updater.deposit(GradientTransfer({"1.bias": gradient}, Arrival(arrive), None))
 
         first = torch.ones(6).as_subclass(Summand)
         first.meanwhile = lambda: receive(late, lambda: late.fill_(4.0))
@@ -351,6 +351,6 @@ def test_the_number_of_threads_is_that_of_the_update_thread_alone() -> None:
     gradients = HostGradients(one.device, Ledger(), torch.float32, None, optimizer.trains)
     with computing_with(3):
         updater = Updater(one.store, optimizer, gradients, threads=2)
-        counts = [updater._answer(torch.get_num_threads), torch.get_num_threads(), seen_on_another_thread()]
+        counts = [updater._ask(torch.get_num_threads), torch.get_num_threads(), seen_on_another_thread()]
         updater.stop()
     assert counts == [2, 3, 3]

@@ -87,7 +87,7 @@ class Comparison:
         self._same(self.beside.updater.pop_gradients(PACKS[pack]), self.in_turn.take(pack))
 
     def drop(self, pack: int, _: int) -> None:
-        self.beside.updater.drop_gradients(PACKS[pack])
+        self.beside.updater.discard_gradients(PACKS[pack])
         self.in_turn.take(pack)
 
     def discard(self, _: int, __: int) -> None:

@@ -146,7 +146,7 @@ def test_threads_have_the_engines_device_as_their_current_one(tmp_path: Path) ->
     with engine_for(nn.Sequential(nn.Linear(8, 8)), adamw, config, device=SimDevice(index=1)) as engine:
         weights = engine._state.store.disk_weights
         assert weights is not None
-        assert engine._state.runtime.updater._answer(index) == weights._reader.submit(index).result() == 1
+        assert engine._state.runtime.updater._ask(index) == weights._reader.submit(index).result() == 1
     assert index() == 0
 
 
