@@ -1,10 +1,20 @@
-"""The interface of devices.
+"""The interface of devices: memory, streams of work, and the events that order them.
 
-A `Device` owns six streams: COMPUTE, SWAP_IN (host to device), SWAP_OUT (device to host), UPLOAD (inputs to the device,
-which are to wait neither for kernels nor for weights that are prefetched), PEER (between devices) and DISK (weights that a
-thread reads from a disk to the device; it allocates nothing).
-Work is *issued* on a stream and *ordered* by events; the host waits for a device only through `Event.synchronize`.
-Where no allocator counts memory (the CPU device), every byte is reported through `charge` and `discharge`.
+Work is issued on a stream, and the work of one stream runs in order. Across streams only events give an order: `record`
+marks a point of a stream, and `wait` lets another stream wait for it. The host waits only by `Event.synchronize`.
+
+    SWAP_IN     weights 1   weights 2           weights 3, in the memory of pack 1
+                         (a)         (a)       (b)
+    COMPUTE                 pack 1      pack 2     pack 3
+                                 (c)       (d)
+    SWAP_OUT                        gradients 1
+
+    (a) a pack's layers wait for its weights
+    (b) a swap-in waits for the layers of the evicted pack, whose memory it fills
+    (c) a swap-out waits for the backward pass that makes the gradients
+    (d) compute waits for the swap-out before it reuses the memory of the gradients
+
+Where no allocator counts memory (the CPU device), every byte is reported by `charge` and `discharge`.
 """
 
 from __future__ import annotations
@@ -24,16 +34,22 @@ from torch import Tensor
 class Stream(Enum):
     """Streams of a device; the work of each runs in order."""
 
+    # Layer calls, and updates on the device: the stream that the user's code runs on.
     COMPUTE = "compute"
+    # Weights and stashes, from the host to the device: beside compute, so that packs are prefetched.
     SWAP_IN = "swap_in"
+    # Gradients and stashes, from the device to the host: a link moves both directions at once, each on its stream.
     SWAP_OUT = "swap_out"
+    # Inputs of micro-batches: they are to wait neither for kernels nor for weights that are prefetched.
     UPLOAD = "upload"
+    # Tensors between devices, and collectives: another device's work is not to hold up this one's swaps.
     PEER = "peer"
+    # Weights that a thread reads from a disk: they come when the disk has read them. Allocates no memory.
     DISK = "disk"
 
 
 class Event(Protocol):
-    """A point in a stream's order."""
+    """A point in a stream's order, made by `Device.record`."""
 
     def synchronize(self) -> None:
         """Block the calling host thread until the device has passed this point."""
@@ -43,7 +59,7 @@ class Event(Protocol):
 
 
 class MemoryProbe(Protocol):
-    """Bytes of device memory alive now, and the most since the last `reset_peak`; used while a model is being measured."""
+    """Counter of device memory: bytes alive now, and the most since `reset_peak`; for the measuring of a model."""
 
     def allocated_bytes(self) -> int: ...
 
@@ -53,49 +69,55 @@ class MemoryProbe(Protocol):
 
 
 Timestamp = object
-"""The time of a point in a stream, to be read later by the device that made it."""
+"""The time of a point in a stream, which the device that made it reads later (`read_timestamps`)."""
 
 StreamContext = AbstractContextManager[object]
 TakeTimestamp = Callable[[Stream], Timestamp]
 Watch = Callable[[TakeTimestamp, Stream, StreamContext], StreamContext]
 
 HOME = 0
-"""Number of the device, of those of one process, that has inputs, unlayered parameters and other shared tensors."""
+"""Number of the device that inputs, unlayered parameters and losses are on, where one process drives several."""
 
 
 class Device(ABC):
-    """Buffers, copies, streams, events, random state, memory limit and peak of one device."""
+    """Interface of a device: buffers, copies, streams, events, random state, memory limit and peak."""
 
     name: str
     torch_device: torch.device
     model = "CPU"
-    """The product name: one plan is made for devices of one model."""
+    """The product name. One plan is made for several devices only if they are of one model."""
     budget_bytes: int | None
+    """The most bytes that training may use; None: unlimited."""
     copies_overlap: bool
-    """Whether copies run in parallel to compute, or on the thread that computes."""
+    """Whether copies run beside compute; if not, they run on the thread that computes."""
     host_type = "cpu"
-    """Torch's device type of host memory."""
+    """Torch's device type of host memory; another one only where nothing has values."""
     pins_host = False
     """Whether `host_empty` page-locks."""
     has_values = True
-    """Whether tensors have contents. Where they have none, equal calls take equal time."""
+    """Whether tensors have contents; if not, equal calls take equal time."""
     number = 0
-    """The number of the current device, of `count` that one process drives."""
+    """Number of the current device among the `count` that this process drives."""
     count = 1
     _watch: Callable[[Stream, StreamContext], StreamContext] | None = None
 
     def current_member(self) -> Device:
-        """Return the current device of a group; another one returns itself."""
+        """Return the current device of a group; a single device returns itself."""
         return self
 
     @property
     def optimizer_device(self) -> torch.device:
-        """The device whose kernels optimizers use."""
+        """The torch device whose kernels optimizers would use."""
         return self.torch_device
 
     @contextmanager
     def watching_copies(self, watch: Watch, take: TakeTimestamp | None = None) -> Iterator[None]:
-        """Wrap every context of `on` in `watch` while open; `take`: what takes its timestamps (None: `timestamp`)."""
+        """Wrap every context that `on` returns in `watch`, while open.
+
+        Args:
+            watch: is given the function for timestamps, the stream and the context; returns another context.
+            take: the function for timestamps (None: `timestamp`).
+        """
         self._watch = partial(watch, take or self.timestamp)
         try:
             yield
@@ -104,11 +126,12 @@ class Device(ABC):
 
     def now_ms(self) -> float:
         """Return the time in milliseconds (from an arbitrary origin), once all issued work is done."""
+        # The compute stream has waited for all that the model needs.
         self.record(Stream.COMPUTE).synchronize()
         return time.perf_counter() * 1e3
 
     def issued_ms(self) -> float:
-        """Return milliseconds of the clock that issuing operations takes time on: the host's."""
+        """Return the host's time in milliseconds, without waiting for the device: what issuing operations takes."""
         return time.perf_counter() * 1e3
 
     @abstractmethod
@@ -117,53 +140,55 @@ class Device(ABC):
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
-        """Record an event after all work issued on `stream` so far."""
+        """Return an event after all work that has been issued on `stream` so far."""
 
     @abstractmethod
     def timestamp(self, stream: Stream) -> Timestamp:
-        """Record the time at which `stream` will have done all work issued so far, without waiting for it."""
+        """Return a mark after all work issued on `stream` so far, whose time can be read later."""
 
     @abstractmethod
     def read_timestamps(self, timestamps: Sequence[Timestamp]) -> list[float]:
-        """Return milliseconds on the clock of `time.perf_counter`, after the device has passed all `timestamps`."""
+        """Wait until the device has passed all `timestamps`; return their milliseconds on `time.perf_counter`'s clock."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let `stream` (not the host) wait for `event`."""
+        """Let later work of `stream` wait for `event`; the host goes on."""
 
     @abstractmethod
     def as_current(self) -> AbstractContextManager[object]:
-        """Return a context, for the thread that runs a model, with this device and its compute stream current."""
+        """Return a context in which this device and its compute stream are current on the thread that runs the model."""
 
-    def enter(self, number: int) -> None:  # noqa: B027 - a device is alone unless it is a group
+    def enter(self, number: int) -> None:  # noqa: B027 - only a group has several
         """Make device `number` of a group the current one."""
 
-    def set_current(self) -> None:  # noqa: B027 - to torch, most devices are one
-        """Make this device (of a group, this member), and its compute stream, current on this thread."""
+    def set_current(self) -> None:  # noqa: B027 - only CUDA has a current device
+        """Make this device and its compute stream current on the calling thread."""
 
     def peaks(self) -> tuple[int, ...]:
+        """Return `peak_bytes` of each device of a group."""
         return (self.peak_bytes(),)
 
     def current(self) -> object:
-        """Return the device and stream that are current on this thread; comparable."""
+        """Return the device and stream that are current on this thread, as a value that can be compared."""
         return None
 
     def make_current(self, place: object) -> None:  # noqa: B027 - most devices have one stream for the model's code
-        """Make `place`, which `current` returned, current on this thread; it waits for work issued so far."""
+        """Make a result of `current` current on this thread again; its stream waits for the work issued so far."""
 
     def upload(self, tensor: Tensor) -> Tensor:
         """Return a device copy for the compute stream; the caller may write into `tensor`, or drop it, at once."""
         copy = self._copy_in(tensor)
+        # Compute reads the copy only after it is made, on another stream.
         self.wait(Stream.COMPUTE, self.record(Stream.UPLOAD))
         self.record_use(copy)
         return copy
 
     @abstractmethod
     def _copy_in(self, tensor: Tensor) -> Tensor:
-        """Return a device copy, allocated and written on the upload stream; `tensor` is as free as after `upload`."""
+        """Return a device copy that the upload stream allocates and writes; `tensor` may be written into at once."""
 
     def host_copy(self, tensor: Tensor, non_blocking: bool) -> Tensor:
-        """Return a copy in host memory; if `non_blocking`, it is there when the compute stream has passed this point."""
+        """Return a copy in host memory; if `non_blocking`, it is valid once the compute stream has passed this point."""
         return torch.empty_like(tensor, device="cpu").copy_(tensor, non_blocking=non_blocking)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -182,33 +207,34 @@ class Device(ABC):
 
     @abstractmethod
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised flat host buffer of exactly this size, page-locked if the device can use that."""
+        """Return an uninitialised flat host buffer of exactly this size, page-locked if that makes copies faster."""
 
     def host_lock(self, buffer: Tensor) -> None:  # noqa: B027 - most devices have nothing to lock
-        """Page-lock host memory that the device did not allocate, if it can use that; `host_free` undoes it."""
+        """Page-lock host memory that `host_empty` did not allocate; `host_free` undoes it."""
 
     @abstractmethod
     def host_free(self, buffer: Tensor) -> None:
-        """Unlock host memory once every copy issued so far is done. To be called before the buffer is dropped."""
+        """Unlock host memory, after waiting for every copy issued so far. Call it before the buffer is dropped."""
 
     def record_use(self, tensor: Tensor) -> None:  # noqa: B027 - most devices have one stream
-        """Keep the memory of `tensor`, which another stream allocated, until the compute stream has used it."""
+        """Tell the allocator that compute uses `tensor`, which another stream allocated: it is reused only after that."""
 
     def charge(self, nbytes: int, what: str) -> None:
         """Count `nbytes` of device memory where no allocator does; torch.OutOfMemoryError: they exceed the budget."""
         return
 
     def discharge(self, nbytes: int) -> None:
+        """Stop counting `nbytes` that `charge` counted."""
         return
 
-    def limit_process(self) -> None:  # noqa: B027 - most devices meter what they are told of
-        """Limit all of this process to the budget, if the device can, until `unlimit_process`."""
+    def limit_process(self) -> None:  # noqa: B027 - other devices refuse in `charge`
+        """Let the allocator refuse what exceeds the budget, for all of this process, until `unlimit_process`."""
 
     def unlimit_process(self) -> None:  # noqa: B027
         """Undo `limit_process`, if it is in force."""
 
     def reserve_bytes(self) -> int:
-        """Return the bytes of the budget that no plan may fill: those of libraries, and of fragmentation."""
+        """Return the bytes of the budget that a plan has to leave free, for libraries and fragmentation."""
         return 0
 
     def available_bytes(self) -> int | None:
@@ -225,26 +251,27 @@ class Device(ABC):
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Begin to measure a peak, which may reset statistics that the program reads: only while a model is measured."""
+        """Begin to measure a peak. It may reset statistics that the program reads: call it only while measuring a model."""
 
     def watch_peak(self) -> None:
-        """Begin to watch the peak of a step, without resetting statistics that the program reads."""
+        """Begin to watch the peak of a step; statistics that the program reads stay."""
         self.reset_peak()
 
     def peak_has_risen(self) -> bool:
-        """Return whether `peak_bytes` was reached after `watch_peak`; False: only before."""
+        """Return whether `peak_bytes` was reached since `watch_peak`; False: it is from before."""
         return True
 
     def probe(self) -> AbstractContextManager[MemoryProbe]:
-        """Return a context that measures memory, activations included: the device itself if its allocator counts them."""
+        """Return a context with a counter of all memory, activations included; it may be this device itself."""
         return nullcontext(self)
 
     @abstractmethod
     def random_state(self) -> tuple[Tensor, ...]:
-        """Return the states of every generator that code on this device may draw from (host first)."""
+        """Return the states of all random generators that code on this device may use, the host's first."""
 
     @abstractmethod
-    def set_random_state(self, state: tuple[Tensor, ...]) -> None: ...
+    def set_random_state(self, state: tuple[Tensor, ...]) -> None:
+        """Restore what `random_state` returned."""
 
     @abstractmethod
     def seed(self, seed: int) -> None:

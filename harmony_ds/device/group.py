@@ -1,33 +1,38 @@
-"""The devices that one process drives, as one `Device`: calls go to the current member.
+"""Several devices that one process drives, as one `Device`: calls go to the current member.
 
-The executor enters the device of each task; residency, stash and gradients need not know which one that is.
+The executor enters the device of each task. Residency, stash and gradients call the group, and need not know which member
+is current.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from harmony_ds.device.base import HOME, Device, Stream, TakeTimestamp, Timestamp, Watch
-
-
-def _of_current(method: Any) -> Any:
-    """Return a method that calls `method` of a group's current member."""
-
-    @wraps(method, updated=())  # it is not abstract
-    def call(group: DeviceGroup, *given: Any) -> Any:
-        return getattr(group.active, method.__name__)(*given)
-
-    return call
+from harmony_ds.device.base import (
+    HOME,
+    Device,
+    Event,
+    MemoryProbe,
+    Stream,
+    StreamContext,
+    TakeTimestamp,
+    Timestamp,
+    Watch,
+)
 
 
 class DeviceGroup(Device):
-    """Several devices of one model; the smallest budget is the budget of each."""
+    """Devices of one product; the smallest budget is the budget of each.
+
+    Attributes:
+        members: the devices, by number.
+        active: the current one.
+    """
 
     def __init__(self, members: Sequence[Device]) -> None:
         self.members = tuple(members)
@@ -42,7 +47,7 @@ class DeviceGroup(Device):
         self.has_values = home.has_values
         self.model = home.model
         self.active = home
-        # Whether torch tells the members' tensors apart.
+        # Logical devices of one GPU, or of the CPU, have one torch device: their tensors cannot be told apart.
         self.has_distinct_devices = len({member.torch_device for member in members}) == len(members)
 
     @property
@@ -54,7 +59,7 @@ class DeviceGroup(Device):
         return self.active.optimizer_device
 
     def enter(self, number: int) -> None:
-        """Make member `number` current. Its random numbers continue the former member's."""
+        """Make member `number` current; its random numbers continue those of the member before."""
         if number == self.number:
             return
         before, self.number, self.active = self.active, number, self.members[number]
@@ -98,9 +103,13 @@ class DeviceGroup(Device):
     def read_timestamps(self, timestamps: Sequence[Timestamp]) -> list[float]:
         times: dict[int, float] = {}
         for number, member in enumerate(self.members):
-            own = [(place, m[1]) for place, m in enumerate(timestamps) if isinstance(m, tuple) and m[0] == number]
-            read = member.read_timestamps([timestamp for _, timestamp in own])
-            times |= dict(zip([place for place, _ in own], read, strict=True))
+            places: list[int] = []  # in `timestamps`, of this member's
+            own: list[Timestamp] = []
+            for place, timestamp in enumerate(timestamps):
+                if isinstance(timestamp, tuple) and timestamp[0] == number:
+                    places.append(place)
+                    own.append(timestamp[1])
+            times |= dict(zip(places, member.read_timestamps(own), strict=True))
         return [times[place] for place in range(len(timestamps))]
 
     def limit_process(self) -> None:
@@ -128,12 +137,6 @@ class DeviceGroup(Device):
     def peaks(self) -> tuple[int, ...]:
         return tuple(member.peak_bytes() for member in self.members)
 
-    def host_copy(self, tensor: Tensor, non_blocking: bool) -> Tensor:
-        return self.active.host_copy(tensor, non_blocking)
-
-    def record_use(self, tensor: Tensor) -> None:
-        self.active.record_use(tensor)
-
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.members[HOME].host_empty(numel, dtype)
 
@@ -141,15 +144,70 @@ class DeviceGroup(Device):
         self.members[HOME].host_lock(buffer)
 
     def host_free(self, buffer: Tensor) -> None:
+        # HOME waits for its own copies alone; those of the other members may still read or write the buffer.
         for member in self.members[HOME + 1 :]:
             for stream in Stream:
                 member.record(stream).synchronize()
         self.members[HOME].host_free(buffer)
 
-    on, record, wait, current_member = map(_of_current, (Device.on, Device.record, Device.wait, Device.current_member))
-    current, make_current, upload = map(_of_current, (Device.current, Device.make_current, Device.upload))
-    _copy_in = _of_current(Device._copy_in)
-    empty, free, charge, discharge = map(_of_current, (Device.empty, Device.free, Device.charge, Device.discharge))
-    reserve_bytes, allocated_bytes = map(_of_current, (Device.reserve_bytes, Device.allocated_bytes))
-    random_state, set_random_state = map(_of_current, (Device.random_state, Device.set_random_state))
-    probe, seed = map(_of_current, (Device.probe, Device.seed))
+    # ---- calls of the current member
+
+    def current_member(self) -> Device:
+        return self.active.current_member()
+
+    def on(self, stream: Stream) -> StreamContext:
+        return self.active.on(stream)
+
+    def record(self, stream: Stream) -> Event:
+        return self.active.record(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self.active.wait(stream, event)
+
+    def current(self) -> object:
+        return self.active.current()
+
+    def make_current(self, place: object) -> None:
+        self.active.make_current(place)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return self.active.upload(tensor)
+
+    def _copy_in(self, tensor: Tensor) -> Tensor:
+        return self.active._copy_in(tensor)
+
+    def host_copy(self, tensor: Tensor, non_blocking: bool) -> Tensor:
+        return self.active.host_copy(tensor, non_blocking)
+
+    def record_use(self, tensor: Tensor) -> None:
+        self.active.record_use(tensor)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.active.empty(numel, dtype)
+
+    def free(self, buffer: Tensor) -> None:
+        self.active.free(buffer)
+
+    def charge(self, nbytes: int, what: str) -> None:
+        self.active.charge(nbytes, what)
+
+    def discharge(self, nbytes: int) -> None:
+        self.active.discharge(nbytes)
+
+    def reserve_bytes(self) -> int:
+        return self.active.reserve_bytes()
+
+    def allocated_bytes(self) -> int:
+        return self.active.allocated_bytes()
+
+    def probe(self) -> AbstractContextManager[MemoryProbe]:
+        return self.active.probe()
+
+    def random_state(self) -> tuple[Tensor, ...]:
+        return self.active.random_state()
+
+    def set_random_state(self, state: tuple[Tensor, ...]) -> None:
+        self.active.set_random_state(state)
+
+    def seed(self, seed: int) -> None:
+        self.active.seed(seed)
