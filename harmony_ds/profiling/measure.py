@@ -1,8 +1,8 @@
-"""Measure a model on the device with one micro-batch: the call order, and the bytes of every call.
+"""Measure the bytes of a model's layer calls on the device, with one micro-batch, and their order.
 
 The model's forward runs on the calling thread. Each layer is swapped in alone, run forward and, with a made-up
 gradient, backward at once, exactly as a step would run it; then it is evicted. What a step runs as one graph is put
-together from stretches: each call up to its return, the code after it up to the next call, and the loss.
+together from intervals: each call up to its return, the code after it up to the next call, and the loss.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.errors import ModelError
@@ -27,7 +28,7 @@ from harmony_ds.model.targets import InterLayerGradient, OutputGradient
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
-from harmony_ds.profiling.measured import Seen, SeenCall
+from harmony_ds.profiling.measured import CallMeasurement, MicroBatchMeasurement
 from harmony_ds.profiling.passes import Passes
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.profiling.watches import FlowWatch, RoutingWatch, extremes
@@ -36,140 +37,152 @@ from harmony_ds.scheduler.costs import CostTable, ForwardBytes, StashBytes, Wait
 _logger = logging.getLogger(__name__)
 
 
-class Measurement(Passes):
-    """Measurement of one micro-batch, which goes through the model layer by layer."""
+class Measurement(LayerCallObserver):
+    """Bytes of each layer call of one micro-batch, and of the code around the calls; they leave as a `CostTable`.
 
-    def __init__(self, *model: Any) -> None:
-        super().__init__(*model)
-        self._stretch: _Stretch
-        self._seen = Seen()
+    It is used once.
+    """
+
+    def __init__(
+        self, runtime: Runtime, layers: tuple[Layer, ...], unlayered: tuple[str, ...] = (), rows: Rows = WHOLE_CALLS
+    ) -> None:
+        """Run with `unlayered` parameters, as far as they are known, and with layer calls cut into `rows`."""
+        self._runtime = runtime
+        self._layers = layers
+        self._passes = Passes(runtime, layers, unlayered, rows)
+        self._interval: MemoryInterval
+        self._measured = MicroBatchMeasurement()
         self._kept: list[StashEntry] = []
         self._recorded: list[RecordedCall] = []  # until the forward pass is over, as in a step
-        self._stashed: list[_Stashed] = []
-        self._resident: DeviceCopy
-        self._versions: dict[str, int] = {}
+        self._stashed: list[_StashedInput] = []
+        self._unlayered: DeviceCopy
+        self._versions: dict[str, int] = {}  # of unlayered parameters' gradients
         self._reached: dict[InterLayerGradient, None] = {}  # in the order that gradients came to them
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
-        self._just_taken: set[tuple[int, int]] = set()  # where those among them are that the call before took, too
-        self._base = 0  # alive before the first call
-        self._given: list[tuple[int, WriteCheck]] = []  # to the layers' calls
+        self._shared_inputs: set[tuple[int, int]] = set()  # where those among them are that the call before took, too
+        self._base = 0  # bytes alive before the first call
+        self._write_checks: list[tuple[int, WriteCheck]] = []  # of inputs of calls, by layer
         self._surprises: list[str] = []
         self._flow: FlowWatch | None = None
 
     def measure(self, sample: Sample) -> CostTable:
-        """Return costs of its forward pass and of propagating its objective.
+        """Return costs of its forward pass and of propagating its loss.
 
         Raises:
             UnseenError: the model does something that was not known of it, and is now: to be measured again.
             ModelError: a layer gives something else when it is run again on what it was given.
             ModelError: forward writes into parameters.
         """
-        with self.opened() as copy, self._runtime.layer_calls.collecting_unseen() as self._surprises:
-            _gather_from_zero(copy)  # the plan counts the unlayered parameters' gradients from the first task on
-            self._resident = copy
-            self._flow = FlowWatch(copy.leaves.values()) if self._runtime.device.count > 1 else None
+        with (
+            self._passes.opened(self._run_call, [self]) as unlayered,
+            self._runtime.layer_calls.collecting_unseen() as self._surprises,
+        ):
+            _gather_from_zero(unlayered)  # the plan counts the unlayered parameters' gradients from the first task on
+            self._unlayered = unlayered
+            self._flow = FlowWatch(unlayered.leaves.values()) if self._runtime.device.count > 1 else None
             with self._runtime.device.probe() as probe:
-                self._stretch = _Stretch(probe)
+                self._interval = MemoryInterval(probe)
                 torch.ones(1, 1, device=self._runtime.device.torch_device).matrix_power(2)  # cuBLAS's workspace stays
                 self._base = probe.allocated_bytes()
-                self._measure(sample)
-        return replace(self._seen.table(), in_slices=self._rows.cuts)
+                self._run(sample)
+        return replace(self._measured.table(), in_slices=self._passes.rows.cuts)
 
-    def _measure(self, sample: Sample) -> None:
-        seen = self._seen
-        seen.scalar, seen.grain = self._allocation(torch.float32), self._allocation(torch.uint8)
-        self._stretch.begin()
+    def _run(self, sample: Sample) -> None:
+        """Run the micro-batch forward and backward, and note what the passes take."""
+        measured = self._measured
+        measured.scalar = self._allocated_bytes(torch.float32)
+        measured.grain = self._allocated_bytes(torch.uint8)
+        self._interval.begin()
         with self._flow or nullcontext():
-            outputs = self._forward(sample)
-            seen.outputs = _storage_bytes(outputs) + max(0, self._stretch.left())
+            outputs = self._passes.forward(sample)
+            measured.outputs = _storage_bytes(outputs) + max(0, self._interval.left())
             if self._flow is not None:
-                self._flow.in_objective = True
-            loss = sample.objective(outputs)
+                self._flow.in_loss = True
+            loss = sample.surrogate_loss(outputs)
         if self._flow is not None:
-            seen.flow = self._flow.flow
-        self._check_seen()
-        self._check_unwritten(self._resident)
-        seen.spans = self._inter_layer.spans(self._consumers(), loss, len(seen.calls))
-        self._propagate_loss(loss)
+            measured.flow = self._flow.flow
+        self._check_surprises()
+        self._check_unwritten(self._unlayered)
+        measured.spans = self._passes.inter_layer.spans(self._consumers(), loss, len(measured.calls))
+        self._passes.propagate_loss(loss)
         # The loss is scaled before it is propagated.
-        seen.tail.note(forward=ForwardBytes(peak_bytes=self._stretch.peak() + 2 * seen.scalar))
+        measured.tail.note(forward=ForwardBytes(peak_bytes=self._interval.peak() + 2 * measured.scalar))
         del outputs, loss
-        seen.tail.taken.extend(self._take_gradients())
-        seen.tail.unlayered = self._given_to_unlayered()
+        measured.tail.taken.extend(self._take_gradients())
+        measured.tail.unlayered = self._changed_unlayered_gradients()
         self._inputs = []
-        held = max(0, self._stretch.alive() - self._base)
+        held = max(0, self._interval.alive() - self._base)
         for stashed in self._pop_freed():
-            call = seen.calls[stashed.number]
+            call = measured.calls[stashed.number]
             waiting = call.cost.waiting
             after_forward_bytes = max(0, waiting.after_forward_bytes - stashed.nbytes)
             call.note(waiting=replace(waiting, after_forward_bytes=after_forward_bytes))
-        seen.held_and_stashed = self._drop_recorded()
-        seen.held = max(0, held - seen.held_and_stashed)
-        self._settle()
+        measured.held_and_stashed = self._drop_recorded()
+        measured.held = max(0, held - measured.held_and_stashed)
+        self._settle_between_calls()
 
-    def _allocation(self, dtype: torch.dtype) -> int:
+    def _allocated_bytes(self, dtype: torch.dtype) -> int:
         """Return what the allocator takes for one element."""
-        self._stretch.begin()
+        self._interval.begin()
         scalar = torch.empty((), dtype=dtype, device=self._runtime.device.torch_device)
-        nbytes = self._stretch.left()
+        nbytes = self._interval.left()
         del scalar
         return nbytes
 
     # ---- one call of a layer
 
-    def arrived(self, request: Request) -> None:
+    def call_reached(self, request: Request) -> None:
         """Note what the code since the last call took; release that call's inputs."""
-        calls, stretch, lead = self._seen.calls, self._stretch, 0
+        calls, interval, lead = self._measured.calls, self._interval, 0
         if calls:
             graph = calls[-1].cost.forward.graph_bytes
-            calls[-1].note_forward(peak_bytes=graph + stretch.peak(), graph_bytes=graph + max(0, stretch.left()))
+            calls[-1].note_forward(peak_bytes=graph + interval.peak(), graph_bytes=graph + max(0, interval.left()))
         else:
-            lead = stretch.peak()
+            lead = interval.peak()
         known = {id(tensor) for tensor in self._inputs}
         self._inputs = tensors_in((request.args, request.kwargs))
-        self._just_taken = {_place(t) for t in self._inputs if id(t) in known}
+        self._shared_inputs = {_place(t) for t in self._inputs if id(t) in known}
         # What calls have stashed and is alive for another reason: here, the stash is released at once.
         stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
-        alive = max(0, stretch.alive() - self._base - stashed)
-        calls.append(SeenCall(request.layer))
+        alive = max(0, interval.alive() - self._base - stashed)
+        calls.append(CallMeasurement(request.layer))
         calls[-1].note(waiting=WaitingBytes(alive, stashed_too_bytes=stashed, after_forward_bytes=alive))
         calls[-1].note_forward(peak_bytes=lead - alive)
 
-    def run(self, request: Request, copy: DeviceCopy) -> Any:
+    def _run_call(self, request: Request, copy: DeviceCopy) -> Any:
         """Run the call, measured, and propagate through it at once."""
-        call, stretch, own = self._seen.calls[-1], self._stretch, request.forward
+        call, interval, own = self._measured.calls[-1], self._interval, request.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             outputs = own(*args, **kwargs)
             # Read when the layer returns: before and after, other things are alive too.
-            call.note_forward(graph_bytes=stretch.left(), peak_bytes=stretch.peak())
+            call.note_forward(graph_bytes=interval.left(), peak_bytes=interval.peak())
             return outputs
 
-        stretch.begin()
+        interval.begin()
         with RoutingWatch() as watch:
-            outputs, recorded = self._record(replace(request, forward=forward), copy)
-        call.note_forward(peak_bytes=stretch.peak())
+            outputs, recorded = self._passes.record(replace(request, forward=forward), copy)
+        call.note_forward(peak_bytes=interval.peak())
         if self._flow is not None:
             self._flow.call(request, self._inputs, outputs)
         if recorded is not None:
-            self._given += [(request.layer, WriteCheck(tensor)) for tensor in recorded.on_device]
-            self._note(call, recorded)
-            self._prove(recorded, copy, tensors_in(outputs))
+            self._write_checks += [(request.layer, WriteCheck(tensor)) for tensor in recorded.on_device]
+            self._note_recorded(call, recorded)
+            self._check_recomputation(recorded, copy, tensors_in(outputs))
             if not self._surprises:
                 self._propagate(call, recorded, copy, watch.seen)
         return outputs
 
-    def evicted(self) -> None:
+    def call_finished(self) -> None:
         """Begin to measure the code after the call."""
-        super().evicted()
-        self._stretch.begin()
+        self._interval.begin()
 
     # ---- what was not known of the model
 
-    def _check_seen(self) -> None:
-        """Raise UnseenError if the forward pass and the objective did what was not known of the model."""
+    def _check_surprises(self) -> None:
+        """Raise UnseenError if the forward pass and the loss did what was not known of the model."""
         called = self._runtime.layer_calls.layers
-        for layer in sorted({layer for layer, writes in self._given if writes.happened}):
+        for layer in sorted({layer for layer, writes in self._write_checks if writes.happened}):
             called[layer].inputs_change = True
             self._surprises.append(f"inputs of layer {called[layer].name} are changed in place after its call.")
         unseen = (
@@ -182,17 +195,17 @@ class Measurement(Passes):
         if self._surprises:
             raise UnseenError(" ".join(self._surprises))
 
-    def _prove(self, recorded: RecordedCall, copy: DeviceCopy, outputs: list[Tensor]) -> None:
+    def _check_recomputation(self, recorded: RecordedCall, copy: DeviceCopy, outputs: list[Tensor]) -> None:
         """Run a call again; it must give what its forward pass gave, and leave its parameters as they are."""
         calls = self._runtime.layer_calls
         layer = calls.layers[recorded.request.layer]
         has_values = self._runtime.device.has_values and not any(leaf.is_meta for leaf in copy.leaves.values())
         if self._surprises or recorded.slicing is not None or not has_values:
             return
-        self._stretch.begin()
+        self._interval.begin()
         again = calls.recompute(recorded, copy.leaves, self._runtime.random.replay)
         recorded.graph = []
-        self._runtime.random.switch(self)
+        self._passes.switch_to_own_random_numbers()
         self._check_unwritten(copy)
         if all(map(comparison(self._runtime.device.torch_device), outputs, again)):
             return
@@ -217,7 +230,7 @@ class Measurement(Passes):
                 "(self.weight.clamp(...))."
             )
 
-    def _note(self, call: SeenCall, recorded: RecordedCall) -> None:
+    def _note_recorded(self, call: CallMeasurement, recorded: RecordedCall) -> None:
         # In a step these would be there until the call is propagated through.
         self._recorded.append(recorded)
         self._kept += [entry for entry in recorded.tensors if entry.stays]
@@ -228,13 +241,13 @@ class Measurement(Passes):
             assert entry.device_tensor is not None
             storage = entry.device_tensor.untyped_storage()
             memory = StorageWeakRef(storage)
-            if _place(entry.device_tensor) in self._just_taken:
+            if _place(entry.device_tensor) in self._shared_inputs:
                 again_at_cut += entry.nbytes
             elif memory.cdata in earlier:
                 again += entry.nbytes
             else:
                 first += entry.nbytes
-                self._stashed.append(_Stashed(memory, storage.nbytes(), recorded.number))
+                self._stashed.append(_StashedInput(memory, storage.nbytes(), recorded.number))
                 bases[memory.cdata] = bases.get(memory.cdata, storage.nbytes()) - entry.nbytes
         call.note(
             stash=StashBytes(
@@ -248,7 +261,7 @@ class Measurement(Passes):
         call.made = [gradient for gradient in recorded.output_gradients if gradient is not None]
         call.taken = [target for target in recorded.targets if isinstance(target, (OutputGradient, InterLayerGradient))]
 
-    def _propagate(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy, routes: bool) -> None:
+    def _propagate(self, call: CallMeasurement, recorded: RecordedCall, copy: DeviceCopy, routes: bool) -> None:
         """Run backward with a made-up gradient; what reaches earlier calls is dropped.
 
         The plan counts sums of parameters' gradients by itself. Where they gather on the leaves, they are there before
@@ -276,19 +289,19 @@ class Measurement(Passes):
         self._backward(call, recorded, copy)
         copy.leaves.drop_gradients()
 
-    def _backward(self, call: SeenCall, recorded: RecordedCall, copy: DeviceCopy) -> None:
+    def _backward(self, call: CallMeasurement, recorded: RecordedCall, copy: DeviceCopy) -> None:
         def gather() -> None:  # what is of another dtype than its sum leaves the parameters
             if not self._runtime.residency.accumulates_in_place:
                 copy.leaves.drop_gradients()
 
-        with self._made_up_gradients(recorded) as reached:
-            self._stretch.begin()
+        with self._passes.made_up_gradients(recorded) as reached:
+            self._interval.begin()
             if recorded.slicing is None:
                 self._runtime.layer_calls.recompute(recorded, copy.leaves, self._runtime.random.replay)
-                call.note_forward(kept_graph_bytes=self._stretch.left())
+                call.note_forward(kept_graph_bytes=self._interval.left())
             self._runtime.layer_calls.backward(recorded, copy.leaves, self._runtime.random.replay, gather)
-            call.backward = max(call.backward, self._stretch.peak())
-        call.unlayered |= self._given_to_unlayered()
+            call.backward = max(call.backward, self._interval.peak())
+        call.unlayered |= self._changed_unlayered_gradients()
         self._reached |= dict.fromkeys(one for one in reached if isinstance(one, InterLayerGradient))
         if not self._runtime.residency.accumulates_in_place:
             unsummed_bytes = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
@@ -297,21 +310,21 @@ class Measurement(Passes):
 
     # ---- the code between the calls
 
-    def _settle(self) -> None:
+    def _settle_between_calls(self) -> None:
         """Run made-up gradients back through the code between calls, as a step does before the calls that made it run."""
-        calls = self._seen.calls
+        calls = self._measured.calls
         for number in (*reversed(range(len(calls))), -1):
             due = [target for target in self._reached if target.deadline == number]
             if not due:
                 continue
             for target in due:
-                self._make_up(target)
-            self._stretch.begin()
-            self._inter_layer.propagate_due(number)
-            place = self._seen.tail if number < 0 else calls[number]
-            place.settle = self._stretch.peak()
+                self._passes.make_up(target)
+            self._interval.begin()
+            self._passes.inter_layer.propagate_due(number)
+            place = self._measured.tail if number < 0 else calls[number]
+            place.settle = self._interval.peak()
             place.settled = self._take_gradients()
-            place.unlayered |= self._given_to_unlayered()
+            place.unlayered |= self._changed_unlayered_gradients()
 
     def _drop_recorded(self) -> int:
         """Release the recorded calls, the last one first as a step does.
@@ -325,7 +338,7 @@ class Measurement(Passes):
             stashed += sum(s.nbytes for s in self._pop_freed() if s.number <= number)
         return stashed
 
-    def _pop_freed(self) -> list[_Stashed]:
+    def _pop_freed(self) -> list[_StashedInput]:
         """Return what was stashed and nothing holds any more; forget it."""
         freed = [s for s in self._stashed if s.storage.expired()]
         self._stashed = [s for s in self._stashed if not s.storage.expired()]
@@ -333,12 +346,12 @@ class Measurement(Passes):
 
     def _take_gradients(self) -> list[OutputGradient]:
         """Return the outputs whose gradients came into being since the last time; drop those."""
-        return [gradient for call in self._seen.calls for gradient in call.made if gradient.take() is not None]
+        return [gradient for call in self._measured.calls for gradient in call.made if gradient.take() is not None]
 
-    def _given_to_unlayered(self) -> dict[str, int]:
+    def _changed_unlayered_gradients(self) -> dict[str, int]:
         """Return bytes of the unlayered parameters whose gradients have changed since the last time."""
         given: dict[str, int] = {}
-        for name, leaf in self._resident.leaves.items():
+        for name, leaf in self._unlayered.leaves.items():
             if leaf.grad is not None and leaf.grad._version != self._versions.get(name, 0):
                 self._versions[name] = leaf.grad._version
                 given[name] = leaf.grad.nbytes
@@ -347,7 +360,7 @@ class Measurement(Passes):
     def _consumers(self) -> dict[InterLayerGradient, tuple[int, int]]:
         """Return, for each tensor made between the calls, the first and the last call that takes it."""
         places: dict[InterLayerGradient, tuple[int, int]] = {}
-        for position, call in enumerate(self._seen.calls):
+        for position, call in enumerate(self._measured.calls):
             for target in call.taken:
                 if isinstance(target, InterLayerGradient):
                     places[target] = (places.get(target, (position, position))[0], position)
@@ -355,7 +368,7 @@ class Measurement(Passes):
 
 
 @dataclass(frozen=True, slots=True)
-class _Stashed:
+class _StashedInput:
     """Memory of a stashed input, and the number of the call that stashed it first."""
 
     storage: StorageWeakRef
@@ -363,7 +376,7 @@ class _Stashed:
     number: int
 
 
-class _Stretch:
+class MemoryInterval:
     """The bytes of what runs between two points, beyond those that were alive at the first."""
 
     def __init__(self, probe: MemoryProbe) -> None:

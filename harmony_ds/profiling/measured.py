@@ -15,7 +15,7 @@ _NOTHING_KNOWN = CallCost()
 
 
 @dataclass(slots=True, eq=False)
-class SeenCall:
+class CallMeasurement:
     """Bytes of one call, or of what comes after the last one, as differences to what was alive when it began.
 
     Attributes:
@@ -55,8 +55,8 @@ class SeenCall:
 
 
 @dataclass(slots=True, eq=False)
-class Seen:
-    """A whole measurement.
+class MicroBatchMeasurement:
+    """Bytes of all calls of a micro-batch, and of the code around them; `table` returns the costs that follow.
 
     Attributes:
         calls: in order.
@@ -68,8 +68,8 @@ class Seen:
         outputs: bytes of the model's outputs, and of the graph of the code after the last call.
     """
 
-    calls: list[SeenCall] = field(default_factory=list)
-    tail: SeenCall = field(default_factory=SeenCall)
+    calls: list[CallMeasurement] = field(default_factory=list)
+    tail: CallMeasurement = field(default_factory=CallMeasurement)
     held: int = 0
     held_and_stashed: int = 0
     scalar: int = 0

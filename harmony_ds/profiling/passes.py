@@ -1,11 +1,12 @@
-"""Forward passes that are measured: layer by layer, with gradients, their outputs cut as in a step. Nothing is kept of
-them: no gradient, also of what the program has outside the model, no random number, no change of a buffer. Subclasses look
-at what they measure.
+"""Forward passes with gradients that run by themselves, layer by layer, and leave nothing behind.
+
+No gradient, also of what the program has outside the model, no random number and no change of a buffer or an attribute
+outlives them. All that measures layer calls runs the model with them, and observes their calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,62 +25,82 @@ from harmony_ds.model.untouched import Untouched, untouched
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.runtime import Runtime
-from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.runtime.streaming import LayerCallObserver, RunCall, Streamer
 from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
 
-class Passes(Streamer):
-    """Forward passes of one model. Used once."""
+class Passes(LayerCallObserver):
+    """Forward passes of one model with gradients, their outputs cut at layer calls as in a step. Nothing is left of them.
+
+    Attributes:
+        device: where layers run.
+        rows: how layer calls are cut into slices.
+        untouched: gradients of other tensors than the model's, set aside while a context is open.
+        inter_layer: the code between the layer calls of the current pass.
+        call_number: how many calls of the current pass have been recorded.
+    """
 
     def __init__(
         self, runtime: Runtime, layers: tuple[Layer, ...], unlayered: tuple[str, ...] = (), rows: Rows = WHOLE_CALLS
     ) -> None:
         """Run with `unlayered` parameters, as far as they are known, and with layer calls cut into `rows`."""
-        super().__init__(runtime, layers)
+        self.device = runtime.device
+        self._runtime = runtime
         self._unlayered = unlayered
-        self._rows = rows
-        self._untouched = Untouched()
-        self._number = 0  # of the next call
-        self._inter_layer = InterLayerGraph()
+        self._streamer = Streamer(runtime, layers)
+        self.rows = rows
+        self.untouched = Untouched()
+        self.inter_layer = InterLayerGraph()
+        self.call_number = 0
+
+    # ---- passes
 
     def loss(self, sample: Sample) -> Tensor | None:
-        """Return the loss of a forward pass that runs by itself. What one leaves in buffers, the next one finds."""
-        loss = sample.objective(self._forward(sample))
+        """Return the loss of one forward pass, on the host. What a pass leaves in buffers, the next one finds."""
+        loss = sample.surrogate_loss(self.forward(sample))
         # On the host, since it waits for the step, whose device memory is planned.
         return None if loss is None else loss.detach().to("cpu", copy=True)
 
     @contextmanager
-    def opened(self) -> Iterator[DeviceCopy]:
+    def opened(
+        self, run_call: RunCall | None = None, observers: Sequence[LayerCallObserver] = ()
+    ) -> Iterator[DeviceCopy]:
         """Open a context for forward passes: unlayered parameters are on the device, and modules hold no host parameters.
 
         Random numbers, buffers and attributes are restored in the end.
+
+        Args:
+            run_call: runs each layer call (None: `run_and_discard`).
+            observers: told of the stages of each layer call.
         """
         installation, calls = self._runtime.installation, self._runtime.layer_calls
         installation.touched.clear()
-        proving, calls.checks_recomputation = calls.checks_recomputation, False
+        checked, calls.checks_recomputation = calls.checks_recomputation, False
         self._runtime.random.open()
         try:
             with (
                 self._runtime.contract.reverting(),
-                untouched() as self._untouched,
-                self.on_device(self._unlayered) as copy,
-                installation.installed(copy.leaves, keep_buffers=False),
+                untouched() as self.untouched,
+                self._streamer.opened(
+                    self._unlayered, run_call or self.run_and_discard, [self, *observers]
+                ) as unlayered,
+                installation.installed(unlayered.leaves, keep_buffers=False),
                 on_one_thread(),
             ):
-                self._untouched.unlayered = copy.leaves.values()
-                yield copy
+                self.untouched.unlayered = unlayered.leaves.values()
+                yield unlayered
         finally:
             self._runtime.random.close()
-            calls.checks_recomputation = proving
+            calls.checks_recomputation = checked
 
-    def _forward(self, sample: Sample) -> Any:
-        """Run one forward pass of `sample`, on a random stream of its own.
+    def forward(self, sample: Sample) -> Any:
+        """Run one forward pass of `sample`, on a random stream of its own; return the model's outputs.
 
         Raises:
             UnseenError: it draws from generators that it was not known to draw from.
         """
-        self._number = 0
-        self._inter_layer = InterLayerGraph()
+        self.call_number = 0
+        self.inter_layer = InterLayerGraph()
         self._runtime.random.start(self, sample.seed)
         settings = self._runtime.contract.settings
         settings.begin()
@@ -90,57 +111,68 @@ class Passes(Streamer):
         return outputs
 
     def call(self, request: Request) -> Any:
-        """Run one layer call at once; note what the code before it has set on modules."""
+        """Run one layer call at once; note what the code before it, and the layer, have set on modules."""
         settings = self._runtime.contract.settings
         if not settings.are_unchanged(request.layer):
             settings.note_arrival(request.layer)
-        outputs = super().call(request)
+        outputs = self._streamer.call(request)
         if not settings.is_layer_unchanged(request.layer):
             settings.note_return(request.layer)
         return outputs
 
-    def _propagate_loss(self, loss: Tensor | None) -> None:
-        """Propagate from the objective of a forward pass, through the code after its last call."""
+    # ---- one layer call
+
+    def weights_arrived(self, copy: DeviceCopy) -> None:
+        """Let the parameters of the layer that is called get gradients."""
+        self.untouched.layer = copy.leaves.values()
+
+    def call_finished(self) -> None:
+        """Forget the parameters of the layer that was called."""
+        self.untouched.layer = ()
+
+    def run_and_discard(self, request: Request, copy: DeviceCopy) -> Any:
+        """Run a layer call without keeping what is needed to propagate through it; return its outputs."""
+        outputs, recorded = self.record(request, copy)
+        if recorded is not None:
+            self._runtime.layer_calls.discard(recorded)
+        return outputs
+
+    def record(self, request: Request, copy: DeviceCopy) -> tuple[Any, RecordedCall | None]:
+        """Run a layer call; return its outputs, and the record to propagate through it (None: nothing is trained)."""
+        number = self.call_number
+        self.call_number += 1
+        return self._runtime.layer_calls.forward(
+            request, number, copy.leaves, self.inter_layer, self._runtime.random.snapshot, self.rows
+        )
+
+    def switch_to_own_random_numbers(self) -> None:
+        """Go on with the pass's random numbers after those of a replayed call."""
+        self._runtime.random.switch(self)
+
+    # ---- gradients
+
+    def propagate_loss(self, loss: Tensor | None) -> None:
+        """Propagate from a pass's loss through the code after its last call."""
         if loss is None or not loss.requires_grad:
             return
         with explaining_errors():
-            was_there = self._untouched.set_aside(reachable_nodes([get_gradient_edge(loss).node]))
-            shared = not self._inter_layer.is_trivial and self._inter_layer.touches(loss)
+            was_there = self.untouched.set_aside(reachable_nodes([get_gradient_edge(loss).node]))
+            shared = not self.inter_layer.is_trivial and self.inter_layer.touches(loss)
             loss.backward(retain_graph=shared or was_there)
 
-    def swapped_in(self, copy: DeviceCopy) -> None:
-        """Let the parameters of the layer that is called get gradients."""
-        self._untouched.layer = copy.leaves.values()
-
-    def evicted(self) -> None:
-        """Forget the parameters of the layer that was called."""
-        self._untouched.layer = ()
-
-    def run(self, request: Request, copy: DeviceCopy) -> Any:
-        """Run a layer call, and forget it."""
-        outputs, call = self._record(request, copy)
-        if call is not None:
-            self._runtime.layer_calls.discard(call)
-        return outputs
-
-    def _record(self, request: Request, copy: DeviceCopy) -> tuple[Any, RecordedCall | None]:
-        """Run a layer call; return its outputs, and the record to propagate through it."""
-        self._number += 1
-        return self._runtime.layer_calls.forward(
-            request, self._number - 1, copy.leaves, self._inter_layer, self._runtime.random.snapshot, self._rows
-        )
-
     @contextmanager
-    def _made_up_gradients(self, call: RecordedCall) -> Iterator[list[GradientTarget]]:
+    def made_up_gradients(self, call: RecordedCall) -> Iterator[list[GradientTarget]]:
         """Let `call` be propagated through while open. In the end, the list names the targets that got a gradient."""
         reached: list[GradientTarget] = []
-        for made in filter(None, call.output_gradients):
-            self._make_up(made)
+        for output_gradient in call.output_gradients:
+            if output_gradient is not None:
+                self.make_up(output_gradient)
         try:
             yield reached
         finally:
-            self._runtime.random.switch(self)
+            self.switch_to_own_random_numbers()
             reached += [target for target in call.targets if target is not None and target.take() is not None]
 
-    def _make_up(self, target: TensorGradient) -> None:
+    def make_up(self, target: TensorGradient) -> None:
+        """Give `target` a gradient of ones."""
         target.gradient = torch.ones(target.shape, dtype=target.dtype, device=self.device.torch_device)

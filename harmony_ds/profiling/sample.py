@@ -23,7 +23,7 @@ class Sample:
     Attributes:
         inputs: arguments of the model's forward.
         call: the forward pass with such arguments.
-        objective: what is propagated back from.
+        surrogate_loss: from the outputs, what is propagated back from: the loss, or what takes about as long.
         seed: of its random numbers.
         modes: training and requires_grad flags that it is measured in.
         trains: whether such micro-batches are propagated back from.
@@ -32,7 +32,7 @@ class Sample:
 
     inputs: Any
     call: Callable[[Any], Any]
-    objective: Objective
+    surrogate_loss: Objective
     seed: int
     modes: bytes = b""
     trains: bool = True

@@ -17,7 +17,10 @@ from harmony_ds.model.trees import tensors_in
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiling.passes import Passes
 from harmony_ds.profiling.sample import Sample
+from harmony_ds.runtime.runtime import Runtime
+from harmony_ds.runtime.streaming import LayerCallObserver
 from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
 _PASSES = 2
 _BACKWARD_SAMPLES = 4
@@ -40,43 +43,51 @@ def typical(samples: list[float]) -> float:
     return statistics.median(samples[1:] or samples or [0.0])
 
 
-class Timing(Passes):
-    """Timing of one micro-batch, which goes through the model layer by layer."""
+class Timing(LayerCallObserver):
+    """Milliseconds of each layer call of one micro-batch, of the code around the calls, and of the swap-ins.
 
-    def __init__(self, *model: Any) -> None:
-        super().__init__(*model)
+    They leave as fields of a `CostTable` (`time`), and as `swaps`.
+
+    Attributes:
+        swaps: bytes and milliseconds of every swap-in.
+    """
+
+    def __init__(
+        self, runtime: Runtime, layers: tuple[Layer, ...], unlayered: tuple[str, ...] = (), rows: Rows = WHOLE_CALLS
+    ) -> None:
+        self._runtime = runtime
+        self._layers = layers
+        self._passes = Passes(runtime, layers, unlayered, rows)
         # In the order they were taken.
         self._samples: defaultdict[tuple[Structure, str], list[float]] = defaultdict(list)
         self._structures: list[Structure] = []  # of the calls of this pass
         self._since = 0.0
         self.swaps: list[tuple[int, float]] = []
-        """Bytes and milliseconds of every swap-in."""
 
     def time(self, costs: CostTable, sample: Sample) -> CostTable:
-        """Return `costs` with the times of its forward pass and of propagating its objective."""
+        """Return `costs` with the times of its forward pass and of propagating its loss."""
         self._lap()
-        with self.opened():
-            for number in range(_PASSES if self.device.has_values else 1):
-                self._untouched.looks_into_layers = number == 0  # it takes time
+        with self._passes.opened(self._run_call, [self]):
+            for number in range(_PASSES if self._runtime.device.has_values else 1):
+                self._passes.untouched.looks_into_layers = number == 0  # it takes time
                 self._structures.clear()
                 self._lap()
-                self._propagate_loss(sample.objective(self._forward(sample)))
-                self._take(_REST, "tail")
+                self._passes.propagate_loss(sample.surrogate_loss(self._passes.forward(sample)))
+                self._end_lap(_REST, "tail")
         return self._timed(costs)
 
-    def arrived(self, request: Request) -> None:
+    def call_reached(self, request: Request) -> None:
         """Note what the code since the last call took."""
         if self._structures:
-            self._take(self._structures[-1], "inter-layer")
+            self._end_lap(self._structures[-1], "inter-layer")
         else:
-            self._take(_REST, "head")
+            self._end_lap(_REST, "head")
 
-    def swapped_in(self, copy: DeviceCopy) -> None:
+    def weights_arrived(self, copy: DeviceCopy) -> None:
         """Note what the swap-in took."""
-        super().swapped_in(copy)
         self.swaps.append((copy.buffer.numel() * copy.buffer.element_size(), self._lap()))
 
-    def run(self, request: Request, copy: DeviceCopy) -> Any:
+    def _run_call(self, request: Request, copy: DeviceCopy) -> Any:
         """Run the call, and propagate through the first few of its structure."""
         calls, residency, replay = self._runtime.layer_calls, self._runtime.residency, self._runtime.random.replay
         keeps_graphs = calls.layers[request.layer].may_keep_graphs
@@ -84,43 +95,42 @@ class Timing(Passes):
         self._structures.append(structure)
         enough = self._structures.count(structure) > _BACKWARD_SAMPLES
         self._lap()
-        begin = self.device.issued_ms()
-        outputs, call = self._record(request, copy)
+        begin = self._runtime.device.issued_ms()
+        outputs, call = self._passes.record(request, copy)
         self._issued(structure, "issue", begin)
-        self._take(structure, "forward")
+        self._end_lap(structure, "forward")
         if call is None:
             return outputs
         if enough:
             calls.discard(call)
             return outputs
-        with self._made_up_gradients(call):
+        with self._passes.made_up_gradients(call):
             self._lap()
-            begin = self.device.issued_ms()
+            begin = self._runtime.device.issued_ms()
             if call.slicing is None and keeps_graphs:
                 calls.recompute(call, copy.leaves, replay)
-                self._take(structure, "again")
+                self._end_lap(structure, "again")
             calls.backward(call, copy.leaves, replay, lambda: residency.accumulate(copy))
             residency.accumulate(copy)
             self._issued(structure, "issue back", begin)
-            self._take(structure, "backward")  # with the recomputation, where no graph is kept
+            self._end_lap(structure, "backward")  # with the recomputation, where no graph is kept
         copy.leaves.drop_gradients()
         return outputs
 
-    def evicted(self) -> None:
+    def call_finished(self) -> None:
         """Begin to time the code after the call."""
-        super().evicted()
         self._lap()
 
     def _lap(self) -> float:
-        before, self._since = self._since, self.device.now_ms()
+        before, self._since = self._since, self._runtime.device.now_ms()
         return self._since - before
 
     def _issued(self, structure: Structure, what: str, begin: float) -> None:
         """Note what the host took until now, if the device may still compute."""
-        if self.device.copies_overlap:
-            self._samples[structure, what].append(self.device.issued_ms() - begin)
+        if self._runtime.device.copies_overlap:
+            self._samples[structure, what].append(self._runtime.device.issued_ms() - begin)
 
-    def _take(self, structure: Structure, what: str) -> None:
+    def _end_lap(self, structure: Structure, what: str) -> None:
         self._samples[structure, what].append(self._lap())
 
     def _timed(self, costs: CostTable) -> CostTable:
@@ -136,7 +146,7 @@ class Timing(Passes):
             # slices.
             issued_ms += sum(issue)
             timed_ms += forward + backward
-            fused = (backward or forward) + (forward if backward and self._rows.cuts else 0.0) + inter_layer
+            fused = (backward or forward) + (forward if backward and self._passes.rows.cuts else 0.0) + inter_layer
             forward += inter_layer
             timed.append(
                 replace(cost, forward_ms=forward, backward_ms=backward, fused_ms=fused, propagate_ms=propagate)

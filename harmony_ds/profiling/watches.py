@@ -28,7 +28,7 @@ class FlowWatch(TorchFunctionMode):
     """Observer of the operations between layers while it is open, and of the calls that it is told of.
 
     Attributes:
-        in_objective: operations are noted though no layer call would be handled: the loss is computed.
+        in_loss: operations are noted though no layer call would be handled: the loss is computed.
     """
 
     def __init__(self, parameters: Collection[Tensor]) -> None:
@@ -41,7 +41,7 @@ class FlowWatch(TorchFunctionMode):
         self._lasting: list[int] = []
         self._position = -1
         self._parameters = parameters
-        self.in_objective = False
+        self.in_loss = False
 
     @property
     def flow(self) -> Flow:
@@ -63,7 +63,7 @@ class FlowWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not (self.in_objective or is_between_layers()):
+        if not (self.in_loss or is_between_layers()):
             return func(*args, **kwargs)
         took = [*tensors_among((args, kwargs))]
         result = func(*args, **kwargs)

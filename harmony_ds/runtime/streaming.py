@@ -1,12 +1,13 @@
-"""Forward passes on the calling thread, one at a time and layer by layer: evaluation, `generate`, and all measuring.
+"""Forward passes on the calling thread, layer by layer and without a plan: evaluation, `generate`, measuring.
 
-Layers are swapped in as they are called, the next one in the known order before its call, and evicted after it. Parameters
-that are on the device already are used there. A parameter that is used outside its layer's calls stays to the end.
+The weights of a layer are swapped in when the layer is called, those of the next layer in the known order just before
+that call runs, and evicted after it. Parameters that are on the device already are used there. A parameter that is used
+outside its layer's calls stays to the end of the pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -20,50 +21,61 @@ from harmony_ds.model.intercept import Request, handled_by
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.runtime.runtime import Runtime
 
+RunCall = Callable[[Request, DeviceCopy], Any]
+"""Runs a layer call with the layer's weights on the device; returns the outputs for the model."""
+
+
+class LayerCallObserver:
+    """Base of objects that a `Streamer` tells of the stages of each layer call; each stage may be ignored.
+
+    For each call: `call_reached`, `weights_arrived`, then the call runs, then `call_finished`.
+    """
+
+    def call_reached(self, request: Request) -> None:
+        """Note that the model calls a layer, whose weights may not be on the device yet."""
+
+    def weights_arrived(self, copy: DeviceCopy) -> None:
+        """Note weights on the device: a layer's before each of its calls; the unlayered parameters before all calls."""
+
+    def call_finished(self) -> None:
+        """Note that the call has returned or raised, and that its layer's weights have left the device."""
+
 
 class Streamer:
-    """Handler of layer calls on the calling thread, which runs them without gradients. Subclasses look at more.
+    """Machine that runs a model layer by layer on the calling thread, without a plan.
 
     Attributes:
-        is_open: layer calls come to it.
+        device: where layers run.
+        is_open: layer calls of this thread come to this streamer.
     """
 
     def __init__(self, runtime: Runtime, layers: tuple[Layer, ...]) -> None:
-        self._runtime = runtime
         self.device = runtime.device
+        self._runtime = runtime
         self._layers = layers
-        self._staying: frozenset[str] = frozenset()  # on the device, whatever layer is called
-        self._next: dict[int, int] = {}
-        self._ahead: dict[int, DeviceCopy] = {}  # of the layer that comes next
-        self._fetched: dict[str, DeviceCopy] = {}
+        self._unlayered: frozenset[str] = frozenset()  # on the device while open
+        self._next_layer: dict[int, int] = {}
+        self._prefetched: dict[int, DeviceCopy] = {}  # by layer
+        self._used_between_calls: dict[str, DeviceCopy] = {}  # by name of the parameter
+        # Held while open only: an observer may hold this streamer.
+        self._run_call: RunCall | None = None
+        self._observers: Sequence[LayerCallObserver] = ()
         self.is_open = False
-
-    # ---- what subclasses may do otherwise
-
-    def arrived(self, request: Request) -> None:
-        """Note a layer call that the model has come to; its layer may not have arrived yet."""
-
-    def swapped_in(self, copy: DeviceCopy) -> None:
-        """Note parameters on the device: those that no layer owns before all calls, a layer's before each of its own."""
-
-    def run(self, request: Request, copy: DeviceCopy) -> Any:
-        """Run a layer call on its parameters; return the outputs for the model."""
-        return self._runtime.layer_calls.run_attached(request, copy.leaves)
-
-    def evicted(self) -> None:
-        """Note that the call is over, and its layer has left the device."""
-
-    # ---- one pass
 
     @contextmanager
     def streaming(self, unlayered: tuple[str, ...], order: tuple[int, ...]) -> Iterator[None]:
-        """Stream layer calls of this thread while open. `order` (may be empty) tells which layer to prefetch."""
+        """Run layer calls of this thread without gradients while open.
+
+        Args:
+            unlayered: names of the parameters that no layer owns.
+            order: layers in the order of their calls, as far as known, by which the next one is prefetched.
+        """
         if self.is_open:
             yield
             return
         self._runtime.resident_packs.sync_to_device()
         with (
-            self.on_device(unlayered, order) as copy,
+            self.opened(unlayered, self._run_without_gradients, order=order) as copy,
             self._runtime.installation.installed(copy.leaves),
             checkpoints_bypassed(),
             handled_by(self),
@@ -72,56 +84,82 @@ class Streamer:
             yield
 
     @contextmanager
-    def on_device(self, unlayered: tuple[str, ...], order: tuple[int, ...] = ()) -> Iterator[DeviceCopy]:
-        """Keep `unlayered` on the device, and handle layer calls, while open. Nothing stays."""
-        self._staying = frozenset(unlayered)
-        self._next = dict(pairwise(order))
+    def opened(
+        self,
+        unlayered: tuple[str, ...],
+        run_call: RunCall,
+        observers: Sequence[LayerCallObserver] = (),
+        order: tuple[int, ...] = (),
+    ) -> Iterator[DeviceCopy]:
+        """Keep `unlayered` parameters on the device while open, and be ready for `call`. No weights stay after it.
+
+        Args:
+            run_call: runs each layer call once its weights are there.
+            observers: told of the stages of each call, in this order.
+        """
+        self._unlayered = frozenset(unlayered)
+        self._next_layer = dict(pairwise(order))
+        self._run_call, self._observers = run_call, observers
         copy = self._runtime.residency.swap_in(unlayered)
         self.is_open = True
         try:
-            copy.wait(self.device)
-            self.swapped_in(copy)
+            self._wait_for(copy)
             self._runtime.installation.fetch = self._fetch
             yield copy
         finally:
             self._runtime.installation.fetch = None
             self.is_open = False
-            for left in (copy, *self._fetched.values(), *self._ahead.values()):
+            self._run_call, self._observers = None, ()
+            for left in (copy, *self._used_between_calls.values(), *self._prefetched.values()):
                 self._runtime.residency.evict(left)
-            self._fetched.clear()
-            self._ahead.clear()
+            self._used_between_calls.clear()
+            self._prefetched.clear()
 
     def call(self, request: Request) -> Any:
-        """Run one layer call at once."""
-        with handled_by(None):  # it is no code between layers that runs
-            self.arrived(request)
-            copy = self._copy_of(request.layer)
+        """Run one layer call at once; return its outputs for the model."""
+        assert self._run_call is not None
+        with handled_by(None):  # modules that the layer calls are not layer calls
+            for observer in self._observers:
+                observer.call_reached(request)
+            copy = self._weights_of(request.layer)
             try:
-                following = self._next.get(request.layer)
+                following = self._next_layer.get(request.layer)
                 if following is not None and following != request.layer:
-                    self._ahead[following] = self._swap_in(self._layers[following].parameters)
-                copy.wait(self.device)
-                self.swapped_in(copy)
-                return self.run(request, copy)
+                    self._prefetched[following] = self._swap_in(self._layers[following].parameters)
+                self._wait_for(copy)
+                return self._run_call(request, copy)
             finally:
                 self._runtime.residency.evict(copy)
-                del copy  # its memory
-                self.evicted()
+                del copy  # or its memory would be there until this returns
+                for observer in self._observers:
+                    observer.call_finished()
+
+    def _run_without_gradients(self, request: Request, copy: DeviceCopy) -> Any:
+        return self._runtime.layer_calls.run_attached(request, copy.leaves)
+
+    def _wait_for(self, copy: DeviceCopy) -> None:
+        copy.wait(self.device)
+        for observer in self._observers:
+            observer.weights_arrived(copy)
 
     def _fetch(self, name: str) -> Tensor:
-        if name not in self._fetched:
-            self._fetched[name] = self._swap_in((name,))
-            self._fetched[name].wait(self.device)
-        return self._fetched[name].leaves[name].detach()
+        """Return the device copy of a parameter that code between layer calls uses; it stays while open."""
+        if name not in self._used_between_calls:
+            self._used_between_calls[name] = self._swap_in((name,))
+            self._used_between_calls[name].wait(self.device)
+        return self._used_between_calls[name].leaves[name].detach()
 
-    def _copy_of(self, layer: int) -> DeviceCopy:
-        copy = self._ahead.pop(layer, None)
-        while self._ahead:
-            self._runtime.residency.evict(self._ahead.popitem()[1])
+    def _weights_of(self, layer: int) -> DeviceCopy:
+        """Return the layer's weights, prefetched or being swapped in; evict what was prefetched for another layer."""
+        copy = self._prefetched.pop(layer, None)
+        while self._prefetched:
+            self._runtime.residency.evict(self._prefetched.popitem()[1])
         return self._swap_in(self._layers[layer].parameters) if copy is None else copy
 
     def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
-        held = self._runtime.resident_packs.leaves(names)
-        copy = self._runtime.residency.swap_in(tuple(n for n in names if n not in self._staying and n not in held))
-        copy.leaves.update(held)
+        """Swap in those of `names` that are not on the device; return them with those that are."""
+        resident = self._runtime.resident_packs.leaves(names)
+        missing = tuple(name for name in names if name not in self._unlayered and name not in resident)
+        copy = self._runtime.residency.swap_in(missing)
+        copy.leaves.update(resident)
         return copy

@@ -202,7 +202,7 @@ class StepGroup(Queue):
         return Sample(
             own,
             call,
-            ticket.like_objective,
+            ticket.surrogate_loss,
             one.seed,
             ticket.measured_modes,
             trains=one.reduce is None,

@@ -71,7 +71,7 @@ def prove(
             for ticket in tickets:
                 sample = sample_of(ticket)
                 if len(ticket.loss.tickets) > 1:
-                    sample = replace(sample, objective=partial(_collect, ticket, collected))
+                    sample = replace(sample, surrogate_loss=partial(_collect, ticket, collected))
                 with as_called(ticket):
                     loss = loss_of(sample)
                 if loss is not None:

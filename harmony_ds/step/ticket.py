@@ -334,7 +334,7 @@ class QueuedMicroBatch:
             )
         self._group.forward_now(self)
 
-    def like_objective(self, outputs: Any) -> Tensor | None:
+    def surrogate_loss(self, outputs: Any) -> Tensor | None:
         """Return what would be propagated back from if its call had returned `outputs`, or what takes about as long."""
         leaves = [(leaf, leaf.read) for leaf in self.loss.leaves if leaf.tickets[0] is self and leaf.read is not None]
         with suppress(BatchError):

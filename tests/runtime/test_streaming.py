@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.graph import slab_bytes
-from harmony_ds.model.intercept import Request
+from harmony_ds.model.intercept import Request, handled_by
 from harmony_ds.offload.residency import DeviceCopy
-from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.runtime.streaming import LayerCallObserver, Streamer
 from harmony_ds.step.engine_state import EngineState
 from tests.runtime.scripted import ScriptedDevice, assembled
 
@@ -75,39 +75,43 @@ def bench() -> Iterator[Bench]:
         yield Bench(assembly, model, device)
 
 
-class Noting(Streamer):
-    """Notes in the device's log what it is told."""
+class LoggingObserver(LayerCallObserver):
+    """Notes in the device's log what it is told, and runs calls as `Streamer` does for evaluation."""
 
     def __init__(self, bench: Bench) -> None:
-        super().__init__(bench.runtime, bench.layers)
-        self.log = bench.device.log
+        self.runtime, self.log = bench.runtime, bench.device.log
 
-    def arrived(self, request: Request) -> None:
-        self.log.append(f"arrived {request.layer}")
+    def call_reached(self, request: Request) -> None:
+        self.log.append(f"reached {request.layer}")
 
-    def swapped_in(self, copy: DeviceCopy) -> None:
-        self.log.append(f"here {len(copy.leaves)}")
+    def weights_arrived(self, copy: DeviceCopy) -> None:
+        self.log.append(f"arrived {len(copy.leaves)}")
 
-    def evicted(self) -> None:
-        self.log.append("gone")
+    def run_call(self, request: Request, copy: DeviceCopy) -> Any:
+        self.log.append("called")
+        return self.runtime.layer_calls.run_attached(request, copy.leaves)
+
+    def call_finished(self) -> None:
+        self.log.append("finished")
 
 
-def test_a_subclass_is_told_of_a_call_before_its_layer_comes_and_when_it_has_gone(bench: Bench) -> None:
+def test_an_observer_is_told_of_a_call_before_its_weights_come_and_when_they_have_gone(bench: Bench) -> None:
     layers = [layer.index for layer in bench.layers]
-    bench.streamer = Noting(bench)
+    observer = LoggingObserver(bench)
     bench.model.order = (0,)
     size = next(size for size, number in bench.sizes.items() if number == 0)
     bench.device.log.clear()
-    with bench.streamer.streaming((), ()):
+    with bench.streamer.opened((), observer.run_call, [observer]), handled_by(bench.streamer), torch.no_grad():
         bench.model(torch.ones(1, WIDTHS[0]))
     assert bench.device.log == [
-        "here 0",  # of what no layer owns
-        f"arrived {layers[0]}",
+        "arrived 0",  # of what no layer owns
+        f"reached {layers[0]}",
         f"in {size}",
-        "here 2",
+        "arrived 2",
+        "called",
         "run 0",
         f"out {size}",
-        "gone",
+        "finished",
     ]
 
 
