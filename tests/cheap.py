@@ -15,7 +15,7 @@ import torch
 
 from harmony_ds.device.base import Device
 from harmony_ds.optim.host_optimizer import HostOptimizer
-from harmony_ds.profiling import measuring
+from harmony_ds.profiling import profiler
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.profiling.timing import Timing
 from harmony_ds.runtime import executor
@@ -32,7 +32,7 @@ _time = Timing.time
 
 def install(patch: Patch = setattr) -> None:
     """Make every engine of this process cheap; `patch` is `setattr`, or a MonkeyPatch's, which takes it back."""
-    patch(measuring, "measure_rates", constant_rates)
+    patch(profiler, "measure_rates", constant_rates)
     patch(Timing, "time", constant_times)
     patch(group_plans, "compose_step", composed)  # not cheap, but every step that a test runs is checked
     patch(executor, "collection_within_steps", lambda: nullcontext)  # to count what conftest has frozen takes 40 ms

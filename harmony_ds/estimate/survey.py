@@ -23,7 +23,7 @@ from harmony_ds.estimate.subject import Subject
 from harmony_ds.model.intercept import Autocast
 from harmony_ds.model.trees import map_tensors
 from harmony_ds.profiling.hardware import Hardware, KernelRates, UpdateCost
-from harmony_ds.profiling.measuring import SEVERAL
+from harmony_ds.profiling.profiler import SEVERAL
 from harmony_ds.profiling.roofline import RooflineClock, on_meta
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of
@@ -226,8 +226,8 @@ def _see(
         ranks_sizes: whether sizes of layer calls are chosen where the ds_config leaves them open.
     """
     planner = state.runner.planner
-    measuring, wanted = planner.measuring, planner.sizes.wanted
-    measuring.machine = machine
+    profiler, wanted = planner.profiler, planner.sizes.wanted
+    profiler.machine = machine
 
     dtype = config.autocast_dtype
     autocast = None if dtype is None else Autocast(state.device.torch_device.type, dtype)
@@ -237,7 +237,7 @@ def _see(
             return subject.model(**named)
 
     sample = Sample(subject.inputs, call, loss_of, seed=0)
-    sized, profile = planner.sizes.joined(sample) or (None, measuring.profile(sample, wanted))
+    sized, profile = planner.sizes.joined(sample) or (None, profiler.profile(sample, wanted))
     sized = sized or SizedCosts(wanted or WHOLE, profile.tables[-1][1])
     if ranks_sizes and wanted is None:
         try:

@@ -49,12 +49,14 @@ class Timing(LayerCallObserver):
     They leave as fields of a `CostTable` (`time`), and as `swaps`.
 
     Attributes:
+        device: where layers run.
         swaps: bytes and milliseconds of every swap-in.
     """
 
     def __init__(
         self, runtime: Runtime, layers: tuple[Layer, ...], unlayered: tuple[str, ...] = (), rows: Rows = WHOLE_CALLS
     ) -> None:
+        self.device = runtime.device
         self._runtime = runtime
         self._layers = layers
         self._passes = Passes(runtime, layers, unlayered, rows)
@@ -68,7 +70,7 @@ class Timing(LayerCallObserver):
         """Return `costs` with the times of its forward pass and of propagating its loss."""
         self._lap()
         with self._passes.opened(self._run_call, [self]):
-            for number in range(_PASSES if self._runtime.device.has_values else 1):
+            for number in range(_PASSES if self.device.has_values else 1):
                 self._passes.untouched.looks_into_layers = number == 0  # it takes time
                 self._structures.clear()
                 self._lap()
@@ -95,7 +97,7 @@ class Timing(LayerCallObserver):
         self._structures.append(structure)
         enough = self._structures.count(structure) > _BACKWARD_SAMPLES
         self._lap()
-        begin = self._runtime.device.issued_ms()
+        begin = self.device.issued_ms()
         outputs, call = self._passes.record(request, copy)
         self._issued(structure, "issue", begin)
         self._end_lap(structure, "forward")
@@ -106,7 +108,7 @@ class Timing(LayerCallObserver):
             return outputs
         with self._passes.made_up_gradients(call):
             self._lap()
-            begin = self._runtime.device.issued_ms()
+            begin = self.device.issued_ms()
             if call.slicing is None and keeps_graphs:
                 calls.recompute(call, copy.leaves, replay)
                 self._end_lap(structure, "again")
@@ -122,13 +124,13 @@ class Timing(LayerCallObserver):
         self._lap()
 
     def _lap(self) -> float:
-        before, self._since = self._since, self._runtime.device.now_ms()
+        before, self._since = self._since, self.device.now_ms()
         return self._since - before
 
     def _issued(self, structure: Structure, what: str, begin: float) -> None:
         """Note what the host took until now, if the device may still compute."""
-        if self._runtime.device.copies_overlap:
-            self._samples[structure, what].append(self._runtime.device.issued_ms() - begin)
+        if self.device.copies_overlap:
+            self._samples[structure, what].append(self.device.issued_ms() - begin)
 
     def _end_lap(self, structure: Structure, what: str) -> None:
         self._samples[structure, what].append(self._lap())

@@ -9,7 +9,7 @@ from functools import reduce
 
 from harmony_ds.config import Config
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.profiling.measuring import Measuring
+from harmony_ds.profiling.profiler import Profiler
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.costs import CostTable
@@ -31,7 +31,7 @@ class CallSizes:
     """
 
     def __init__(
-        self, runtime: Runtime, config: Config, measuring: Measuring, choose: Choose, saved: Plan | None
+        self, runtime: Runtime, config: Config, profiler: Profiler, choose: Choose, saved: Plan | None
     ) -> None:
         """Run with the sizes of `saved`, if given.
 
@@ -41,7 +41,7 @@ class CallSizes:
         self.wanted = wanted if saved is None else replace(Sizes.of(saved.policy), together=1)
         self._may_join = config.harmony.grouping and self._group_size > 1
         self._world, self._joins = runtime.world, runtime.joins
-        self._measuring = measuring
+        self._profiler = profiler
         self._choose = choose
 
     def measured(self, sample: Sample, current: Sizes) -> Iterator[SizedCosts]:
@@ -57,11 +57,11 @@ class CallSizes:
             yield joined[0]
             return
         if self.wanted is not None:
-            yield SizedCosts(self.wanted, self._measuring.profile(sample, self.wanted).tables[0][1])
+            yield SizedCosts(self.wanted, self._profiler.profile(sample, self.wanted).tables[0][1])
             return
         rows = self._world.max("rows", sample.rows)
         sample = sample if rows == sample.rows else sample.few(rows)
-        yield from self.ranked(sample, self._agreed(self._measuring.profile(sample, None)))
+        yield from self.ranked(sample, self._agreed(self._profiler.profile(sample, None)))
 
     def _agreed(self, profile: Profile) -> Profile:
         """Return the costs that cover all processes' micro-batches, in slices that fit all of their devices."""
@@ -85,7 +85,7 @@ class CallSizes:
             if not self._world.any("join nothing", not self._joins.dims):
                 yield from self._faster_sets(sample, alone, one_by_one.prediction.step_ms)
         for sizes in in_slices:
-            yield SizedCosts(sizes, self._measuring.in_slices(sample, profile, sizes))
+            yield SizedCosts(sizes, self._profiler.in_slices(sample, profile, sizes))
 
     def joined(self, sample: Sample) -> tuple[SizedCosts, Profile] | None:
         """Return costs of as many micro-batches as make the larger of the configured sizes; None: of one."""
@@ -109,8 +109,8 @@ class CallSizes:
 
     def _alone(self, sample: Sample) -> CostTable:
         """Return what a micro-batch costs by itself, where several may be one; note where its calls hold the rows."""
-        single = self._measuring.profile(sample, WHOLE).tables[0][1]
-        found = self._measuring.found_rows(sample)
+        single = self._profiler.profile(sample, WHOLE).tables[0][1]
+        found = self._profiler.found_rows(sample)
         self._joins.dims = found.dims
         self._joins.are_random = bool(found.drawing)
         self._joins.code_between_draws |= found.code_between_draws
@@ -118,7 +118,7 @@ class CallSizes:
 
     def _of_set(self, sample: Sample, sizes: Sizes, alone: CostTable) -> tuple[SizedCosts, Profile]:
         """Return costs of a set of micro-batches like `sample`, which costs so much `alone`."""
-        profile = self._measuring.profile(sample.few(sizes.together * sample.rows), sizes)
+        profile = self._profiler.profile(sample.few(sizes.together * sample.rows), sizes)
         table = profile.tables[0][1]
         table = replace(table, flow=table.flow.of_set(alone.flow, sizes.together))
         return SizedCosts(sizes, table, alone), profile

@@ -16,8 +16,8 @@ from harmony_ds.decomposer.graph import LayerGraph, positions_of, slab_bytes
 from harmony_ds.distributed.exchange import buffer_bytes
 from harmony_ds.errors import DoesNotFitError, ModelError
 from harmony_ds.offload.host_memory import free_host_bytes
-from harmony_ds.profiling.measuring import Measuring
 from harmony_ds.profiling.profile_cache import ProfileFile
+from harmony_ds.profiling.profiler import Profiler
 from harmony_ds.profiling.sample import Sample, Shapes, shapes_of
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.choose import PlanRequest
@@ -79,10 +79,8 @@ class Planner:
         dtypes = f"{runtime.residency.dtype}, gradients of {self._element.gradient} bytes"
         if config.autocast_dtype is not None:
             dtypes += f", autocast to {config.autocast_dtype}"
-        self.measuring = Measuring(
-            runtime, decomposition.layers, graph, ProfileFile(path, graph, dtypes, runtime.device)
-        )
-        self.sizes = CallSizes(runtime, config, self.measuring, self._choose_quickly, saved)
+        self.profiler = Profiler(runtime, decomposition.layers, graph, ProfileFile(path, graph, dtypes, runtime.device))
+        self.sizes = CallSizes(runtime, config, self.profiler, self._choose_quickly, saved)
 
     @property
     def plan(self) -> Plan | None:
@@ -155,7 +153,7 @@ class Planner:
             if before is not None and before.sizes.together != sized.sizes.together:
                 self._measured.clear()  # those were other sets
             self._sized, self.graph, self.choices = replace(sized, table=table), graph, choices
-            self.rows = self.measuring.rows(sized.sizes)
+            self.rows = self.profiler.rows(sized.sizes)
             if before is None:
                 self.advice = self._advise(graph, table, sample.rows)
             return moved
@@ -179,15 +177,15 @@ class Planner:
 
     def graph_with(self, calls: tuple[int, ...]) -> LayerGraph:
         """Return what is known of the model, now that it has been seen to make these calls."""
-        graph = replace(self.graph, calls=calls, unlayered=self.measuring.unlayered)
+        graph = replace(self.graph, calls=calls, unlayered=self.profiler.unlayered)
         used = {name for layer in calls for name in graph.layers[layer].parameters}.union(graph.unlayered)
         trained = () if self._runtime.optimizer is None else self._runtime.optimizer.trained
         return replace(graph, uncalled=tuple(name for name in trained if name not in used))
 
     def _agreed(self, table: CostTable) -> CostTable:
         """Return costs that cover all processes' micro-batches; take over what they found out, and the least room."""
-        found = self._runtime.world.all("costs", (table, self.measuring.unlayered, self._host_bytes))
-        self.measuring.join_unlayered(name for _, names, _ in found for name in names)
+        found = self._runtime.world.all("costs", (table, self.profiler.unlayered, self._host_bytes))
+        self.profiler.join_unlayered(name for _, names, _ in found for name in names)
         self._host_bytes = min((room for _, _, room in found if room is not None), default=None)
         return reduce(CostTable.worst, (one for one, _, _ in found))
 
@@ -232,7 +230,7 @@ class Planner:
         """Return the rates that plans are made with: the slowest of all processes, which run one plan."""
         # They wait for each other at every reduction: a step takes as long as in the slowest of them. What they share
         # (host memory, cores) they measure at the same time, so that no rate is to be divided or added up.
-        world, machine = self._runtime.world, self.measuring.machine
+        world, machine = self._runtime.world, self.profiler.machine
         assert machine is not None
         if world.size > 1:
             machine = machine.with_peers(*world.reduce_rates(self._runtime.device))

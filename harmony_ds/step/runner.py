@@ -141,7 +141,7 @@ class Runner:
     def alone(self) -> Iterator[Callable[[Sample], Tensor | None]]:
         """Open a context with a function from a micro-batch to its loss, if it runs by itself. Nothing stays."""
         self.make_room()
-        passes = Passes(self.runtime, self._layers, self.planner.measuring.unlayered, self.planner.rows)
+        passes = Passes(self.runtime, self._layers, self.planner.profiler.unlayered, self.planner.rows)
         with self.runtime.contract.running(), passes.opened():
             yield passes.loss
 

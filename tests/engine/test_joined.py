@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.model.called_layer import CalledLayer
-from harmony_ds.profiling import measuring
-from harmony_ds.profiling.measure import Measurement
+from harmony_ds.profiling import profiler
+from harmony_ds.profiling.measurement import Measurement
 from harmony_ds.profiling.sample import Sample
 from tests.cheap import constant_rates
 from tests.engine.drive import (
@@ -494,7 +494,7 @@ def at_host_speed(bytes_per_ms: float) -> Any:
 def test_joining_is_advised_once_where_it_would_pay(
     micro_batch: Any, bytes_per_ms: float, advised: bool, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(measuring, "measure_rates", at_host_speed(bytes_per_ms))
+    monkeypatch.setattr(profiler, "measure_rates", at_host_speed(bytes_per_ms))
     config = config_of(GROUP, 0.5, {"micro_batch": micro_batch})
     with engine_for(family("mistral").build(0.0), sgd, config) as engine:
         train_groups(engine, single_rows("mistral"))

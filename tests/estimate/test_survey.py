@@ -22,7 +22,7 @@ from harmony_ds.estimate.subject import Subject, load_subject
 from harmony_ds.estimate.survey import Survey, estimate, measure, update_cost, with_profile
 from harmony_ds.profiling import roofline
 from harmony_ds.profiling.hardware import hardware_of
-from harmony_ds.profiling.measure import Measurement
+from harmony_ds.profiling.measurement import Measurement
 from harmony_ds.profiling.roofline import on_meta
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of

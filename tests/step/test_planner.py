@@ -20,7 +20,7 @@ from tests.scheduler.examples import GPU
 def test_a_plan_for_all_processes_is_made_with_the_slowest_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_for(built(Net), sgd, config_of(1)) as engine:
         one = planner_of(engine)
-        one.measuring.machine = GPU
+        one.profiler.machine = GPU
         others = [replace(GPU, swap_in_bytes_per_ms=1.0), replace(GPU, update_ms=77.0)]
         monkeypatch.setattr(one._runtime.world, "all", lambda kind, value: [value, *others])
         assert one._machine() == replace(GPU, swap_in_bytes_per_ms=1.0, update_ms=77.0)

@@ -11,7 +11,7 @@ import torch
 
 from harmony_ds.device import CpuDevice
 from harmony_ds.model.targets import InterLayerGradient, OutputGradient
-from harmony_ds.profiling.measured import CallMeasurement, MicroBatchMeasurement
+from harmony_ds.profiling.call_measurement import CallMeasurement, MicroBatchMeasurement
 from harmony_ds.profiling.profile_cache import ProfileFile
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes
 from harmony_ds.scheduler.profile import Profile

@@ -28,7 +28,7 @@ from harmony_ds.model.targets import InterLayerGradient, OutputGradient
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
-from harmony_ds.profiling.measured import CallMeasurement, MicroBatchMeasurement
+from harmony_ds.profiling.call_measurement import CallMeasurement, MicroBatchMeasurement
 from harmony_ds.profiling.passes import Passes
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.profiling.watches import FlowWatch, RoutingWatch, extremes

@@ -1,0 +1,240 @@
+"""Profile a model on its device: what the layer calls of a micro-batch cost, and how fast the machine is.
+
+`Profiler.profile` runs, in this order:
+
+1. `Measurement`: passes over the micro-batch, for the bytes of each layer call -> `CallMeasurement`s -> a `CostTable`.
+   They are run again as long as they show something new about the model (a parameter used between layers, an input that
+   is changed in place).
+2. `Timing`: two passes over the same micro-batch, for the milliseconds of each call -> the same `CostTable` with times.
+3. `measure_rates`, once for each process: the links, the host's memory and optimizer -> `Machine`.
+4. `ProfileFile`: table and machine together are a `Profile`, which is saved. Times and rates may come from a file that an
+   earlier run left, instead of 2 and 3; bytes are always measured anew.
+
+Where layer calls are to be cut into slices of rows, `RowProbe` runs before 1, once for each mode of the model: it finds
+where tensors hold the rows. 1 and 2 then run with the calls cut; for several sizes, once with each.
+
+The first micro-batch is profiled, and again any that is larger than all before it (`Planner` decides that).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from harmony_ds.decomposer.find import Layer
+from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.device.base import Device
+from harmony_ds.errors import DoesNotFitError
+from harmony_ds.model.contract import UnseenError
+from harmony_ds.profiling.measurement import Measurement
+from harmony_ds.profiling.profile_cache import ProfileFile, with_times
+from harmony_ds.profiling.rates import measure_rates
+from harmony_ds.profiling.row_probe import RowProbe
+from harmony_ds.profiling.sample import Sample, shapes_of
+from harmony_ds.profiling.timing import Timing
+from harmony_ds.runtime.garbage import release_frames
+from harmony_ds.runtime.runtime import Runtime
+from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.profile import Machine, Profile
+from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
+from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, doubling
+
+_logger = logging.getLogger(__name__)
+
+SEVERAL = "of several sizes"
+"""In the key of a profile: its tables are of one micro-batch in slices of different sizes."""
+
+_ATTEMPTS = 16
+_MOST_COUNTED = 8
+
+
+class Profiler:
+    """Profiles of one model, and what the passes find out about it: its unlayered parameters, the machine's rates, rows.
+
+    Attributes:
+        unlayered: names of the parameters that no layer owns, those that are used between layers included.
+        machine: the machine's rates, once they have been measured or loaded.
+    """
+
+    def __init__(self, runtime: Runtime, layers: tuple[Layer, ...], graph: LayerGraph, file: ProfileFile) -> None:
+        """Keep times and rates in `file`."""
+        self._runtime = runtime
+        self._file = file
+        self._layers = layers
+        self._row_probe = RowProbe(runtime, layers)
+        self._probed_modes: set[bytes] = set()
+        self._probed_calls: tuple[int, ...] = ()  # layers in the order of their calls
+        self.unlayered = graph.unlayered
+        self.machine: Machine | None = None
+
+    # ---- profiles
+
+    def profile(self, sample: Sample, sizes: Sizes | None) -> Profile:
+        """Return bytes and times of `sample` in slices of `sizes`, and the machine's rates.
+
+        Args:
+            sizes: None: of 1, 2, 4, ... rows and whole, as far as the device holds them.
+
+        Raises:
+            DoesNotFitError: the device does not hold one layer with `sample` in slices of `sizes`, or of single rows.
+        """
+        with self._within_budget():
+            profile = self._profile_several_sizes(sample) if sizes is None else self._profile_one_size(sample, sizes)
+        self.machine = profile.machine
+        return profile
+
+    def _profile_one_size(self, sample: Sample, sizes: Sizes) -> Profile:
+        table = self._measure(sample, sizes)
+        key = self._key(table.calls, sample, sizes)
+        if (known := self._load(key)) is not None:
+            return replace(known, tables=((sample.rows, with_times(table, known.tables[0][1])),))
+        return self._save(((sample.rows, self._time(table, sample, sizes)),), key)
+
+    def _profile_several_sizes(self, sample: Sample) -> Profile:
+        self._probe_rows(sample)
+        key = self._key(self._probed_calls, sample, None)
+        if (known := self._load(key)) is not None:
+            return known
+        tables: list[tuple[int, CostTable]] = []
+        # On a device that only counts, every slice takes the host as long as a whole micro-batch.
+        smallest = 1 if self._runtime.device.has_values else max(1, sample.rows // _MOST_COUNTED)
+        for size in doubling(sample.rows, smallest):
+            sizes = Sizes(size, size)
+            try:
+                tables.append((size, self._time(self._measure(sample, sizes), sample, sizes)))
+            except torch.OutOfMemoryError:
+                self._runtime.stash.abandon()
+                if not tables:
+                    raise
+                _logger.info("slices of %d rows do not fit on the device; larger ones are not tried", size)
+                break
+        return self._save(tuple(tables), key)
+
+    def in_slices(self, sample: Sample, profile: Profile, sizes: Sizes) -> CostTable:
+        """Return bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them."""
+        with self._within_budget():
+            return with_times(self._measure(sample, sizes), combined(profile, sizes, sample.rows))
+
+    # ---- passes
+
+    def _measure(self, sample: Sample, sizes: Sizes) -> CostTable:
+        """Return bytes of `sample`, measured in passes until one shows nothing new about the model.
+
+        Parameters that turn out to be used between layers join the unlayered ones.
+        """
+        if sizes.cut:
+            self._probe_rows(sample)
+        for _ in range(_ATTEMPTS):
+            try:
+                return Measurement(self._runtime, self._layers, self.unlayered, self.rows(sizes)).measure(sample)
+            except Exception as error:
+                found = self._runtime.installation.touched.difference(self.unlayered)
+                if not found and not isinstance(error, UnseenError):
+                    raise
+                self.join_unlayered((*self.unlayered, *sorted(found)))
+        raise AssertionError("the model shows something new each time it is measured")
+
+    def _time(self, table: CostTable, sample: Sample, sizes: Sizes) -> CostTable:
+        """Return `table` with the times of `sample`; measure the machine's rates, if that has not been done."""
+        runtime = self._runtime
+        timing = Timing(runtime, self._layers, self.unlayered, self.rows(sizes))
+        timed = timing.time(table, sample)
+        if self.machine is None:
+            threads, dtype = runtime.updater.threads, runtime.residency.dtype
+            machine = measure_rates(runtime.device, runtime.optimizer, dtype, timing.swaps, threads)
+            moved = 0.0 if runtime.optimizer is None else runtime.optimizer.moved_bytes
+            rate, weight = runtime.residency.disk_bytes_per_ms, runtime.residency.disk_weight_bytes
+            self.machine = machine.with_disk(rate, moved, weight)
+        return timed
+
+    # ---- rows
+
+    def rows(self, sizes: Sizes) -> Rows:
+        """Return how layer calls are cut into slices of `sizes`, once a micro-batch has been measured in such."""
+        if not sizes.cut:
+            return WHOLE_CALLS
+        return replace(self._row_probe.found[0], forward=sizes.forward, backward=sizes.backward)
+
+    def found_rows(self, sample: Sample) -> Rows:
+        """Return where calls hold the rows of a micro-batch."""
+        with self._within_budget():
+            self._probe_rows(sample)
+        return self._row_probe.found[0]
+
+    def _probe_rows(self, sample: Sample) -> None:
+        """Find out, once for each mode of the model, which layers can be cut, and log the others."""
+        if sample.modes in self._probed_modes:
+            return
+        self._probed_modes.add(sample.modes)
+        few, more = (2, 3) if sample.rows > 2 else (1, 2)
+        logged = self._row_probe.found[1]
+        for alike in sample.masked_alike():
+            try:
+                # What the first look at a model finds (parameters between layers, inputs that are changed) comes first.
+                self._probed_calls = self._measure(alike.few(more), WHOLE).calls
+                self._row_probe.probe(alike, (few, more), self.unlayered)
+            except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces here
+                _logger.warning("the model does not take %d rows of a micro-batch, to find them: %r", more, error)
+                self._runtime.stash.abandon()
+                release_frames(error)
+                self._probed_calls = self._measure(sample, WHOLE).calls
+        for layer, reason in self._row_probe.found[1].items():
+            if reason and layer not in logged:
+                _logger.warning("layer %s runs with whole micro-batches: %s", self._layers[layer].name, reason)
+
+    # ---- what processes have found, and files
+
+    def join_unlayered(self, names: Iterable[str]) -> None:
+        """Make parameters unlayered that other processes have found to be used between layers."""
+        self.unlayered = tuple(dict.fromkeys((*names, *self.unlayered)))
+
+    def _key(self, calls: tuple[int, ...], sample: Sample, sizes: Sizes | None) -> dict[str, str]:
+        """Return what a profile depends on; `sizes`: of its slices, None: several."""
+        key = self._file.key(calls, shapes_of(sample.inputs))
+        if sizes is None or sizes.cut:
+            key["pieces"] = SEVERAL if sizes is None else str(sizes)
+        return key
+
+    def _load(self, key: dict[str, str]) -> Profile | None:
+        """Return what an earlier run saved, in all processes or in none: forward passes may wait for one another."""
+        known = self._file.load(key)
+        return None if self._runtime.world.any("measure the model", known is None) else known
+
+    def _save(self, tables: tuple[tuple[int, CostTable], ...], key: dict[str, str]) -> Profile:
+        assert self.machine is not None
+        profile = Profile(self.machine, tables, key)
+        self._file.save(profile)
+        return profile
+
+    @contextmanager
+    def _within_budget(self) -> Iterator[None]:
+        """Turn torch.OutOfMemoryError within the context into DoesNotFitError, which holds nothing on the device."""
+        device = self._runtime.device
+        before = device.allocated_bytes()
+        device.reset_peak()
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._runtime.stash.abandon()
+            message = _explanation(device, before, error)
+            release_frames(error)
+            raise DoesNotFitError(message) from error
+
+
+def _explanation(device: Device, before: int, error: torch.OutOfMemoryError) -> str:
+    budget, reserve, peak = device.budget_bytes, device.reserve_bytes(), device.peak_bytes()
+    limit = "there is no budget" if budget is None else f"the budget is {budget:,} bytes"
+    limit += f", of which libraries' workspaces and the allocator's segments take {reserve:,}" if reserve else ""
+    raise_to = f" to well above {(reserve + peak) / 2**30:.2f}" if reserve else ""
+    requested = re.search(r"[\d.,]+ ([KMG]iB|bytes)", str(error))  # the first number of torch's message
+    return (
+        f"one layer with one micro-batch, which measuring holds, does not fit: {limit}. Up to {peak:,} bytes were "
+        f"allocated ({before:,} before), and {requested[0] if requested else 'some'} more did not fit. Ways out: "
+        f"(1) raise harmony.device_memory_gib{raise_to}; (2) lower train_micro_batch_size_per_gpu; (3) name smaller layers "
+        "in harmony.layers."
+    )
