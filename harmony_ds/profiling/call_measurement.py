@@ -1,4 +1,4 @@
-"""Record of a measurement, call by call, and the costs that follow from it."""
+"""What `Measurement` notes of each layer call, and the `CostTable` that follows from all of them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _NOTHING_KNOWN = CallCost()
 
 @dataclass(slots=True, eq=False)
 class CallMeasurement:
-    """Bytes of one call, or of what comes after the last one, as differences to what was alive when it began.
+    """Bytes of one layer call, or of the code after the last one, as differences to the bytes alive when it began.
 
     Attributes:
-        layer: that was called.
-        cost: what is known of its `CallCost` without the other calls.
-        backward: the most while it was recomputed and propagated through, its outputs' gradients not counted.
-        settle: the most while gradients ran back through the code after it; gradients that waited there not counted.
-        unlayered: by name, bytes of the unlayered parameters that it gave a gradient to.
-        made: gradients of its outputs.
-        taken: gradients that come of propagating through it.
-        settled: gradients that come of propagating through the code after it.
+        layer: index of the layer that was called.
+        cost: what is known of the call's `CallCost` without the other calls.
+        backward: the most while the call was recomputed and propagated through, its outputs' gradients not counted.
+        settle: the most while gradients ran back through the code after the call; gradients that waited there not counted.
+        unlayered: by name, bytes of the unlayered parameters that the call gave a gradient to.
+        made: gradients of the call's outputs.
+        taken: gradients that propagating through the call yields.
+        settled: gradients that propagating through the code after the call yields.
     """
 
     layer: int = -1

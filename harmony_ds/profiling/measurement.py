@@ -132,7 +132,7 @@ class Measurement(LayerCallObserver):
     # ---- one call of a layer
 
     def call_reached(self, request: Request) -> None:
-        """Note what the code since the last call took; release that call's inputs."""
+        """Note the bytes of the code since the last call; release that call's inputs."""
         calls, interval, lead = self._measured.calls, self._interval, 0
         if calls:
             graph = calls[-1].cost.forward.graph_bytes
@@ -327,7 +327,7 @@ class Measurement(LayerCallObserver):
             place.unlayered |= self._changed_unlayered_gradients()
 
     def _drop_recorded(self) -> int:
-        """Release the recorded calls, the last one first as a step does.
+        """Release the recorded calls, the last one first, as a step does.
 
         Returns:
             The bytes that they alone held and that a step stashes, for no shorter than they hold them.
@@ -369,7 +369,7 @@ class Measurement(LayerCallObserver):
 
 @dataclass(frozen=True, slots=True)
 class _StashedInput:
-    """Memory of a stashed input, and the number of the call that stashed it first."""
+    """Memory of an input that calls stash, its bytes, and the number of the call that stashed it first."""
 
     storage: StorageWeakRef
     nbytes: int
@@ -377,7 +377,7 @@ class _StashedInput:
 
 
 class MemoryInterval:
-    """The bytes of what runs between two points, beyond those that were alive at the first."""
+    """Bytes allocated between two points of a pass, beyond those that were alive at the first."""
 
     def __init__(self, probe: MemoryProbe) -> None:
         self._probe = probe
@@ -385,15 +385,16 @@ class MemoryInterval:
         self.begin()
 
     def begin(self) -> None:
+        """Begin the interval here."""
         self._probe.reset_peak()
         self._before = self.alive()
 
     def peak(self) -> int:
-        """Return the most since `begin`."""
+        """Return the most bytes alive at once since `begin`, less those alive then."""
         return self._probe.peak_bytes() - self._before
 
     def left(self) -> int:
-        """Return what there is now."""
+        """Return the bytes alive now, less those alive at `begin`."""
         return self.alive() - self._before
 
 

@@ -1,4 +1,4 @@
-"""Keep a profile in a file: times that were measured once are used again for the same model on the same machine.
+"""Keep a profile in a file: times measured once are used again for the same model on the same machine.
 
 Bytes are measured anew by every engine, in one pass; what is kept are the times and the machine's rates, which take
 longer to measure and decide the plan. A file that was measured on something else is noticed, named, and replaced.
@@ -72,7 +72,16 @@ class ProfileFile:
 
 def with_times(table: CostTable, timed: CostTable) -> CostTable:
     """Return `table`, whose bytes were just measured, with the times of `timed`, which has all of its calls."""
-    there = [timed.costs[place] for place in positions_of(table.calls, timed.calls)]
-    names, pairs = ("forward_ms", "backward_ms", "fused_ms", "propagate_ms"), zip(table.costs, there, strict=True)
-    costs = tuple(replace(cost, **{name: getattr(known, name) for name in names}) for cost, known in pairs)
-    return replace(table, costs=costs, head_ms=timed.head_ms, tail_ms=timed.tail_ms)
+    costs = []
+    for cost, position in zip(table.costs, positions_of(table.calls, timed.calls), strict=True):
+        known = timed.costs[position]
+        costs.append(
+            replace(
+                cost,
+                forward_ms=known.forward_ms,
+                backward_ms=known.backward_ms,
+                fused_ms=known.fused_ms,
+                propagate_ms=known.propagate_ms,
+            )
+        )
+    return replace(table, costs=tuple(costs), head_ms=timed.head_ms, tail_ms=timed.tail_ms)

@@ -22,10 +22,10 @@ class Sample:
 
     Attributes:
         inputs: arguments of the model's forward.
-        call: the forward pass with such arguments.
+        call: runs the forward pass with such arguments.
         surrogate_loss: from the outputs, what is propagated back from: the loss, or what takes about as long.
         seed: of its random numbers.
-        modes: training and requires_grad flags that it is measured in.
+        modes: the model's training and requires_grad flags, packed.
         trains: whether such micro-batches are propagated back from.
         inputs_beside: those of other forward passes that share its loss.
     """
@@ -60,7 +60,7 @@ class Sample:
         return replace(self, inputs=map_tensors(some, self.inputs))
 
     def masked_alike(self) -> list[Sample]:
-        """Return it with masks that hide the end of every row, and with masks that hide nothing; itself if it has none.
+        """Return the sample with masks that hide the end of each row, and with masks that hide nothing; or just itself.
 
         A model may take rows through its layers without a mask where nothing is hidden.
         """
@@ -82,5 +82,5 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def shapes_of(inputs: Any) -> Shapes:
-    """Return the shape of every tensor of `inputs`."""
+    """Return the shape of each tensor in `inputs`."""
     return tuple(tuple(t.shape) for t in tensors_in(inputs))

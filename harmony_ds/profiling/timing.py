@@ -1,7 +1,7 @@
-"""Time a model on the device with one micro-batch: how long every layer call takes forward and backward.
+"""Measure the milliseconds of a model's layer calls on the device, forward and backward, with one micro-batch.
 
-As `Measurement` does for bytes, and apart from it, because counting bytes slows every operation down. Calls of equal
-structure share what was measured of them; only the first few are propagated back through.
+The passes are others than those of `Measurement`, because counting bytes slows every operation down. Calls of equal
+structure share their samples; only the first few of them are propagated back through.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
 _PASSES = 2
 _BACKWARD_SAMPLES = 4
-"""Equal calls that are timed, in each pass."""
+"""Equal calls that are propagated back through, in each pass."""
 
 Structure = tuple[object, ...]
 _REST: Structure = ()
@@ -60,7 +60,7 @@ class Timing(LayerCallObserver):
         self._runtime = runtime
         self._layers = layers
         self._passes = Passes(runtime, layers, unlayered, rows)
-        # In the order they were taken.
+        # In the order they were measured.
         self._samples: defaultdict[tuple[Structure, str], list[float]] = defaultdict(list)
         self._structures: list[Structure] = []  # of the calls of this pass
         self._since = 0.0
@@ -95,7 +95,7 @@ class Timing(LayerCallObserver):
         keeps_graphs = calls.layers[request.layer].may_keep_graphs
         structure = (*structure_of(self._layers[request.layer], request), keeps_graphs)
         self._structures.append(structure)
-        enough = self._structures.count(structure) > _BACKWARD_SAMPLES
+        has_samples = self._structures.count(structure) > _BACKWARD_SAMPLES
         self._lap()
         begin = self.device.issued_ms()
         outputs, call = self._passes.record(request, copy)
@@ -103,7 +103,7 @@ class Timing(LayerCallObserver):
         self._end_lap(structure, "forward")
         if call is None:
             return outputs
-        if enough:
+        if has_samples:
             calls.discard(call)
             return outputs
         with self._passes.made_up_gradients(call):
@@ -124,6 +124,7 @@ class Timing(LayerCallObserver):
         self._lap()
 
     def _lap(self) -> float:
+        """Return the milliseconds since the last call of this function."""
         before, self._since = self._since, self.device.now_ms()
         return self._since - before
 
@@ -133,26 +134,40 @@ class Timing(LayerCallObserver):
             self._samples[structure, what].append(self.device.issued_ms() - begin)
 
     def _end_lap(self, structure: Structure, what: str) -> None:
+        """Note the milliseconds since the last lap as a sample."""
         self._samples[structure, what].append(self._lap())
 
     def _timed(self, costs: CostTable) -> CostTable:
-        """Return times by position; the calls are those that were measured, as the random numbers were the same."""
-        timed, issued_ms, timed_ms = [], 0.0, 0.0
+        """Return `costs` with times; its calls are those of the timed passes, which drew the same random numbers."""
+        timed, issued_ms, total_ms = [], 0.0, 0.0
         for cost, structure in zip(costs.costs, self._structures, strict=True):
-            forward, inter_layer, again, propagate, *issue = (
-                typical(self._samples[structure, what])
-                for what in ("forward", "inter-layer", "again", "backward", "issue", "issue back")
-            )
-            backward = again + propagate
+            forward = self._typical(structure, "forward")
+            inter_layer = self._typical(structure, "inter-layer")
+            propagate = self._typical(structure, "backward")
+            backward = self._typical(structure, "again") + propagate
+            issued_ms += self._typical(structure, "issue") + self._typical(structure, "issue back")
+            total_ms += forward + backward
             # The graph is built while running forward either way, and propagated through once; unless it is recomputed in
             # slices.
-            issued_ms += sum(issue)
-            timed_ms += forward + backward
-            fused = (backward or forward) + (forward if backward and self._passes.rows.cuts else 0.0) + inter_layer
-            forward += inter_layer
+            fused = (backward or forward) + inter_layer
+            if backward and self._passes.rows.cuts:
+                fused += forward
             timed.append(
-                replace(cost, forward_ms=forward, backward_ms=backward, fused_ms=fused, propagate_ms=propagate)
+                replace(
+                    cost,
+                    forward_ms=forward + inter_layer,
+                    backward_ms=backward,
+                    fused_ms=fused,
+                    propagate_ms=propagate,
+                )
             )
-        head, tail = (typical(self._samples[_REST, what]) for what in ("head", "tail"))
-        share = min(1.0, issued_ms / timed_ms) if timed_ms else 0.0
-        return replace(costs, costs=tuple(timed), head_ms=head, tail_ms=tail, issue_share=share)
+        return replace(
+            costs,
+            costs=tuple(timed),
+            head_ms=self._typical(_REST, "head"),
+            tail_ms=self._typical(_REST, "tail"),
+            issue_share=min(1.0, issued_ms / total_ms) if total_ms else 0.0,
+        )
+
+    def _typical(self, structure: Structure, what: str) -> float:
+        return typical(self._samples[structure, what])
