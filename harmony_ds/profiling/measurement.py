@@ -32,7 +32,10 @@ from harmony_ds.profiling.call_measurement import CallMeasurement, MicroBatchMea
 from harmony_ds.profiling.passes import Passes
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.profiling.watches import FlowWatch, RoutingWatch, extremes
+from harmony_ds.runtime.runtime import Runtime
+from harmony_ds.runtime.streaming import LayerCallObserver
 from harmony_ds.scheduler.costs import CostTable, ForwardBytes, StashBytes, WaitingBytes
+from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
 _logger = logging.getLogger(__name__)
 
