@@ -1,4 +1,4 @@
-"""From JSON to the checked values of all keys, or to an error that names the key, what it takes and the way out."""
+"""Checking of every key of a ds_config. Errors name the key, what it takes, and the way out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Checked:
         model: the value of every key, as `harmony_ds.config.model.DsConfig`.
         values: the same by path.
         known: the part of the JSON that DeepSpeed takes.
-        ignored, unknown: paths of keys without a meaning here, and of unknown ones; the others are `used`.
+        ignored: paths of keys that mean nothing here.
+        unknown: paths of keys that neither DeepSpeed nor harmony_ds has.
+        used: paths of all others.
     """
 
     model: Any = None
@@ -40,9 +42,12 @@ class Checked:
     @property
     def without_meaning(self) -> tuple[str, ...]:
         """Unknown and ignored keys; a block's own name where all that was given of it is ignored."""
-        whole = {path.split(".")[0] for path in self.ignored} - {path.split(".")[0] for path in self.used}
-        single = {path for path in self.ignored if path.split(".")[0] not in whole}
-        return tuple(sorted(whole | single | {*self.unknown}))
+        used_blocks = {path.split(".")[0] for path in self.used}
+        found = set(self.unknown)
+        for path in self.ignored:
+            block = path.split(".")[0]
+            found.add(path if block in used_blocks else block)
+        return tuple(sorted(found))
 
 
 def check(raw: Mapping[str, Any]) -> Checked:
@@ -55,7 +60,7 @@ def check(raw: Mapping[str, Any]) -> Checked:
     checked = Checked()
     if isinstance(raw.get("zero_optimization"), bool):  # a deprecated form
         raw = {**raw, "zero_optimization": {"stage": int(raw["zero_optimization"])}}
-    checked.known = _sorted(raw, ds_config, "", checked)
+    checked.known = _known_part(raw, ds_config, "", checked)
     lenient = value_at(raw, "harmony.unknown_keys") == "warn"
     for path in checked.unknown:
         if not lenient or path.startswith("harmony."):
@@ -63,7 +68,7 @@ def check(raw: Mapping[str, Any]) -> Checked:
     try:
         checked.model = model = ds_config(**checked.known)
     except ValidationError as error:
-        raise _error_of(error, raw, set(".".join(paths_of(ds_config)).split("."))) from None
+        raise _config_error(error, raw, set(".".join(paths_of(ds_config)).split("."))) from None
     model.bf16 = model.bf16 or model.bfloat16
     checked.values = dict(_flat(model.model_dump()))
     for path, (value, reason) in REFUSED_VALUES.items():
@@ -86,57 +91,83 @@ def ds_config_type() -> Any:
 
 def fields_of(model: Any) -> dict[str, Any]:
     """Return the fields of a pydantic model or dataclass by name and by alias."""
-    own = HARMONY_KEYS if model is HarmonySettings else model.model_fields
-    return {name: info for key, info in own.items() for name in (key, info.alias or key)}
+    found: dict[str, Any] = {}
+    for name, info in (HARMONY_KEYS if model is HarmonySettings else model.model_fields).items():
+        found[name] = info
+        found[info.alias or name] = info
+    return found
 
 
 def block_of(info: Any) -> Any:
-    """Return the model of a field that is a block; None of one that is a value."""
-    kinds = (info.annotation, *get_args(info.annotation))
-    return next((k for k in kinds if isinstance(k, type) and (issubclass(k, BaseModel) or k is HarmonySettings)), None)
+    """Return the model of a field that is a block; None for one that is a value."""
+    for kind in (info.annotation, *get_args(info.annotation)):
+        if isinstance(kind, type) and (issubclass(kind, BaseModel) or kind is HarmonySettings):
+            return kind
+    return None
 
 
-def paths_of(model: Any, at: str = "") -> Iterator[str]:
+def paths_of(model: Any, prefix: str = "") -> Iterator[str]:
     """Yield the paths of all keys of `model` and of the blocks in it."""
     for name, info in fields_of(model).items():
         inner = block_of(info)
-        yield from [f"{at}{name}"] if inner is None else paths_of(inner, f"{at}{name}.")
+        if inner is None:
+            yield f"{prefix}{name}"
+        else:
+            yield from paths_of(inner, f"{prefix}{name}.")
 
 
-def _sorted(block: Mapping[str, Any], model: Any, at: str, checked: Checked) -> dict[str, Any]:
-    """Return a copy of `block` with what `model` is to check: no refused key that is off, no unknown one, no "auto"."""
+def _known_part(block: Mapping[str, Any], model: Any, prefix: str, checked: Checked) -> dict[str, Any]:
+    """Return the part of `block`, whose keys' paths begin with `prefix`, that `model` is to check.
+
+    Left out are refused keys that are off, unknown keys, and ignored keys that say "auto". What each key is, is noted in
+    `checked`.
+    """
     known: dict[str, Any] = {}
     fields = fields_of(model)
     for name, value in block.items():
-        path, rule = f"{at}{name}", rule_of(f"{at}{name}")
-        inner = block_of(fields[name]) if name in fields else None
+        path = f"{prefix}{name}"
+        rule = rule_of(path)
         if rule is not None and rule.effect == "refused":
             if rule.refuses(value):
                 raise ConfigError(f'"{path}": {rule.note}.')
-        elif name not in fields:
+            continue
+        if name not in fields:
             checked.unknown.append(path)
-        elif inner is not None and isinstance(value, Mapping):
-            known[name] = _sorted(value, inner, f"{path}.", checked)
-        elif inner is None or value is not None:
-            ignored = rule is not None and rule.effect == "ignored"
-            (checked.ignored if ignored else checked.used).append(path)
-            automatic = value == "auto" and path != MICRO_BATCH and at != "harmony."
-            if automatic and not ignored:
+            continue
+        inner = block_of(fields[name])
+        if inner is not None and isinstance(value, Mapping):
+            known[name] = _known_part(value, inner, f"{path}.", checked)
+            continue
+        if inner is not None and value is None:
+            continue  # a block that is left empty
+        is_ignored = rule is not None and rule.effect == "ignored"
+        if is_ignored:
+            checked.ignored.append(path)
+        else:
+            checked.used.append(path)
+        if value == "auto" and path != MICRO_BATCH and prefix != "harmony.":
+            if not is_ignored:
                 raise ConfigError(f'"{path}" still says "auto": {AUTO}')
-            if not automatic and (fields[name].alias in (None, name) or fields[name].alias not in block):
-                known[name] = value  # where both names of a key are given, DeepSpeed's alias counts
+            continue
+        alias = fields[name].alias
+        if alias in (None, name) or alias not in block:  # where both names of a key are given, DeepSpeed's alias counts
+            known[name] = value
     return known
 
 
-def _flat(block: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each key, those of blocks in blocks, too."""
     for name, value in block.items():
-        yield from _flat(value, f"{at}{name}.") if isinstance(value, dict) else [(f"{at}{name}", value)]
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 _BETTER = {"2, 3 or 3": "2 or 3", "a valid dictionary": "an object", "a dictionary": "an object", "valid tuple": "list"}
 
 
-def _error_of(error: ValidationError, raw: Mapping[str, Any], names: set[str]) -> ConfigError:
+def _config_error(error: ValidationError, raw: Mapping[str, Any], names: set[str]) -> ConfigError:
     """Return pydantic's first error as ours: the key, what it takes, what was given. `names` are those of keys."""
     first, *others = error.errors()
     if first["type"] in ("assertion_error", "value_error"):  # DeepSpeed's own words

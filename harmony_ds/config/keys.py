@@ -13,25 +13,39 @@ _TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("keys.js
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The effect of a key or a block ("refused", "differs" or "ignored"), and the reason, or what is done instead."""
+    """What becomes of a key or a block that does not do what it does in DeepSpeed.
+
+    Attributes:
+        effect: "refused", "differs" or "ignored".
+        note: the reason, or what is done instead.
+        switch: of a refused block, the key that turns it on, and the value of that key where it is left out.
+    """
 
     effect: str
     note: str
-    switch: tuple[str, object] = ("enabled", True)  # of a refused block: the key that turns it on, and its default
+    switch: tuple[str, object] = ("enabled", True)
 
     def refuses(self, value: object) -> bool:
-        """Return whether `value` asks for what is refused."""
+        """Return whether `value` asks for what is refused: a flag that is set, or a number or text that is no default."""
         if isinstance(value, Mapping):
-            value = value.get(*self.switch)
-        return value is True if isinstance(value, bool) or value is None else value not in (0, 1, "auto")
+            switch, default = self.switch
+            value = value.get(switch, default)
+        if value is None or isinstance(value, bool):
+            return value is True
+        return value not in (0, 1, "auto")
 
 
-RULES: dict[str, Rule] = {
-    key: Rule(effect, note, tuple(_TABLE["switched on by, and without it"].get(key, ("enabled", True))))
-    for effect in ("refused", "differs", "ignored")
-    for note, keys in _TABLE[effect].items()
-    for key in keys
-}
+def _read_rules() -> dict[str, Rule]:
+    switches = _TABLE["switched on by, and without it"]
+    rules: dict[str, Rule] = {}
+    for effect in ("refused", "differs", "ignored"):
+        for note, keys in _TABLE[effect].items():
+            for key in keys:
+                rules[key] = Rule(effect, note, tuple(switches.get(key, ("enabled", True))))
+    return rules
+
+
+RULES = _read_rules()
 """By path; the rule of a block holds for all keys in it that have none of their own."""
 REFUSED_VALUES: dict[str, tuple[object, str]] = {path: tuple(row) for path, row in _TABLE["refused values"].items()}
 """Values that DeepSpeed takes and that are refused here, each with the reason."""

@@ -1,6 +1,6 @@
-"""The ds_config: DeepSpeed's JSON in, frozen dataclasses out. The only reader of JSON and of defaults.
+"""Reading of a ds_config: `load_config` turns DeepSpeed's JSON into a frozen `Config`, with every default filled in.
 
-Keys that DeepSpeed knows keep their spelling, meaning and default; ours live under "harmony", which DeepSpeed ignores.
+Keys that DeepSpeed knows keep their spelling, meaning and default; ours are in the block "harmony", which DeepSpeed skips.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def load_config(
     """Read a ds_config from a dict, a JSON file or base64.
 
     Args:
+        world_size: of the processes that train together, among which a batch is divided.
         instead: values that replace those of `source`, by the paths of their keys.
 
     Raises:
@@ -41,7 +42,7 @@ def load_config(
     raw = with_values(read_config(source), instead or {})
     if instead and {MICRO_BATCH, STEPS} <= raw.keys():
         raw.pop("train_batch_size", None)
-    return _config(raw, check(raw), world_size)
+    return _make_config(raw, check(raw), world_size)
 
 
 def dtype_of_checkpoint(parameter_dtypes: Collection[torch.dtype]) -> torch.dtype | None:
@@ -81,36 +82,40 @@ def for_loaded_model(config: Config, parameter_dtypes: Collection[torch.dtype]) 
     return config
 
 
-def _config(raw: dict[str, Any], checked: Checked, world_size: int) -> Config:
+def _make_config(raw: dict[str, Any], checked: Checked, world_size: int) -> Config:
+    """Return the ds_config `raw`, of which `checked` are the values, unless two of them contradict each other."""
     model = checked.model
     if model.gradient_allreduce_op == "sum" and model.zero_optimization.stage == 3:
         raise ConfigError("gradient_allreduce_op='sum' is not supported with ZeRO stage 3")
-    compute, loss_scale = _precision(model)
-    master, state = _optimizer_dtypes(model)
-    autocast = _autocast_dtype(model.torch_autocast, compute)
-    if autocast == torch.float16:
+    compute_dtype = _compute_dtype(model)
+    master_dtype, state_dtype = _optimizer_dtypes(model)
+    autocast_dtype = _autocast_dtype(model.torch_autocast, compute_dtype)
+    loss_scale = None
+    if autocast_dtype == torch.float16:
         loss_scale = type(model.fp16).model_construct(**_AS_GRAD_SCALER)
-    micro_batch, steps, batch = _batch_triple(model, world_size)
-    settings = _harmony(raw, checked)
-    _check_split_masters(settings, compute, master)
+    elif model.fp16.enabled:
+        loss_scale = model.fp16
+    micro_batch, accumulation_steps, batch = _batch_triple(model, world_size)
+    harmony = _harmony_settings(raw, checked)
+    _check_split_masters(harmony, compute_dtype, master_dtype)
     return Config(
         micro_batch=micro_batch,
-        gradient_accumulation_steps=steps,
+        gradient_accumulation_steps=accumulation_steps,
         train_batch_size=batch,
         gradient_clipping=model.gradient_clipping,
         optimizer=_section("optimizer", model.optimizer),
         scheduler=_section("scheduler", model.scheduler),
-        compute_dtype=compute,
-        accumulation_dtype=_accumulation_dtype(model.data_types.grad_accum_dtype, compute, master),
-        master_dtype=master,
-        state_dtype=state,
-        disk_folder=_disk_folder(model.zero_optimization, "optimizer", settings, master),
-        weights_folder=_disk_folder(model.zero_optimization, "param", settings),
-        autocast_dtype=autocast,
+        compute_dtype=compute_dtype,
+        accumulation_dtype=_accumulation_dtype(model.data_types.grad_accum_dtype, compute_dtype, master_dtype),
+        master_dtype=master_dtype,
+        state_dtype=state_dtype,
+        disk_folder=_optimizer_folder(model.zero_optimization.offload_optimizer, harmony, master_dtype),
+        weights_folder=_weights_folder(model.zero_optimization.offload_param, harmony),
+        autocast_dtype=autocast_dtype,
         loss_scale=loss_scale,
-        skip_overflow=loss_scale is not None or _checks_bf16(model),
+        skip_overflow=loss_scale is not None or _skips_overflow_in_bf16(model),
         steps_per_print=model.steps_per_print,
-        harmony=settings,
+        harmony=harmony,
         raw=raw,
         known=checked.known,
         values=checked.values,
@@ -118,15 +123,16 @@ def _config(raw: dict[str, Any], checked: Checked, world_size: int) -> Config:
     )
 
 
-def _check_split_masters(settings: HarmonySettings, compute: torch.dtype, master: torch.dtype) -> None:
-    if settings.split_masters and (compute, master) != (torch.bfloat16, torch.float32):
+def _check_split_masters(harmony: HarmonySettings, compute: torch.dtype, master: torch.dtype) -> None:
+    """Raise ConfigError for split masters of other weights than bf16 ones."""
+    if harmony.split_masters and (compute, master) != (torch.bfloat16, torch.float32):
         raise ConfigError(
             f"harmony.split_masters is for fp32 masters of bf16 weights, and here weights are {compute} and masters "
             f"{master}: leave it out."
         )
 
 
-def _harmony(raw: Mapping[str, Any], checked: Checked) -> HarmonySettings:
+def _harmony_settings(raw: Mapping[str, Any], checked: Checked) -> HarmonySettings:
     """Return our own keys; two of them follow DeepSpeed's where they are not given."""
     settings: HarmonySettings = checked.model.harmony
     given = raw.get("harmony") or {}
@@ -145,6 +151,7 @@ def _harmony(raw: Mapping[str, Any], checked: Checked) -> HarmonySettings:
 
 
 def _section(key: str, block: Any) -> Section | None:
+    """Return the optimizer or scheduler block `key`, if there is one, unless a value in its params cannot be meant."""
     if block is None:
         return None
     params = block.params or {}
@@ -161,11 +168,13 @@ def _section(key: str, block: Any) -> Section | None:
     return Section(block.type, dict(params))
 
 
-def _checks_bf16(model: Any) -> bool:
-    """Return whether steps with inf or NaN are skipped in bf16."""
-    # Without clipping nothing else makes updates wait for all gradients, so that has to be asked for.
-    wanted = model.gradient_clipping > 0 or "check_grad_overflow" in model.bf16.model_fields_set
-    return bool(wanted and model.bf16.enabled and model.bf16.check_grad_overflow)
+def _skips_overflow_in_bf16(model: Any) -> bool:
+    """Return whether optimizer steps whose gradients hold inf or NaN are skipped in bf16.
+
+    Skipping makes every update wait for all gradients. Clipping does so anyway; without it, the key has to be given.
+    """
+    is_wanted = model.gradient_clipping > 0 or "check_grad_overflow" in model.bf16.model_fields_set
+    return bool(is_wanted and model.bf16.enabled and model.bf16.check_grad_overflow)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -176,21 +185,27 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _precision(model: Any) -> tuple[torch.dtype, Any]:
-    fp16 = model.fp16
-    if model.bf16.enabled and fp16.enabled:
+def _compute_dtype(model: Any) -> torch.dtype:
+    """Return the dtype that layers compute in; ConfigError: keys name two."""
+    if model.bf16.enabled and model.fp16.enabled:
         raise ConfigError("bfloat16 and fp16 modes cannot be simultaneously enabled")
-    compute = torch.bfloat16 if model.bf16.enabled else torch.float16 if fp16.enabled else torch.float32
+    if model.bf16.enabled:
+        compute = torch.bfloat16
+    elif model.fp16.enabled:
+        compute = torch.float16
+    else:
+        compute = torch.float32
     asked = model.data_types.param_dtype
     if asked is not None and _dtype(asked) != compute:
         raise ConfigError(
             f"data_types.param_dtype='{asked}' conflicts with the enabled precision mode (model dtype {compute}). Set "
             "the matching fp16/bf16 'enabled' flag or omit data_types.param_dtype."
         )
-    return compute, fp16 if fp16.enabled else None
+    return compute
 
 
 def _autocast_dtype(block: Any, compute: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of the block "torch_autocast"; None: it is not enabled."""
     if not block.enabled:
         return None
     dtype = None if block.dtype is None else _dtype(block.dtype)
@@ -219,21 +234,40 @@ def _optimizer_dtypes(model: Any) -> tuple[torch.dtype, torch.dtype]:
     return torch.bfloat16 if masters else torch.float32, torch.bfloat16 if states else torch.float32
 
 
-def _disk_folder(zero: Any, what: str, settings: HarmonySettings, master: torch.dtype = torch.float32) -> str | None:
-    block, key = getattr(zero, f"offload_{what}"), f"zero_optimization.offload_{what}"
+def _optimizer_folder(block: Any, harmony: HarmonySettings, master: torch.dtype) -> str | None:
+    """Return the folder for masters and optimizer state, by the block "offload_optimizer"; None: they stay in memory."""
+    key = "zero_optimization.offload_optimizer"
+    folder = _nvme_folder(block, key)
+    if folder is not None and (master != torch.float32 or harmony.split_masters):
+        raise ConfigError(
+            f'{key}.device "nvme" is for whole weights and fp32 masters: leave harmony.split_masters and '
+            "bf16.bf16_master_weights_and_grads out."
+        )
+    return folder
+
+
+def _weights_folder(block: Any, harmony: HarmonySettings) -> str | None:
+    """Return the folder for weights, by the block "offload_param"; None: they stay in memory."""
+    key = "zero_optimization.offload_param"
+    folder = _nvme_folder(block, key)
+    if folder is not None and harmony.split_masters:
+        raise ConfigError(
+            f'{key}.device "nvme" is for whole weights and fp32 masters: leave harmony.split_masters out.'
+        )
+    return folder
+
+
+def _nvme_folder(block: Any, key: str) -> str | None:
+    """Return the folder that the offload block `key` names, if its device is "nvme"."""
     if block is None or block.device != "nvme":
         return None
     if block.nvme_path is None:
         raise ConfigError(f'{key}.device is "nvme": name a folder on the disk in {key}.nvme_path.')
-    if master != torch.float32 or settings.split_masters:
-        raise ConfigError(
-            f'{key}.device "nvme" is for whole weights and fp32 masters: leave harmony.split_masters'
-            f"{' and bf16.bf16_master_weights_and_grads' * (what == 'optimizer')} out."
-        )
     return str(block.nvme_path)
 
 
 def _accumulation_dtype(name: str | None, compute: torch.dtype, master: torch.dtype) -> torch.dtype:
+    """Return the dtype that gradients are added up in: the one that is named, or else the masters'."""
     if name is None:
         return master
     dtype = _dtype(name)
