@@ -25,7 +25,7 @@ from harmony_ds.device import Device, make_devices
 from harmony_ds.distributed import ALONE, SingleProcess, World
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.contract import Contract
-from harmony_ds.model.crossing import Crossings
+from harmony_ds.model.device_transfers import DeviceTransfers
 from harmony_ds.model.installed import Installation, belongs_to_engine
 from harmony_ds.model.intercept import Interception
 from harmony_ds.model.joined import Joins
@@ -271,9 +271,9 @@ def _make_runtime(
     # Calls of layers.
     contract = Contract(model, decomposition.layers)
     installation = Installation(model, decomposition.canonical, device, ledger, contract.settings.note_trained)
-    crossings = Crossings(device, ledger)
-    layer_calls = LayerCalls(decomposition.layers, installation, stash, crossings)
-    joins = Joins(device, crossings, layer_calls.layers, residency)
+    device_transfers = DeviceTransfers(device, ledger)
+    layer_calls = LayerCalls(decomposition.layers, installation, stash, device_transfers)
+    joins = Joins(device, device_transfers, layer_calls.layers, residency)
 
     return Runtime(
         device=device,
@@ -285,7 +285,7 @@ def _make_runtime(
         updater=updater,
         installation=installation,
         contract=contract,
-        crossings=crossings,
+        device_transfers=device_transfers,
         layer_calls=layer_calls,
         joins=joins,
         random=RandomStreams(device),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from harmony_ds.model.boundary import cut, targets_of
 from harmony_ds.model.buffers import reads_statistics, updates_statistics, versions
 from harmony_ds.model.caches import restore_caches, snapshot_caches
 from harmony_ds.model.installed import LayerParameters
-from harmony_ds.model.intercept import Around
+from harmony_ds.model.intercept import ContextFactory, Request
 from harmony_ds.model.recorded_call import RecordedCall, SharedOutput
-from harmony_ds.model.targets import DeadEnd, OutputGradient, Targets
+from harmony_ds.model.targets import OutputGradient, RejectGradient, Targets
 from harmony_ds.model.trees import flatten_all
 from harmony_ds.offload.residency import Leaves, leaf_over
 
@@ -29,20 +30,20 @@ class CalledLayer:
         inputs_change: the code between layers was seen to write to an input after the call, so that copies are saved.
         draws: a call was seen to draw random numbers that measuring had not found.
         replayed: it depends on buffers that it changes, so that a recomputation starts from their former values.
-        aligned: makes the context that it runs in, if it needs one: with several devices, one that moves operands.
+        alignment: makes a context that moves operands to one device, where layers run on several; None: not needed.
     """
 
     def __init__(self, layer: Layer, parameters: LayerParameters) -> None:
         self.name = layer.name
         self.parameters = parameters
-        self.dead_end = DeadEnd(layer.name)
+        self.reject_gradient = RejectGradient(layer.name)
         self.buffered = [module for module in layer.module.modules() if module._buffers]
         self.changes_inputs = False
         self.inputs_change = False
         self.changes_buffers = False
         self.replayed = False
         self.draws = False
-        self.aligned: Around | None = None
+        self.alignment: ContextFactory | None = None
         self._gathering: set[nn.Module] = set()  # normalization modules seen to update running statistics
         self._reading: set[nn.Module] = set()  # and those seen to read them
         self.names = layer.parameters
@@ -75,13 +76,15 @@ class CalledLayer:
 
     def guarded(self, copies: Leaves) -> Leaves:
         """Return aliases of the layer's `copies` (a pack may hold more) that refuse gradients, for discarded graphs."""
-        found: Leaves | None = copies.cache.get(self.dead_end)
+        found: Leaves | None = copies.cache.get(self.reject_gradient)
         if found is None:
             own = ((name, copies[name]) for name in self.names if name in copies)
-            found = copies.cache[self.dead_end] = Leaves({name: leaf_over(one.detach(), one) for name, one in own})
+            found = copies.cache[self.reject_gradient] = Leaves(
+                {name: leaf_over(one.detach(), one) for name, one in own}
+            )
             for alias in found.values():
                 if alias.requires_grad:
-                    alias.register_hook(self.dead_end.add)
+                    alias.register_hook(self.reject_gradient.add)
         return found
 
     def run(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: Targets) -> CallOutputs:
@@ -100,8 +103,7 @@ class CalledLayer:
         tracked = inputs if request.grad else []  # tensors of inference mode have no versions
         written_to = [tensor._version for tensor in tracked]
         kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
-        with self.parameters.installed(copies):
-            result = request.run(values[: arguments.positional], kwargs, self.aligned)
+        result = self.call_forward(request, values[: arguments.positional], kwargs, copies)
         for key in collected:
             del collected[key][: arguments.collected[key]]
         if caches:
@@ -122,6 +124,21 @@ class CalledLayer:
         else:  # the common case
             leaves, shape = flatten_all((result,))
         return CallOutputs(inputs, leaves, shape, written, altered)
+
+    def call_forward(self, request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], copies: Leaves) -> Any:
+        """Call the layer's own forward: with these arguments, on `copies`, in the modes and context of the caller.
+
+        What it raises is noted in `request.raised`.
+        """
+        with self.parameters.installed(copies):
+            try:
+                if request.finds_its_modes and self.alignment is None:
+                    return request.context.run(request.forward, *args, **kwargs)
+                with request.callers_modes(), nullcontext() if self.alignment is None else self.alignment():
+                    return request.context.run(request.forward, *args, **kwargs)
+            except BaseException as error:
+                request.raised.append(id(error))
+                raise
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
         """Note whether a call has changed buffers; `before`: their versions before it."""

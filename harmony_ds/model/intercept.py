@@ -11,8 +11,8 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
@@ -29,8 +29,8 @@ from harmony_ds.errors import UnsupportedError
 from harmony_ds.model.own_settings import Own
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-Around = Callable[[], AbstractContextManager[object]]
-"""Maker of a context."""
+ContextFactory = Callable[[], AbstractContextManager[object]]
+"""Function that makes a context, to be entered once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +85,23 @@ class Request:
     context: contextvars.Context
     grad: bool
     autocast: Autocast | None
-    around: Around | None = None
+    around: ContextFactory | None = None
     own: Own | None = None
     raised: list[int] = field(default_factory=list)
 
-    def run(self, args: Iterable[Any], kwargs: Mapping[str, Any], aligned: Around | None = None) -> Any:
-        """Run the layer's forward with these arguments, and the caller's grad mode, autocast and context variables.
+    @property
+    def finds_its_modes(self) -> bool:
+        """Whether the modes of the caller are in force already, as in most calls."""
+        if self.around is not None or torch.is_grad_enabled() is not self.grad:
+            return False
+        return self.autocast is None or not self.autocast.matters
 
-        Args:
-            aligned: makes another context to run it in; None: there is none.
-        """
-        same = torch.is_grad_enabled() is self.grad and (self.autocast is None or not self.autocast.matters)
-        try:
-            if same and self.around is aligned is None:  # the common case
-                return self.context.run(self.forward, *args, **kwargs)
-            around, inside = ((make or nullcontext)() for make in (self.around, aligned))
-            with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast), around, inside:
-                return self.context.run(self.forward, *args, **kwargs)
-        except BaseException as error:
-            self.raised.append(id(error))
-            raise
+    @contextmanager
+    def callers_modes(self) -> Iterator[None]:
+        """Set the grad mode, the autocast, and the modes and switches of torch of the caller, while open."""
+        around = nullcontext() if self.around is None else self.around()
+        with torch.set_grad_enabled(self.grad), Autocast.entered(self.autocast), around:
+            yield
 
 
 class Handler(Protocol):

@@ -25,7 +25,7 @@ from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.model.arguments import PLAIN, CallInputs, Collector
 from harmony_ds.model.called_layer import CalledLayer
 from harmony_ds.model.contract import UnseenError
-from harmony_ds.model.crossing import Crossings
+from harmony_ds.model.device_transfers import DeviceTransfers
 from harmony_ds.model.intercept import Request
 from harmony_ds.model.sameness import equal
 from harmony_ds.model.slices import parts_of, whole_of
@@ -72,13 +72,13 @@ class Joins:
     """
 
     def __init__(
-        self, device: Device, crossings: Crossings, layers: Sequence[CalledLayer], residency: Residency
+        self, device: Device, device_transfers: DeviceTransfers, layers: Sequence[CalledLayer], residency: Residency
     ) -> None:
         self.dims: Mapping[int, Mapping[Places, RowDims]] = {}
         self.are_random = False
         self.code_between_draws = False
         self._device = device
-        self._crossings = crossings
+        self._device_transfers = device_transfers
         self._layers = layers
         self._residency = residency
         self._refused: dict[int, str] = {}
@@ -145,8 +145,8 @@ class Joins:
         return replace(first, args=tuple(values[: arguments.positional]), kwargs=kwargs, raised=[])
 
     def _whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        whole = whole_of(self._crossings.to_current([*parts]), dim)
-        self._crossings.mark(whole)
+        whole = whole_of(self._device_transfers.to_current([*parts]), dim)
+        self._device_transfers.mark(whole)
         return whole
 
     def _are_same(self, layer: int, tensors: Sequence[Tensor]) -> bool:
@@ -162,13 +162,13 @@ class Joins:
             self._same[key][1].append(layer)
             return True
         takers = [layer]
-        place = self._crossings.device_of(tensors[0])
+        place = self._device_transfers.device_of(tensors[0])
         if not self._device.copies_overlap or place is None:
             if not all(equal(tensors[0], other) for other in others):
                 self.refuse("what all rows share differs from micro-batch to micro-batch", layer)
                 return False
         else:
-            with self._crossings.running_on(place):
+            with self._device_transfers.running_on(place):
                 self._doubts[place] += [(takers, (tensors[0] != other).any()) for other in others]
         self._same[key] = tensors, takers
         return True
@@ -232,7 +232,7 @@ class Joins:
                     raise self.refuse("it returns more tensors than when it was measured", call.request.layer)
                 if dim is not None and id(leaf) not in parted:
                     parted[id(leaf)] = parts_of(leaf, dim, count)
-                    self._crossings.mark(parted[id(leaf)])
+                    self._device_transfers.mark(parted[id(leaf)])
                 several.append([leaf] * count if dim is None else parted[id(leaf)])
             return [unflatten_all([one[member] for one in several], shape)[0] for member in range(count)]
 

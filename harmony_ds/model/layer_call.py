@@ -22,12 +22,12 @@ from harmony_ds.model.buffers import Buffers, clone_buffers, substituted_buffers
 from harmony_ds.model.caches import extract_caches, restore_caches, snapshot_caches
 from harmony_ds.model.called_layer import CalledLayer, copy_with_gradient, cut_outputs, storage_of, storages_of
 from harmony_ds.model.contract import UnseenError
-from harmony_ds.model.crossing import Crossings
+from harmony_ds.model.device_transfers import DeviceTransfers
 from harmony_ds.model.installed import Installation
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Request
 from harmony_ds.model.own_settings import Own, in_force
-from harmony_ds.model.random_streams import State, states_differ
+from harmony_ds.model.random_streams import RandomState, states_differ
 from harmony_ds.model.recorded_call import RecordedCall, norms_of
 from harmony_ds.model.slices import Piece, SliceAssembler, Slicing, slicing_of
 from harmony_ds.model.targets import GradientSum, OutputGradient, Targets
@@ -36,8 +36,8 @@ from harmony_ds.offload.residency import Leaves
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
-ReadState = Callable[[], State]
-SetState = Callable[[State], None]
+ReadState = Callable[[], RandomState]
+SetState = Callable[[RandomState], None]
 
 
 class LayerCalls:
@@ -48,10 +48,12 @@ class LayerCalls:
         checks_recomputation: outputs of a recomputation are compared with those of forward.
     """
 
-    def __init__(self, layers: Sequence[Layer], installation: Installation, stash: Stash, crossings: Crossings) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], installation: Installation, stash: Stash, device_transfers: DeviceTransfers
+    ) -> None:
         self.layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self._stash = stash
-        self._crossings = crossings
+        self._device_transfers = device_transfers
         self.checks_recomputation = False
         self._unseen: list[str] | None = None  # None: not collected
 
@@ -78,7 +80,7 @@ class LayerCalls:
         for index, numbers in devices.items():
             layer = self.layers[index]
             odd = not shared.isdisjoint(layer.names) or (len(set(numbers)) > 1 and layer.buffered)
-            layer.aligned = self._crossings.between_layers if odd else None
+            layer.alignment = self._device_transfers.between_layers if odd else None
             places.update(dict.fromkeys(layer.buffered, numbers[0]))
         return places
 
@@ -94,33 +96,33 @@ class LayerCalls:
                 )
 
     def run_attached(self, request: Request, copies: Leaves) -> Any:
-        """Run the call as the model wrote it, on device copies of the layer's parameters."""
+        """Run the call as the model wrote it, on device copies of the layer's parameters: outputs keep their graph."""
         layer = self.layers[request.layer]
         if request.grad:
             values, caches = extract_caches(request)
         else:  # generation uses caches
             values, caches = [*request.args, *request.kwargs.values()], {}
         held = snapshot_caches(caches.values())
-        values = self._crossings.values_to_current(values)
+        values = self._device_transfers.values_to_current(values)
         kwargs = dict(zip(request.kwargs, values[len(request.args) :], strict=True))
-        with layer.parameters.installed(copies):
-            outputs = request.run(values[: len(request.args)], kwargs, layer.aligned)
+        outputs = layer.call_forward(request, values[: len(request.args)], kwargs, copies)
         restore_caches(held)
-        self._crossings.check_input_copies(layer.name)
+        self._device_transfers.check_input_copies(layer.name)
         own = layer.parameter_storages(copies)
         if not own.isdisjoint(storages_of(tensors_in(outputs))):
             with torch.set_grad_enabled(request.grad):
                 outputs = map_tensors(lambda t: copy_with_gradient(t) if storage_of(t) in own else t, outputs)
-        self._crossings.mark(outputs)
+        self._device_transfers.mark(outputs)
         return outputs
 
     def _run_without_grad(self, request: Request, copies: Leaves, rows: Rows) -> Any:
+        """Run a call that no gradient goes through, in slices of its rows if `rows` says so; return its outputs."""
         if rows.cuts:
             given = CallInputs.of(request)
             slicing = self._slicing(request.layer, given, rows)
             if slicing is not None:
                 call = RecordedCall(request, 0, given.arguments, [None] * len(given.tensors), slicing)
-                outcome = self._run_slices(call, given.tensors, copies, State)
+                outcome = self._run_slices(call, slicing, given.tensors, copies, RandomState)
                 return given.deliver(outcome, outcome.leaves)
         return self.run_attached(request, copies)
 
@@ -130,50 +132,89 @@ class LayerCalls:
         number: int,
         copies: Leaves,
         inter_layer: InterLayerGraph,
-        state: ReadState,
-        rows: Rows | None,
+        read_state: ReadState,
+        rows: Rows = WHOLE_CALLS,
     ) -> tuple[Any, RecordedCall | None]:
-        """Run call `number` of its micro-batch; return its outputs, cut, and the record for `backward` (None: no gradient).
+        """Run call `number` of its micro-batch, and save its inputs: `backward` runs it again.
 
-        `rows`: how calls are sliced; None: `copies` stay until `backward`, so that the graph is kept if it can be.
+        `rows`: how calls are sliced. Returns the outputs, cut from the layer's graph, and the record for `backward`
+        (None: no gradient goes through the call).
         """
         if not request.grad:
-            return self._run_without_grad(request, copies, rows or WHOLE_CALLS), None
-        layer, given = self.layers[request.layer], CallInputs.of(request)
-        given.tensors = self._crossings.to_current(given.tensors)
-        targets = [inter_layer.target(t) if t.requires_grad else None for t in given.tensors]
+            return self._run_without_grad(request, copies, rows), None
+        layer = self.layers[request.layer]
+        given, call = self._record(request, number, inter_layer)
+        call.slicing = self._slicing(request.layer, given, rows)
+        self._save_inputs(layer, call, given.tensors)
+        before = [tensor._version for tensor in given.tensors]
+        detached = [tensor.detach() for tensor in given.tensors]
+        try:
+            if call.slicing is None:
+                call.states.append(read_state())
+                ends: Targets = [layer.reject_gradient if target else None for target in call.targets]
+                outcome = layer.run(call, detached, layer.guarded(copies), ends)
+            else:
+                outcome = self._run_slices(call, call.slicing, detached, copies, read_state)
+        except BaseException:
+            self.discard(call)
+            raise
+        if self.checks_recomputation and call.slicing is None:
+            call.norms = norms_of(outcome.tensors)
+        outputs = self._cut_outputs(layer, call, given, outcome, copies)
+        self._check_seen(layer, call, before != [tensor._version for tensor in given.tensors])
+        return outputs, self._unless_without_gradient(call)
+
+    def forward_with_graph(
+        self, request: Request, number: int, copies: Leaves, inter_layer: InterLayerGraph, read_state: ReadState
+    ) -> tuple[Any, RecordedCall | None]:
+        """Do what `forward` does, for `copies` that stay until `backward`, and keep the layer's graph, if that stays valid.
+
+        Such a call saves no inputs and is not run again.
+        """
+        layer = self.layers[request.layer]
+        if not request.grad or not layer.may_keep_graphs:
+            return self.forward(request, number, copies, inter_layer, read_state)
+        given, call = self._record(request, number, inter_layer)
+        outcome = layer.run(call, [tensor.detach() for tensor in given.tensors], copies, call.targets)
+        call.states.append(read_state())  # after the call, as after a recomputation
+        outputs = self._cut_outputs(layer, call, given, outcome, copies)
+        self._check_seen(layer, call, inputs_changed=False)  # autograd itself checks inputs that a graph has saved
+        call.keep_graph(outcome.tensors)
+        return outputs, self._unless_without_gradient(call)
+
+    def _record(self, request: Request, number: int, inter_layer: InterLayerGraph) -> tuple[CallInputs, RecordedCall]:
+        """Return the inputs of a call, on the current device, and a record without them that knows their targets."""
+        given = CallInputs.of(request)
+        given.tensors = self._device_transfers.to_current(given.tensors)
+        targets = [inter_layer.target(tensor) if tensor.requires_grad else None for tensor in given.tensors]
         request.args, request.kwargs = (), {}  # not kept
-        call = RecordedCall(request, number, given.arguments, targets)
-        before = [t._version for t in given.tensors]
-        keeps_graph = rows is None and layer.may_keep_graphs
-        if keeps_graph:
-            outcome = layer.run(call, [t.detach() for t in given.tensors], copies, targets)
-            call.states.append(state())  # after the call, as after a recomputation
-        else:
-            call.slicing = self._slicing(request.layer, given, rows or WHOLE_CALLS)
-            outcome = self._run_to_recompute(layer, call, given.tensors, copies, state)
-        self._crossings.check_input_copies(layer.name)
+        return given, RecordedCall(request, number, given.arguments, targets)
+
+    def _cut_outputs(
+        self, layer: CalledLayer, call: RecordedCall, given: CallInputs, outcome: CallOutputs, copies: Leaves
+    ) -> Any:
+        """Return the outputs of a call for the model, cut from the layer's graph."""
+        self._device_transfers.check_input_copies(layer.name)
         leaves = cut_outputs(call, outcome, given.tensors, layer.parameter_storages(copies), layer.name)
-        self._crossings.mark(leaves)  # including those in containers that the layer has written into
-        outputs = given.deliver(outcome, leaves)
-        self._check_seen(layer, call, not keeps_graph and before != [t._version for t in given.tensors])
-        if keeps_graph:
-            call.keep_graph(outcome.tensors)
+        self._device_transfers.mark(leaves)  # including those in containers that the layer has written into
+        return given.deliver(outcome, leaves)
+
+    def _unless_without_gradient(self, call: RecordedCall) -> RecordedCall | None:
+        """Return `call`; or, if none of its outputs requires a gradient, discard it and return None."""
         if any(call.output_gradients):
-            return outputs, call
+            return call
         self.discard(call)
-        return outputs, None
+        return None
 
     def _slicing(self, layer: int, given: CallInputs, rows: Rows) -> Slicing | None:
+        """Return how a call of `layer` is sliced; None: not at all."""
         called = self.layers[layer]
         if not (rows.cuts and called.may_be_sliced(given.arguments)):
             return None
         return slicing_of(rows, layer, given.arguments.tensor_places, given.tensors, called.draws)
 
-    def _run_to_recompute(
-        self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState
-    ) -> CallOutputs:
-        """Run the call with `tensors`, which are saved for its recomputation."""
+    def _save_inputs(self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor]) -> None:
+        """Save the inputs of a call, and buffers that it depends on and changes, for its recomputation."""
         if sparse := [t.layout for t in tensors if t.layout is not torch.strided]:
             raise UnsupportedError(
                 f"layer {layer.name} is given a tensor of layout {sparse[0]}, which the engine cannot keep for backward. "
@@ -184,14 +225,6 @@ class LayerCalls:
         if layer.changes_inputs or layer.inputs_change:
             saved = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         call.tensors = [self._stash.put(tensor, layer.name) for tensor in saved]
-        try:
-            outcome = self._run_slices(call, [t.detach() for t in tensors], copies, state)
-        except BaseException:
-            self.discard(call)
-            raise
-        if self.checks_recomputation and call.slicing is None:
-            call.norms = norms_of(outcome.tensors)
-        return outcome
 
     def _check_seen(self, layer: CalledLayer, call: RecordedCall, inputs_changed: bool) -> None:
         """Raise UnseenError if the call changed buffers or inputs, and the layer was not known to do so."""
@@ -254,13 +287,20 @@ class LayerCalls:
         self, request: Request, copies: Leaves, slicing: Slicing | None = None
     ) -> tuple[RecordedCall, list[Tensor]]:
         """Run a call with gradients, whole or sliced, to learn about its layer; return its record and its outputs."""
+        layer = self.layers[request.layer]
         request = replace(request, context=request.context.copy())  # gets a collector of its own
         given = CallInputs.of(request)
         targets: Targets = [GradientSum() if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request, 0, given.arguments, targets, slicing)
-        outputs = self._run_slices(call, [t.detach() for t in given.tensors], copies, State).tensors
+        detached = [t.detach() for t in given.tensors]
+        if slicing is None:
+            call.states.append(RandomState())
+            ends: Targets = [layer.reject_gradient if target else None for target in targets]
+            outputs = layer.run(call, detached, layer.guarded(copies), ends).tensors
+        else:
+            outputs = self._run_slices(call, slicing, detached, copies, RandomState).tensors
         call.output_gradients = [OutputGradient(0, t) if t.requires_grad else None for t in outputs]
-        call.tensors = [StashEntry(t, self.layers[request.layer].name) for t in given.tensors]
+        call.tensors = [StashEntry(t, layer.name) for t in given.tensors]
         return call, [t.detach() for t in outputs]
 
     def propagate_trial(self, call: RecordedCall, copies: Leaves) -> list[Tensor | None]:
@@ -268,25 +308,25 @@ class LayerCalls:
         self.backward(call, copies, lambda state: None, lambda: None)
         return [None if target is None else target.take() for target in call.targets]
 
-    def _run_slices(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, state: ReadState) -> CallOutputs:
-        """Run the call's forward with detached `tensors`, slice by slice if it is sliced."""
+    def _run_slices(
+        self, call: RecordedCall, slicing: Slicing, tensors: list[Tensor], copies: Leaves, read_state: ReadState
+    ) -> CallOutputs:
+        """Run the call's forward with detached `tensors`, slice by slice."""
         layer = self.layers[call.request.layer]
-        targets: Targets = [layer.dead_end if target else None for target in call.targets]
+        ends: Targets = [layer.reject_gradient if target else None for target in call.targets]
         copies = layer.guarded(copies)
-        call.states.append(state())
-        if call.slicing is None:
-            return layer.run(call, tensors, copies, targets)
-        whole = SliceAssembler(call.slicing, tensors)
+        call.states.append(read_state())
+        whole = SliceAssembler(slicing, tensors)
         first: CallOutputs | None = None
-        for part in call.slicing.slices(call.slicing.forward):
-            if part.first and call.slicing.draws:
-                call.states.append(state())
-            outcome = layer.run(call, call.slicing.inputs_of(part, tensors), copies, targets)
+        for part in slicing.slices(slicing.forward):
+            if part.first and slicing.draws:
+                call.states.append(read_state())
+            outcome = layer.run(call, slicing.inputs_of(part, tensors), copies, ends)
             whole.add(part, outcome.inputs, outcome.leaves)
             first = first or CallOutputs(tensors, whole.leaves, outcome.shape, outcome.written, [])
             del outcome
         assert first is not None
-        if not call.slicing.draws and states_differ(call.states[0], state()):
+        if not slicing.draws and states_differ(call.states[0], read_state()):
             layer.draws = True
             self._report_unseen(f"layer {layer.name} draws random numbers, which measuring had not seen.")
         return first

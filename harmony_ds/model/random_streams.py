@@ -24,14 +24,14 @@ _PythonState = tuple[Any, ...]
 
 
 @dataclass(slots=True, eq=False)
-class State:
+class RandomState:
     """States of torch's generators, and of Python's and NumPy's if forward draws from them."""
 
     device: tuple[Tensor, ...] = ()
     python: _PythonState = ()
 
 
-def states_differ(a: State, b: State) -> bool:
+def states_differ(a: RandomState, b: RandomState) -> bool:
     """Return whether random numbers were drawn between two states."""
     return a.python != b.python or any(not x.equal(y) for x, y in zip(a.device, b.device, strict=True))
 
@@ -51,16 +51,16 @@ class RandomStreams:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._states: dict[object, State] = {}
+        self._states: dict[object, RandomState] = {}
         self.current: object | None = None
-        self._ambient: State | None = None
+        self._ambient: RandomState | None = None
         self._seeded: _PythonState | None = None  # at the last stream's start, until forward is known to draw
         # Whether forward was seen to draw from Python's or NumPy's generators: only then are they read, which takes 20 us.
         self.draws_in_python = False
 
     def open(self) -> None:
         """Save the states of the program's generators."""
-        self._ambient = State(self._device.random_state(), _read_python())
+        self._ambient = RandomState(self._device.random_state(), _read_python())
 
     def close(self) -> None:
         """Restore the program's generators, and drop all streams."""
@@ -95,15 +95,15 @@ class RandomStreams:
             self.draws_in_python = True
             raise UnseenError("forward draws from random or numpy.random, which was not seen when it was measured.")
 
-    def snapshot(self) -> State:
-        return State(self._device.random_state(), _read_python() if self.draws_in_python else ())
+    def snapshot(self) -> RandomState:
+        return RandomState(self._device.random_state(), _read_python() if self.draws_in_python else ())
 
-    def replay(self, state: State) -> None:
+    def replay(self, state: RandomState) -> None:
         """Set the generators to `state`; no stream is current afterwards."""
         self._suspend()
         self._restore(state)
 
-    def _restore(self, state: State) -> None:
+    def _restore(self, state: RandomState) -> None:
         self._device.set_random_state(state.device)
         if state.python:
             python_state, (kind, key, *rest) = state.python

@@ -13,7 +13,7 @@ from harmony_ds.errors import ModelError
 from harmony_ds.model.arguments import Arguments
 from harmony_ds.model.buffers import Buffers
 from harmony_ds.model.intercept import Request
-from harmony_ds.model.random_streams import State
+from harmony_ds.model.random_streams import RandomState
 from harmony_ds.model.sameness import is_exact
 from harmony_ds.model.slices import Slicing
 from harmony_ds.model.targets import OutputGradient, Targets
@@ -45,7 +45,7 @@ class RecordedCall:
     slicing: Slicing | None = None
     buffers: Buffers | None = None
     tensors: list[StashEntry] = field(default_factory=list)
-    states: list[State] = field(default_factory=list)
+    states: list[RandomState] = field(default_factory=list)
     output_gradients: list[OutputGradient | None] = field(default_factory=list)
     graph: list[GradientEdge | None] = field(default_factory=list)
     views: list[SharedOutput] = field(default_factory=list)

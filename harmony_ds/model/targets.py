@@ -87,7 +87,7 @@ class InterLayerGradient(TensorGradient):
         self.deadline = deadline
 
 
-class DeadEnd:
+class RejectGradient:
     """The target at the ends of a graph that is discarded, which refuses gradients: they bypassed the layer's outputs."""
 
     def __init__(self, layer: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.model.intercept import Request
 from harmony_ds.model.patching import patched
-from harmony_ds.model.random_streams import State, states_differ
+from harmony_ds.model.random_streams import RandomState, states_differ
 from harmony_ds.model.recorded_call import RecordedCall
 from harmony_ds.model.sameness import TOLERANCES, close
 from harmony_ds.model.slices import RowSlice, Shapes, Slicing, row_dims
@@ -59,7 +59,7 @@ class RowProbe:
         self._dims: dict[int, dict[Places, RowDims]] = {}
         self._drawing: set[int] = set()
         self._code_between_draws = False
-        self._after_call = State()  # of the random numbers, when the last call had run
+        self._after_call = RandomState()  # of the random numbers, when the last call had run
         self._passes: Passes  # of the current probe
         self._rows = 0  # of the current pass
         self._calls: list[_CallShapes] = []  # of the current pass
@@ -92,7 +92,7 @@ class RowProbe:
         self._passes.forward(sample.few(rows))  # which starts with the same numbers
         self._note_code_between(random.snapshot())
 
-    def _note_code_between(self, now: State) -> None:
+    def _note_code_between(self, now: RandomState) -> None:
         """Note whether random numbers were drawn since the last call had run."""
         self._code_between_draws |= states_differ(self._after_call, now)
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from harmony_ds.device.live_bytes import EagerDispatchMode, tensors_among
 from harmony_ds.model.arguments import collector_here
-from harmony_ds.model.crossing import writes
+from harmony_ds.model.device_transfers import writes
 from harmony_ds.model.intercept import Request, is_between_layers
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.scheduler.flow import Event, Flow, Kind

@@ -101,49 +101,68 @@ class Executor:
         Raises:
             OffPlanError: a micro-batch called a layer that `plan` has no place for; nothing has been updated.
         """
-        with self._runtime.device.as_current(), self._collection(), checkpoints_bypassed(), on_one_thread():
-            self._run(plan, micro_batches, hyper, clipping)
-
-    def _run(self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
         runtime = self._runtime
-        self._take(plan)
-        self._done = 0
-        self.accumulate_unlayered()
-        self.updates.start(hyper, clipping)
-        self._hold_packs()
-        self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
-        runtime.random.open()
-        try:
-            tasks = zip(plan.tasks, plan.activation_bytes, strict=True)
-            self._execute(islice(tasks, self._first))
-            if self._first < len(plan.tasks):  # what modules show meanwhile has been swapped in by now
-                unlayered = {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
-                with runtime.installation.installed(unlayered, places=self._buffers):
-                    self._execute(tasks)
-            runtime.device.enter(HOME)
-            if not self.propagated:
-                runtime.random.check_drawn()
-        finally:
-            runtime.crossings.finish()
-            runtime.joins.forget()
-            runtime.random.close()
-            self._micro_batches = {}
-            for index in plan.policy.resident:
-                del self._copies[index]
+        with runtime.device.as_current(), self._collection(), checkpoints_bypassed(), on_one_thread():
+            self._take(plan)
+            self._done = 0
+            self.accumulate_unlayered()
+            self.updates.start(hyper, clipping)
+            self._hold_packs()
+            self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
+            runtime.random.open()
+            try:
+                tasks = zip(plan.tasks, plan.activation_bytes, strict=True)
+                self._execute(islice(tasks, self._first))
+                if self._first < len(plan.tasks):  # what modules show meanwhile has been swapped in by now
+                    unlayered = {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
+                    with runtime.installation.installed(unlayered, places=self._buffers):
+                        self._execute(tasks)
+                runtime.device.enter(HOME)
+                if not self.propagated:
+                    runtime.random.check_drawn()
+            finally:
+                runtime.device_transfers.finish()
+                runtime.joins.forget()
+                runtime.random.close()
+                self._micro_batches = {}
+                for index in plan.policy.resident:
+                    del self._copies[index]
 
     def _execute(self, tasks: Iterable[tuple[Task, int]]) -> None:
-        runtime = self._runtime
+        """Run tasks with the bytes that each works with: one of a micro-batch in the modes that it was called in."""
+        runtime, contract = self._runtime, self._runtime.contract
         for task, nbytes in tasks:
+            handler, micro_batch = self._handlers[task.kind], self._micro_batches.get(task.micro_batch)
             runtime.device.enter(self._plan.packs[task.pack].device)
             runtime.device.charge(nbytes, "the activations and gradients of a task")
             try:
                 with runtime.timeline.task(task):
-                    self._handle(task)
+                    if micro_batch is None:
+                        if task.kind in _USING_GRADIENTS:
+                            runtime.joins.check()
+                        handler(task)
+                    else:
+                        micro_batch.at_work = True
+                        with contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
+                            self._apply_user_settings(task.pack)
+                            handler(task)
+                            for copy in self._unlayered:
+                                runtime.residency.check_user_settings(copy)
             finally:
+                if micro_batch is not None:
+                    micro_batch.at_work = False
                 runtime.device.discharge(nbytes)
             self._done += 1
             if self._told is not None:
                 self._told(self._done, len(self._plan.tasks), task)
+
+    def _apply_user_settings(self, pack: int) -> None:
+        """Give what the device holds of a pack, and the unlayered parameters, `requires_grad` and hooks of the program."""
+        copies = self._unlayered
+        if pack in self._copies:
+            copies.append(self._copies[pack])
+        for copy in copies:
+            self._runtime.residency.apply_user_settings(copy, self._runtime.contract.modes)
 
     def on_progress(self, callback: OnTask | None) -> None:
         """Have `callback(done, total, task)`, and no other, called after each task of a step."""
@@ -176,26 +195,6 @@ class Executor:
     def _free(self, pack: int) -> None:
         self._runtime.device.enter(self._plan.packs[pack].device)
         self._runtime.residency.evict(self._copies.pop(pack))
-
-    def _handle(self, task: Task) -> None:
-        """Run a task, in the modes that its micro-batch was called in."""
-        handler = self._handlers[task.kind]
-        if task.micro_batch < 0:
-            if task.kind in _USING_GRADIENTS:
-                self._runtime.joins.check()
-            handler(task)
-            return
-        micro_batch = self._micro_batches[task.micro_batch]
-        micro_batch.at_work = True
-        try:
-            with self._runtime.contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
-                for copy in (*self._unlayered, *filter(None, [self._copies.get(task.pack)])):
-                    self._runtime.residency.apply_user_settings(copy, self._runtime.contract.modes)
-                handler(task)
-                for copy in self._unlayered:
-                    self._runtime.residency.check_user_settings(copy)
-        finally:
-            micro_batch.at_work = False
 
     # ---- weights
 
@@ -264,7 +263,7 @@ class Executor:
 
     def _evict(self, task: Task) -> None:
         if not self._plan.packs[task.pack].positions:  # which may be on its way to other devices
-            self._runtime.crossings.finish()
+            self._runtime.device_transfers.finish()
         self._runtime.residency.evict(self._copies.pop(task.pack))
 
     def _leaves(self, pack: int) -> Leaves:
@@ -290,17 +289,19 @@ class Executor:
             # A fused pack propagates back at once; so does that of those that share a loss, when the last one is there.
             if task.kind is not TaskKind.FUSED and not micro_batch.sharing:
                 micro_batch.outputs = map_tensors(
-                    partial(self._runtime.crossings.move, place=HOME), micro_batch.outputs
+                    partial(self._runtime.device_transfers.move, place=HOME), micro_batch.outputs
                 )
 
     def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int) -> Any:
         """Return the outputs, cut from their graph, of a layer call."""
         number = micro_batch.pass_position(position)
         self._train(task.pack, request)
-        rows = None if task.kind is TaskKind.FORWARD_FOR_GRAPH else self._plan.rows
-        outputs, call = self._runtime.layer_calls.forward(
-            request, number, leaves, micro_batch.inter_layer, self._runtime.random.snapshot, rows
-        )
+        layer_calls, inter_layer = self._runtime.layer_calls, micro_batch.inter_layer
+        read_state = self._runtime.random.snapshot
+        if task.kind is TaskKind.FORWARD_FOR_GRAPH:
+            outputs, call = layer_calls.forward_with_graph(request, number, leaves, inter_layer, read_state)
+        else:
+            outputs, call = layer_calls.forward(request, number, leaves, inter_layer, read_state, self._plan.rows)
         if call is not None:
             if not self._needs_backward[position]:  # it returned its input when it was measured
                 raise OffPlanError
@@ -330,7 +331,7 @@ class Executor:
             self._runtime.random.switch(micro_batch)
         self.propagated = True
         self._set_trained(task.pack, trained_by(micro_batch.own))
-        with (self._runtime.crossings.between_layers or nullcontext)():
+        with (self._runtime.device_transfers.between_layers or nullcontext)():
             try:
                 micro_batch.propagate_loss()
             except ModelError:  # a loss that is not its own, of calls that should not have been joined
@@ -412,7 +413,7 @@ class Executor:
             self._runtime.random.switch(micro_batch)
             return micro_batch.lane
         self._runtime.random.start(micro_batch, micro_batch.seed)
-        return micro_batch.start(self._runtime.device, self._runtime.crossings.between_layers)
+        return micro_batch.start(self._runtime.device, self._runtime.device_transfers.between_layers)
 
     # ---- gradients
 
@@ -435,7 +436,7 @@ class Executor:
     def _move(self, task: Task) -> None:
         """Move what the micro-batch hands to the next pack to that pack's device, while others compute."""
         if (lane := self._micro_batches[task.micro_batch].lane) is not None:
-            self._runtime.crossings.to_current(lane.waiting_tensors())
+            self._runtime.device_transfers.to_current(lane.waiting_tensors())
 
     def _move_back(self, task: Task) -> None:
         """Move gradients of the pack's outputs back to its device."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harmony_ds.device.base import Device
 from harmony_ds.model.contract import UnseenError
-from harmony_ds.model.intercept import Around, Request
+from harmony_ds.model.intercept import ContextFactory, Request
 from harmony_ds.model.joined import RAISED, Joined, Joins
 from harmony_ds.model.own_settings import in_force
 from harmony_ds.model.random_streams import RandomStreams, states_differ
@@ -178,7 +178,7 @@ class JointMicroBatch(MicroBatch):
             objective=no_loss, count=len(members), members=members, joins=joins, random=random, **first
         )
 
-    def start(self, device: Device, between_layers: Around | None) -> Any:
+    def start(self, device: Device, between_layers: ContextFactory | None) -> Any:
         assert self.joins is not None
         assert self.random is not None
         streams = MemberStreams(self.members, self.joins, self.random)

@@ -17,10 +17,10 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from harmony_ds.model.contract import UnseenError
-from harmony_ds.model.intercept import Around, Autocast, Request, handled_by
+from harmony_ds.model.intercept import Autocast, ContextFactory, Request, handled_by
 from harmony_ds.model.own_settings import Engines, ModuleSettings, Own
 from harmony_ds.model.trees import tensors_in
-from harmony_ds.runtime.thread_state import OnTop, ThreadState
+from harmony_ds.runtime.thread_state import SuspendedModes, ThreadState
 
 Place = Callable[[Request], int]
 """Return the position of a layer call, by which it is for this task or a later one."""
@@ -48,7 +48,7 @@ class Lane:
         autocast: Autocast | None,
         thread: ThreadState,
         context: contextvars.Context,
-        between_layers: Around | None = None,
+        between_layers: ContextFactory | None = None,
         settings: ModuleSettings | None = None,
     ) -> None:
         """Make a lane that will run in `context`; `between_layers` makes the context of the code between layer calls.
@@ -65,7 +65,7 @@ class Lane:
         self._between_layers = between_layers
         self._settings = settings
         self.own: Own | None = None
-        self._on_top: OnTop | None = None  # while it is suspended
+        self._on_top: SuspendedModes | None = None  # while it is suspended
         self._reply: Any = None  # to the call that it waits at; not held elsewhere while the lane runs
         self._aborted = False
         self._greenlet = greenlet(self._run)

@@ -15,7 +15,7 @@ from harmony_ds.errors import BatchError
 from harmony_ds.model.boundary import cut, explaining_errors, reachable_nodes
 from harmony_ds.model.contract import CallState
 from harmony_ds.model.inter_layer import InterLayerGraph
-from harmony_ds.model.intercept import Around, Autocast, Request
+from harmony_ds.model.intercept import Autocast, ContextFactory, Request
 from harmony_ds.model.own_settings import Own, in_force
 from harmony_ds.model.recorded_call import RecordedCall
 from harmony_ds.model.trees import map_tensors, tensors_in
@@ -81,13 +81,13 @@ class MicroBatch:
 
     # ---- its forward pass
 
-    def start(self, device: Device, between_layers: Around | None) -> Lane:
+    def start(self, device: Device, between_layers: ContextFactory | None) -> Lane:
         """Run forward up to the first layer call; `between_layers` makes the context of the code between layer calls."""
         self.lane = self.new_lane(device, between_layers)
         self.lane.resume()
         return self.lane
 
-    def new_lane(self, device: Device, between_layers: Around | None) -> Lane:
+    def new_lane(self, device: Device, between_layers: ContextFactory | None) -> Lane:
         """Return a lane for its forward pass."""
         thread = ThreadState(device, self.state.own)
         settings = self.state.settings

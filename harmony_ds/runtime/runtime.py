@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from harmony_ds.device.base import Device
 from harmony_ds.distributed import SingleProcess
 from harmony_ds.model.contract import Contract
-from harmony_ds.model.crossing import Crossings
+from harmony_ds.model.device_transfers import DeviceTransfers
 from harmony_ds.model.installed import Installation
 from harmony_ds.model.joined import Joins
 from harmony_ds.model.layer_call import LayerCalls
@@ -36,7 +36,7 @@ class Runtime:
     updater: Updater
     installation: Installation
     contract: Contract
-    crossings: Crossings
+    device_transfers: DeviceTransfers
     layer_calls: LayerCalls
     joins: Joins
     random: RandomStreams

@@ -31,7 +31,7 @@ _STACKS: tuple[tuple[Callable[[], int], Callable[[], Any], Callable[[Any], objec
 
 
 @dataclass(frozen=True, slots=True)
-class OnTop:
+class SuspendedModes:
     """Settings that a suspended lane has made on top of the engine's.
 
     Attributes:
@@ -67,12 +67,12 @@ class ThreadState:
         depths = [depth() for depth, _, _ in _STACKS]
         return torch.is_inference_mode_enabled(), _innermost_hooks(), depths, [read() for read in self._reads]
 
-    def restore(self, engines: tuple[Any, ...]) -> OnTop | None:
+    def restore(self, engines: tuple[Any, ...]) -> SuspendedModes | None:
         """Set everything as it was when `engines` was read; return what was otherwise."""
         now = self.read()
         return None if now == engines else self._exchange(now, engines)  # the common case
 
-    def _exchange(self, lanes: tuple[Any, ...], engines: tuple[Any, ...]) -> OnTop:
+    def _exchange(self, lanes: tuple[Any, ...], engines: tuple[Any, ...]) -> SuspendedModes:
         inference, hooks, depths, values = engines
         put_back, modes = ExitStack(), []
         put_back.callback(self._write, lanes[-1])  # the last to be put back, and the last to be restored
@@ -88,7 +88,7 @@ class ThreadState:
         self._write(values)
         switches = lanes[-1][0]
         as_it_is = not modes and switches == values[0]
-        return OnTop(put_back, None if as_it_is else partial(_within, switches, modes[::-1]))
+        return SuspendedModes(put_back, None if as_it_is else partial(_within, switches, modes[::-1]))
 
     def _write(self, values: list[Any]) -> None:
         for write, value in zip(self._writes, values, strict=True):

@@ -76,8 +76,8 @@ class Flow:
     def moves(self, devices: Sequence[int]) -> tuple[Move, ...]:
         """Return what crosses where the call at each position runs on the device that `devices` says.
 
-        As `harmony_ds.model.crossing` does it: once to each device, and anew after a tensor was changed in place. What a
-        call returns as it came is what has crossed for it, from then on.
+        As `harmony_ds.model.device_transfers` does it: once to each device, and anew after a tensor was changed in place.
+        What a call returns as it came is what has crossed for it, from then on.
         """
         where: dict[int, int] = {}
         copies: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by device, how many members' are there

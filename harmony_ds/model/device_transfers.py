@@ -26,7 +26,7 @@ from harmony_ds.device.group import DeviceGroup
 from harmony_ds.device.live_bytes import tensors_among
 from harmony_ds.errors import ModelError
 from harmony_ds.model.arguments import change_contents
-from harmony_ds.model.intercept import Around
+from harmony_ds.model.intercept import ContextFactory
 from harmony_ds.model.slices import parts_moved
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.offload.ledger import Ledger
@@ -38,7 +38,7 @@ _Copies = dict[int, tuple[int, Tensor]]
 """By device number: the version of a tensor that was copied there, and the copy."""
 
 
-class Crossings:
+class DeviceTransfers:
     """Moves tensors between the devices of one process."""
 
     def __init__(self, device: Device, ledger: Ledger) -> None:
@@ -54,7 +54,7 @@ class Crossings:
         self._input_copies: list[tuple[Tensor, Tensor, int]] = []  # of the running layer: tensor, copy, its version
 
     @property
-    def between_layers(self) -> Around | None:
+    def between_layers(self) -> ContextFactory | None:
         """A maker of the context that code between layers runs in; None: it needs none."""
         return None if self._group is None else lambda: _Alignment(self)
 
@@ -116,7 +116,7 @@ class Crossings:
         if target not in copies or copies[target][0] != tensor._version:
             with torch.enable_grad():
                 pairs = parts_moved(tensor, lambda whole: self.move(whole, target))  # once for all micro-batches
-                pairs = pairs or [(tensor, _Crossing.apply(tensor, self, source, target))]  # type: ignore[no-untyped-call]
+                pairs = pairs or [(tensor, _DeviceTransfer.apply(tensor, self, source, target))]  # type: ignore[no-untyped-call]
             for own, made in pairs:
                 if not self._has_distinct_devices:
                     setattr(made, _PLACE, target)
@@ -170,39 +170,39 @@ class Crossings:
             self._of_leaves.pop().clear()
 
 
-class _Crossing(torch.autograd.Function):
+class _DeviceTransfer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, crossings: Crossings, source: int, target: int) -> Tensor:
-        ctx.harmony_way = crossings, source, target
-        return crossings.copy(tensor, source, target)
+    def forward(ctx: Any, tensor: Tensor, device_transfers: DeviceTransfers, source: int, target: int) -> Tensor:
+        ctx.harmony_way = device_transfers, source, target
+        return device_transfers.copy(tensor, source, target)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        crossings, source, target = ctx.harmony_way
-        return crossings.copy(gradient, target, source), None, None, None
+        device_transfers, source, target = ctx.harmony_way
+        return device_transfers.copy(gradient, target, source), None, None, None
 
 
 class _Alignment(TorchFunctionMode):
     """Torch function mode that moves operands on different devices to one of them."""
 
-    def __init__(self, crossings: Crossings) -> None:
+    def __init__(self, device_transfers: DeviceTransfers) -> None:
         super().__init__()
-        self._crossings = crossings
+        self._device_transfers = device_transfers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [*tensors_among((args, kwargs))]
-        crossings = self._crossings
-        places = {place for tensor in tensors if (place := crossings.device_of(tensor)) is not None}
+        device_transfers = self._device_transfers
+        places = {place for tensor in tensors if (place := device_transfers.device_of(tensor)) is not None}
         if len(places) > 1:
             written = kwargs.get("out", tensors[0] if writes(func) else None)
-            place = crossings.device_of(written) if isinstance(written, Tensor) else None
-            args, kwargs = map_tensors(lambda tensor: crossings.move(tensor, place), (args, kwargs))
+            place = device_transfers.device_of(written) if isinstance(written, Tensor) else None
+            args, kwargs = map_tensors(lambda tensor: device_transfers.move(tensor, place), (args, kwargs))
             places = {place} if place is not None else set()
-        with crossings.running_on(*places):
+        with device_transfers.running_on(*places):
             result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)):
-            crossings.mark(result, *places)
+            device_transfers.mark(result, *places)
         return result
 
 
