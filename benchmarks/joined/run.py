@@ -44,7 +44,7 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for setting, (name, engine) in zip(SETTINGS, engines.items(), strict=True):
         step_ms, over = 1e3 * median(took[name]), ratio(took[name], took["config"])
-        predicted, together = engine.plan_report().predicted_step_ms, engine.plan.policy.together
+        predicted, together = engine.plan_report().predicted_step_ms, engine.plan.policy.joined_count
         found.append({"micro_batch": setting, "step_ms": step_ms, "ratio": over, "together": together})
         found[-1] |= {"predicted_ms": predicted, "swap_ratio": engine.swap_report().ratio}
         print(f"{name:<32}{step_ms:9.1f} ms  {over:.3f}  predicted {predicted:9.1f} ms")

@@ -50,7 +50,10 @@ class Forecast:
     def items_per_step(self) -> int:
         """Tokens or samples, of all devices."""
         return (
-            self.survey.subject.items * self.plan.micro_batches * self.plan.policy.together * self.plan.policy.devices
+            self.survey.subject.items
+            * self.plan.micro_batches
+            * self.plan.policy.joined_count
+            * self.plan.policy.devices
         )
 
     @property
@@ -84,7 +87,7 @@ class Forecast:
     @property
     def zero3_offload_bytes(self) -> int:
         """Bytes that ZeRO-3 with parameter and optimizer offload would move on one device."""
-        survey, count = self.survey, self.plan.micro_batches * self.plan.policy.together
+        survey, count = self.survey, self.plan.micro_batches * self.plan.policy.joined_count
         return zero3_offload_bytes(survey.graph, survey.element.weight, count)
 
     @property
@@ -182,7 +185,7 @@ def _longer_step(now: Forecast) -> Iterator[tuple[str, float]]:
         if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:
             step_ms = simulate(plan, survey.costs, survey.profile.machine).step_ms
             rate = max(now.items_per_s, 2 * now.items_per_step / step_ms * 1e3)
-            yield f"twice the micro-batches ({request.micro_batches * policy.together})", rate
+            yield f"twice the micro-batches ({request.micro_batches * policy.joined_count})", rate
             return
 
 

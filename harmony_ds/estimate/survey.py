@@ -89,7 +89,7 @@ class Survey:
             request,
             settings=replace(request.settings, stash=config.harmony.stash),
             policy=replace(request.policy, deferred_update=config.deferred_update),
-            micro_batches=-(-steps // request.policy.together),
+            micro_batches=-(-steps // request.policy.joined_count),
             thorough=False,
         )
         return replace(self, config=config, request=request)

@@ -36,7 +36,7 @@ from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.updates import GatheredGradients, Outcome, Updates
-from harmony_ds.scheduler.plan import NOTHING, Pack, Plan, Task, TaskKind
+from harmony_ds.scheduler.plan import EMPTY_PLAN, Pack, Plan, Task, TaskKind
 
 _USING_GRADIENTS = (TaskKind.SWAP_OUT, TaskKind.REDUCE, TaskKind.NORM, TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
 OnTask = Callable[[int, int, Task], None]
@@ -49,7 +49,7 @@ class Executor:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._collection = collection_within_steps()
-        self._plan = NOTHING
+        self._plan = EMPTY_PLAN
         self._first = 0  # task of a micro-batch, as what follows
         self._needs_backward: dict[int, bool] = {}  # by position
         self._buffers: dict[nn.Module, int] = {}  # of several devices: the one that a module's buffers are on
@@ -205,7 +205,7 @@ class Executor:
         if plan.packs != self._plan.packs:
             # Updates are waited for by the places of their packs, so none may be pending under another plan's.
             self._runtime.updater.wait_all()
-            always = dict(zip([pack.index for pack in plan.packing.always], self._unlayered, strict=False))
+            always = dict(zip([pack.index for pack in plan.packing.unlayered_packs], self._unlayered, strict=False))
             self._copies.clear()
             self._copies.update(always)
             for index, copy in self._copies.items():  # more may have turned out to be used between layers
@@ -220,14 +220,14 @@ class Executor:
             for pack in plan.packing.covering:
                 for layer in pack.layers:
                     devices[layer].append(pack.device)
-            unlayered = [name for pack in plan.packing.always for name in pack.parameters]
+            unlayered = [name for pack in plan.packing.unlayered_packs for name in pack.parameters]
             self._buffers = self._runtime.layer_calls.place_buffers(devices, unlayered)
         self.updates.load_plan(plan)
 
     @property
     def _unlayered(self) -> list[DeviceCopy]:
         """The copy of the unlayered parameters, while it is on the device."""
-        return [self._copies[pack.index] for pack in self._plan.packing.always if pack.index in self._copies]
+        return [self._copies[pack.index] for pack in self._plan.packing.unlayered_packs if pack.index in self._copies]
 
     def _hold_packs(self) -> None:
         """Bring resident packs to the device, once, when the host has updated them."""

@@ -28,7 +28,7 @@ from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.optim.host_optimizer import Hyper
 from harmony_ds.optim.updater import Clipping, GradientNorm
 from harmony_ds.runtime.runtime import Runtime
-from harmony_ds.scheduler.plan import NOTHING, Plan, Task, TaskKind
+from harmony_ds.scheduler.plan import EMPTY_PLAN, Plan, Task, TaskKind
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class Updates:
     def __init__(self, runtime: Runtime, gathered: GatheredGradients) -> None:
         self._runtime = runtime
         self._gathered = gathered
-        self._plan = NOTHING
+        self._plan = EMPTY_PLAN
         self._extra_transfers: int | None = None  # that may wait on the host beyond the limit; None: any number
         self._swap_outs: Counter[int] = Counter()  # pack -> its SWAP_OUT tasks in the plan
         self._swap_outs_left: Counter[int] = Counter()  # pack -> those that have not been run

@@ -118,7 +118,7 @@ def explain(plan: Plan, request: PlanRequest) -> str:
     packs = plan.packing.covering
     weights = max(pack.weight_bytes for pack in packs)
     gradients = max(pack.gradient_bytes for pack in packs)
-    stays = plan.resident_bytes + sum(pack.weight_bytes + pack.gradient_bytes for pack in plan.packing.always)
+    stays = plan.resident_bytes + sum(pack.weight_bytes + pack.gradient_bytes for pack in plan.packing.unlayered_packs)
     rest = plan.peak_bytes - stays - min(2, len(packs)) * weights - gradients
     pack_layers = request.settings.pack_layers or 1
     ways = (

@@ -102,7 +102,7 @@ def compose_evaluation(packing: Packing, group: Group, policy: Policy) -> tuple[
             visit.before += _weights_in(index, policy)
             visit.after.append(Task(TaskKind.EVICT, index))
         visits.append(visit)
-    end = [Task(TaskKind.EVICT, pack.index) for pack in packing.always if not group.begun]
+    end = [Task(TaskKind.EVICT, pack.index) for pack in packing.unlayered_packs if not group.begun]
     return (*_begin(packing, group, policy), *issued(visits), *end)
 
 
@@ -122,7 +122,7 @@ def compose_end(packing: Packing, policy: Policy) -> tuple[Task, ...]:
     tasks: list[Task] = []
     away = [
         Task(kind, pack.index)
-        for pack in packing.always
+        for pack in packing.unlayered_packs
         for kind in (*_gradients_out(policy), TaskKind.FREE_GRADIENTS, TaskKind.EVICT)
     ]
     if policy.deferred_update:  # in forward order: what is needed first goes first
@@ -143,7 +143,11 @@ def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
 
 
 def _begin(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
-    return () if group.begun else tuple(task for pack in packing.always for task in _weights_in(pack.index, policy))
+    return (
+        ()
+        if group.begun
+        else tuple(task for pack in packing.unlayered_packs for task in _weights_in(pack.index, policy))
+    )
 
 
 def _weights_in(index: int, policy: Policy) -> list[Task]:
@@ -188,7 +192,7 @@ class _Composer:
         *earlier, end = self._packing.backward
         backward = [end, *(i for i in reversed(earlier) if packs[i].needs_backward)]
         # Without a pass there and a pass back there is nothing to be kept for.
-        stay = (*policy.kept, *self._packing.turning)
+        stay = (*policy.kept, *self._packing.last_forward_packs)
         kept = {*policy.resident, *(index for index in stay if index in forward and index in backward)}
         self._graphs = {
             (index, m)

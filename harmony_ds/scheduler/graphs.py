@@ -75,7 +75,7 @@ class Graphs:
         the shortest time.
         """
         able = []
-        stays = {*policy.kept, *policy.resident, *(packing.turning if policy.pipeline > 1 else ())}
+        stays = {*policy.kept, *policy.resident, *(packing.last_forward_packs if policy.pipeline > 1 else ())}
         for index in stays.intersection(packing.forward, packing.backward[:-1]):
             pack = packing.packs[index]
             nbytes = max(1, sum(self._costs.costs[p].forward.kept_graph_bytes for p in pack.positions))

@@ -85,8 +85,8 @@ def _head(plan: Plan) -> Iterator[str]:
     stash = f"of {away} forward packs on the host" if away else "on the device"
     if not policy.grouping:
         yield "no grouping: each micro-batch passes all packs on its own"
-    if policy.together > 1:
-        yield f"layer calls take the rows of {policy.together} micro-batches, which are one in what follows"
+    if policy.joined_count > 1:
+        yield f"layer calls take the rows of {policy.joined_count} micro-batches, which are one in what follows"
     if policy.forward_rows or policy.backward_rows:
         yield (
             f"micro-batches go through layers in slices of {policy.forward_rows or 'all'} rows forward and "

@@ -41,7 +41,7 @@ def gradient_bytes(packing: Packing, policy: Policy) -> int:
     than those of as many of the largest pack as may wait at a time.
     """
     swapped = [packing.packs[index] for index in packing.backward if index not in policy.resident]
-    own = [pack.piece_bytes() for pack in (*swapped, *packing.always)]
+    own = [pack.piece_bytes() for pack in (*swapped, *packing.unlayered_packs)]
     waiting = sum(own)
     if not policy.gradients_wait:
         transfers = policy.gradient_slabs + held_transfers(packing, policy)

@@ -159,7 +159,7 @@ def advise(now: Choice, rows: int, request: PlanRequest, joined: JoinedCosts) ->
 def _quick_requests(now: Choice, request: PlanRequest, together: int, machine: Machine) -> Iterator[PlanRequest]:
     """Yield requests for equal packs, as large as those that run and smaller: each is searched in no time."""
     prefetch = request.policy.prefetch and machine.copies_overlap
-    policy = replace(request.policy, together=together, prefetch=prefetch)
+    policy = replace(request.policy, joined_count=together, prefetch=prefetch)
     most = -(-len(now.plan.calls) // len(now.plan.packing.backward))
     given = request.settings.pack_layers
     for size in [given] if given else sorted({most, -(-most // 2), -(-most // 4)}):

@@ -165,7 +165,7 @@ class Lowering:
 
     def _run(self, tasks: _Tasks, pack: Pack) -> None:
         task = tasks[0]
-        needed = (task.pack, *(pack.index for pack in self._plan.packing.always))
+        needed = (task.pack, *(pack.index for pack in self._plan.packing.unlayered_packs))
         arrived = [self._arrived[index] for index in needed if index in self._arrived]
         back = self._stashed.get(task.pack) if task.kind is TaskKind.BACKWARD else None
         stash = sorted({*back[: len(tasks)]}) if back else ()

@@ -167,13 +167,15 @@ class Packing:
         return self.packs[self.backward[-1]]
 
     @property
-    def always(self) -> tuple[Pack, ...]:
-        """The pack of the unlayered parameters, if there is one."""
+    def unlayered_packs(self) -> tuple[Pack, ...]:
+        """The pack of the unlayered parameters; empty: there is none."""
         return () if self.unlayered is None else (self.packs[self.unlayered],)
 
     @property
-    def turning(self) -> tuple[int, ...]:
-        """The last pack of each device's forward pass, which begins its backward pass, and stays there."""
+    def last_forward_packs(self) -> tuple[int, ...]:
+        """The last pack of each device's forward pass but the fused one: the device's backward pass begins with it, so its
+        weights stay.
+        """
         last = {self.packs[index].device: index for index in (*self.forward, self.backward[-1])}
         return tuple(index for index in last.values() if index != self.backward[-1])
 
@@ -197,7 +199,7 @@ class Policy:
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
         graphs: by pack of the backward pass, of how many micro-batches (the first ones) the autograd graph is kept from
             forward to backward, so that nothing is recomputed; empty: of none. Packs that are kept or resident alone.
-        together: how many micro-batches' rows go through a layer at a time, as one micro-batch of the plan.
+        joined_count: how many micro-batches' rows go through a layer at a time, as one micro-batch of the plan.
         forward_rows, backward_rows: how many rows of such a one go through a layer at a time; 0: all of them.
         devices: how many of one server train the model, each with such a plan and micro-batches of its own.
         servers: how many do so, each with so many devices, and with all weights and updates for itself.
@@ -216,7 +218,7 @@ class Policy:
     kept: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()
     graphs: tuple[int, ...] = ()
-    together: int = 1
+    joined_count: int = 1
     forward_rows: int = 0
     backward_rows: int = 0
     devices: int = 1
@@ -312,8 +314,8 @@ class Plan:
         return Plan(**_tuples(data))
 
 
-NOTHING = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
-"""Where none has been run."""
+EMPTY_PLAN = Plan(Packing((), (), ()), Policy(), (), micro_batches=0, resident_bytes=0, peak_bytes=0)
+"""The executor's plan before it has run one."""
 
 
 def held_transfers(packing: Packing, policy: Policy) -> int:

@@ -43,7 +43,7 @@ def adopt(
                 f"harmony.plan was made for {what} {there[what]}, and is to run with {here[what]}. Plan again."
             )
     # A plan that was made for one device may be run on several, where no calls are joined.
-    several = ("together", "devices", "servers", "shared", "reduce_on_host", "pipeline")
+    several = ("joined_count", "devices", "servers", "shared", "reduce_on_host", "pipeline")
     policy = replace(plan.policy, **{one: getattr(wanted, one) for one in several})
     adopted = make_plan(packing, costs, request, policy)
     if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:

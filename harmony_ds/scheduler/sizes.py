@@ -30,7 +30,7 @@ class Sizes:
     @staticmethod
     def of(policy: Policy) -> Sizes:
         """Return the sizes of a plan."""
-        return Sizes(policy.forward_rows, policy.backward_rows, policy.together)
+        return Sizes(policy.forward_rows, policy.backward_rows, policy.joined_count)
 
     @staticmethod
     def wanted(micro_batch: str | tuple[int, int]) -> Sizes | None:

@@ -100,11 +100,11 @@ def lower_bound_bytes(plan: Plan, rank: int | None = None) -> int:
     shared = policy.shared
     forward = sum(plan.packs[index].swap_in_bytes(shared) for index in once if index not in policy.resident)
     backward = [plan.packs[i] for i in packing.backward if plan.packs[i].needs_backward and i not in policy.resident]
-    stay = (*policy.kept, *packing.turning)
+    stay = (*policy.kept, *packing.last_forward_packs)
     kept = {packing.backward[-1], *(index for index in stay if index in packing.forward)}
     again = sum(pack.swap_in_bytes(shared) for pack in backward if pack.index not in kept)
     gradients = sum(pack.swap_out_bytes(rank) for pack in backward)
-    always = sum(pack.swap_in_bytes(shared) + pack.swap_out_bytes(rank) for pack in packing.always)
+    always = sum(pack.swap_in_bytes(shared) + pack.swap_out_bytes(rank) for pack in packing.unlayered_packs)
     return forward + again + gradients + always
 
 

@@ -97,7 +97,7 @@ class Planner:
     @property
     def together(self) -> int:
         """How many micro-batches' layer calls are joined."""
-        return 1 if self.plan is None or self._runtime.joins.are_off else self.plan.policy.together
+        return 1 if self.plan is None or self._runtime.joins.are_off else self.plan.policy.joined_count
 
     def covers(self, inputs: Any, modes: bytes | None = None) -> bool:
         """Return whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
@@ -247,7 +247,7 @@ class Planner:
             resident_bytes=self._resident_bytes(graph),
             exchange_bytes=self._runtime.world.reduce_bytes(self._runtime.device),
             policy=replace(
-                self._policy, together=sizes.together, forward_rows=sizes.forward, backward_rows=sizes.backward
+                self._policy, joined_count=sizes.together, forward_rows=sizes.forward, backward_rows=sizes.backward
             ),
             host_bytes=self._host_bytes,
         )

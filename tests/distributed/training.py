@@ -167,7 +167,7 @@ def train(training: Training) -> Result:
     engine = engine_of(training)
     result = train_with(engine, training)
     asked = training.harmony.get("micro_batch")
-    assert asked == "auto" or engine.plan.policy.together == (training.accumulation if asked else 1)
+    assert asked == "auto" or engine.plan.policy.joined_count == (training.accumulation if asked else 1)
     engine.destroy()
     return result
 

@@ -147,7 +147,7 @@ def test_a_plan_of_joined_calls_runs_on_any_number_of_devices(tmp_path: Path) ->
         with engine_for(other, sgd, config_of(GROUP, 0.5, {"plan": str(file), "devices": devices})) as engine:
             train_groups(engine, groups)
             assert engine.plan is not None
-            assert engine.plan.policy.together == 4
+            assert engine.plan.policy.joined_count == 4
         joined = weights_of(model)
         assert all(torch.equal(weight, joined[key]) for key, weight in weights_of(other).items())
 
@@ -397,9 +397,9 @@ def test_longer_rows_that_have_no_room_together_run_in_smaller_calls(micro_batch
     with engine_for(model, sgd, config_of(GROUP, 0.5, harmony)) as engine:
         found = train_groups(engine, groups[:1])
         assert engine.plan is not None
-        together = engine.plan.policy.together
+        together = engine.plan.policy.joined_count
         found += train_groups(engine, groups[1:])
-        assert engine.plan.policy.together < together
+        assert engine.plan.policy.joined_count < together
         assert engine.memory_report().device_peak_bytes <= budget
     assert found == pytest.approx(means_of(losses), rel=1e-6)
     assert_close(weights_of(model), weights_of(plain))
@@ -422,7 +422,7 @@ def test_evaluation_of_more_rows_measures_no_sets(monkeypatch: pytest.MonkeyPatc
         engine.eval_batch(iter([wide] * GROUP))
         train_groups(engine, batches[1:])
         assert engine.plan is not None
-        assert engine.plan.policy.together == 8
+        assert engine.plan.policy.joined_count == 8
     assert max(measured) == 8
 
 
@@ -479,7 +479,7 @@ def test_auto_joins_where_that_is_faster() -> None:
     with engine_for(family("mistral").build(0.0), sgd, config_of(GROUP, 0.5, {"micro_batch": "auto"})) as engine:
         train_groups(engine, groups)
         assert engine.plan is not None
-        assert engine.plan.policy.together == GROUP
+        assert engine.plan.policy.joined_count == GROUP
 
 
 def at_host_speed(bytes_per_ms: float) -> Any:

@@ -21,6 +21,7 @@ from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.optim.updater import Updater
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.packing import Packer
+from harmony_ds.scheduler.plan import Plan, Task
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.step import planner
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups
@@ -175,6 +176,52 @@ def test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any(
     assert engine.plan is not None
     assert engine.plan.policy == plan.policy
     assert_same(model, reference, bitwise=True)
+
+
+def test_runs_before_a_delayed_swap_in_go_on_while_its_pack_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every update of layer 1 ends only once the next step has run micro-batches through the pack before it."""
+    _, plain = train(pack_layers=1)
+    run_before, gated = threading.Event(), iter(range(len(GROUPS) - 1))
+    step = HostOptimizer.step
+    tasks: list[str] = []
+
+    def found(*args: Any, **more: Any) -> tuple[Choice, ...]:
+        _, costs, _, _, request = args
+        choice = search(*args, **more)[0]
+        packs = choice.plan.packs
+        delays = tuple(2 * (pack.index in layer_1_or_later(choice.plan)) for pack in packs)
+        policy = replace(choice.plan.policy, prefetch=True, swap_in_delays=delays)
+        return (replace(choice, plan=make_plan(choice.plan.packing, costs, request, policy)),)
+
+    def layer_1_or_later(plan: Plan) -> list[int]:
+        first = next(pack.index for pack in plan.packs if any(".1." in name for name in pack.parameters))
+        return [pack.index for pack in plan.packs if pack.positions and pack.index >= first]
+
+    def late_step(self: HostOptimizer, gradients: Mapping[str, Tensor], hyper: Any) -> None:
+        if any(".1." in name for name in gradients) and next(gated, None) is not None:
+            assert run_before.wait(60)
+            run_before.clear()
+        step(self, gradients, hyper)
+
+    def watch(done: int, total: int, task: Task) -> None:
+        if done == 1:
+            tasks.clear()
+        tasks.append(str(task))
+        assert engine.plan is not None
+        if updater.is_pending(engine.plan.packs[layer_1_or_later(engine.plan)[0]].needed_at):
+            before = layer_1_or_later(engine.plan)[0] - 1
+            if {f"F{before}.0", f"F{before}.1"} <= {*tasks}:
+                run_before.set()
+
+    monkeypatch.setattr(planner, "search", found)
+    monkeypatch.setattr(HostOptimizer, "step", late_step)
+    model = LLAMA.build(0.0)
+    with engine_for(model, adamw, config_of(2, 1.0, {"pack_layers": 1})) as engine:
+        updater = updater_of(engine)
+        engine.on_progress(watch)
+        train_groups(engine, GROUPS)
+    assert next(gated, None) is None
+    assert_same(model, plain, bitwise=True)
 
 
 def test_a_forward_pack_waits_for_all_the_packs_that_update_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,8 +311,8 @@ def test_auto_joins_micro_batches_of_short_rows(tmp_path: Path) -> None:
     subject, auto = short_llama(tmp_path, 64), config_of(**JOINABLE, harmony={"device": "cpu", "micro_batch": "auto"})
     found = estimate(subject, auto, hardware_of("h100")).request
 
-    assert found.policy.together > 1
-    assert found.policy.together * found.micro_batches == 8
+    assert found.policy.joined_count > 1
+    assert found.policy.joined_count * found.micro_batches == 8
 
 
 @pytest.mark.parametrize(("sequence", "machine", "advised"), [(64, "h100", True), (2048, "rtx4090", False)])

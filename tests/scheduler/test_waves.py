@@ -57,7 +57,7 @@ def test_each_device_keeps_graphs_in_its_own_memory() -> None:
     request = replace(request, budget_bytes=max(peaks) + 200)
     found = Graphs(costs, request).fitting(packing, policy, peaks, outlook.pack_bytes(packing, policy))
     # The last forward pack of devices 0 and 1 stays there; that of device 2 is fused.
-    assert packing.turning == (3, 4)
+    assert packing.last_forward_packs == (3, 4)
     assert found.graphs == (0, 0, 0, 2, 2, 0)
     assert max(outlook.stages(outlook.short(packing, found))) <= max(peaks) + 200
     assert outlook.least_ms(packing, policy) == 4 * (4.0 + 4.0)

@@ -57,7 +57,7 @@ class _Walk:
         self._packing, self._group, self._policy = packing, group, policy
         packs, self._last = packing.packs, packing.backward[-1]
         self._resident = frozenset(policy.resident)
-        self._always = frozenset(pack.index for pack in packing.always)
+        self._always = frozenset(pack.index for pack in packing.unlayered_packs)
         through_packs = [index for index in packing.backward if packs[index].needs_backward]
         without_calls = [index for index in (packing.unlayered, packing.uncalled) if index is not None]
         self._wanted = [*through_packs, *without_calls]

@@ -330,7 +330,7 @@ def test_calls_of_several_micro_batches(seed: int | None, clip: float | None) ->
     with late_engine(model, config, seed, sgd) as engine:
         found = train_groups(engine, groups)
         assert engine.plan is not None
-        assert engine.plan.policy.together == 4
+        assert engine.plan.policy.joined_count == 4
     assert found == pytest.approx(means_of(losses), rel=1e-5)
     assert_same(weights_of(model), weights_of(plain), bitwise=False)
 
