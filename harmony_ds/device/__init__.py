@@ -1,4 +1,4 @@
-"""Devices: one interface (`base`), implemented by a CUDA device and a CPU device."""
+"""Devices that a model is trained on: one interface (`base`), and CUDA, CPU and meta devices, which implement it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The CUDA device: a compute stream and one for each kind of copies, ordered by events alone.
+"""The CUDA device: a compute stream and a stream for each kind of copies, which events alone order.
 
-Compute runs on the stream that is current when a step begins (the user's). Buffers that the swap-in stream fills are
-allocated and freed on that stream, so that the caching allocator reuses them without making streams wait for unrelated
-work. Host slabs are page-locked by registration at their exact size, since `pin_memory` pads to powers of two.
+Compute runs on the stream that is current when a step begins, the user's. The buffers of swap-ins are allocated and freed
+on the swap-in stream, so that the caching allocator reuses them without letting streams wait for unrelated work. Host slabs
+are page-locked by registration at their exact size, since `pin_memory` pads to powers of two.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from harmony_ds.device.base import Device, Event, MemoryProbe, Stream, Timestamp
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: page-locked for every device."""
+"""cudaHostRegisterPortable: the memory is page-locked for every device."""
 _FIXED, _GROWING = 10, 25
-"""One part in so many of the budget may be lost to fragmentation: in fixed segments (9.4 % of 24 GiB on an H200 were, which
-ended a step), and in expandable ones (not measured)."""
+"""One part in so many of the budget may be lost to fragmentation: one in 10 with fixed segments (9.4 % of 24 GiB were on an
+H200, which ended a step), one in 25 with expandable segments (not measured)."""
 _EXPANDABLE = "expandable_segments:True"
 
 
@@ -33,12 +33,12 @@ class CudaDevice(Device):
 
     copies_overlap = True
     _shares: ClassVar[dict[int, list[float]]] = {}
-    """By device, the process's memory fractions: without engines, then of each living engine. The last is in force."""
+    """Device index -> memory fractions of this process: without engines, then each engine's. The last is in force."""
     _growing: ClassVar[int] = 0
-    """Living engines' devices for which the caching allocator's segments are expandable."""
+    """How many devices of living engines have asked for expandable segments of the caching allocator."""
 
     def __init__(self, index: int = 0, budget_bytes: int | None = None, pin: bool = True, logical: int = 1) -> None:
-        """`logical`: the number of logical devices on this GPU, which share its memory and have streams of their own."""
+        """Make the device; `logical`: how many logical devices share this GPU's memory, each with streams of its own."""
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
         self.model = torch.cuda.get_device_name(index)
@@ -52,7 +52,7 @@ class CudaDevice(Device):
         self.pins_host = pin
         self._registered: dict[int, int] = {}  # address to bytes
         self._mapped: dict[int, mmap.mmap] = {}  # address to the memory of `host_empty`
-        # A logical device may not compute on the current stream, which may be another's.
+        # A logical device has a compute stream of its own: the current stream may be another logical device's.
         self._streams = {one: torch.cuda.Stream(index) for one in Stream if logical > 1 or one is not Stream.COMPUTE}
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
@@ -71,7 +71,7 @@ class CudaDevice(Device):
 
     def read_timestamps(self, timestamps: Sequence[Timestamp]) -> list[float]:
         torch.cuda.synchronize(self.torch_device)
-        # Device and host have different clocks: of this event, recorded last, both times are known.
+        # Device and host have different clocks. This event is recorded last: its times on both are known.
         anchor = torch.cuda.Event(enable_timing=True)
         anchor.record(self._stream(Stream.SWAP_OUT))
         anchor.synchronize()

@@ -1,6 +1,6 @@
-"""The meta device: tensors have shapes but no data, and a clock tells the time that their operations would take.
+"""The meta device, for estimates: tensors have shapes but no data, and a clock tells what their operations would take.
 
-Nothing is allocated or computed, so a model of any size passes through the engine's own code in seconds.
+Nothing is allocated or computed, so that a model of any size passes through the engine's own code in seconds.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Holds the bytes: host weights and optimizer state, device copies, stashed inputs, gradients. Knows no plan."""
+"""The bytes of training: weights on the host, their copies on the device, stashed inputs, gradients. Knows no plan."""

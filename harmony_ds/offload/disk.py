@@ -1,8 +1,8 @@
-"""A file for what is only needed by updates, fp32 masters of bf16 weights and the optimizer's state; one for weights.
+"""Files on a disk for what does not fit into host memory: one for masters and optimizer state, one for weights.
 
-The file is allocated before training and has no name: a full disk is an error at once, and nothing is left after a kill.
-Its tensors are mapped, so that checkpoints and programs read and write them as any others, through the system's page cache;
-updates read and write blocks by system calls, whose errors are exceptions. The processes of a server share one file.
+A file is allocated before training and has no name: a full disk is an error at once, and nothing is left after a kill. Its
+tensors are mapped, so that checkpoints and programs read and write them like others, through the system's page cache.
+Updates read and write blocks by system calls, whose errors are exceptions. The processes of a server share the files.
 """
 
 from __future__ import annotations
@@ -27,24 +27,33 @@ from harmony_ds.errors import HostMemoryError
 
 _MEASURED_BYTES = 2**26
 _GRAIN = 4096
-"""Tensors begin at pages of the file."""
+"""Bytes of a page: each tensor begins at one."""
 _Result = TypeVar("_Result")
 
 
 def disk_bytes(numel: int, itemsize: int) -> int:
-    """Return the bytes of the file that a tensor takes."""
+    """Return the bytes that a tensor takes in a file."""
     return -(-numel * itemsize // _GRAIN) * _GRAIN
 
 
 class DiskFile:
-    """Unnamed file of a fixed size.
+    """Unnamed file of a fixed size, which holds tensors.
 
     Attributes:
-        bytes_per_ms: rate of the disk, measured when the file was made; of several processes, the share of each.
+        nbytes: its size.
+        bytes_per_ms: rate of the disk, measured when the file was made, divided by the processes that share it.
     """
 
     def __init__(self, folder: str, nbytes: int, key: str = "offload_optimizer", world: SingleProcess = ALONE) -> None:
-        """Raise HostMemoryError if the disk of `folder` has no room for `nbytes`; OSError if it takes no file."""
+        """Make the file, and measure its disk.
+
+        Args:
+            key: the block of the ds_config that asks for it, for errors.
+
+        Raises:
+            HostMemoryError: the disk of `folder` has no room for `nbytes`.
+            OSError: no file can be made there.
+        """
         self.nbytes = max(nbytes, _GRAIN)
         self._end = 0
         self._world = world
@@ -56,18 +65,19 @@ class DiskFile:
         self.bytes_per_ms = world.first("the rate of a disk", self._measure) / world.local_size
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve a place for `nbytes`, for `at`; all processes ask for places in the same order."""
+        """Reserve `nbytes`, and return their place for `at`. All processes have to reserve in the same order."""
         place, self._end = self._end, self._end + disk_bytes(nbytes, 1)
         assert self._end <= self.nbytes
         return place
 
     def at(self, place: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor in the file, a storage of its own."""
+        """Return an uninitialised tensor at a place of the file, with a storage of its own."""
         if not shape.numel():
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=shape.numel(), offset=place).view(shape)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Reserve room for a tensor, and return it uninitialised."""
         return self.at(self.reserve(shape.numel() * dtype.itemsize), shape, dtype)
 
     def read(self, source: Tensor, values: Tensor) -> None:
@@ -104,7 +114,7 @@ class DiskFile:
         return 2 * len(values) / (time.perf_counter() - begin) / 1e3
 
     def close(self) -> None:
-        """Close the file; tensors that are still held stay readable, and become this process's own."""
+        """Close the file. Tensors that are still referred to stay readable, as memory of this process alone."""
         if self._world.size > 1:
             map_privately(self._memory.data_ptr(), self.nbytes, self._descriptor, 0)
         self._file.close()
@@ -126,14 +136,14 @@ def _make_file(folder: str, nbytes: int, key: str) -> int:
 
 
 class DiskMasters:
-    """The masters of a model's parameters in a file; where weights are fp32, they are their own masters, in memory."""
+    """The fp32 masters of 16-bit weights, in a file. Weights that are fp32 are their own masters, in memory."""
 
     block = 2**20
-    """Numbers that are read, stepped and written at a time."""
+    """Elements that are read, stepped and written at a time."""
     where = 'where masters are on the disk (offload_optimizer {"device": "nvme"}), block by block'
 
     def __init__(self, file: DiskFile, states: int) -> None:
-        """`states`: numbers that the optimizer keeps in the file, too, for each number of a parameter."""
+        """Begin without masters; `states`: how many states of each parameter the optimizer keeps in the file, too."""
         self.file, self.states = file, states
         self._masters: dict[str, Tensor] = {}
 
@@ -143,24 +153,24 @@ class DiskMasters:
         return master
 
     def round_to(self, weight: Callable[[str], Tensor], write: Callable[[str, Tensor, slice], None]) -> None:
-        """Round masters to the weights that `weight` returns by name, plain contiguous tensors, by `write`."""
+        """Set how weights are reached: `weight(name)` returns a plain tensor, `write(name, values, piece)` writes."""
         self._weight, self._write = weight, write
 
     def read_block(self, name: str, block: slice) -> Tensor:
-        """Return a block's fp32 values: read into memory, or the weights themselves."""
+        """Return the fp32 values of a block: a copy in memory, or fp32 weights themselves."""
         if name not in self._masters:
             return self._weight(name).view(-1)[block]
         return self.file.copy_of(self._masters[name].view(-1)[block])
 
     def write_block(self, name: str, block: slice, values: Tensor) -> None:
-        """Write a block's values, and round them to the weights."""
+        """Write the values of a block to the file, and rounded to the weights."""
         if name in self._masters:
             self.file.write(values, self._masters[name].view(-1)[block])
             self._write(name, values, block)
 
 
 def submit(pool: ThreadPoolExecutor, job: Callable[[], _Result]) -> Future[_Result]:
-    """Run `job` on a thread of `pool`; at the end of the interpreter, which has ended pools, here."""
+    """Run `job` on a thread of `pool`; or on the caller's, when the interpreter is ending and has shut pools down."""
     try:
         return pool.submit(job)
     except RuntimeError:

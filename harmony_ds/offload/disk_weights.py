@@ -1,8 +1,8 @@
-"""Weights in a file: a thread reads those of a swap-in, chunk by chunk, and issues their copies to the device.
+"""Weights on a disk: for a swap-in, a thread reads them chunk by chunk, and issues the chunks' copies to the device.
 
-    file ──read──> a page-locked chunk ──copy, on a stream of its own──> device buffer
+    file ──read──> page-locked chunk ──copy on the DISK stream──> device buffer
 
-The chunks take the same host memory whatever a pack takes. A program reads and writes weights through the file's mapping.
+Four chunks serve packs of any size. A program reads and writes weights through the file's mapping.
 """
 
 from __future__ import annotations
@@ -21,34 +21,41 @@ from harmony_ds.offload.disk import DiskFile, submit
 
 CHUNK_BYTES = 2**24
 _CHUNKS = 4
-"""While one is read, the others may be on their way to the device."""
+"""While one chunk is read, the others may be on their way to the device."""
 HOST_BYTES = _CHUNKS * CHUNK_BYTES
 Copies = Sequence[tuple[Tensor, Tensor]]
 
 
 class DiskWeights:
-    """The file that slabs lie in, and their swap-ins."""
+    """The file that slabs of weights lie in, and the thread of their swap-ins."""
 
     def __init__(self, folder: str, device: Device, nbytes: int, world: SingleProcess = ALONE) -> None:
         """Allocate a file of `nbytes`; HostMemoryError: its disk is full."""
         self.device = device
         self.file = DiskFile(folder, nbytes, "offload_param", world)
         size = min(CHUNK_BYTES, self.file.nbytes)
-        self._chunks: deque[tuple[Tensor, Event | None]] = deque()  # with the event after the last copy out of it
+        self._chunks: deque[tuple[Tensor, Event | None]] = deque()  # each with the event after the last copy out of it
         self._chunks.extend((device.host_empty(size, torch.uint8), None) for _ in range(_CHUNKS))
         self._reader = ThreadPoolExecutor(1, "harmony-disk-weights", device.current_member().set_current)
 
     @property
     def host_bytes(self) -> int:
-        return len(self._chunks) * self._chunks[0][0].nbytes  # not one by one: the thread moves them
+        """Bytes of the chunks."""
+        return len(self._chunks) * self._chunks[0][0].nbytes  # no loop over them: the thread moves them meanwhile
 
     def swap_in(self, copies: Copies, free: Event) -> Future[Event]:
-        """Copy tensors of the file to the device's, free after an event, and promise one; OSError: the disk fails."""
+        """Begin to copy tensors of the file to the device; return a promise of the event after the copies.
+
+        Args:
+            copies: pairs of a tensor in the file and one on the device.
+            free: event after which the device's tensors may be written.
+        """
         device = self.device.current_member()
         return submit(self._reader, partial(self._copy, copies, device, free, device.on(Stream.DISK)))
 
-    @torch.inference_mode()  # of the caller, too: then targets of it are written from this thread
+    @torch.inference_mode()  # otherwise tensors that the caller made in inference mode could not be written
     def _copy(self, copies: Copies, device: Device, free: Event, context: StreamContext) -> Event:
+        # The buffer's memory belongs to the swap-in stream, which has waited for its former user.
         device.wait(Stream.DISK, free)
         try:
             with context:
@@ -57,7 +64,8 @@ class DiskWeights:
                     for begin in range(0, source.numel(), step):
                         self._copy_chunk(source[begin : begin + step], target[begin : begin + step], device)
         except OSError:
-            device.record(Stream.DISK).synchronize()  # the target will be freed
+            # The caller will free the target, which copies may still write.
+            device.record(Stream.DISK).synchronize()
             raise
         return device.record(Stream.DISK)
 
@@ -65,6 +73,7 @@ class DiskWeights:
         self._chunks.rotate(-1)
         memory, copied = self._chunks[-1]
         if copied is not None:
+            # The chunk is overwritten only after the last copy has read it.
             copied.synchronize()
         chunk = memory[: source.numel() * source.element_size()].view(source.dtype)
         self.file.read(source, chunk)

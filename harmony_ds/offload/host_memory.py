@@ -1,7 +1,7 @@
-"""Host memory that training needs, and that the system lets this process have.
+"""Check that training fits into the host's memory: what it needs, against what the system lets this process have.
 
 The limits are the machine's memory and the cgroups that this process is in (containers, batch systems). `ulimit -l`
-(RLIMIT_MEMLOCK) is none: CUDA's driver page-locks by taking references on pages (os_lock_user_pages in
+(RLIMIT_MEMLOCK) is no limit: CUDA's driver page-locks by taking references on pages (os_lock_user_pages in
 NVIDIA/open-gpu-kernel-modules), not by mlock. But page-locked memory cannot be swapped out, so it must fit without swap.
 """
 
@@ -18,16 +18,17 @@ from torch import Tensor
 from harmony_ds.errors import HostMemoryError
 
 _UNLIMITED = 1 << 60
-"""Limits above are none: cgroup v1 writes a number like 2**63 - 4096."""
+"""A limit above this is no limit: cgroup v1 writes a number like 2**63 - 4096 where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostNeed:
-    """Bytes of host memory that training takes, by kind.
+    """Bytes of host memory that training needs.
 
     Attributes:
-        there_bytes: in use already, and freed during setup: the model's own tensors, but not mapped files.
-        page_locked_bytes: the part that cannot be swapped out.
+        by_kind: such as weights, masters and gradients.
+        there_bytes: the part that is in use already: the model's own tensors, which setup frees. Mapped files are no part.
+        page_locked_bytes: the part that the system cannot swap out.
     """
 
     by_kind: Mapping[str, int]
@@ -40,7 +41,7 @@ class HostNeed:
 
     @property
     def more_bytes(self) -> int:
-        """Bytes that have to be free now."""
+        """Bytes that have to be free now, beside those that are in use already."""
         return max(0, self.total_bytes - self.there_bytes)
 
     def __str__(self) -> str:
@@ -51,15 +52,21 @@ class HostNeed:
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """Bytes that this process can still get."""
+    """Bytes that one limit lets this process still get.
+
+    Attributes:
+        free_bytes: of memory.
+        swap_bytes: of swap, for what is not page-locked.
+        source: where the numbers are from, for errors.
+    """
 
     free_bytes: int
-    swap_bytes: int  # more, for memory that may be swapped out
-    source: str  # of the numbers, for errors
+    swap_bytes: int
+    source: str
 
 
 def check_host_memory(need: HostNeed, rooms: list[HostRoom] | None = None) -> None:
-    """Raise HostMemoryError, with what helps, if `need` exceeds one of `rooms` (None: those of this system)."""
+    """Raise HostMemoryError, which names ways out, if `need` exceeds one of `rooms` (None: those of this system)."""
     for room in host_rooms() if rooms is None else rooms:
         if need.more_bytes > room.free_bytes + room.swap_bytes:
             swap = f" and {room.swap_bytes:,} of swap" if room.swap_bytes else ""
@@ -92,7 +99,7 @@ def free_host_bytes() -> int | None:
 
 
 def host_rooms(root: Path = Path("/")) -> list[HostRoom]:
-    """Return the room left by the machine and every cgroup above this process. `root`: the folder of /proc and /sys."""
+    """Return the room that the machine and every cgroup of this process leave; `root`: the folder of /proc and /sys."""
     machine = _machine(root)
     return [*([] if machine is None else [machine]), *_cgroups(root)]
 
@@ -159,7 +166,7 @@ def trim_allocator() -> None:
 
 
 class MappedFiles:
-    """Files that this process has mapped at the time of construction."""
+    """The files that this process has mapped to memory at the time of construction."""
 
     def __init__(self) -> None:
         maps = Path("/proc/self/maps")
@@ -169,5 +176,5 @@ class MappedFiles:
         self._ranges = [range(int(begin, 16), int(end, 16)) for begin, end in spans]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's memory is a mapped file."""
+        """Return whether the memory of `tensor` is that of a mapped file."""
         return tensor.numel() > 0 and any(tensor.data_ptr() in addresses for addresses in self._ranges)

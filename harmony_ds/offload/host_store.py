@@ -1,8 +1,8 @@
-"""Host memory of the weights: one contiguous slab per layer, which one copy moves to the device.
+"""The weights on the host: one contiguous slab of memory per layer, which one copy moves to the device.
 
-A decomposed model enters; its parameters become views into the slabs (full-shape host tensors, readable at any time). In
-mixed precision the slabs have the compute dtype, and every trainable parameter has an fp32 master; where masters have the
-compute dtype, the parameter is its own master.
+The model's parameters become views into the slabs: full-shape host tensors, readable at any time. In mixed precision the
+slabs have the compute dtype, and every trainable parameter has an fp32 master. Where masters have the compute dtype, the
+parameter is its own master.
 
     fp32              parameter = slab view = master                     4 bytes per parameter
     bf16, fp16        parameter = slab view (2), master (4)              6 bytes per trainable parameter
@@ -31,22 +31,22 @@ from harmony_ds.offload.layout import Region, layout_of
 from harmony_ds.offload.split_masters import SplitMasters
 
 bypass_hooks = torch._C.DisableTorchFunctionSubclass
-"""Context in which the engine uses the model's parameters past their gate (see `harmony_ds.model`)."""
+"""Context in which the engine's own code uses parameters without `EngineParameter`'s hook, which would wait for updates."""
 
 _WORTH_RETURNING = 2**20
-"""Freed bytes after which the allocator is trimmed, which takes milliseconds."""
+"""So many freed bytes are worth the milliseconds that trimming the allocator takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlabPart:
-    """Contiguous host memory, which one copy moves, and the regions of parameters in it."""
+    """A contiguous part of a slab, which one copy moves, and the places of parameters in it."""
 
     memory: Tensor
     places: dict[str, Region]
 
 
 class HostStore:
-    """Owns the slabs and the masters of a model's parameters."""
+    """Owner of the slabs, and of the masters, of a model's parameters."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class HostStore:
         Where several processes share the slabs, their values are those of the first.
 
         Args:
-            memory: of the slabs: that of the host, for this device, or a file's.
-            masters: the dtype of the masters, fp32 or `dtype`; or the low bits of split fp32 masters.
+            memory: where the slabs are: in host memory for this device, or in a file.
+            masters: the dtype of the masters, fp32 or `dtype`; or fp32 masters that are split or on a disk.
         """
         self.dtype = dtype
         self.split = masters if isinstance(masters, SplitMasters) else None
@@ -75,21 +75,21 @@ class HostStore:
         self.disk_weights = memory if isinstance(memory, DiskWeights) else None
         self._device = memory.device if isinstance(memory, DiskWeights) else memory
         self._slabs: list[Tensor] = []
-        self._places: dict[str, tuple[int, Region]] = {}  # number of the slab, and the region in it
-        self._parts: dict[tuple[str, ...], list[SlabPart]] = {}  # results of `parts_of`
+        self._places: dict[str, tuple[int, Region]] = {}  # parameter -> number of its slab, place in it
+        self._parts: dict[tuple[str, ...], list[SlabPart]] = {}  # cache of `parts_of`
         if self.disk is not None:
             self.disk.round_to(self.weight, self.write_weight)
         freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.unlayered):
             fresh = [name for name in names if name not in self._places]
             if fresh:
-                freed_bytes += self._settle(fresh)
+                freed_bytes += self._move_to_slab(fresh)
                 if freed_bytes >= _WORTH_RETURNING:
                     trim_allocator()
                     freed_bytes = 0
 
-    def _settle(self, names: list[str]) -> int:
-        """Move `names` into a slab; return the bytes that they had before."""
+    def _move_to_slab(self, names: list[str]) -> int:
+        """Move the parameters `names` into a new slab; return the bytes of their former memory."""
         freed_bytes = 0
         places, end = layout_of({name: self.parameters[name] for name in names}, self.dtype.itemsize)
         # Slabs that torch allocates are aligned already, and so is every region.
@@ -135,6 +135,7 @@ class HostStore:
         return nn.Parameter(master, requires_grad=True)
 
     def tensors(self) -> list[Tensor]:
+        """Return all memory of weights and masters."""
         own = [master.detach() for name, master in self.masters.items() if master is not self.parameters[name]]
         return [*self._slabs, *own]
 
@@ -145,11 +146,11 @@ class HostStore:
 
     @property
     def has_fp32_masters(self) -> bool:
-        """Whether masters hold more than the weights do."""
+        """Whether masters are more precise than the weights."""
         return self.dtype != self.master_dtype
 
     def read_master(self, name: str) -> Tensor:
-        """Return the values that the optimizer steps, in the masters' dtype; not to be written into."""
+        """Return the values that the optimizer steps, in the masters' dtype. Do not write into them: they may be a copy."""
         if self.split is not None:
             return self.split.read(name).view(self.masters[name].shape)
         return self.masters[name].detach()
@@ -176,7 +177,7 @@ class HostStore:
     def copy_masters_to_weights(self, names: Iterable[str]) -> None:
         """Copy this process's pieces of the masters of `names` to the weights, in the compute dtype."""
         if self.disk is not None:
-            return  # its blocks are rounded as they are stepped
+            return  # the optimizer has written each block's weights
         for name in names:
             copy = self.compute_copy(name)
             if copy is not None:
@@ -184,13 +185,13 @@ class HostStore:
                 self.write_weight(name, self.masters[name].detach().view(-1)[piece], piece)
 
     def parts_of(self, names: Iterable[str]) -> list[SlabPart]:
-        """Return the fewest contiguous parts of host memory that hold `names`."""
+        """Return the fewest contiguous parts of the slabs that hold exactly the parameters `names`."""
         key = tuple(names)
         if key not in self._parts:
-            self._parts[key] = self._runs(key)
+            self._parts[key] = self._find_parts(key)
         return self._parts[key]
 
-    def _runs(self, names: tuple[str, ...]) -> list[SlabPart]:
+    def _find_parts(self, names: tuple[str, ...]) -> list[SlabPart]:
         runs: list[list[tuple[int, Region, str]]] = []
         for name in sorted(names, key=lambda name: (self._places[name][0], self._places[name][1].start)):
             slab, place = self._places[name]
@@ -206,13 +207,14 @@ class HostStore:
         return SlabPart(self._slabs[slab][start:end], places)
 
     def compute_copy(self, name: str) -> Tensor | None:
-        """Return the weight that the master of `name` is copied to; None where they are one tensor."""
+        """Return the weight that the master of `name` is copied to after an update; None: they are one tensor."""
         return None if self.parameters[name] is self.masters[name] else self.weight(name)
 
     def host_bytes(self) -> dict[str, int]:
+        """Return the bytes of host memory that weights and masters take."""
         slabs = sum(slab.numel() * slab.element_size() for slab in self._slabs)
-        apart = [master for name, master in self.masters.items() if master is not self.parameters[name]]
-        masters = sum(master.numel() * master.element_size() for master in apart)
+        separate = [master for name, master in self.masters.items() if master is not self.parameters[name]]
+        masters = sum(master.numel() * master.element_size() for master in separate)
         if self.split is not None:
             masters = self.split.host_bytes
         held = {"weights": slabs, "masters": 0 if self.disk is not None else masters}

@@ -1,4 +1,4 @@
-"""Layout of aligned tensors in a flat buffer."""
+"""The layout of several tensors in one flat buffer, each at an aligned place."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from harmony_ds.decomposer.graph import slab_bytes
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements `start` to `end` of a buffer: a tensor of `shape`, and padding."""
+    """The place of a tensor in a buffer: elements `start` to `end`, of which the last ones may be padding."""
 
     start: int
     end: int
     shape: torch.Size
 
     def view(self, buffer: Tensor) -> Tensor:
+        """Return the tensor in `buffer`."""
         # One call of torch; slicing and viewing take four times as long.
         return buffer.as_strided(self.shape, _strides(self.shape), buffer.storage_offset() + self.start)
 
@@ -31,7 +32,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def layout_of(tensors: Mapping[str, Tensor | torch.Size], itemsize: int) -> tuple[dict[str, Region], int]:
-    """Return the regions of `tensors` in a buffer of elements of `itemsize` bytes, and its number of elements."""
+    """Return where `tensors` lie in a buffer with elements of `itemsize` bytes, and the buffer's number of elements."""
     places: dict[str, Region] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -42,6 +43,6 @@ def layout_of(tensors: Mapping[str, Tensor | torch.Size], itemsize: int) -> tupl
 
 
 def blocks_of(elements: slice, size: int) -> Iterator[slice]:
-    """Yield the blocks of `size` that `elements` make; the last one may be smaller."""
+    """Yield `elements` as blocks of `size`; the last one may be smaller."""
     for start in range(elements.start, elements.stop, size):
         yield slice(start, min(start + size, elements.stop))

@@ -51,9 +51,9 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
 
 @contextmanager
 def compiling(extension: str) -> Iterator[None]:
-    """Let this process alone load `extension`, which is compiled if need be, by the ninja beside this Python.
+    """Hold a lock while `extension` is loaded, and compiled if need be, by the ninja that is installed beside this Python.
 
-    torch's lock is a file that its process keeps open, and is removed where that was killed: torch would wait for ever.
+    torch's own lock is a file. Where its process was killed, the file is removed here: torch would wait for it for ever.
     """
     folder = Path(cpp_extension._get_build_directory(extension, verbose=False)).resolve()
     lock = folder / "lock"

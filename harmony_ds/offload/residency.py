@@ -1,11 +1,13 @@
-"""Device copies of packs' weights, and their gradients.
+"""The copies of packs on the device: their weights, from swap-in to eviction, and the gradients that gather there.
 
-A pack's weights are one device buffer, filled by the swap-in stream, with a leaf tensor per parameter for layer calls.
-Gradients accumulate on those leaves, or in separate tensors of the accumulation dtype, until they are swapped out.
+A pack's weights are one device buffer, which the swap-in stream fills, with a leaf tensor per parameter for layer calls.
+Gradients accumulate on the leaves, or in separate tensors of the accumulation dtype. What a pack has on the device:
 
-    swapped in     weights            from SWAP_IN to EVICT
-    computing      weights, gradients of this pack
-    swapped out    gradients          from SWAP_OUT to FREE_GRADIENTS, while the copy to the host is under way
+    from SWAP_IN           weights
+    from its BACKWARD      weights, gradients
+    from SWAP_OUT          weights, gradients, which are being copied to the host
+    from EVICT             gradients
+    from FREE_GRADIENTS    nothing
 """
 
 from __future__ import annotations
@@ -30,22 +32,27 @@ _NONE: Mapping[int, bool] = {}
 
 
 class Leaves(dict[str, nn.Parameter]):
-    """Leaf tensors that a pack's layer calls are run with, by canonical name."""
+    """Leaf tensors that a pack's layer calls are run with, by canonical name.
+
+    Attributes:
+        cache: objects that layer calls have derived from the leaves, by the object that made them.
+    """
 
     __slots__ = ("cache",)
 
     def __init__(self, leaves: Mapping[str, nn.Parameter]) -> None:
         super().__init__(leaves)
-        self.cache: dict[object, Any] = {}  # objects that layer calls have derived from the leaves, by maker
+        self.cache: dict[object, Any] = {}
 
     def drop_gradients(self) -> None:
+        """Remove `.grad` of all leaves."""
         for leaf in self.values():
             leaf.grad = None
 
 
 def leaf_over(memory: Tensor, parameter: nn.Parameter) -> nn.Parameter:
-    """Return a leaf over `memory` with the attributes that the program has put on `parameter`, and its `requires_grad`."""
-    # `data`: what is written into a parameter raises its own version, not that of all that share the memory.
+    """Return a leaf over `memory` with the attributes and the `requires_grad` that the program has set on `parameter`."""
+    # `data` gives the leaf a version counter of its own: writing into one leaf does not raise the version of the others.
     leaf = nn.Parameter(memory.data, requires_grad=parameter.requires_grad)
     leaf.__dict__.update(_attributes(parameter))
     return leaf
@@ -55,43 +62,46 @@ class DeviceCopy:
     """The parameters of one pack on the device.
 
     Attributes:
+        buffer: device memory of the weights.
         leaves: by canonical name; autograd accumulates the running micro-batch's gradients in `.grad`.
         gradients: sums over micro-batches in the accumulation dtype, where that is not the leaves'.
-        aside: sums from the leaves, while micro-batches that share a loss add up their gradients there.
-        hooked: leaves that have the user's hooks.
-        modes: of the call that hooks and `requires_grad` of the leaves are for; None: not known.
-        arrived: event after the copies (promised, if from a disk); None: the compute stream waits for it already.
-        added: parameters swapped in later, in buffers of their own.
+        earlier_sums: sums of earlier micro-batches, while those that share a loss add up their gradients on the leaves.
+        hooked: names of the leaves that have the user's hooks.
+        modes: modes of the call that the leaves' hooks and `requires_grad` were set for; None: not known.
+        arrived: event after the swap-in (a promise of one, from a disk); None: the compute stream waits for it already.
+        added: copies of parameters that were swapped in later, in buffers of their own.
     """
 
     def __init__(self, buffer: Tensor, leaves: Leaves, arrived: Event | Future[Event]) -> None:
         self.buffer = buffer
         self.leaves = leaves
         self.gradients: dict[str, Tensor] = {}
-        self.aside: dict[str, Tensor] = {}
+        self.earlier_sums: dict[str, Tensor] = {}
         self.hooked: set[str] = set()
         self.modes: object = None
         self.arrived: Event | Future[Event] | None = arrived
         self.added: list[DeviceCopy] = []
 
     def pop_arrival(self) -> Event | None:
-        """Return the event after the copies, to be waited for once; OSError: a disk fails."""
+        """Return the event after the swap-in, and None from the second call on; OSError: a disk fails."""
         if isinstance(self.arrived, Future):
-            self.arrived.exception()  # waits; if that is interrupted, the copies are still to come
+            self.arrived.exception()  # waits; `arrived` stays if the wait is interrupted
         arrived, self.arrived = self.arrived, None
         return arrived.result() if isinstance(arrived, Future) else arrived
 
     def wait(self, device: Device) -> None:
         """Let the compute stream wait for the weights, once; OSError: a disk fails."""
-        if (arrived := self.pop_arrival()) is not None:
+        arrived = self.pop_arrival()
+        if arrived is not None:
+            # Layers read the weights, which another stream writes.
             device.wait(Stream.COMPUTE, arrived)
 
 
 class Residency:
-    """Swaps packs in and out.
+    """Swap-ins and evictions of packs, and the sums of their gradients on the device.
 
     Attributes:
-        accumulation_dtype: of the sums of gradients.
+        accumulation_dtype: dtype of the sums of gradients.
     """
 
     def __init__(self, device: Device, store: HostStore, ledger: Ledger, accumulation_dtype: torch.dtype) -> None:
@@ -99,7 +109,7 @@ class Residency:
         self._store = store
         self._ledger = ledger
         self.accumulation_dtype = accumulation_dtype
-        self._reading: dict[int, Event | Future[Event]] = {}  # by device: after its last queued copy from the host
+        self._last_swap_in: dict[int, Event | Future[Event]] = {}  # device number -> event after its last swap-in
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,26 +117,29 @@ class Residency:
 
     @property
     def disk_bytes_per_ms(self) -> float:
-        """The rate of the slowest disk that weights, masters or state lie on; infinite: none do."""
+        """Bytes per millisecond of the slowest disk with weights, masters or state; infinite: everything is in memory."""
         disks = (self._store.disk, self._store.disk_weights)
         return min((disk.file.bytes_per_ms for disk in disks if disk is not None), default=math.inf)
 
     @property
     def disk_weight_bytes(self) -> int:
-        """Bytes of each weight on a disk; 0: they are in memory."""
+        """Bytes of each element of a weight on a disk; 0: weights are in memory."""
         return 0 if self._store.disk_weights is None else self.dtype.itemsize
 
     @property
     def accumulates_in_place(self) -> bool:
-        """Whether `.grad` of the leaves has the accumulation dtype, so that autograd itself sums over micro-batches."""
+        """Whether the leaves have the accumulation dtype, so that autograd itself adds up micro-batches in `.grad`."""
         return self.accumulation_dtype == self._store.dtype
 
     def swap_in(
         self, names: Iterable[str], kind: TrafficKind = TrafficKind.WEIGHTS, rank: int = 0, devices: int = 1
     ) -> DeviceCopy:
-        """Issue the copies of `names` on the swap-in stream, booked as `kind`; nothing waits for them yet.
+        """Allocate a buffer for `names`, and issue the copies into it on the swap-in stream; nothing waits for them yet.
 
-        Of several `devices`, the one of number `rank` copies its share of the buffer (`share_of`).
+        Args:
+            kind: what the ledger books the copies as.
+            rank, devices: of several devices that share the swap-in, the one of number `rank` copies its share
+                (`share_of`); a GATHER fills the rest.
         """
         pieces, disk = self._store.parts_of(names), self._store.disk_weights
         from_disk: list[tuple[Tensor, Tensor]] = []
@@ -146,15 +159,17 @@ class Residency:
                     self._ledger.book_in(kind, memory.numel() * memory.element_size())
                 views |= {name: place.view(target) for name, place in piece.places.items()}
                 offset += piece.memory.numel()
-        here = self._device.record(Stream.SWAP_IN)
-        arrived = self._reading[self._device.number] = here if disk is None else disk.swap_in(from_disk, here)
+        issued = self._device.record(Stream.SWAP_IN)
+        # From a disk, a thread copies on a stream of its own, after the swap-in stream has freed the buffer's memory.
+        arrived = issued if disk is None else disk.swap_in(from_disk, issued)
+        self._last_swap_in[self._device.number] = arrived
         with bypass_hooks():
             leaves = Leaves({name: leaf_over(view, self._store.parameters[name]) for name, view in views.items()})
         return DeviceCopy(buffer, leaves, arrived)
 
     @contextmanager
     def _buffer(self, numel: int) -> Iterator[Tensor]:
-        """Allocate a buffer on the swap-in stream, which is current while the context is open; free it on errors."""
+        """Allocate a buffer on the swap-in stream, which is current while open; free the buffer on errors."""
         buffer = None
         try:
             with torch.no_grad(), self._device.on(Stream.SWAP_IN):
@@ -177,71 +192,82 @@ class Residency:
             copy.modes = None
 
     def finish_reads(self) -> None:
-        """Wait until no swap-in reads host memory any more: then it may be written."""
-        for number, arrived in list(self._reading.items()):  # errors are those of the task that needs the weights
-            (arrived.exception if isinstance(arrived, Future) else arrived.synchronize)()
-            del self._reading[number]
+        """Wait until no swap-in reads host memory any more, so that it may be written."""
+        for number, arrived in list(self._last_swap_in.items()):
+            if isinstance(arrived, Future):
+                arrived.exception()  # waits; an error is raised by the task that needs the weights
+            else:
+                arrived.synchronize()
+            del self._last_swap_in[number]
 
     def modified_names(self, copy: DeviceCopy) -> list[str]:
-        """Return the parameters of `copy` that have been written to: they differ from the host's."""
-        disk, found = self._store.disk_weights, []
+        """Return the parameters of `copy` that have been written to on the device: they differ from the host's."""
+        disk = self._store.disk_weights
+        modified: list[str] = []
         for piece in self._store.parts_of(copy.leaves):
             values = piece.memory if disk is None else disk.file.copy_of(piece.memory)
-            places = piece.places.items()
-            found += [name for name, place in places if not same_bits(copy.leaves[name].detach(), place.view(values))]
-        return found
+            for name, place in piece.places.items():
+                if not same_bits(copy.leaves[name].detach(), place.view(values)):
+                    modified.append(name)
+        return modified
 
     def accumulate(self, copy: DeviceCopy) -> None:
-        """Add the gradients on the leaves to the sums, if those have another dtype than the leaves."""
+        """Add the gradients on the leaves to the sums, if these have another dtype than the leaves."""
         if self.accumulates_in_place:
             return
-        came = {name: leaf.grad for name, leaf in copy.leaves.items() if leaf.grad is not None}
-        if not came:
+        on_leaves = {name: leaf.grad for name, leaf in copy.leaves.items() if leaf.grad is not None}
+        if not on_leaves:
             return
         sums = copy.gradients
-        further = [name for name in came if name in sums]
+        further = [name for name in on_leaves if name in sums]
         if further:
-            torch._foreach_add_([sums[name] for name in further], [came[name] for name in further])
-        first = {name: gradient for name, gradient in came.items() if name not in sums}
+            torch._foreach_add_([sums[name] for name in further], [on_leaves[name] for name in further])
+        first = {name: gradient for name, gradient in on_leaves.items() if name not in sums}
         if first:
-            made = [torch.empty_like(gradient, dtype=self.accumulation_dtype) for gradient in first.values()]
-            torch._foreach_copy_(made, list(first.values()))
-            sums.update(zip(first, made, strict=True))
-        for name in came:
+            new_sums = [torch.empty_like(gradient, dtype=self.accumulation_dtype) for gradient in first.values()]
+            torch._foreach_copy_(new_sums, list(first.values()))
+            sums.update(zip(first, new_sums, strict=True))
+        for name in on_leaves:
             copy.leaves[name].grad = None
 
-    def set_sums_aside(self, copy: DeviceCopy) -> None:
-        """Let gradients add up from zero on the leaves, where autograd sums them there, until `add_sums_aside`."""
+    def begin_shared_loss(self, copy: DeviceCopy) -> None:
+        """Let the gradients of micro-batches that share a loss add up from zero, until `end_shared_loss`.
+
+        One backward pass of autograd would add them up so. Sums on the leaves are kept elsewhere meanwhile.
+        """
         if not self.accumulates_in_place:
             return
         for name, leaf in copy.leaves.items():
             if leaf.grad is not None:
-                copy.aside[name], leaf.grad = leaf.grad, None
+                copy.earlier_sums[name], leaf.grad = leaf.grad, None
 
-    def add_sums_aside(self, copy: DeviceCopy) -> None:
-        """Add what has gathered on the leaves since `set_sums_aside` to the sums before."""
-        for name, total in copy.aside.items():
+    def end_shared_loss(self, copy: DeviceCopy) -> None:
+        """Add the gradients of the micro-batches that share a loss to the sums from before."""
+        for name, total in copy.earlier_sums.items():
             leaf = copy.leaves[name]
             if leaf.grad is not None:
                 total.add_(leaf.grad)
             leaf.grad = total
-        copy.aside.clear()
+        copy.earlier_sums.clear()
 
     def gradients(self, copy: DeviceCopy) -> dict[str, Tensor]:
-        """Return the gradient sums of all micro-batches so far, by name; unused parameters have none."""
+        """Return the sums of gradients of all micro-batches so far, by name; unused parameters have none."""
         if not self.accumulates_in_place:
             return copy.gradients
         return {name: leaf.grad for name, leaf in copy.leaves.items() if leaf.grad is not None}
 
     def gradient(self, copy: DeviceCopy, name: str) -> Tensor | None:
+        """Return the sum of gradients of `name`: the tensor itself; None: there is none."""
         if name not in copy.leaves:
             return None
         return copy.leaves[name].grad if self.accumulates_in_place else copy.gradients.get(name)
 
     def apply_user_settings(self, copy: DeviceCopy, modes: object, own: Mapping[int, bool] = _NONE) -> None:
-        """Apply hooks, attributes, and `requires_grad` of parameters, in `modes`, to their device copies.
+        """Give the device copies the hooks, attributes and `requires_grad` that the program has set on the parameters.
 
-        `own`: `requires_grad` of parameters for which a lane has set it otherwise, by their ids.
+        Args:
+            modes: of the call that is about to run; where the leaves were set for these already, nothing is done.
+            own: `requires_grad` of the parameters that a lane has set it of for itself, by `id`.
         """
         if copy.modes is modes:
             return
@@ -272,8 +298,8 @@ class Residency:
                         "it before a step, or name a module that contains all that uses it in harmony.layers."
                     )
 
-    def thawed(self, copy: DeviceCopy, own: Mapping[int, bool]) -> list[str]:
-        """Return the parameters of `copy` that require a gradient by `own`."""
+    def names_trained_by(self, own: Mapping[int, bool], copy: DeviceCopy) -> list[str]:
+        """Return the parameters of `copy` that require a gradient by `own` (see `apply_user_settings`)."""
         return [name for name in copy.leaves if own.get(id(self._store.parameters[name]))]
 
     def are_hooked(self, names: Iterable[str]) -> bool:
@@ -294,14 +320,14 @@ class Residency:
     def clear_gradient(self, copy: DeviceCopy, name: str) -> None:
         """Drop the gradient of `name`: the sum, and that on the leaf."""
         copy.gradients.pop(name, None)
-        copy.aside.pop(name, None)
+        copy.earlier_sums.pop(name, None)
         if name in copy.leaves:
             copy.leaves[name].grad = None
 
     def evict(self, copy: DeviceCopy) -> None:
         """Free the weights once the compute stream is done with them."""
-        with suppress(OSError):  # of a disk: what was not read is not used
-            copy.wait(self._device)  # other devices may still fill it
+        with suppress(OSError):  # weights that a disk has failed to read are not used
+            copy.wait(self._device)  # copies may still write the buffer
         done = self._device.record(Stream.COMPUTE)
         # The buffer belongs to the swap-in stream, which may reuse it only after the last kernel that reads it.
         self._device.wait(Stream.SWAP_IN, done)
@@ -315,7 +341,7 @@ def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def _own_parts(total: int, rank: int, devices: int) -> tuple[slice, ...]:
-    """Return the parts of a buffer that one of several devices swaps in: its share, and the rest that each swaps in."""
+    """Return the parts of a buffer that one of several devices swaps in: its share, and what is left over by the shares."""
     share = share_of(total, devices)
     if devices == 1 or not share:
         return (slice(0, total),)

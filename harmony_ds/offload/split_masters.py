@@ -48,10 +48,10 @@ def _compiled() -> ctypes.CDLL:
 
 
 class SplitMasters:
-    """Low halves of a model's masters, by parameter; joins them with the weights to fp32 values, and splits these."""
+    """The low halves of a model's masters; joins them with the weights to fp32 values, and splits such values again."""
 
     block = 2**19
-    """Numbers that are joined, stepped and split at a time. A processor's last cache holds them."""
+    """Elements that are joined, stepped and split at a time: few enough for a processor's last cache."""
     where = "where masters are split (harmony.split_masters), block by block"
 
     def __init__(self, world: SingleProcess = ALONE) -> None:
@@ -60,7 +60,8 @@ class SplitMasters:
         self._weights: dict[str, Tensor] = {}  # flat, the weights' own memory
         self._low: dict[str, Tensor] = {}
         self.versions: Counter[str] = Counter()  # how often each parameter has been written
-        self._ties: dict[str, list[Tensor]] = {}  # by process, of its piece: how many there are, and indices, in order
+        # Parameter -> for each process's piece, how many ties there are, followed by their indices in order.
+        self._ties: dict[str, list[Tensor]] = {}
 
     @property
     def host_bytes(self) -> int:
@@ -69,7 +70,7 @@ class SplitMasters:
         return sum(low.nbytes for low in self._low.values()) + 8 * ties
 
     def add(self, name: str, weight: Tensor) -> None:
-        """Make room for the low half of `weight` (bf16, contiguous); `write` gives it a value."""
+        """Make room for the low half of `weight` (bf16, contiguous), which `write` fills."""
         self._weights[name], self._low[name] = weight.view(-1), self._world.empty(weight, torch.int16)
         self._ties[name] = self._world.lists(weight.numel())
 
@@ -80,7 +81,7 @@ class SplitMasters:
         return values
 
     def write_block(self, name: str, block: slice, values: Tensor) -> None:
-        """Make `values` (fp32, contiguous) a block's, and round its weights from them."""
+        """Replace the values of a block by `values` (fp32, contiguous), and its weights by these, rounded."""
         self._write(name, block, self._loops.harmony_split, ctypes.c_void_p(values.data_ptr()))
 
     def step(
@@ -114,7 +115,7 @@ class SplitMasters:
         self._loops.harmony_ties(ctypes.c_void_p(ties[rank][1:].data_ptr()))
 
     def _at(self, name: str, block: slice, rank: int) -> ctypes.Array[ctypes.c_int64]:
-        """Return what the loops call a block, of the piece of a process."""
+        """Return the C struct `Block` for a block of the piece of process `rank`."""
         ties = self._ties[name][rank]
         places = (self._weights[name].data_ptr(), self._low[name].data_ptr(), ties[1:].data_ptr())
         return (ctypes.c_int64 * 6)(*places, int(ties[0]), block.start, block.stop - block.start)
@@ -137,14 +138,14 @@ class SplitMasters:
         return values
 
     def write(self, name: str, values: Tensor, everywhere: bool = False) -> None:
-        """Make `values`, of the parameter's shape and any dtype, this process's piece's, or that of all pieces."""
+        """Replace the values of this process's piece, or `everywhere` of all pieces, by those of a tensor of any dtype."""
         flat = values.detach().expand(self._low[name].shape).reshape(-1)
         for block in self._blocks(name, None if everywhere else self._world.local_rank):
             self.write_block(name, block, flat[block].to("cpu", torch.float32, copy=True))
         self.versions[name] += 1
 
     def round(self, name: str, changed: Tensor) -> None:
-        """Make masters equal to their weights where `changed` (a mask of the parameter's shape) says so."""
+        """Replace masters by their weights where `changed`, a mask of the parameter's shape, is set."""
         flat = changed.reshape(-1)
         for block in self._blocks(name):
             where = flat[block]

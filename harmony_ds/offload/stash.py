@@ -1,8 +1,8 @@
-"""The stash: inputs of layer calls, kept from forward to backward on the device or the host, as the plan says.
+"""The stash: inputs of layer calls, kept from forward to backward, on the device or the host as the plan says.
 
 Inputs that require no gradient (masks, position ids, rotary tables: small, and used by every layer) stay on the device.
-A tensor that several calls use is stashed once. Device memory of a tensor that is still referenced elsewhere is freed only
-with the last reference.
+A tensor that several calls use is stashed once. Device memory of a tensor that something else still refers to is freed only
+with its last reference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ENTRY = "_harmony_stash_entry"
 
 
 class StashEntry:
-    """A stashed tensor, an input of `layer`: `device_tensor` or `host_tensor` is set, or both while it moves."""
+    """A stashed tensor, an input of `layer`: `device_tensor` or `host_tensor` is set, or both while it is copied."""
 
     __slots__ = (
         "__weakref__",
@@ -38,11 +38,11 @@ class StashEntry:
 
     def __init__(self, tensor: Tensor, layer: str) -> None:
         self.device_tensor: Tensor | None = tensor.detach()
-        self.stays = not tensor.requires_grad  # and is not released
+        self.stays = not tensor.requires_grad  # on the device until backward
         self.host_tensor: Tensor | None = None
         self.buffer: HostBuffer | None = None  # of the host tensor
-        self.arrived: Event | None = None
-        self.users = 0
+        self.arrived: Event | None = None  # after the last copy, if nothing has waited for it
+        self.users = 0  # layer calls that will be recomputed with it
         self.version = tensor._version
         self.layer = layer
 
@@ -52,7 +52,7 @@ class StashEntry:
         return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
     def check(self) -> None:
-        """Raise ModelError if it has been changed in place on the device, so that its layer cannot be recomputed."""
+        """Raise ModelError if the tensor was changed in place on the device, so that its layer cannot be recomputed."""
         if self.device_tensor is not None and self.device_tensor._version != self.version:
             raise ModelError(
                 f"the input of layer {self.layer} was changed in place after the layer was called: it cannot be "
@@ -61,20 +61,21 @@ class StashEntry:
 
 
 class Stash:
-    """Stashes, swaps and releases tensors."""
+    """Store of the inputs of layer calls that will be recomputed."""
 
     def __init__(self, device: Device, ledger: Ledger) -> None:
         self._device = device
         self._ledger = ledger
         self._buffers = HostBuffers(device)
-        self._leaving: defaultdict[int, list[tuple[Event, Tensor]]] = defaultdict(list)  # by device
+        # Device number -> (event after the copy to the host, the tensor that is copied).
+        self._copies_out: defaultdict[int, list[tuple[Event, Tensor]]] = defaultdict(list)
 
     @property
     def host_bytes(self) -> int:
         return self._buffers.nbytes
 
     def put(self, tensor: Tensor, layer: str) -> StashEntry:
-        """Return the entry of `tensor`, made when it is first an input of a `layer`."""
+        """Return the entry of `tensor`, an input of `layer`; all layers that have it as an input share the entry."""
         entry: StashEntry | None = getattr(tensor, _ENTRY, None)
         if entry is None or entry.device_tensor is None or entry.version != tensor._version:
             entry = StashEntry(tensor, layer)
@@ -85,7 +86,8 @@ class Stash:
     def swap_out(self, entries: Iterable[StashEntry]) -> None:
         """Issue the copies to the host; device tensors are freed at the next swap, so that compute does not wait."""
         device = self._device
-        self._free_left()
+        self._free_copied()
+        # The copies are to read what compute has finished.
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         for entry in entries:
             tensor = entry.device_tensor
@@ -96,11 +98,11 @@ class Stash:
                 entry.buffer = self._buffers.acquire(entry, tensor.numel() * tensor.element_size())
                 entry.host_tensor = self._copy_out(tensor, entry.buffer)
                 entry.arrived = device.record(Stream.SWAP_OUT)
-                self._leaving[device.number].append((entry.arrived, tensor))
+                self._copies_out[device.number].append((entry.arrived, tensor))
             entry.device_tensor = None
 
     def _copy_out(self, tensor: Tensor, buffer: HostBuffer) -> Tensor:
-        # The strides are stashed too: kernels round differently for others.
+        # The strides are kept, too: for others, kernels may round differently.
         strides = torch.empty_like(tensor, device="meta").stride()
         host = buffer.tensor(tensor.shape, strides, tensor.dtype)
         with torch.no_grad(), self._device.on(Stream.SWAP_OUT):
@@ -108,21 +110,23 @@ class Stash:
         self._ledger.book_out(TrafficKind.ACTIVATIONS, tensor.numel() * tensor.element_size())
         return host
 
-    def _free_left(self) -> None:
-        for copied, _ in self._leaving.pop(self._device.number, ()):
-            # Their memory belongs to the compute stream, which may reuse it only after the copy.
+    def _free_copied(self) -> None:
+        """Drop the device tensors whose copies to the host were issued by earlier swap-outs."""
+        for copied, _ in self._copies_out.pop(self._device.number, ()):
+            # The tensor's memory belongs to the compute stream, which may reuse it only after the copy.
             self._device.wait(Stream.COMPUTE, copied)
 
     def swap_in(self, entries: Iterable[StashEntry]) -> None:
         """Issue the copies back to the device; `tensor` waits for them."""
         device = self._device
-        self._free_left()
+        self._free_copied()
         for entry in entries:
             if entry.device_tensor is not None:
                 continue
             host = entry.host_tensor
             assert host is not None, "a released stash entry was asked for"
             if entry.arrived is not None:
+                # The host tensor is read only after the swap-out has written it.
                 device.wait(Stream.SWAP_IN, entry.arrived)
             with torch.no_grad(), device.on(Stream.SWAP_IN):
                 tensor = torch.empty_like(host, device=device.torch_device)
@@ -139,17 +143,19 @@ class Stash:
         tensor = entry.device_tensor
         assert tensor is not None
         if entry.arrived is not None:
+            # The layer reads the tensor only after the swap-in has written it.
             self._device.wait(Stream.COMPUTE, entry.arrived)
             entry.arrived = None
         entry.check()
         return tensor if entry.stays else tensor.detach()
 
     def release(self, entry: StashEntry) -> None:
-        """Release `entry` for one of its users: frees the device copy, and with the last user the host copy."""
+        """Release `entry` for one of its users: free the device tensor, and with the last user the host's."""
         entry.users -= 1
-        came_back = entry.device_tensor is not None  # after its copy to the host, which may be queued elsewhere if not
+        # Only a swap-in waits for the copy to the host; without one, that copy may still be queued on another stream.
+        was_swapped_in = entry.device_tensor is not None
         if entry.host_tensor is not None:
-            # Allocated on the swap-in stream, read by compute: freed after the read.
+            # The tensor's memory belongs to the swap-in stream, which may reuse it only after compute has read it.
             self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
             if entry.device_tensor is not None and _has_other_references(entry.device_tensor):
                 # A layer keeps its input, which may be read and freed later.
@@ -158,16 +164,18 @@ class Stash:
         if entry.users == 0:
             entry.device_tensor = None
             if entry.buffer is not None:
-                self._buffers.release(entry.buffer, self._device.record(Stream.SWAP_IN) if came_back else None)
+                self._buffers.release(entry.buffer, self._device.record(Stream.SWAP_IN) if was_swapped_in else None)
             entry.host_tensor = entry.buffer = None
 
     def abandon(self) -> None:
         """Order all streams after a failed step, so that tensors may be dropped that copies or kernels still use."""
         for number in range(self._device.count):
             self._device.enter(number)
-            self._free_left()
+            self._free_copied()
+            # Memory of the compute stream is dropped that copies may still read or write.
             for copies in (Stream.SWAP_OUT, Stream.PEER):
                 self._device.wait(Stream.COMPUTE, self._device.record(copies))
+            # Memory of the swap-in stream is dropped that layers may still read.
             self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
         self._device.enter(HOME)
 

@@ -1,1 +1,1 @@
-"""The optimizers that update weights, on the host, on the device or on disk, and the thread that runs them."""
+"""Updates of weights: the user's optimizer, stepped on the host, on the device or from a disk, and its thread."""

@@ -1,8 +1,8 @@
-"""Optimizer steps on the device, for parameters that stay there with their state.
+"""The optimizer on the device, which steps parameters that stay there with their state.
 
-On the CPU device the user's own optimizer steps them: the same code on the same kind of memory gives the same bits. On
-an accelerator torch's optimizers do, by their kernels there; they replace DeepSpeed's compiled ones of the same formula,
-which work on host memory only. Parameters and states share no memory with the host's. Knows no packs.
+On the CPU device the user's own optimizer steps them: the same code on the same kind of memory gives the same bits. On an
+accelerator, torch's optimizers do, by their kernels; DeepSpeed's compiled optimizers, which work on host memory only, are
+replaced by torch's of the same formula. Parameters and states share no memory with the host's. Knows no packs.
 
     configured             on the CPU device      on an accelerator
     torch.optim            itself                 itself, fused or parameter by parameter
@@ -25,13 +25,17 @@ from harmony_ds.optim.block_optimizer import BlockOptimizer
 from harmony_ds.optim.host_optimizer import HostOptimizer, Hyper, partial_optimizer
 
 _TEMPORARIES = {"AdamW": 2, "Adam": 2, "Adagrad": 1, "SGD": 0}
-"""Temporary tensors in torch's step of one parameter, by optimizer class; those of other classes are not known."""
+"""How many temporary tensors torch's step of one parameter makes, for the optimizers for which this is known."""
 _GRAIN = 512
 """Bytes that allocators round up to."""
 
 
 class DeviceOptimizer:
-    """Steps subsets of the device's parameters with the hyper-parameters of the host's."""
+    """Step of the user's optimizer for some of the parameters that are on the device.
+
+    Attributes:
+        state: the optimizer's state of the device's parameters.
+    """
 
     def __init__(self, host: HostOptimizer, device: torch.device) -> None:
         self._host = host
@@ -50,7 +54,7 @@ class DeviceOptimizer:
 
     @property
     def refusal(self) -> str | None:
-        """Why this optimizer cannot step parameters on the device; None: it can."""
+        """The reason why this optimizer cannot step parameters on the device; None: it can."""
         if self._host.steps_whole:
             return f"the step of {type(self._host.optimizer).__name__} has to be called as a whole"
         if self._host.master_dtype != torch.float32:
@@ -66,6 +70,7 @@ class DeviceOptimizer:
         return None
 
     def trains(self, name: str) -> bool:
+        """Return whether the optimizer has the parameter `name`."""
         return self._host.trains(name)
 
     def step(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
@@ -88,7 +93,7 @@ class DeviceOptimizer:
         return {**values, **{key: flag for key, flag in flags.items() if key in values}}
 
     def watch_replaced_state(self) -> bool:
-        """Return whether the host's optimizer has been given another state."""
+        """Return whether `load_state_dict` has replaced the host's state since the last call."""
         return self._host.watch_replaced_state()
 
     def copy_state_to_device(self, name: str, parameter: nn.Parameter) -> int:
@@ -140,7 +145,7 @@ class DeviceOptimizer:
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the torch class whose step it uses; "": none whose memory is known."""
+    """Return the name of the torch class whose step `optimizer` uses; "": the memory of its step is not known."""
     classes = type(optimizer).__mro__
     stepping = next(cls for cls in classes if "step" in cls.__dict__)
     torchs = [cls.__name__ for cls in classes if cls.__module__.startswith("torch.optim.")]

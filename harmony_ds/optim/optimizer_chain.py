@@ -1,4 +1,4 @@
-"""Several optimizers over disjoint parameters, as one: Muon for matrices and AdamW for the rest, say."""
+"""Train with several optimizers as if they were one: Muon for matrices and AdamW for the other parameters, say."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from harmony_ds.optim.host_optimizer import HostOptimizer, Hyper
 
 
 class OptimizerChain(Optimizer):
-    """Optimizers that step one after the other. Its parameter groups are theirs.
+    """An optimizer that steps several others, one after the other. Its parameter groups are theirs.
 
     Attributes:
         parts: the optimizers.
-        around: the program's own object around them, whose `step` is called in the place of theirs; None: there is none.
+        around: the program's own object that holds them, whose `step` is called instead of theirs; None: there is none.
     """
 
     def __init__(self, parts: Sequence[Optimizer], around: Any = None) -> None:
@@ -29,15 +29,15 @@ class OptimizerChain(Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """The states of all parameters; to be read alone."""
+        """The states of all parameters, to be read only."""
         return {key: value for part in self.parts for key, value in part.state.items()}
 
     def follow_parts(self) -> None:
-        """Take the parameter groups of the parts, which make new ones when they load a state."""
+        """Use the present parameter groups of the parts, which make new ones when they load a state."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step all of them."""
+        """Step all parts."""
         if closure is not None:
             raise OptimizerError("a chain of optimizers takes no closure, which each of them would evaluate.")
         if self.around is not None:
@@ -47,7 +47,7 @@ class OptimizerChain(Optimizer):
             one.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave: the parameters of all groups are numbered in one row."""
+        """Load what `state_dict` returned, where the parameters of all parts are numbered through."""
         groups, states = list(state_dict["param_groups"]), state_dict["state"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
@@ -65,14 +65,14 @@ class OptimizerChain(Optimizer):
 
 
 def chained(parts: Sequence[Optimizer], around: Any = None) -> OptimizerChain:
-    """Return the chain of `parts`, of a class that has their names: a checkpoint tells by it what its state is of."""
+    """Return the chain of `parts`. Its class is named after theirs, since checkpoints note the class of their optimizer."""
     name = "And".join(type(part).__name__ for part in parts)
     made: OptimizerChain = type(name, (OptimizerChain,), {})(parts, around)
     return made
 
 
 def as_one_optimizer(given: Any) -> Any:
-    """Return a sequence of optimizers, or an object that holds several, as a chain; anything else as it is.
+    """Return a chain for a sequence of optimizers, or for an object that holds several; return anything else as it is.
 
     Raises:
         OptimizerError: a sequence holds something else, or nothing.
@@ -90,14 +90,14 @@ def as_one_optimizer(given: Any) -> Any:
 
 
 def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers of a chain; of another one, itself."""
+    """Return the optimizers of a chain; for any other optimizer, itself."""
     return optimizer.parts if isinstance(optimizer, OptimizerChain) else (optimizer,)
 
 
 def _held_by(given: Any) -> list[Optimizer]:
-    """Return the optimizers, several of them, that an object with a `step` holds in its attributes.
+    """Return the optimizers that an object with a `step` holds in its attributes, if there are several.
 
-    None if it is an optimizer that has parameters which they have not: it steps those by itself.
+    Return none if the object is an optimizer with parameters that they do not have: it steps those by itself.
     """
     if not hasattr(given, "step") or not hasattr(given, "__dict__"):
         return []
@@ -118,7 +118,7 @@ def _held_by(given: Any) -> list[Optimizer]:
 
 @contextmanager
 def _with_own_steps(parts: Sequence[Optimizer]) -> Iterator[None]:
-    """Let `parts` have the step of their class, in the place of one on the object, which refuses to be called by hand."""
+    """Give `parts` the `step` of their class while open: `OptimizerOverride` has replaced it by one that refuses."""
     on_object = [(part, vars(part).pop("step")) for part in parts if "step" in vars(part)]
     try:
         yield
@@ -130,8 +130,10 @@ def _with_own_steps(parts: Sequence[Optimizer]) -> Iterator[None]:
 class HostOptimizerChain(HostOptimizer):
     """`HostOptimizer` of a chain: each of its optimizers steps its own parameters."""
 
-    def __init__(self, optimizer: OptimizerChain, masters: Mapping[str, nn.Parameter], apart: Iterable[str]) -> None:
-        names = tuple(apart)
+    def __init__(
+        self, optimizer: OptimizerChain, masters: Mapping[str, nn.Parameter], separate_masters: Iterable[str]
+    ) -> None:
+        names = tuple(separate_masters)
         self.optimizer: OptimizerChain = optimizer
         self._masters = masters
         self._parts = [HostOptimizer(part, masters, names) for part in optimizer.parts]
@@ -146,17 +148,18 @@ class HostOptimizerChain(HostOptimizer):
         hooks = chain._optimizer_step_pre_hooks, chain._optimizer_step_post_hooks
         return chain.around is not None or any(hooks) or any(part.steps_whole for part in self._parts)
 
-    def step_whole(self, gradients: Mapping[str, Tensor], follow: Callable[[], None]) -> None:
-        """Call the step of every optimizer, or of the object around them, with `gradients`."""
+    def step_whole(self, gradients: Mapping[str, Tensor], sync_weights: Callable[[], None]) -> None:
+        """Call the step of every optimizer, or of the object around them, with `gradients`; see `HostOptimizer`."""
         chain = self.optimizer
         if chain.around is not None:
             with _with_own_steps(chain.parts):
-                super().step_whole(gradients, follow)
+                super().step_whole(gradients, sync_weights)
             return
         for hook in list(chain._optimizer_step_pre_hooks.values()):
             hook(chain, (), {})
         for part in self._parts:
-            part.step_whole({name: one for name, one in gradients.items() if part.trains(name)}, follow)
+            own = {name: gradient for name, gradient in gradients.items() if part.trains(name)}
+            part.step_whole(own, sync_weights)
         for hook in list(chain._optimizer_step_post_hooks.values()):
             hook(chain, (), {})
 
@@ -183,8 +186,8 @@ class HostOptimizerChain(HostOptimizer):
             part.unwatch_state()
 
     def watch_replaced_state(self) -> bool:
-        """Return whether one of the optimizers has got another state (load_state_dict), and watch that."""
-        replaced = [part.watch_replaced_state() for part in self._parts]  # each is to watch its own
+        """Watch the states again that `load_state_dict` has replaced; return whether it has replaced any."""
+        replaced = [part.watch_replaced_state() for part in self._parts]
         return any(replaced)
 
     def restore_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -210,7 +213,7 @@ class HostOptimizerChain(HostOptimizer):
             begin += count
 
     def scratch_optimizer(self, master: nn.Parameter) -> torch.optim.Optimizer:
-        """Return one like that of the most numbers."""
+        """Return one like the optimizer with the most elements."""
         return max(self._parts, key=lambda part: part.trained_elements).scratch_optimizer(master)
 
     @property

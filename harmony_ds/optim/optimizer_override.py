@@ -1,4 +1,4 @@
-"""The user's optimizer while an engine steps it: `optimizer.step()` by hand updates as `engine.step()` does."""
+"""Let `optimizer.step()` by hand update as `engine.step()` does, while an engine steps the user's optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = ("step", "zero_grad", "load_state_dict")
 
 
 class OptimizerOverride:
-    """Replaces `step`, `zero_grad` and `load_state_dict` of an optimizer by calls of its engine."""
+    """Replacement of an optimizer's `step`, `zero_grad` and `load_state_dict` by calls of its engine, until `remove`."""
 
     def __init__(
         self,
@@ -23,15 +23,19 @@ class OptimizerOverride:
         zero_grad: Callable[[bool], None],
         finish: Callable[[], None],
     ) -> None:
-        """Take three functions that do not keep the engine alive: its update; what drops gradients (`set_to_none`); and
-        what waits for updates, before state that is loaded takes the place of what they write into.
+        """Replace the methods. The functions must not keep the engine alive.
+
+        Args:
+            step: updates as the engine does.
+            zero_grad: drops the engine's gradients; its argument is `set_to_none`.
+            finish: waits for pending updates, which would write into the state that `load_state_dict` replaces.
 
         Raises:
             OptimizerError: the program has put a `step` of its own on the optimizer.
         """
         self._optimizer = optimizer
         self._before = {name: vars(optimizer)[name] for name in _NAMES if name in vars(optimizer)}
-        # A learning-rate scheduler that was made before has put one there that calls the class's.
+        # A learning-rate scheduler that was made before has put a `step` there, which calls the class's.
         if (put := self._before.get("step")) and getattr(put, "__wrapped__", None) is not type(optimizer).step:
             raise _replaced()
         own_zero_grad, own_load = optimizer.zero_grad, optimizer.load_state_dict
@@ -77,7 +81,7 @@ class OptimizerOverride:
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Give state its saved dtypes again: torch has cast it to those of parameters, which may be bf16."""
+    """Restore the saved dtypes of the state, which torch's `load_state_dict` has cast to those of (bf16) parameters."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
@@ -94,7 +98,7 @@ def _refuse_step_of_part() -> None:
 
 
 def _drop_nothing_more(set_to_none: bool) -> None:
-    """Leave the gradients of other parameters: `zero_grad` of one optimizer of several has dropped its own."""
+    """Do nothing: `zero_grad` of one optimizer of several drops the gradients of its own parameters, and no others."""
 
 
 def _replaced() -> OptimizerError:

@@ -1,6 +1,6 @@
-"""Builds the host optimizer: from the ds_config's block, or from what the user handed over.
+"""Build the optimizer from the ds_config's block, or adapt the one that the user handed to `initialize`.
 
-Parameters of the model go in, their masters come to lie in the optimizer's parameter groups.
+Either way, the masters are in its parameter groups in place of the model's parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parameters_in(groups: Iterable[Any]) -> Iterator[nn.Parameter]:
 
 
 class Masters:
-    """Map from a model's parameters to their masters."""
+    """The masters of a model's parameters, to be put in the place of the parameters in an optimizer."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]) -> None:
         self._master_of = {id(p): masters.get(name) for name, p in parameters.items()}
@@ -107,7 +107,7 @@ def build_optimizer(
 
 
 def with_state_dtype(config: Config) -> Section | None:
-    """Return the block of the optimizer, which keeps its state as `config` says: "bf16_optimizer_states" goes first."""
+    """Return the ds_config's optimizer block, with the state's dtype that "bf16_optimizer_states" asks for."""
     section = config.optimizer
     row = None if section is None else named(section.type)
     if section is None or row is None or row.native is None or config.state_dtype == torch.float32:
@@ -116,7 +116,7 @@ def with_state_dtype(config: Config) -> Section | None:
 
 
 def check_dtypes(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Raise OptimizerError if `optimizer` does not keep 16-bit masters and state as the ds_config's keys say."""
+    """Raise OptimizerError if `optimizer` does not keep masters and state in the dtypes that the ds_config asks for."""
     name, key = type(optimizer).__name__, "bf16.bf16_master_weights_and_grads"
     on_meta = all(p.is_meta for group in optimizer.param_groups for p in group["params"])
     if on_meta or not config.values[key]:
@@ -157,14 +157,14 @@ def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Opti
 
 
 def make_adam(section: Section, parameters: ParameterGroups, torchs: bool = False) -> torch.optim.Optimizer:
-    """Return DeepSpeed's CPU Adam, or torch's fused one if the ds_config or the caller wants `torchs`."""
+    """Return DeepSpeed's CPU Adam; or torch's fused Adam, if the caller (`torchs`) or "torch_adam" asks for it."""
     options = _with_tuple_betas(section.params)
     torchs = options.pop("torch_adam", False) or torchs
     decoupled = decoupled_decay(section)
     options.pop("adam_w_mode", None)
     if not torchs:
         return make_native("DeepSpeedCPUAdam", parameters, {**options, "adamw_mode": decoupled})
-    # fused is as fast as any, and takes no memory for lists of tensors
+    # torch's fused kernel is as fast as its others, and takes no memory for lists of tensors.
     for name in ("bias_correction", "fp32_optimizer_states", "foreach"):
         options.pop(name, None)
     cls = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -173,7 +173,7 @@ def make_adam(section: Section, parameters: ParameterGroups, torchs: bool = Fals
 
 
 def decoupled_decay(section: Section) -> bool:
-    """Return whether weight decay is AdamW's, as DeepSpeed reads the block."""
+    """Return whether the block asks for AdamW's weight decay, as DeepSpeed reads it."""
     return bool(section.params.get("adam_w_mode", True)) or section.type.lower() == "adamw"
 
 

@@ -1,7 +1,7 @@
-"""Resident packs: weights, masters and optimizer state that stay on the device from step to step, and their updates there.
+"""Resident packs: those that stay on the device from step to step, with masters and optimizer state, and are updated there.
 
-The names of each pack's parameters enter; device copies leave, like those of a swap-in. The host's tensors stay the same
-objects, and are out of date until they are synchronized:
+`make_resident` returns device copies like those of a swap-in. The host's tensors stay the same objects, and are out of date
+until they are synchronized. What is copied when:
 
     first use                 weights, masters, optimizer state    host -> device
     a step                    nothing
@@ -10,8 +10,9 @@ objects, and are out of date until they are synchronized:
     next use after a write    what was written                     host -> device
     drop                      all that a step has changed          device -> host; the memory is freed
 
-A weight whose memory another tensor of the program shares (`p.data`, a state dict) may be written through that one, unseen:
-a copy of it is kept on the host, and compared before the next use. Optimizer state that is handed out is taken for written.
+The program may hold another tensor over the memory of a weight (`p.data`, a state dict), and write through that tensor
+unseen. A copy of such a weight is kept on the host, and compared before the next use. Optimizer state that was handed out
+counts as written.
 
 A parameter that several resident packs share is on the device once; each pack accumulates its own gradient of it.
 """
@@ -38,7 +39,7 @@ Names = tuple[str, ...]
 
 
 class Held(Enum):
-    """A tensor, or tensors, that a resident parameter has on the host and on the device.
+    """What a resident parameter has both on the host and on the device.
 
     A parameter that is trained in its own dtype has no master beside its weight.
     """
@@ -49,7 +50,7 @@ class Held(Enum):
 
 
 class ResidentPacks(GradientSums):
-    """Resident packs, and the gradients that wait there for their update. To be called on the engine's thread."""
+    """The resident packs of a model, and the gradients that wait there for their update; for the engine's thread alone."""
 
     def __init__(
         self, device: Device, store: HostStore, ledger: Ledger, residency: Residency, optimizer: DeviceOptimizer | None
@@ -61,29 +62,30 @@ class ResidentPacks(GradientSums):
         self._residency = residency
         self._optimizer = optimizer
         self._names: tuple[Names, ...] = ()
-        self._packs: list[DeviceCopy] = []  # in the same order; packs may have the same names
+        self._packs: list[DeviceCopy] = []  # in the order of `_names`; packs may share parameters
         self._weights: dict[str, Tensor] = {}
-        self._stepped: dict[str, nn.Parameter] = {}  # of each trained weight: itself, or its master
+        self._stepped: dict[str, nn.Parameter] = {}  # what the optimizer steps: a trained weight itself, or its master
         self._masters: list[Tensor] = []  # buffers of masters
         self._state_bytes = 0
         self._newer_on_device: dict[Held, set[str]] = {held: set() for held in Held}
         self._newer_on_host: dict[Held, set[str]] = {held: set() for held in Held}
-        self._watched: dict[str, Tensor | None] = {}  # weights that may be written unseen; of resident ones, a copy
-        self._written: set[str] = set()  # weights that the program may have written since their masters followed
+        self._watched: dict[str, Tensor | None] = {}  # weights that may be written unseen; a copy of each resident one
+        self._written: set[str] = set()  # weights that the program may have written since `pop_written`
         self._norm_buffers = HostBuffers(device)
-        self._reading: Event | None = None  # after the last copy out of host memory that may still be queued
+        self._last_read: Event | None = None  # after the last copy from host memory; None: it is done
 
     def holds(self, packs: Sequence[Names]) -> bool:
-        """Return whether exactly these packs are resident."""
+        """Return whether exactly these packs (the names of each one's parameters) are resident."""
         return tuple(packs) == self._names
 
     @property
     def nbytes(self) -> int:
+        """Device bytes of weights, masters and optimizer state."""
         buffers = (*(copy.buffer for copy in self._packs), *self._masters)
         return sum(b.numel() * b.element_size() for b in buffers) + self._state_bytes
 
     def make_resident(self, packs: Sequence[Names]) -> list[DeviceCopy]:
-        """Return up-to-date device copies of exactly these packs (in forward order); if they do not fit, hold none."""
+        """Return up-to-date device copies of exactly these packs, in forward order; if they do not fit, no pack stays."""
         if self.holds(packs):
             self.sync_to_device()
         else:
@@ -103,7 +105,7 @@ class ResidentPacks(GradientSums):
         self._packs.append(copy)
         copy.wait(self._device)
         self._weights.update({name: copy.leaves[name].detach() for name in fresh})
-        self._written.update(fresh)  # nobody has watched them so far
+        self._written.update(fresh)  # they were not watched so far
         for name in fresh:
             if name in self._watched:
                 self._watched[name] = self._store.weight(name).clone()
@@ -138,7 +140,7 @@ class ResidentPacks(GradientSums):
             moved += self._optimizer.copy_state_to_device(name, self._stepped[name])
         if moved:
             self._ledger.book_in(TrafficKind.RESIDENT, moved)
-            self._reading = self._device.record(Stream.COMPUTE)
+            self._last_read = self._device.record(Stream.COMPUTE)
 
     def _pair(self, held: Held, name: str) -> tuple[Tensor, Tensor]:
         """Return the host's tensor and the device's, of a weight or a master."""
@@ -163,15 +165,19 @@ class ResidentPacks(GradientSums):
             names.clear()
 
     def finish_reads(self) -> None:
-        """Wait until no queued copy reads host memory any more: then it may be written."""
+        """Wait until no queued copy reads host memory any more, so that it may be written."""
         self._residency.finish_reads()
-        if self._reading is not None:
-            self._reading.synchronize()
-            self._reading = None
+        if self._last_read is not None:
+            self._last_read.synchronize()
+            self._last_read = None
 
     def leaves(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
-        resident = [name for name in names if name in self._weights]
-        return {name: next(copy.leaves[name] for copy in self._packs if name in copy.leaves) for name in resident}
+        """Return the device's leaf tensors of those of `names` that are resident."""
+        found: dict[str, nn.Parameter] = {}
+        for name in names:
+            if name in self._weights:
+                found[name] = next(copy.leaves[name] for copy in self._packs if name in copy.leaves)
+        return found
 
     def drop(self) -> None:
         """Copy what changed to the host, and free everything on the device."""
@@ -191,8 +197,10 @@ class ResidentPacks(GradientSums):
         self._names = ()
         for names in self._newer_on_host.values():
             names.clear()
-        for held in (self._packs, self._masters, self._weights, self._stepped):
-            held.clear()
+        self._packs.clear()
+        self._masters.clear()
+        self._weights.clear()
+        self._stepped.clear()
 
     def destroy(self) -> None:
         """Drop all packs, and free page-locked memory."""
@@ -240,12 +248,13 @@ class ResidentPacks(GradientSums):
                 host, there = self._pair(held, name)
                 moved += host.copy_(there, non_blocking=True).nbytes
         self._ledger.book_out(TrafficKind.RESIDENT, moved)
+        # The program reads the host's tensors right after this.
         self._device.record(Stream.COMPUTE).synchronize()
-        # Only now: a program that is interrupted meanwhile may go on.
+        # Noted only now: the wait may be interrupted, and the program may go on.
         self._newer_on_device[held].difference_update(stale)
 
     def _notice_replaced_state(self) -> None:
-        """Take the optimizer's state for newer on the host if the host's optimizer has been given another one."""
+        """Count the optimizer's state as written on the host if `load_state_dict` has replaced it."""
         if self._optimizer is not None and self._optimizer.watch_replaced_state():
             self._newer_on_device[Held.STATE].clear()
             self._newer_on_host[Held.STATE].update(self._stepped)
@@ -267,19 +276,19 @@ class ResidentPacks(GradientSums):
             self._newer_on_host[Held.STATE].add(name)
 
     def note_all_written(self) -> None:
-        """Take everything for written on the host, where it is up to date."""
+        """Count everything as written on the host, where it is up to date."""
         for name in self._weights:
             self.note_weight_written(name)
             self.note_master_written(name)
             self.note_state_written(name)
 
     def watch(self, name: str) -> None:
-        """Find, from now on, what is written into the weight of `name`, which is up to date on the host."""
+        """Watch for writes into the weight of `name`, which is up to date on the host, from now on."""
         if self._watched.get(name) is None:
             self._watched[name] = self._store.weight(name).clone() if name in self._weights else None
 
     def unwatch(self, name: str) -> None:
-        """Find what has been written into the weight of `name`, and nothing from now on."""
+        """Note whether the weight of `name` has been written, and stop watching it."""
         if name in self._watched:
             self._find_write(name)
             del self._watched[name]
@@ -295,7 +304,7 @@ class ResidentPacks(GradientSums):
 
     @torch.no_grad()
     def _find_write(self, name: str) -> None:
-        """Compare a watched weight on the host with the copy of it, if there is one."""
+        """Note a write into a watched weight on the host, by comparing it with the copy of it, if there is one."""
         before, weight = self._watched.get(name), self._store.weight(name)
         if before is not None and not same_bits(before, weight):
             before.copy_(weight)
@@ -305,7 +314,7 @@ class ResidentPacks(GradientSums):
 
     @torch.no_grad()
     def gradient(self, name: str) -> Tensor | None:
-        """Return the gradient of `name`: its packs' sums, added up in the order of the backward pass, in the first one."""
+        """Return the gradient of `name`: the first pack's sum in backward order, to which the other packs' are added."""
         total: Tensor | None = None
         for copy in reversed(self._packs):
             part = self._residency.gradient(copy, name)
@@ -318,6 +327,7 @@ class ResidentPacks(GradientSums):
 
     @torch.no_grad()
     def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add `gradient` (on any device) to the gradient of `name` on the device."""
         copy = next(copy for copy in reversed(self._packs) if name in copy.leaves)
         self._residency.add_gradient(copy, name, gradient)
 
@@ -328,7 +338,7 @@ class ResidentPacks(GradientSums):
         return copies
 
     def send_norms(self) -> Callable[[], Mapping[str, Tensor]]:
-        """Send all norms taken so far to the host; return a function that waits for them, for any thread."""
+        """Issue the copy of all norms so far to the host; return a function, for any thread, that waits for them."""
         names = tuple(self.norms)
         if not names:
             return dict
@@ -349,7 +359,7 @@ class ResidentPacks(GradientSums):
 
     @torch.no_grad()
     def update(self, names: Iterable[str], hyper: Hyper, coefficient: Tensor | None, measured: bool) -> None:
-        """Update `names` from their gradients, which are dropped; the rest as in `_scale`."""
+        """Update `names` from their gradients, which are dropped; `coefficient` and `measured` as in `_scale`."""
         assert self._optimizer is not None
         gradients: dict[str, Tensor] = {}
         for name, total in self._trained(names):
@@ -366,11 +376,12 @@ class ResidentPacks(GradientSums):
         self.clear_gradients(names)
 
     def _note_updated(self, name: str) -> None:
-        """Note that what the host has of `name` is out of date."""
-        held = {Held.WEIGHT, Held.STATE} | ({Held.MASTER} if self._has_own_master(name) else set())
-        for one in held:
-            self._newer_on_device[one].add(name)
-            self._newer_on_host[one].discard(name)
+        """Note that the host's weight, master and optimizer state of `name` are out of date."""
+        for held in Held:
+            if held is Held.MASTER and not self._has_own_master(name):
+                continue
+            self._newer_on_device[held].add(name)
+            self._newer_on_host[held].discard(name)
         self._watched.pop(name, None)
         self._written.discard(name)
 

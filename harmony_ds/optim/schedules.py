@@ -1,4 +1,4 @@
-"""Learning-rate schedules: DeepSpeed's, torch's, or the user's."""
+"""Build the learning-rate scheduler, DeepSpeed's, torch's or the user's, and step it so that the step can be undone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harmony_ds.errors import ConfigError, UsageError
 
 
 def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the user's scheduler (an object, or made by a callable from the optimizer), else the ds_config's, or None.
+    """Return the user's scheduler (an object, or a callable that makes one), else the ds_config's; None: there is none.
 
     Raises:
         ConfigError: the ds_config's scheduler is unknown, or does not take its params.
@@ -46,13 +46,13 @@ def build_scheduler(section: Section | None, client: Any, optimizer: torch.optim
 
 
 class ScheduleChain:
-    """Several learning-rate schedulers, of several optimizers, as one."""
+    """Scheduler that steps several others, those of several optimizers."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = tuple(parts)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step all of them."""
+        """Step all parts."""
         for part in self.parts:
             part.step(*args, **kwargs)
 
@@ -61,17 +61,17 @@ class ScheduleChain:
         return [rate for part in self.parts for rate in part.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all, in their order."""
+        """Return the states of all parts, in their order."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
 
 
 def check_schedule(scheduler: Any, schedule: dict[str, Any] | None) -> None:
-    """Raise UsageError if the step of `scheduler` does not take the arguments `schedule` (None: it is not called)."""
+    """Raise UsageError if `scheduler.step` does not take the arguments `schedule` (None: it will not be called)."""
     try:
         if scheduler is not None and schedule is not None:
             inspect.signature(scheduler.step).bind(**schedule)
@@ -83,7 +83,7 @@ def check_schedule(scheduler: Any, schedule: dict[str, Any] | None) -> None:
 
 
 def can_step_back(scheduler: Any) -> bool:
-    """Return whether a step of `scheduler` can be undone: whether it gives its state, and takes it back."""
+    """Return whether a step of `scheduler` can be undone: it needs `state_dict` and `load_state_dict`."""
     return all(hasattr(part, "state_dict") and hasattr(part, "load_state_dict") for part in _parts_of(scheduler))
 
 
@@ -92,12 +92,12 @@ def _parts_of(scheduler: Any) -> tuple[Any, ...]:
 
 
 class ScheduleStep:
-    """A step of a scheduler that can be undone, if the optimizer's step turns out to be skipped."""
+    """A step of a scheduler that can be undone, as when the optimizer's step turns out to have been skipped."""
 
     def __init__(self, scheduler: Any, groups: Sequence[dict[str, Any]], schedule: dict[str, Any]) -> None:
         """Step `scheduler` with the arguments `schedule`; it sets values in the parameter `groups`."""
         self._scheduler, self._groups = scheduler, groups
-        # DeepSpeed's states are without the last learning rates.
+        # The state of DeepSpeed's schedulers lacks the last learning rates, so that attributes are kept, too.
         self._attributes = [(part, dict(vars(part))) for part in _parts_of(scheduler)]
         self._state = copy.deepcopy(scheduler.state_dict())
         self._before = [_copy_values(group) for group in self._groups]
@@ -105,7 +105,7 @@ class ScheduleStep:
         self._after = [_copy_values(group) for group in self._groups]
 
     def undo(self) -> None:
-        """Give scheduler and parameter groups the values from before the step, but for those set by the program since."""
+        """Restore scheduler and parameter groups to before the step; values that the program has set since stay."""
         for part, attributes in self._attributes:
             vars(part).update(attributes)
         self._scheduler.load_state_dict(self._state)
@@ -120,6 +120,6 @@ class ScheduleStep:
 
 
 def _copy_values(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a parameter group holds beside its parameters; tensors, which schedulers write into, as copies."""
+    """Return a parameter group's options, with copies of tensors, which schedulers write into."""
     held = {key: value for key, value in group.items() if key != "params"}
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}

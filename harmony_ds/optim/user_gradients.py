@@ -1,4 +1,4 @@
-"""Gradients that the program's own backward passes leave on `.grad` of host parameters."""
+"""The gradients that the program's own backward passes leave on `.grad` of the model's parameters, outside the engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from harmony_ds.optim.updater import Updater
 
 
 class UserGradients:
-    """Finds and removes the program's gradients, told from those that an update has put on `.grad`.
+    """Access to the program's gradients. While an update of a parameter is pending, its `.grad` is the update's instead.
 
     Attributes:
-        popped: the number of those removed so far.
+        popped: how many gradients have been removed so far.
     """
 
     def __init__(self, store: HostStore, updater: Updater) -> None:
@@ -23,18 +23,20 @@ class UserGradients:
         self.popped = 0
 
     def exist(self, names: Iterable[str] | None = None) -> bool:
-        """Return whether any of `names` (None: any parameter) has such a gradient."""
+        """Return whether any of `names` (None: any parameter) has a gradient of the program."""
         return any(self.find(name) is not None for name in self._with_gradient(names))
 
     def pop(self, names: Iterable[str]) -> dict[str, Tensor]:
-        taken: dict[str, Tensor] = {}
+        """Remove the program's gradients of `names`, and return them."""
+        gradients: dict[str, Tensor] = {}
         for name in self._with_gradient(names):
-            if (gradient := self.find(name)) is not None:
-                taken[name] = gradient
+            gradient = self.find(name)
+            if gradient is not None:
+                gradients[name] = gradient
                 with bypass_hooks():
                     self._store.parameters[name].grad = None
-        self.popped += len(taken)
-        return taken
+        self.popped += len(gradients)
+        return gradients
 
     def _with_gradient(self, names: Iterable[str] | None) -> list[str]:
         parameters = self._store.parameters
@@ -42,11 +44,14 @@ class UserGradients:
             return [name for name in (parameters if names is None else names) if parameters[name].grad is not None]
 
     def find(self, name: str) -> Tensor | None:
-        with bypass_hooks():  # asks first: an update that ends in between drops its own
+        """Return the program's gradient of `name`; None: there is none."""
+        # `is_updating` is asked before `.grad` is read: an update that ends in between has removed its own gradient.
+        with bypass_hooks():
             return None if self._updater.is_updating(name) else self._store.parameters[name].grad
 
     def put(self, name: str, value: Tensor | None) -> None:
+        """Set the program's gradient of `name`, unless an update of it is pending."""
         if not self._updater.is_updating(name):
             with bypass_hooks():
                 parameter = self._store.parameters[name]
-                parameter.grad = None if value is None else value.to(parameter.device)  # it may be of a resident pack
+                parameter.grad = None if value is None else value.to(parameter.device)  # from a resident pack, maybe

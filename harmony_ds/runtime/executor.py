@@ -365,13 +365,13 @@ class Executor:
         micro_batch.settle()
         self._accumulate(task.pack)
         if micro_batch.sharing and micro_batch is micro_batch.sharing[0]:
-            self._runtime.residency.add_sums_aside(self._copies[task.pack])
+            self._runtime.residency.end_shared_loss(self._copies[task.pack])
 
     def _set_sums_aside(self, task: Task) -> None:
         """Let the gradients of those that share a loss add up by themselves first, as in one backward pass of autograd."""
         micro_batch = self._micro_batches[task.micro_batch]
         if micro_batch.sharing and micro_batch is micro_batch.sharing[-1]:
-            self._runtime.residency.set_sums_aside(self._copies[task.pack])
+            self._runtime.residency.begin_shared_loss(self._copies[task.pack])
 
     def _train(self, pack: int, request: Request) -> None:
         """Give the pack's copies the `requires_grad` that the caller of a layer has set for itself.
@@ -386,7 +386,7 @@ class Executor:
         optimizer = self._runtime.optimizer
         if not trained or optimizer is None:
             return
-        for name in self._runtime.residency.thawed(self._copies[pack], trained):
+        for name in self._runtime.residency.names_trained_by(trained, self._copies[pack]):
             if not optimizer.trains(name):
                 raise UnsupportedError(
                     f"forward sets requires_grad of {name}, which is not trained by this engine: it did not require a "

@@ -110,9 +110,9 @@ def test_copies_from_a_disk_whose_wait_was_interrupted_are_waited_for_again() ->
         arrival = Interrupted()
         arrival.set_result(device.record(Stream.DISK))
         copy = DeviceCopy(torch.empty(0), Leaves({}), arrival)
-        residency._reading[0] = arrival
+        residency._last_swap_in[0] = arrival
         with pytest.raises(KeyboardInterrupt):
             wait(copy)
         wait(copy)
         assert arrival.waits > 1
-        residency._reading.clear()
+        residency._last_swap_in.clear()
