@@ -319,7 +319,7 @@ class Executor:
     def _fused(self, task: Task) -> None:
         plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
-        self._set_sums_aside(task)
+        self._begin_shared_loss(task)
         if plan.rows.cuts:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
             self._forward(task)
@@ -351,7 +351,7 @@ class Executor:
         micro_batch = self._micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
         if task.kind is not TaskKind.FUSED:
-            self._set_sums_aside(task)
+            self._begin_shared_loss(task)
         self.propagated = True
         for call in micro_batch.take_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(call.number)
@@ -367,7 +367,7 @@ class Executor:
         if micro_batch.sharing and micro_batch is micro_batch.sharing[0]:
             self._runtime.residency.end_shared_loss(self._copies[task.pack])
 
-    def _set_sums_aside(self, task: Task) -> None:
+    def _begin_shared_loss(self, task: Task) -> None:
         """Let the gradients of those that share a loss add up by themselves first, as in one backward pass of autograd."""
         micro_batch = self._micro_batches[task.micro_batch]
         if micro_batch.sharing and micro_batch is micro_batch.sharing[-1]:
