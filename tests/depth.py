@@ -62,12 +62,8 @@ RULES: dict[str, Rule] = {
     "tests/benchmarks": one,
     "tests/model": each_value,
     "tests/model/test_compiling.py": one,
-    "tests/checkpoint": none,
-    "tests/checkpoint/test_export.py": one,
-    "tests/checkpoint/test_refusals.py": one,
-    "tests/checkpoint/test_resume.py": one,
+    "tests/checkpoint": one,
     "tests/checkpoint/test_tensor_files.py": every,
-    "tests/compatibility": none,
     "tests/docs/test_pages.py::test_the_site_has_every_page_and_every_public_name": none,
     "tests/engine": one,
     "tests/engine/test_exactness.py::test_three_steps_equal_plain_gradient_accumulation": each("one"),
@@ -78,9 +74,7 @@ RULES: dict[str, Rule] = {
     "tests/engine/test_pipeline.py::test_every_family_trains_as_on_one_device": each("one"),
     "tests/engine/test_precision.py::test_a_parameter_after_the_last_layer_sums_in_fp32_when_losses_are_read": every,
     "tests/examples": none,
-    "tests/integrations": none,
-    "tests/integrations/test_trainer.py": one,
-    "tests/integrations/test_trl.py::test_trainers_that_generate": one,
+    "tests/integrations": one,
     "tests/offload": each_value,
     "tests/distributed": none,
     "tests/distributed/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
@@ -112,6 +106,11 @@ SLOW = """
     benchmarks/test_paper.py::test_grouped_swaps_do_not_grow_and_those_of_each_alone_do
     benchmarks/test_search.py::test_a_comparison_is_never_better_than_all_plans
     model/test_compiling.py::test_compiled_by_inductor
+    checkpoint/test_deepspeed.py::test_every_stage_of_deepspeed_goes_on_from_harmony
+    checkpoint/test_deepspeed.py::test_harmony_goes_on_from_deepspeed
+    checkpoint/test_kill.py::test_a_save_that_is_killed_before_any_of_its_moments_loses_nothing
+    checkpoint/test_kill.py::test_runs_that_are_killed_at_any_moment_go_on_bit_for_bit
+    checkpoint/test_kill.py::test_saving_takes_less_memory_than_two_layers
     checkpoint/test_resume.py::test_adams_take_each_others_state
     checkpoint/test_resume.py::test_an_engine_goes_back_to_what_it_saved
     checkpoint/test_resume.py::test_another_accumulation_goes_on_as_if_it_had_been_changed_on_the_way
@@ -151,6 +150,7 @@ SLOW = """
     engine/test_surface.py::test_one_process_needs_no_launcher_no_environment_and_no_mpi
     engine/test_switches.py::test_models_with_habits
     engine/test_switches.py::test_the_search_finds_a_plan_within_a_budget
+    integrations/test_launchers.py::test_deepspeeds_launcher_of_several_processes_is_refused_for_a_pipeline
     integrations/test_trainer.py::test_classification_with_evaluation_and_prediction
     integrations/test_trainer.py::test_sequence_to_sequence_with_generation
     integrations/test_trainer.py::test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock
