@@ -1,12 +1,19 @@
-"""Execute a plan: a handler per kind of task, and no policy of its own.
+"""Runs the tasks of a plan one after the other, in the plan's order. What to do when is decided by the scheduler alone.
 
-SWAP_IN    residency.swap_in         FORWARD    lane -> layer_calls.forward, until it has passed the pack;
-                                                FORWARD_FOR_GRAPH as well, and BACKWARD_FROM_GRAPH as BACKWARD
-GATHER     world.gather              FUSED      lane -> layer_calls.run_attached, loss, backward
-EVICT      residency.evict           BACKWARD   inter_layer.propagate_due, layer_calls.backward, in reverse
-STASH_*    stash.swap_out, .swap_in
+`Executor.run` goes through the tasks; each kind of task has a handler, a method of `Executor` or of `Updates`:
 
-What becomes of the gradients is `updates`'.
+    SWAP_IN             wait until the host has updated the pack's weights, and copy them to the device
+    GATHER              bring together the shares of a pack's weights that several processes have swapped in
+    EVICT               free the device copies of a pack's weights
+    FORWARD             run a micro-batch through a pack, from stash to stash: its lane goes on until it has passed the pack
+    FORWARD_FOR_GRAPH   the same, keeping the autograd graph
+    FUSED               run a micro-batch through the last pack, its loss and its backward pass through that pack
+    BACKWARD            run a pack's layer calls again from the stash, last one first, and propagate gradients through each
+    BACKWARD_FROM_GRAPH the same, through the graph that was kept
+    STASH_OUT, STASH_IN move a micro-batch's stash for a pack to the host, and back
+    MOVE, MOVE_BACK     move activations, or gradients of them, from one device to another
+
+The handlers of REDUCE, SWAP_OUT, FREE_GRADIENTS, NORM, UPDATE and UPDATE_ON_DEVICE are in `updates`.
 """
 
 from __future__ import annotations
@@ -38,28 +45,37 @@ from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.updates import GatheredGradients, Outcome, Updates
 from harmony_ds.scheduler.plan import EMPTY_PLAN, Pack, Plan, Task, TaskKind
 
-_USING_GRADIENTS = (TaskKind.SWAP_OUT, TaskKind.REDUCE, TaskKind.NORM, TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
-OnTask = Callable[[int, int, Task], None]
-"""Called after each task with the number of the step's tasks that are done, the number of all, and the task."""
+_GRADIENT_TASKS = (TaskKind.SWAP_OUT, TaskKind.REDUCE, TaskKind.NORM, TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
+ProgressCallback = Callable[[int, int, Task], None]
+"""Called after each task with the number of the plan's tasks that are done, the number of all, and the task."""
 
 
 class Executor:
-    """Runner of a plan's tasks, on the calling thread."""
+    """Runner of a plan's tasks, on the calling thread.
+
+    Attributes:
+        backward_begun: whether a backward pass has begun since `begin`: the gradients of the step are not what they were.
+        gathered: the gradients of a step that runs in parts.
+        updates: the handlers of gradients' tasks.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._collection = collection_within_steps()
+        self._progress_callback: ProgressCallback | None = None
+        # Of the plan that runs, or was run last:
         self._plan = EMPTY_PLAN
-        self._first = 0  # task of a micro-batch, as what follows
-        self._needs_backward: dict[int, bool] = {}  # by position
-        self._buffers: dict[nn.Module, int] = {}  # of several devices: the one that a module's buffers are on
-        self._micro_batches: Mapping[int, MicroBatch] = {}
-        self._copies: dict[int, DeviceCopy] = {}
-        self._done = 0  # tasks
-        self._before: list[DeviceCopy] = []  # what was on the device when they began
-        self.propagated = False
-        """Whether the plan that was run last has begun to propagate back."""
-        self._told: OnTask | None = None
+        self._first_run = 0  # the place of its first task that is a micro-batch's
+        self._needs_backward: dict[int, bool] = {}  # position of a layer call -> whether gradients flow through it
+        self._buffer_devices: dict[
+            nn.Module, int
+        ] = {}  # where there are several devices: the one with a module's buffers
+        self._micro_batches: Mapping[int, MicroBatch] = {}  # by the numbers that tasks have
+        self._tasks_done = 0
+        # Of the step:
+        self._copies: dict[int, DeviceCopy] = {}  # pack -> its weights that are on the device now
+        self._copies_at_begin: list[DeviceCopy] = []  # those that an earlier plan of the step left there
+        self.backward_begun = False
         self.gathered = GatheredGradients(runtime)
         self.updates = Updates(runtime, self.gathered)
         self._handlers: dict[TaskKind, Callable[[Task], None]] = {
@@ -71,8 +87,8 @@ class Executor:
             TaskKind.FORWARD_FOR_GRAPH: self._forward,
             TaskKind.BACKWARD_FROM_GRAPH: self._backward,
             TaskKind.EVICT: self._evict,
-            TaskKind.STASH_OUT: lambda task: runtime.stash.swap_out(self._entries(task)),
-            TaskKind.STASH_IN: lambda task: runtime.stash.swap_in(self._entries(task)),
+            TaskKind.STASH_OUT: self._stash_out,
+            TaskKind.STASH_IN: self._stash_in,
             TaskKind.MOVE: self._move,
             TaskKind.MOVE_BACK: self._move_back,
             TaskKind.REDUCE: self._reduce,
@@ -85,7 +101,7 @@ class Executor:
 
     @property
     def begun(self) -> bool:
-        """Whether a plan that has been run left the unlayered parameters on the device, for another one to go on with."""
+        """Whether an earlier plan of the step has left the unlayered parameters on the device, for the next one to use."""
         return bool(self._unlayered)
 
     def run(
@@ -103,22 +119,23 @@ class Executor:
         """
         runtime = self._runtime
         with runtime.device.as_current(), self._collection(), checkpoints_bypassed(), on_one_thread():
-            self._take(plan)
-            self._done = 0
+            self._load_plan(plan)
+            self._tasks_done = 0
             self.accumulate_unlayered()
             self.updates.start(hyper, clipping)
-            self._hold_packs()
+            self._bring_resident_packs()
             self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
             runtime.random.open()
             try:
                 tasks = zip(plan.tasks, plan.activation_bytes, strict=True)
-                self._execute(islice(tasks, self._first))
-                if self._first < len(plan.tasks):  # what modules show meanwhile has been swapped in by now
+                self._execute(islice(tasks, self._first_run))
+                if self._first_run < len(plan.tasks):
+                    # The swap-in of the unlayered parameters is among the tasks so far: modules can show them now.
                     unlayered = {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
-                    with runtime.installation.installed(unlayered, places=self._buffers):
+                    with runtime.installation.installed(unlayered, places=self._buffer_devices):
                         self._execute(tasks)
                 runtime.device.enter(HOME)
-                if not self.propagated:
+                if not self.backward_begun:
                     runtime.random.check_drawn()
             finally:
                 runtime.device_transfers.finish()
@@ -129,7 +146,7 @@ class Executor:
                     del self._copies[index]
 
     def _execute(self, tasks: Iterable[tuple[Task, int]]) -> None:
-        """Run tasks with the bytes that each works with: one of a micro-batch in the modes that it was called in."""
+        """Run tasks, each with the bytes that it may take beside weights; a micro-batch's in the modes of its call."""
         runtime, contract = self._runtime, self._runtime.contract
         for task, nbytes in tasks:
             handler, micro_batch = self._handlers[task.kind], self._micro_batches.get(task.micro_batch)
@@ -138,7 +155,7 @@ class Executor:
             try:
                 with runtime.timeline.task(task):
                     if micro_batch is None:
-                        if task.kind in _USING_GRADIENTS:
+                        if task.kind in _GRADIENT_TASKS:
                             runtime.joins.check()
                         handler(task)
                     else:
@@ -152,35 +169,36 @@ class Executor:
                 if micro_batch is not None:
                     micro_batch.at_work = False
                 runtime.device.discharge(nbytes)
-            self._done += 1
-            if self._told is not None:
-                self._told(self._done, len(self._plan.tasks), task)
+            self._tasks_done += 1
+            if self._progress_callback is not None:
+                self._progress_callback(self._tasks_done, len(self._plan.tasks), task)
 
     def _apply_user_settings(self, pack: int) -> None:
-        """Give what the device holds of a pack, and the unlayered parameters, `requires_grad` and hooks of the program."""
+        """Give the device copies of a pack and of the unlayered parameters the program's `requires_grad` and hooks."""
         copies = self._unlayered
         if pack in self._copies:
             copies.append(self._copies[pack])
         for copy in copies:
             self._runtime.residency.apply_user_settings(copy, self._runtime.contract.modes)
 
-    def on_progress(self, callback: OnTask | None) -> None:
-        """Have `callback(done, total, task)`, and no other, called after each task of a step."""
-        self._told = callback
+    def on_progress(self, callback: ProgressCallback | None) -> None:
+        """Call `callback(done, total, task)`, and no other callback, after each task of a plan; None: call none."""
+        self._progress_callback = callback
 
     def begin(self) -> None:
         """Begin a step, or a part of one."""
-        self._before, self.propagated = self._unlayered, False
+        self._copies_at_begin = self._unlayered
+        self.backward_begun = False
         self.updates.outcome = Outcome()
 
     def abandon_run(self) -> None:
-        """Free what the last plan has brought to the device, after a failure before anything was propagated back.
+        """Free what the plan that failed has brought to the device; its backward pass had not begun.
 
-        What earlier plans of the same step have left is as it was.
+        What earlier plans of the same step have left stays as it was.
         """
         for pack, copy in list(self._copies.items()):
-            if copy not in self._before:
-                self._free(pack)
+            if copy not in self._copies_at_begin:
+                self._evict_copy(pack)
         self._runtime.stash.abandon()
 
     def abandon(self) -> None:
@@ -188,49 +206,61 @@ class Executor:
         self._runtime.stash.abandon()
         self._runtime.resident_packs.clear_gradients()
         for pack in list(self._copies):
-            self._free(pack)
+            self._evict_copy(pack)
         self.updates.abandon()
         self._runtime.device.enter(HOME)
 
-    def _free(self, pack: int) -> None:
+    def _evict_copy(self, pack: int) -> None:
         self._runtime.device.enter(self._plan.packs[pack].device)
         self._runtime.residency.evict(self._copies.pop(pack))
 
     # ---- weights
 
-    def _take(self, plan: Plan) -> None:
-        """Work out what all tasks of `plan` need to know of it."""
+    def _load_plan(self, plan: Plan) -> None:
+        """Work out what the handlers need to know of the whole of `plan`."""
         if plan is self._plan:
             return
         if plan.packs != self._plan.packs:
-            # Updates are waited for by the places of their packs, so none may be pending under another plan's.
-            self._runtime.updater.wait_all()
-            always = dict(zip([pack.index for pack in plan.packing.unlayered_packs], self._unlayered, strict=False))
-            self._copies.clear()
-            self._copies.update(always)
-            for index, copy in self._copies.items():  # more may have turned out to be used between layers
-                self._runtime.residency.add_parameters(copy, plan.packs[index].parameters)
+            self._change_packs(plan)
         self._plan = plan
-        tasks = enumerate(plan.tasks)
-        self._first = next((place for place, task in tasks if task.micro_batch >= 0), len(plan.tasks))
-        packs = [plan.packs[index] for index in plan.packing.backward]
-        self._needs_backward = {position: pack.needs_backward for pack in packs for position in pack.positions}
+        self._first_run = len(plan.tasks)
+        for place, task in enumerate(plan.tasks):
+            if task.micro_batch >= 0:
+                self._first_run = place
+                break
+        self._needs_backward = {}
+        for index in plan.packing.backward:
+            pack = plan.packs[index]
+            self._needs_backward.update(dict.fromkeys(pack.positions, pack.needs_backward))
         if self._runtime.device.count > 1:
             devices: defaultdict[int, list[int]] = defaultdict(list)
             for pack in plan.packing.covering:
                 for layer in pack.layers:
                     devices[layer].append(pack.device)
             unlayered = [name for pack in plan.packing.unlayered_packs for name in pack.parameters]
-            self._buffers = self._runtime.layer_calls.place_buffers(devices, unlayered)
+            self._buffer_devices = self._runtime.layer_calls.place_buffers(devices, unlayered)
         self.updates.load_plan(plan)
+
+    def _change_packs(self, plan: Plan) -> None:
+        """Prepare for the packs of `plan`, which are not those of the plan before it."""
+        # The updater knows an update by its pack's first position: none may be pending from other packs.
+        self._runtime.updater.wait_all()
+        unlayered = (
+            self._unlayered
+        )  # on the device between two plans of a step: the one copy that the next one goes on with
+        self._copies.clear()
+        for pack, copy in zip(plan.packing.unlayered_packs, unlayered, strict=False):
+            self._copies[pack.index] = copy
+            # Code between layers may have turned out to use more of them.
+            self._runtime.residency.add_parameters(copy, pack.parameters)
 
     @property
     def _unlayered(self) -> list[DeviceCopy]:
         """The copy of the unlayered parameters, while it is on the device."""
         return [self._copies[pack.index] for pack in self._plan.packing.unlayered_packs if pack.index in self._copies]
 
-    def _hold_packs(self) -> None:
-        """Bring resident packs to the device, once, when the host has updated them."""
+    def _bring_resident_packs(self) -> None:
+        """Bring resident packs to the device where they are not there yet, once the host has updated them."""
         resident = self._plan.policy.resident
         names = [self._plan.packs[index].parameters for index in resident]
         if not self._runtime.resident_packs.holds(names):
@@ -240,36 +270,41 @@ class Executor:
             self._copies[index].modes = None  # hooks may have been registered
 
     def _swap_in(self, task: Task) -> None:
-        pack, world, shared = self._plan.packs[task.pack], self._runtime.world, self._plan.policy.shared
+        runtime, pack = self._runtime, self._plan.packs[task.pack]
         for owner in self._plan.owners_of(pack):
-            self._runtime.updater.wait(owner.needed_at)
-        self._runtime.timeline.waited()
-        rank, devices = (world.local_rank, world.local_size) if shared else (0, 1)
-        self._copies[task.pack] = self._runtime.residency.swap_in(pack.parameters, rank=rank, devices=devices)
-        if not shared:
-            self._came(pack)
+            runtime.updater.wait(owner.needed_at)
+        runtime.timeline.restart_task()
+        if self._plan.policy.shared:  # this device's share; GATHER brings the others'
+            rank, devices = runtime.world.local_rank, runtime.world.local_size
+            self._copies[task.pack] = runtime.residency.swap_in(pack.parameters, rank=rank, devices=devices)
+        else:
+            self._copies[task.pack] = runtime.residency.swap_in(pack.parameters)
+            self._mark_arrived(pack)
 
     def _gather(self, task: Task) -> None:
         device, copy = self._runtime.device, self._copies[task.pack]
-        if (arrived := copy.pop_arrival()) is not None:
+        arrived = copy.pop_arrival()
+        if arrived is not None:
             device.wait(Stream.PEER, arrived)
         self._runtime.world.gather(f"pack {task.pack}", device, copy.buffer)
         copy.arrived = device.record(Stream.PEER)
-        self._came(self._plan.packs[task.pack])
+        self._mark_arrived(self._plan.packs[task.pack])
 
-    def _came(self, pack: Pack) -> None:
-        if not pack.positions:  # used by code that asks for nothing first
+    def _mark_arrived(self, pack: Pack) -> None:
+        """Let computing wait for the weights of a pack without calls now: code between layers does not ask for them."""
+        if not pack.positions:
             self._copies[pack.index].wait(self._runtime.device)
 
     def _evict(self, task: Task) -> None:
-        if not self._plan.packs[task.pack].positions:  # which may be on its way to other devices
+        if not self._plan.packs[task.pack].positions:  # copies of its weights to other devices may be under way
             self._runtime.device_transfers.finish()
         self._runtime.residency.evict(self._copies.pop(task.pack))
 
     def _leaves(self, pack: int) -> Leaves:
+        """Return a pack's weights on the device for a task that computes, which waits for their arrival."""
         copy = self._copies[pack]
         copy.wait(self._runtime.device)
-        self._runtime.timeline.computes()
+        self._runtime.timeline.begin_compute()
         return copy.leaves
 
     # ---- compute
@@ -329,7 +364,7 @@ class Executor:
             micro_batch.finish()
         if self._runtime.random.has(micro_batch):  # its lane may have ended in an earlier pack
             self._runtime.random.switch(micro_batch)
-        self.propagated = True
+        self.backward_begun = True
         self._set_trained(task.pack, trained_by(micro_batch.own))
         with (self._runtime.device_transfers.between_layers or nullcontext)():
             try:
@@ -352,7 +387,7 @@ class Executor:
         leaves = self._leaves(task.pack)
         if task.kind is not TaskKind.FUSED:
             self._begin_shared_loss(task)
-        self.propagated = True
+        self.backward_begun = True
         for call in micro_batch.take_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(call.number)
             owned = call.request.own is not None or micro_batch.own is not None
@@ -444,6 +479,14 @@ class Executor:
         if calls := micro_batch.calls_in(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(calls[-1].number)
 
-    def _entries(self, task: Task) -> list[StashEntry]:
+    # ---- stash
+
+    def _stash_out(self, task: Task) -> None:
+        self._runtime.stash.swap_out(self._stash_entries(task))
+
+    def _stash_in(self, task: Task) -> None:
+        self._runtime.stash.swap_in(self._stash_entries(task))
+
+    def _stash_entries(self, task: Task) -> list[StashEntry]:
         calls = self._micro_batches[task.micro_batch].calls_in(self._plan.packs[task.pack])
         return [entry for call in calls for entry in call.entries]

@@ -26,14 +26,21 @@ from harmony_ds.scheduler.trace import ExecutedStep
 
 @dataclass(slots=True)
 class _Entry:
-    """One task: when it was issued, and between which moments it did what; the first and the last one count."""
+    """What is written down of one task.
+
+    Attributes:
+        begin_ms, end_ms: when the executor began to issue it, and had issued it.
+        device_bytes: what the device held then.
+        moments: by stream, when its work there began and ended; the first and the last one count.
+        host_ms: the same of its work on the thread of updates, which writes them down.
+    """
 
     task: Task
     begin_ms: float
     end_ms: float = 0.0
     device_bytes: int = 0
     moments: dict[Stream, list[Timestamp]] = field(default_factory=lambda: defaultdict(list))
-    host_ms: list[float] = field(default_factory=list)  # appended by the update thread
+    host_ms: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -49,34 +56,34 @@ class StepTimeline:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._steps: list[_Step] | None = None  # None: no caller records
-        self._step: _Step | None = None
-        self._open: _Entry | None = None
+        self._step: _Step | None = None  # the one that runs
+        self._open: _Entry | None = None  # of the task that is being issued
 
     @contextmanager
     def recording(self, finish: Callable[[], None]) -> Iterator[list[ExecutedStep]]:
-        """Record the steps of a context; they are in the list when it has been left.
+        """Record the steps that run in the context; the list holds them when the context has been left.
 
         Args:
             finish: waits for the updates that the steps have issued.
 
         Raises:
-            RuntimeError: another one is open.
+            RuntimeError: another recording is under way.
         """
         if self._steps is not None:
             raise RuntimeError("steps are being recorded already: leave the other record_steps() first.")
         recorded = self._steps = []
         executed: list[ExecutedStep] = []
         try:
-            with self._device.watching_copies(self._watched):
+            with self._device.watching_copies(self._timed_copies):
                 yield executed
         finally:
             self._steps = None
         finish()
-        executed.extend(map(self._read, recorded))
+        executed.extend(self._read_step(step) for step in recorded)
 
     @contextmanager
     def step(self, plan: Plan) -> Iterator[None]:
-        """Around one optimizer step, which executes `plan`."""
+        """Record one optimizer step, which executes `plan`: the context is open while it runs."""
         if self._steps is None:
             yield
             return
@@ -88,41 +95,44 @@ class StepTimeline:
             self._step = self._open = None
 
     def task(self, task: Task) -> AbstractContextManager[None]:
-        """Around the handler of `task`."""
-        return nullcontext() if self._step is None else self._recorded(self._step, task)
+        """Return the context in which the handler of `task` runs."""
+        return nullcontext() if self._step is None else self._recorded_task(self._step, task)
 
     @contextmanager
-    def _recorded(self, step: _Step, task: Task) -> Iterator[None]:
+    def _recorded_task(self, step: _Step, task: Task) -> Iterator[None]:
         entry = self._open = _Entry(task, _now_ms())
         step.entries.append(entry)
         yield
         if Stream.COMPUTE in entry.moments:
-            self.computes()
+            self.begin_compute()  # and now it ends: the last moment counts
         entry.end_ms = _now_ms()
         entry.device_bytes = self._device.allocated_bytes()
         self._open = None
 
-    def waited(self) -> None:
-        """Note that the open task had to wait until now for an earlier update."""
+    def restart_task(self) -> None:
+        """Let the open task begin now: until now it has waited for an update of the step before."""
         if self._open is not None:
             self._open.begin_ms = _now_ms()
 
-    def computes(self) -> None:
-        """From here on the task that is open issues work on the compute stream, to its end."""
+    def begin_compute(self) -> None:
+        """Note that the open task issues work on the compute stream from now on, to its end."""
         if self._open is not None:
             self._open.moments[Stream.COMPUTE].append(self._device.timestamp(Stream.COMPUTE))
 
-    def _watched(self, take: TakeTimestamp, stream: Stream, issuing: StreamContext) -> StreamContext:
-        """Around copies of the open task that are issued on `stream`, by any thread."""
-        return issuing if self._open is None else _taking(partial(take, stream), issuing, self._open.moments[stream])
+    def _timed_copies(self, take: TakeTimestamp, stream: Stream, issuing: StreamContext) -> StreamContext:
+        """Return the context of copies of the open task that are issued on `stream`, by any thread."""
+        if self._open is None:
+            return issuing
+        return _between_timestamps(partial(take, stream), issuing, self._open.moments[stream])
 
     def host_work(self) -> AbstractContextManager[None]:
-        """To be put around work that is queued now, when it is done."""
-        return nullcontext() if self._open is None else _timed(self._open.host_ms)
+        """Return a context for work that is queued now: the thread that does it enters it then."""
+        return nullcontext() if self._open is None else _between_clock_readings(self._open.host_ms)
 
     # ---- afterwards
 
-    def _read(self, step: _Step) -> ExecutedStep:
+    def _read_step(self, step: _Step) -> ExecutedStep:
+        """Return what was recorded in one step, as times from its begin."""
         begin = step.begin_ms
         spans = [*self._host_spans(step), *self._device_spans(step)]
         return ExecutedStep(
@@ -141,16 +151,25 @@ class StepTimeline:
                 yield Span(UPDATE, entry.host_ms[0] - step.begin_ms, entry.host_ms[-1] - step.begin_ms, (entry.task,))
 
     def _device_spans(self, step: _Step) -> Iterator[Span]:
-        """One span for all that a task did on a stream."""
-        parts = [(entry.task, stream, times) for entry in step.entries for stream, times in entry.moments.items()]
-        ends = self._device.read_timestamps([moment for _, _, times in parts for moment in (times[0], times[-1])])
-        for (task, stream, _), begin, end in zip(parts, ends[::2], ends[1::2], strict=True):
+        """Yield one span for all that a task did on a stream, from the first moment to the last."""
+        parts: list[tuple[Task, Stream]] = []
+        firsts: list[Timestamp] = []
+        lasts: list[Timestamp] = []
+        for entry in step.entries:
+            for stream, moments in entry.moments.items():
+                parts.append((entry.task, stream))
+                firsts.append(moments[0])
+                lasts.append(moments[-1])
+        times = self._device.read_timestamps([*firsts, *lasts])
+        for (task, stream), begin, end in zip(parts, times[: len(parts)], times[len(parts) :], strict=True):
             track = of_device(stream.value, step.plan.packs[task.pack].device)
             yield Span(track, begin - step.begin_ms, end - step.begin_ms, (task,))
 
 
 @contextmanager
-def _taking(take: Callable[[], Timestamp], issuing: StreamContext, moments: list[Timestamp]) -> Iterator[None]:
+def _between_timestamps(
+    take: Callable[[], Timestamp], issuing: StreamContext, moments: list[Timestamp]
+) -> Iterator[None]:
     with issuing:
         moments.append(take())
         yield
@@ -158,7 +177,7 @@ def _taking(take: Callable[[], Timestamp], issuing: StreamContext, moments: list
 
 
 @contextmanager
-def _timed(host_ms: list[float]) -> Iterator[None]:
+def _between_clock_readings(host_ms: list[float]) -> Iterator[None]:
     host_ms.append(_now_ms())
     try:
         yield

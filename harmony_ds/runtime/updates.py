@@ -326,5 +326,5 @@ class Updates:
             self._gathered.to_device(owned)
         else:
             coefficient = self.outcome.norm.result().coefficient
-        self._runtime.timeline.computes()
+        self._runtime.timeline.begin_compute()
         resident_packs.update(owned, self._hyper, coefficient, measured=self.outcome.norm is not None)

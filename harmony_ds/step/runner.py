@@ -305,7 +305,7 @@ class Runner:
                 for micro_batch in micro_batches:
                     micro_batch.abandon()
                 self.runtime.contract.settings.undo()
-                if part and not self.executor.propagated:
+                if part and not self.executor.backward_begun:
                     self.executor.abandon_run()
                 else:
                     self._recover(error)
