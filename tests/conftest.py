@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import cheap, depth
+from tests import depth, patches
 from tests.processor import ask_it_once
 
 torch.set_num_threads(1)
@@ -28,9 +28,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _cheap_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("real_times") is None:
-        cheap.install(monkeypatch.setattr)
+def _patched_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    patches.check_every_step(monkeypatch.setattr)
+    if request.node.get_closest_marker("real_collections") is None:
+        patches.leave_collections(monkeypatch.setattr)
+    if request.node.get_closest_marker("fixed_times") is not None:
+        patches.fix_times(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

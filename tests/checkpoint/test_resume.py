@@ -14,6 +14,8 @@ from tests.checkpoint.runs import Setup, assert_equal, engine_of, masters_of, st
 from tests.inside import assembly_of
 from tests.oracle import loss_in
 
+pytestmark = pytest.mark.fixed_times
+
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1, "loss_scale_window": 2}}
 CLIP = {"gradient_clipping": 0.5}

@@ -14,6 +14,8 @@ from harmony_ds import ConfigError
 from harmony_ds.config import Section, load_config
 from harmony_ds.config.optimizers import NOT_RUN, refuse_what_is_not_run
 
+pytestmark = pytest.mark.fixed_times
+
 MICRO = {"train_micro_batch_size_per_gpu": 2}
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.1}}
 NAN, INF = float("nan"), float("inf")

@@ -4,6 +4,6 @@ import torch._dynamo
 import torch.distributed.fsdp  # noqa: F401
 
 import harmony_ds.engine  # noqa: F401
-import tests.cheap
 import tests.families
-import tests.oracle  # noqa: F401
+import tests.oracle
+import tests.patches  # noqa: F401

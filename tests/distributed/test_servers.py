@@ -36,6 +36,8 @@ from tests.distributed.training import (
     train_with,
 )
 
+pytestmark = pytest.mark.fixed_times
+
 DEVICE = {"reduce": "device"}
 TRAININGS = (
     Training(clip=0.05),

@@ -11,6 +11,8 @@ from tests.distributed.processes import run
 from tests.engine.drive import config_of, engine_for, sgd
 from tests.engine.test_shared_losses import LOSSES, Encoder, data
 
+pytestmark = pytest.mark.fixed_times
+
 NAMES = ("siamese", "triplet", "dpo")
 STEPS, ACCUMULATION = 2, 2
 

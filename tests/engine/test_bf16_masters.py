@@ -19,6 +19,8 @@ from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, 
 from tests.inside import updater_of
 from tests.oracle import assert_same, train_plainly
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
 

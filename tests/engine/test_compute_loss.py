@@ -10,6 +10,8 @@ from harmony_ds import HarmonyEngine, UsageError
 from tests.engine.drive import config_of, engine_for, seed_of, sgd
 from tests.engine.test_shared_losses import ACCUMULATION, LOSSES, Encoder, assert_equal, data
 
+pytestmark = pytest.mark.fixed_times
+
 
 @pytest.mark.parametrize("name", ["siamese", "triplet", "r_drop", "dpo", "with_a_teacher"])
 def test_a_function_of_engine_and_batch_is_grouped_and_exact(name: str) -> None:

@@ -19,6 +19,8 @@ from tests.families import build_seeded
 from tests.inside import planner_of
 from tests.oracle import assert_same
 
+pytestmark = pytest.mark.fixed_times
+
 WIDTH = 8
 
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from harmony_ds.errors import UsageError
 from tests.engine.drive import assert_same, config_of, engine_for, sgd
 
+pytestmark = pytest.mark.fixed_times
+
 EARLY = "ignore:a loss or an output was looked at"
 
 

@@ -19,6 +19,8 @@ from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, 
 from tests.engine.test_split_masters import ADAM, BF16, both, by_alias, by_name, in_place, momentum, values_of
 from tests.inside import assembly_of, moves_of
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 STATE, WEIGHTS = ("offload_optimizer",), ("offload_param",)
 BLOCKS = pytest.mark.parametrize("blocks", [(*STATE, *WEIGHTS), STATE, WEIGHTS])

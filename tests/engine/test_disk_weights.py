@@ -19,6 +19,8 @@ from tests.engine.test_disk import STATE, WEIGHTS, on
 from tests.engine.test_split_masters import ADAM, BF16
 from tests.inside import assembly_of, moves_of
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 
 

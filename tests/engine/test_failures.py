@@ -33,6 +33,8 @@ from tests.engine.drive import (
 from tests.families import Batch
 from tests.oracle import assert_same
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 3, 4)
 

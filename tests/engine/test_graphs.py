@@ -32,7 +32,10 @@ from tests.oracle import assert_same, train_plainly
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 3, 3)
 BUDGET = {"pack_layers": 1, "residency": "kept", "device_memory_gib": 1.0}
-pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+pytestmark = [
+    pytest.mark.fixed_times,
+    pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning"),
+]
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -15,6 +15,8 @@ from torch.nn.utils import prune
 from harmony_ds import BatchError, ModelError, UnsupportedError
 from tests.engine.drive import config_of, engine_for, sgd
 
+pytestmark = pytest.mark.fixed_times
+
 ACCUMULATION, STEPS = 2, 3
 
 

@@ -16,7 +16,6 @@ from harmony_ds.model.called_layer import CalledLayer
 from harmony_ds.profiling import profiler
 from harmony_ds.profiling.measurement import Measurement
 from harmony_ds.profiling.sample import Sample
-from tests.cheap import constant_rates
 from tests.engine.drive import (
     adamw,
     config_of,
@@ -29,6 +28,9 @@ from tests.engine.drive import (
     weights_of,
 )
 from tests.families import BLOCKS, FAMILIES, OF_BERT, TEXT, Batch, Family, InjectedLoss, transformer
+from tests.patches import constant_rates
+
+pytestmark = pytest.mark.fixed_times
 
 GROUP, STEPS = 8, 3
 FULL = (24,) * GROUP

@@ -13,6 +13,8 @@ from tests.cover import spread
 from tests.engine.drive import WHOLE, adamw, config_of, engine_for, family, groups_of, sgd
 from tests.families import HIDDEN, ragged_length
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 LLAMA_CALLS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")
 

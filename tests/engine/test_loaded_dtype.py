@@ -16,6 +16,8 @@ from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, 
 from tests.engine.test_bf16_masters import ADAM, clip_in_fp32, plain_adam
 from tests.oracle import assert_same, train_plainly, train_plainly_half
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 
 

@@ -18,6 +18,8 @@ from harmony_ds import BatchError
 from harmony_ds.step.pending import PendingTensor
 from tests.engine.drive import config_of, engine_for, sgd
 
+pytestmark = pytest.mark.fixed_times
+
 ROWS, TOKENS, WORDS = 2, 6, 11
 
 

@@ -34,6 +34,8 @@ from tests.engine.test_ledger import layer_bytes
 from tests.families import Family
 from tests.oracle import assert_same, loss_in
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 STEPS, ACCUMULATION = 3, 4
 GROUPS = groups_of(LLAMA, STEPS, ACCUMULATION)

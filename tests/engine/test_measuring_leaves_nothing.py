@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from harmony_ds import HarmonyEngine
 from tests.engine.drive import assert_same, config_of, engine_for, sgd
 
-pytestmark = [
-    pytest.mark.real_times,  # the passes that take times propagate, too
-    pytest.mark.filterwarnings("ignore:a loss or an output was looked at"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 ACCUMULATION = 2
 
 

@@ -18,6 +18,8 @@ from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import assert_same, config_of, seed_of
 from tests.oracle import train_plainly_half
 
+pytestmark = pytest.mark.fixed_times
+
 Optimizer = torch.optim.Optimizer
 ACCUMULATION, STEPS = 2, 3
 

@@ -16,6 +16,8 @@ from tests.engine.drive import config_of, engine_for, seed_of, weights_of
 from tests.families import build_seeded
 from tests.oracle import assert_same
 
+pytestmark = pytest.mark.fixed_times
+
 WIDTH, ACCUMULATION = 8, 3
 PLANS: list[dict[str, Any]] = [{"pack_layers": 1}, {"pack_layers": 2}, {"device_memory_gib": 0.001}, {}]
 plans = pytest.mark.parametrize("plan", PLANS, ids=str)

@@ -14,6 +14,8 @@ from harmony_ds import BatchError
 from harmony_ds.step.pending import PendingTensor
 from tests.engine.drive import config_of, engine_for, sgd
 
+pytestmark = pytest.mark.fixed_times
+
 WORDS, ROWS = 13, 2
 ONE_PACK_EACH = {"pack_layers": 1}
 

@@ -19,6 +19,8 @@ from harmony_ds import HarmonyEngine, ModelError
 from tests.engine.drive import adamw, config_of, engine_for, seed_of, weights_of
 from tests.oracle import assert_same, train_plainly
 
+pytestmark = pytest.mark.fixed_times
+
 WIDTH = 6
 STEPS, ACCUMULATION = 3, 3
 Batch = dict[str, Tensor]

@@ -29,6 +29,8 @@ from tests.engine.drive import (
 from tests.exactness.models import Graph, Neighbours, batches
 from tests.families import Family
 
+pytestmark = pytest.mark.fixed_times
+
 STEPS, ACCUMULATION = 2, 4
 LLAMA = family("llama")
 Trained = tuple[dict[str, Tensor], list[float]]

@@ -28,6 +28,8 @@ from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, 
 from tests.inside import updater_of
 from tests.oracle import assert_same
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 3, 2)
 GIB = 2**30

@@ -30,6 +30,8 @@ from tests.engine.test_ledger import layer_bytes
 from tests.families import Family
 from tests.oracle import assert_same, train_plainly, train_plainly_half, with_floating_dtype
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 # torch's batch_norm wants running statistics of the input's dtype on the CPU.

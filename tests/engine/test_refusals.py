@@ -13,6 +13,8 @@ from harmony_ds.device import CpuDevice
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
 from tests.oracle import assert_same
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 1, 4)
 

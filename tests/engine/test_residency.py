@@ -41,6 +41,8 @@ from tests.engine.test_precision import BF16, assert_masters_and_weights_are_pla
 from tests.inside import assembly_of, planner_of
 from tests.oracle import assert_same, train_plainly
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 4, 3)
 EVERY = 100

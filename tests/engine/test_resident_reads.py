@@ -18,6 +18,8 @@ from tests.engine.test_precision import BF16
 from tests.inside import assembly_of
 from tests.oracle import assert_same, train_plainly
 
+pytestmark = pytest.mark.fixed_times
+
 MATRIX, LAYER = 65_536, 66_048
 """Bytes of a layer's matrix, and of the layer."""
 RESIDENT = 6

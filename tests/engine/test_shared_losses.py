@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from harmony_ds import DoesNotFitError, HarmonyEngine, ModelError
 from tests.engine.drive import config_of, engine_for, seed_of, sgd
 
+pytestmark = pytest.mark.fixed_times
+
 ACCUMULATION, STEPS, ROWS, WIDTH = 3, 3, 4, 6
 Call = Callable[..., Tensor]
 Loss = Callable[[Call, list[Tensor]], Tensor]

@@ -18,6 +18,8 @@ from harmony_ds.scheduler.plan import Task, TaskKind
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups, weights_of
 from tests.inside import assembly_of
 
+pytestmark = pytest.mark.fixed_times
+
 K = TaskKind
 MICRO_BATCHES = 4
 LLAMA = family("llama")

@@ -21,6 +21,8 @@ from tests.engine.drive import EVERY_FAMILY, adamw, config_of, engine_for, famil
 from tests.families import Batch, Family
 from tests.oracle import assert_same, train_plainly
 
+pytestmark = pytest.mark.fixed_times
+
 SIZES = ((4, 2), (6, 4), (8, 3))
 ROWS = {(4, 2): (8, 5), (6, 4): (12, 7), (8, 3): (16, 9)}
 """Micro-batches of a group: one that may come out even, and one that does not."""

@@ -18,6 +18,8 @@ from tests.checkpoint.runs import Setup, assert_equal, train_and_resume
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, train_groups
 from tests.families import Family, build_seeded
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}

@@ -20,6 +20,8 @@ from harmony_ds import BatchError, ConfigError, ModelError, UnsupportedError, Us
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, plainly, sgd, train_groups
 from tests.oracle import assert_same
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 2, 4)
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}

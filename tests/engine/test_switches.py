@@ -33,6 +33,8 @@ from tests.engine.test_ledger import layer_bytes, packed
 from tests.engine.test_precision import BF16, assert_masters_and_weights_are_plain
 from tests.oracle import assert_same
 
+pytestmark = pytest.mark.fixed_times
+
 LLAMA = family("llama")
 COUNT = 3
 GROUPS: Groups = groups_of(LLAMA, 2, COUNT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,8 @@ from harmony_ds.device.cpu import CpuDevice
 from tests.engine.drive import adamw, config_of, engine_for, means_of, seed_of, train_groups
 from tests.inside import assembly_of
 from tests.oracle import assert_same, train_plainly
+
+pytestmark = pytest.mark.fixed_times
 
 
 class Resnet(nn.Module):

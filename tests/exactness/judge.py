@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyError
-from tests import cheap
+from tests import patches
 from tests.exactness.case import CASES, Case, Found, Tolerance
 from tests.exactness.sides import EngineSide, PlainEngine, PlainSide, Setting, Side, lazy
 from tests.oracle import assert_same, difference_between
@@ -137,7 +137,8 @@ def same(actual: Tensor, expected: Tensor | None, relative: float) -> bool:
 
 def serve() -> None:
     cases = load_cases()
-    cheap.install()
+    patches.check_every_step()
+    patches.leave_collections()
     import_what_is_imported_late()
     torch.set_num_threads(1)
     gc.collect()

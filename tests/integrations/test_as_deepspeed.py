@@ -22,6 +22,8 @@ from tests.integrations.test_trainer import arguments, assert_same, llama, text
 from tests.oracle import assert_same as assert_same_bits
 from tests.oracle import train_plainly
 
+pytestmark = pytest.mark.fixed_times
+
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,

@@ -30,6 +30,8 @@ import harmony_ds
 from harmony_ds.errors import UnsupportedError, UsageError
 from harmony_ds.integrations.transformers import HarmonyMixin, HarmonyTrainer
 
+pytestmark = pytest.mark.fixed_times
+
 CONFIG: dict[str, Any] = {"harmony": {"device": "cpu"}}
 
 

@@ -14,6 +14,8 @@ from transformers import Trainer
 from harmony_ds.integrations.transformers import HarmonyMixin
 from tests.integrations.test_trainer import CONFIG, arguments, assert_same, llama, text
 
+pytestmark = pytest.mark.fixed_times
+
 trl = pytest.importorskip("trl")
 
 

@@ -15,7 +15,6 @@ from harmony_ds.profiling.timing import Timing, typical
 from harmony_ds.scheduler.costs import CallCost, CostTable, StashBytes
 from tests.runtime.scripted import ScriptedDevice, assembled, spending
 
-pytestmark = pytest.mark.real_times
 COLD_MS = 1000.0
 SWAP_MS = 0.125
 

@@ -99,7 +99,7 @@ class Small(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.real_times  # which leaves collections as they are
+@pytest.mark.real_collections
 @pytest.mark.parametrize("dies", ["before the step", "after the step", "after three steps"])
 def test_memory_stays_level_where_every_iteration_leaves_a_cycle_with_a_large_tensor(dies: str) -> None:
     living: set[int] = set()

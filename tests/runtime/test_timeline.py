@@ -26,6 +26,8 @@ from tests.inside import assembly_of
 from tests.oracle import assert_same
 from tests.scheduler.examples import packs_of, reused
 
+pytestmark = pytest.mark.fixed_times
+
 RUNS = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD, TaskKind.UPDATE_ON_DEVICE)
 COPIES = {TaskKind.SWAP_IN: "swap_in", TaskKind.SWAP_OUT: "swap_out"}
 STASHES = {TaskKind.STASH_IN: "swap_in", TaskKind.STASH_OUT: "swap_out"}

@@ -13,7 +13,10 @@ from tests.engine.test_disk import WEIGHTS, on
 from tests.simdevice.test_engine_late import late_devices, late_engine
 
 LLAMA = family("llama")
-pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+pytestmark = [
+    pytest.mark.fixed_times,
+    pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning"),
+]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from tests.oracle import assert_same
 from tests.simdevice.device import SimDevice, engine_of
 from tests.simdevice.test_engine_late import late_engine
 
+pytestmark = pytest.mark.fixed_times
+
 GROUP = 4
 STEPS = 2
 NAMES = [one.name for one in EVERY_FAMILY]

@@ -26,6 +26,8 @@ from tests.simdevice.late import LateSimDevice
 from tests.simdevice.test_engine_late import late_devices, late_engine
 from tests.simdevice.test_engine_steady import Model
 
+pytestmark = pytest.mark.fixed_times
+
 DEVICES = 3
 K = TaskKind
 STREAMS = {

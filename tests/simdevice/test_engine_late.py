@@ -42,7 +42,10 @@ from tests.simdevice.late import LateSimDevice
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 3, 3)
 SEEDS = [None, 1]
-pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+pytestmark = [
+    pytest.mark.fixed_times,
+    pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning"),
+]
 
 
 def late_devices(

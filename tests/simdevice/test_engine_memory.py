@@ -16,6 +16,8 @@ from tests import simdevice
 from tests.families import build_transformer
 from tests.simdevice.device import SimDevice, engine_of
 
+pytestmark = pytest.mark.fixed_times
+
 HIDDEN, VOCABULARY, LAYERS, TOKENS = 64, 128, 12, 16
 
 

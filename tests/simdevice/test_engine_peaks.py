@@ -15,6 +15,8 @@ from tests.engine.drive import config_of, engine_for, small_sgd
 from tests.simdevice.device import SimDevice
 from tests.simdevice.peaks import GROUP, Case, Peak, train
 
+pytestmark = pytest.mark.fixed_times
+
 MOST = 1.15
 MODELS = ("gpt2", "llama", "bert", "t5", "mixtral", "opt", "SkipNet", "SharedDepthNet")
 ALL_CALLS = 100

@@ -42,7 +42,10 @@ from tests.scheduler.test_random_plans import cut_at_random, policy_at_random
 from tests.simdevice.test_engine_late import late_devices, late_engine
 from tests.simdevice.test_engine_steady import Model
 
-pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+pytestmark = [
+    pytest.mark.fixed_times,
+    pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning"),
+]
 STEPS, ACCUMULATION = 2, 4
 
 

@@ -13,6 +13,8 @@ from tests.oracle import assert_same
 from tests.simdevice.device import SimDevice, engine_of
 from tests.simdevice.test_engine_memory import LAYERS, batches, build
 
+pytestmark = pytest.mark.fixed_times
+
 EVERY = 100
 BF16 = {"bf16": {"enabled": True}}
 SUMMED = {"data_types": {"grad_accum_dtype": "bf16"}}

@@ -14,6 +14,8 @@ from harmony_ds.profiling.watches import RoutingWatch, extremes
 from tests.engine.drive import small_sgd
 from tests.simdevice.device import SimDevice, engine_of
 
+pytestmark = pytest.mark.fixed_times
+
 WIDTH, WIDE, EXPERTS, ROWS = 16, 128, 4, 64
 
 

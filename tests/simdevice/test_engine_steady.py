@@ -16,6 +16,8 @@ from tests.inside import updater_of
 from tests.simdevice.late import LateSimDevice
 from tests.simdevice.test_engine_late import late_engine
 
+pytestmark = pytest.mark.fixed_times
+
 
 class Block(nn.Module):
     """A block that reads no value on the device, which would be one more wait."""

@@ -16,6 +16,8 @@ from tests.inside import assembly_of, planner_of
 from tests.oracle import assert_same, train_plainly
 from tests.scheduler.examples import GPU
 
+pytestmark = pytest.mark.fixed_times
+
 
 def test_a_plan_for_all_processes_is_made_with_the_slowest_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_for(built(Net), sgd, config_of(1)) as engine:

@@ -11,6 +11,8 @@ from tests.families import build_seeded
 from tests.oracle import assert_same
 from tests.runtime import test_timeline as timeline
 
+pytestmark = pytest.mark.fixed_times
+
 
 class Net(timeline.Net):
     """Has a parameter that the model does not use."""

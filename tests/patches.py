@@ -1,7 +1,8 @@
-"""Engines that measure bytes alone: the machine's rates and the times of layer calls are constants.
+"""Patches of the engines that tests make, each with its reason.
 
-Four fifths of what a tiny engine takes is measuring, and a plan that follows measured times differs from run to run.
-Tests of measuring, planning and timing are marked `real_times`, and have neither.
+An engine of a test measures the machine and its layers as a user's does: for a tiny model that takes a tenth of the test.
+Its plan follows the times, and differs from run to run; weights and losses do not. A test that looks at the plan itself, or
+at what follows from it (which packs are resident, what is swapped when), is marked `fixed_times`.
 """
 
 from __future__ import annotations
@@ -30,12 +31,23 @@ BACKWARD_MS = 0.5
 _time = Timing.time
 
 
-def install(patch: Patch = setattr) -> None:
-    """Make every engine of this process cheap; `patch` is `setattr`, or a MonkeyPatch's, which takes it back."""
+def check_every_step(patch: Patch = setattr) -> None:
+    """Let every step that is composed be validated task by task; `patch` is `setattr`, or a MonkeyPatch's."""
+    patch(group_plans, "compose_step", composed)
+
+
+def leave_collections(patch: Patch = setattr) -> None:
+    """Let engines not ask how many objects are frozen, as conftest has frozen half a million: to count them takes 40 ms.
+
+    The answer would be the same: a program that has frozen objects keeps its collections as they are.
+    """
+    patch(executor, "collection_within_steps", lambda: nullcontext)
+
+
+def fix_times(patch: Patch = setattr) -> None:
+    """Let the machine's rates and the times of layer calls be constants, so that a plan is the same at every run."""
     patch(profiler, "measure_rates", constant_rates)
     patch(Timing, "time", constant_times)
-    patch(group_plans, "compose_step", composed)  # not cheap, but every step that a test runs is checked
-    patch(executor, "collection_within_steps", lambda: nullcontext)  # to count what conftest has frozen takes 40 ms
 
 
 def constant_rates(
