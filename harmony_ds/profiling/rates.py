@@ -1,7 +1,7 @@
-"""Measure the machine: the link, the host's memory and optimizer, and how compute and updates disturb each other.
+"""Measure the machine's rates: copies between host and device, the host's memory, updates, and updates beside compute.
 
-Everything is measured the way the engine does it, on memory of its own; the model and the optimizer's state are not
-touched. Takes well under a second, for a model of hundreds of millions of parameters some.
+Each rate is measured as the engine does the work, on memory of its own; the model and the optimizer's state are not
+touched. It takes well under a second; for a model of hundreds of millions of parameters, some seconds.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _REPEATS = 5
 _MATRIX = 256
 _BESIDE_SECONDS = 0.1
 
-_known: dict[tuple[str, ...], Machine] = {}
-"""Machines that this process has measured already; they do not change while it lives."""
+_measured_machines: dict[tuple[str, ...], Machine] = {}
+"""What this process has measured already: a machine does not change while the process lives."""
 
 
 def measure_rates(
@@ -54,10 +54,12 @@ def measure_rates(
     kind = "none" if optimizer is None else type(optimizer.optimizer).__name__
     elements = _host_elements(optimizer)
     key = (device.name, kind, str(weight_dtype), str(torch.get_num_threads()), str(threads), str(elements))
-    if key not in _known:
-        _known[key] = _measured(device, optimizer, weight_dtype, threads, elements)
-    swap_ms, swap_in = _line(swaps)
-    machine = replace(_known[key], swap_ms=swap_ms, swap_in_bytes_per_ms=swap_in, device_bytes=device.budget_bytes)
+    if key not in _measured_machines:
+        _measured_machines[key] = _measure_machine(device, optimizer, weight_dtype, threads, elements)
+    swap_ms, swap_in = _fit_line(swaps)
+    machine = replace(
+        _measured_machines[key], swap_ms=swap_ms, swap_in_bytes_per_ms=swap_in, device_bytes=device.budget_bytes
+    )
     if not machine.copies_overlap:
         machine = replace(machine, link_bytes_per_ms=swap_in + machine.swap_out_bytes_per_ms)
     return machine
@@ -69,17 +71,18 @@ def _host_elements(optimizer: HostOptimizer | None) -> int:
     return min(max(trained // 8 // _SCRATCH_ROWS * _SCRATCH_ROWS, _SCRATCH_ELEMENTS), _MOST_ELEMENTS)
 
 
-def _measured(
+def _measure_machine(
     device: Device, optimizer: HostOptimizer | None, weight_dtype: torch.dtype, threads: int, elements: int
 ) -> Machine:
     """Measure all rates but those of swap-ins."""
     swap_out, link, copied = _device_bytes_per_ms(device)
     with computing_with(threads):
-        few = _typical_ms(None, _update_of(optimizer, weight_dtype, _FEW_ELEMENTS))
-        elements = elements if few * elements < 1e3 * _FEW_ELEMENTS else _FEW_ELEMENTS  # Muon, where bf16 is slow
+        few_ms = _typical_ms(None, _update_of(optimizer, weight_dtype, _FEW_ELEMENTS))
+        if few_ms * elements / _FEW_ELEMENTS >= 1e3:  # more than a second: Muon, where bf16 is slow
+            elements = _FEW_ELEMENTS
         update = _update_of(optimizer, weight_dtype, elements)
         updated = elements / _typical_ms(None, update)
-    beside = 1.0 if device.copies_overlap or optimizer is None else _beside(update)
+    beside = 1.0 if device.copies_overlap or optimizer is None else _speed_beside_updates(update)
     host, normed = _host_rates(elements)
     return Machine(
         name=f"{device.name} on {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
@@ -102,27 +105,36 @@ def _device_bytes_per_ms(device: Device) -> tuple[float, float, float]:
     """
     most = _MOST_ELEMENTS if device.copies_overlap else _SCRATCH_ELEMENTS  # GPUs copy 4 MiB as fast as a host looks
     count = min(most, (device.budget_bytes or most * 64) // 64)
-    host, there = (device.host_empty(count, torch.float32).zero_() for _ in range(2))
-    here = device.upload(host)
-    other = torch.empty_like(here)
+    on_host = device.host_empty(count, torch.float32).zero_()
+    also_on_host = device.host_empty(count, torch.float32).zero_()
+    on_device = device.upload(on_host)
+    also_on_device = torch.empty_like(on_device)
 
-    def both() -> None:
-        _copy(device, Stream.SWAP_IN, other, there)
-        _copy(device, Stream.SWAP_OUT, host, here)
+    def swap_out() -> None:
+        _copy(device, Stream.SWAP_OUT, on_host, on_device)
 
-    swap_out = here.nbytes / _typical_ms(device, lambda: _copy(device, Stream.SWAP_OUT, host, here))
-    link = copied = 0.0
+    def swap_both_ways() -> None:
+        _copy(device, Stream.SWAP_IN, also_on_device, also_on_host)
+        swap_out()
+
+    def copy_on_device() -> None:
+        for _ in range(8):
+            also_on_device.copy_(on_device)
+
+    nbytes = on_device.nbytes
+    swapped_out = nbytes / _typical_ms(device, swap_out)
+    both_ways = copied = 0.0
     if device.copies_overlap:
-        link = 2 * here.nbytes / _typical_ms(device, both)
-        copied = 16 * here.nbytes / _typical_ms(device, lambda: [other.copy_(here) for _ in range(8)])
-    device.host_free(host)
-    device.host_free(there)
-    return swap_out, link, copied
+        both_ways = 2 * nbytes / _typical_ms(device, swap_both_ways)
+        copied = 8 * 2 * nbytes / _typical_ms(device, copy_on_device)  # each copy reads and writes
+    device.host_free(on_host)
+    device.host_free(also_on_host)
+    return swapped_out, both_ways, copied
 
 
 def _update_of(optimizer: HostOptimizer | None, weight_dtype: torch.dtype, elements: int) -> Callable[[], None]:
-    """Return what the update thread does for one parameter, on memory of its own."""
-    shape = _SCRATCH_ROWS, elements // _SCRATCH_ROWS  # a matrix: some, as Muon, take nothing else
+    """Return a function that does what the update thread does for one parameter, on memory of its own."""
+    shape = _SCRATCH_ROWS, elements // _SCRATCH_ROWS  # a matrix: some optimizers, as Muon, take nothing else
     dtype = torch.float32 if optimizer is None else optimizer.master_dtype
     master, gradient = nn.Parameter(torch.zeros(shape, dtype=dtype)), torch.full(shape, 1e-3, dtype=dtype)
     weight = None if weight_dtype == dtype else torch.zeros(shape, dtype=weight_dtype)
@@ -140,17 +152,18 @@ def _update_of(optimizer: HostOptimizer | None, weight_dtype: torch.dtype, eleme
 
 
 def _typical_ms(device: Device | None, work: Callable[[], object]) -> float:
+    """Return the median of the milliseconds that `work` takes, until `device` has done it; the first run does not count."""
     samples = []
     for _ in range(_REPEATS):
-        _settle(device)
+        _wait_for_streams(device)
         begin = time.perf_counter()
         work()
-        _settle(device)
+        _wait_for_streams(device)
         samples.append((time.perf_counter() - begin) * 1e3)
     return max(statistics.median(samples[1:]), 1e-6)
 
 
-def _settle(device: Device | None) -> None:
+def _wait_for_streams(device: Device | None) -> None:
     if device is not None:
         for stream in Stream:
             device.record(stream).synchronize()
@@ -164,11 +177,17 @@ def _copy(device: Device, stream: Stream, target: Tensor, source: Tensor) -> Non
 def _host_rates(elements: int) -> tuple[float, float]:
     """Return bytes a millisecond of STREAM's triad (two arrays are read, one written), and elements whose norm is taken."""
     a, b, c = (torch.zeros(max(elements, 4 * _SCRATCH_ELEMENTS)) for _ in range(3))
-    triad = 3 * a.nbytes / _typical_ms(None, lambda: torch.add(a, b, alpha=3.0, out=c))
-    return triad, a.numel() / _typical_ms(None, lambda: torch.linalg.vector_norm(a, 2))
+
+    def triad() -> None:
+        torch.add(a, b, alpha=3.0, out=c)
+
+    def norm() -> None:
+        torch.linalg.vector_norm(a, 2)
+
+    return 3 * a.nbytes / _typical_ms(None, triad), a.numel() / _typical_ms(None, norm)
 
 
-def _beside(update: Callable[[], None]) -> float:
+def _speed_beside_updates(update: Callable[[], None]) -> float:
     """Return the speeds of matrix products and of updates while both run, over their speeds alone (the mean of both)."""
     a = torch.zeros(_MATRIX, _MATRIX)
 
@@ -196,7 +215,7 @@ def _beside(update: Callable[[], None]) -> float:
     return min(1.0, sum(speeds) / 2)
 
 
-def _line(swaps: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def _fit_line(swaps: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Return fixed milliseconds, and bytes per millisecond, that fit `swaps` best (least squares of relative errors)."""
     known = np.array([(nbytes, ms) for nbytes, ms in swaps if nbytes > 0 and ms > 0])
     if not len(known):
