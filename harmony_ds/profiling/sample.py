@@ -13,7 +13,8 @@ from torch import Tensor
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.runtime.micro_batch import Objective
 
-Shapes = tuple[tuple[int, ...], ...]
+InputShapes = tuple[tuple[int, ...], ...]
+"""Shape of each tensor among the arguments of a forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,6 @@ def _is_mask(tensor: Tensor) -> bool:
     return whole and tensor.dim() > 1 and tensor.numel() > 0 and tensor.max().item() == 1
 
 
-def shapes_of(inputs: Any) -> Shapes:
+def shapes_of(inputs: Any) -> InputShapes:
     """Return the shape of each tensor in `inputs`."""
     return tuple(tuple(t.shape) for t in tensors_in(inputs))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from harmony_ds.errors import BatchError
-from harmony_ds.profiling.sample import Shapes, shapes_of
+from harmony_ds.profiling.sample import InputShapes, shapes_of
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.step.output_structure import (
     Constant,
@@ -56,7 +56,7 @@ _MOST_WORDS = 16
 class CallForm:
     """Shapes of a call's arguments, and its modes."""
 
-    shapes: Shapes
+    shapes: InputShapes
     modes: object
 
 

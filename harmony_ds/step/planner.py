@@ -18,7 +18,7 @@ from harmony_ds.errors import DoesNotFitError, ModelError
 from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.profiling.profile_cache import ProfileFile
 from harmony_ds.profiling.profiler import Profiler
-from harmony_ds.profiling.sample import Sample, Shapes, shapes_of
+from harmony_ds.profiling.sample import InputShapes, Sample, shapes_of
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
@@ -66,7 +66,7 @@ class Planner:
         self._sized: SizedCosts | None = None
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
-        self._measured: list[tuple[Shapes, bytes]] = []
+        self._measured: list[tuple[InputShapes, bytes]] = []
         self._outgrown = False  # a step took more than planned
         self._shared_loss_bytes = 0  # of the budget: for groups whose micro-batches share losses
         self._before_bytes: int | None = None  # on the device when the first plan was made
@@ -347,7 +347,7 @@ def host_room_bytes(runtime: Runtime) -> int | None:
     return None if free is None else max(0, free - coming) // runtime.world.local_size
 
 
-def _dominates(known: Shapes, shapes: Shapes) -> bool:
+def _dominates(known: InputShapes, shapes: InputShapes) -> bool:
     return len(known) == len(shapes) and all(
         len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True)) for a, b in zip(known, shapes, strict=True)
     )

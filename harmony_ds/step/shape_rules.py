@@ -15,7 +15,7 @@ from fractions import Fraction
 
 import torch
 
-from harmony_ds.profiling.sample import Shapes
+from harmony_ds.profiling.sample import InputShapes
 from harmony_ds.step.output_structure import Path, TensorLeaf
 
 _Ranks = tuple[int, ...]
@@ -36,7 +36,7 @@ class SizeRule:
     factor: Fraction
     offset: int
 
-    def size(self, inputs: Shapes) -> Fraction:
+    def size(self, inputs: InputShapes) -> Fraction:
         if self.argument is None:
             return Fraction(self.offset)
         shape = inputs[self.argument]
@@ -51,7 +51,7 @@ class ShapeRules:
         self._numbers: dict[Path, torch.Size | None] = {}
         self._rules: dict[tuple[_Ranks, Path], list[list[SizeRule]]] = {}
 
-    def learn(self, inputs: Shapes, leaf: TensorLeaf) -> None:
+    def learn(self, inputs: InputShapes, leaf: TensorLeaf) -> None:
         """Learn that a call with arguments of shapes `inputs` returned `leaf`."""
         path, shape = leaf.path, leaf.shape
         # One row's logits have one number, too, but a dimension, or one with other rows.
@@ -74,7 +74,7 @@ class ShapeRules:
         """Return the shape of one number that has it whatever is given; None: it is none."""
         return self._numbers.get(path)
 
-    def shape(self, inputs: Shapes, path: Path) -> torch.Size | None:
+    def shape(self, inputs: InputShapes, path: Path) -> torch.Size | None:
         """Return the shape that arguments of shapes `inputs` lead to; None: it is not known."""
         rules = self._rules.get((tuple(map(len, inputs)), path))
         if rules is None:
@@ -89,7 +89,7 @@ class ShapeRules:
         return torch.Size(shape)
 
 
-def _rules_for(size: int, inputs: Shapes) -> list[SizeRule]:
+def _rules_for(size: int, inputs: InputShapes) -> list[SizeRule]:
     """Return all rules that give `size`."""
     rules = [SizeRule(None, 0, Fraction(1), size)]
     for argument, shape in enumerate(inputs):

@@ -27,6 +27,8 @@ from harmony_ds.bench.workload import Workload
 from harmony_ds.errors import BatchError, ConfigError
 from tests.cli.shell import run as shell
 
+pytestmark = pytest.mark.fixed_times
+
 ROOT = Path(__file__).parents[2]
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

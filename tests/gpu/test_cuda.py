@@ -26,7 +26,11 @@ from tests.oracle import assert_same, largest_difference, with_floating_dtype
 from tests.runtime.test_lane import model_and_lane
 from tests.simdevice.test_engine_steady import Model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.fixed_times,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 SEED, GROUP, STEPS = 5, 4, 3
 LOW_PRECISION = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "opt")
 
