@@ -18,7 +18,7 @@ from benchmarks.search.peak_bounds import PeakBounds
 from benchmarks.search.policies import Policies
 from benchmarks.search.time_bounds import TimeBounds
 from harmony_ds.scheduler.choose import make_plan
-from harmony_ds.scheduler.outlook import Outlook
+from harmony_ds.scheduler.estimator import CandidateEstimator
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Policy
@@ -39,7 +39,7 @@ class Exhaustive:
         self._model = model
         self._bounds = TimeBounds(model.costs, model.machine, model.request)
         self._peaks = PeakBounds(model.costs, model.request)
-        self._outlook = Outlook(model.costs, model.machine, model.request)
+        self._estimator = CandidateEstimator(model.costs, model.machine, model.request)
         self._budget = model.request.budget_bytes or 0
         self.plans = 0
         self.simulated = 0
@@ -72,7 +72,7 @@ class Exhaustive:
             if bounds[place] >= best_ms:
                 break
             policy = policies[int(place)]
-            if max(self._outlook.stages(self._outlook.short(packing, policy))) > self._budget:
+            if max(self._estimator.stage_peaks(self._estimator.sample(packing, policy))) > self._budget:
                 continue
             self.simulated += 1
             plan = make_plan(packing, self._model.costs, self._model.request, policy)
@@ -91,7 +91,9 @@ class Exhaustive:
         """Return the one policy, with each number of graphs that may fit."""
         stays = (policy.kept | policy.resident)[:, 0]
         costs = self._model.costs.costs
-        nbytes = np.array([sum(costs[p].kept_bytes for p in packing.packs[i].positions) for i in packing.backward])
+        nbytes = np.array(
+            [sum(costs[p].forward.kept_graph_bytes for p in packing.packs[i].positions) for i in packing.backward]
+        )
         fit = rows @ nbytes <= max(0.0, self._peaks.spare(packing, policy, self._budget)[0])
         rows = rows[fit & ~rows[:, ~stays].any(axis=1)]
         self.plans += len(rows) - 1

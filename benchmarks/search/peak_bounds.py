@@ -44,7 +44,7 @@ class PeakBounds:
         busy = np.array([pack.gradient_bytes + self._working(pack.positions) for pack in packs])[:, None] + weights
         busy[1:] += ahead[:-1] * policies.prefetch
         # While the second micro-batch runs, all after it wait with what the pack before has left.
-        left = [self._costs.costs[pack.positions[0]].shared_bytes for pack in packs]
+        left = [self._costs.costs[pack.positions[0]].backward.input_gradient_bytes for pack in packs]
         behind = [after if pack.needs_backward else 0 for pack, after in zip(packs, left[1:], strict=False)]
         busy[:-1] += max(0, wanted - 2) * np.array(behind, int)[:, None]
         fused, begin = packing.fused, packing.fused.positions[0]

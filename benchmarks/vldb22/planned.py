@@ -17,12 +17,11 @@ from benchmarks.vldb22.cost_model.schedule import Mode, Schedule, Setup, split_s
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.scheduler import candidates
-from harmony_ds.scheduler.candidates import Cut, Cuts
+from harmony_ds.scheduler.candidates import CandidateKind, Cut, Cuts
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
-from harmony_ds.scheduler.flow import Flow, Kind
-from harmony_ds.scheduler.neighbours import Point, recut
+from harmony_ds.scheduler.flow import Flow, FlowEvent, FlowKind
+from harmony_ds.scheduler.neighbours import Point, neighbours_by_cuts
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Policy
@@ -104,7 +103,7 @@ def table_of(profile: LayerProfile, units: Units) -> CostTable:
                 propagate_ms=max(0.0, backward_ms[place] - forward_ms[place]),
             )
         )
-    events = tuple((Kind.CALL, p, (p - 1,) if p else (), (p,)) for p in range(last))
+    events = tuple(FlowEvent(FlowKind.CALL, p, (p - 1,) if p else (), (p,)) for p in range(last))
     flow = Flow(tuple(together * nbytes for nbytes in inputs[1:]), (True,) * last, events)
     order = tuple(range(last))
     return CostTable(order, tuple(calls), backward_peaks[last], tail_ms=backward_ms[last], scalar_bytes=4, flow=flow)
@@ -205,7 +204,7 @@ def cut(question: Question) -> Iterator[Schedule]:
         near = (way for first in cuts.first() for way in (first, *cuts.near(first)))
         multiples = (1, 2, 3, 4) if question.devices == 1 else (1,)
         ways = {replace(one, multiple=multiple) for one in near for multiple in multiples if not one.forward}
-        for kind in candidates.Kind:
+        for kind in CandidateKind:
             ways |= _fewest(question, costs, units, cuts, kind)
         yield from _filled(question, costs, units)
         for way in ways:
@@ -248,7 +247,7 @@ def _full_packs(
     return (0, *sorted(inner), count)
 
 
-def _fewest(question: Question, costs: PackCosts, units: Units, cuts: Cuts, kind: candidates.Kind) -> set[Cut]:
+def _fewest(question: Question, costs: PackCosts, units: Units, cuts: Cuts, kind: CandidateKind) -> set[Cut]:
     """Return the cuts into the fewest packs that fit and a few more, those of the forward pass for themselves."""
     found: set[Cut] = set()
     for parts in range(1, costs.count):
@@ -260,7 +259,7 @@ def _fewest(question: Question, costs: PackCosts, units: Units, cuts: Cuts, kind
         if max(packs) > question.cap_bytes:
             continue
         found.add(Cut(kind, parts))
-        if question.devices == 1 and kind is not candidates.Kind.EQUAL:
+        if question.devices == 1 and kind is not CandidateKind.EQUAL:
             found |= _fewest_forward(question, costs, units, cuts, Cut(kind, parts))
         if len({one.parts for one in found}) >= _MORE:
             break
@@ -345,7 +344,7 @@ def _around(schedule: Schedule, devices: int) -> Iterator[Schedule]:
         schedule.backward[-1] - 1,
     )  # without the loss, which is no call of the engine's
     point = Point(backward, schedule.forward, 0, frozenset(), frozenset(), prefetch=True)
-    for near in recut(point, devices):
+    for near in neighbours_by_cuts(point, devices):
         bounds = (*near.backward[:-1], schedule.backward[-1])
         yield replace(schedule, forward=near.forward, backward=bounds)
 

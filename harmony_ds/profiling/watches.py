@@ -21,7 +21,7 @@ from harmony_ds.model.arguments import collector_here
 from harmony_ds.model.device_transfers import writes
 from harmony_ds.model.intercept import Request, is_between_layers
 from harmony_ds.model.trees import tensors_in
-from harmony_ds.scheduler.flow import Event, Flow, Kind
+from harmony_ds.scheduler.flow import Flow, FlowEvent, FlowKind
 
 
 class FlowWatch(TorchFunctionMode):
@@ -37,7 +37,7 @@ class FlowWatch(TorchFunctionMode):
         self._numbers = WeakTensorKeyDictionary()
         self._nbytes: list[int] = []
         self._returns: list[bool] = []
-        self._events: list[Event] = []
+        self._events: list[FlowEvent] = []
         self._lasting: list[int] = []
         self._position = -1
         self._parameters = parameters
@@ -59,7 +59,7 @@ class FlowWatch(TorchFunctionMode):
         inside = [tensors_in(value) for value in (*request.args, *request.kwargs.values())]
         written = [tensors for tensors in inside if not known.issuperset(map(id, tensors))]
         collected = [t for t in tensors_in([*collector_here().values()]) if t not in self._numbers]
-        self._note(Kind.CALL, took, [*tensors_in(gave), *chain.from_iterable(written), *collected])
+        self._note(FlowKind.CALL, took, [*tensors_in(gave), *chain.from_iterable(written), *collected])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,12 +68,12 @@ class FlowWatch(TorchFunctionMode):
         took = [*tensors_among((args, kwargs))]
         result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) or writes(func):
-            self._note(Kind.WRITE if writes(func) and took else Kind.OPERATION, took, [*tensors_among(result)])
+            self._note(FlowKind.WRITE if writes(func) and took else FlowKind.OPERATION, took, [*tensors_among(result)])
         return result
 
-    def _note(self, kind: Kind, took: Iterable[Tensor], gave: Iterable[Tensor]) -> None:
+    def _note(self, kind: FlowKind, took: Iterable[Tensor], gave: Iterable[Tensor]) -> None:
         numbers = [tuple(dict.fromkeys(map(self._number, tensors))) for tensors in (took, gave)]
-        self._events.append((kind, self._position, numbers[0], numbers[1]))
+        self._events.append(FlowEvent(kind, self._position, numbers[0], numbers[1]))
 
     def _number(self, tensor: Tensor) -> int:
         if tensor not in self._numbers:

@@ -1,4 +1,4 @@
-"""The candidates of the search: ways to cut both passes into packs, and ways to use spare memory."""
+"""What the search proposes: ways to cut both passes into packs, and, for given packs, ways to use spare memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import BestCuts, Bounds, uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Policy
-from harmony_ds.scheduler.resident import closed, may_stay, resident_packs
+from harmony_ds.scheduler.resident import may_stay, resident_packs, sharing_closure
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _MULTIPLES = (1, 2, 4)
@@ -23,8 +23,8 @@ _FORWARD_SHARES = (0.3, 0.45, 0.65)
 # ---- where to cut
 
 
-class Kind(Enum):
-    """How packs are cut."""
+class CandidateKind(Enum):
+    """What the packs of a cut have in common."""
 
     EQUAL = "of {size} calls"
     TIME = "of balanced time"
@@ -45,7 +45,7 @@ class Cut:
         forward: packs of the forward pass, cut for themselves and not as multiples of the others; 0: as multiples.
     """
 
-    kind: Kind
+    kind: CandidateKind
     parts: int
     small_first: bool = False
     multiple: int = 1
@@ -64,17 +64,21 @@ class Cuts:
         weights = [float(pack.weight_bytes + pack.gradient_bytes) for pack in singles]
         # What a layer computes in backward is on the device for its whole pack: of convolutions it is most of their memory.
         working = [weight + cost.forward.graph_bytes for weight, cost in zip(weights, costs.costs, strict=True)]
-        self._best = {Kind.TIME: BestCuts(times), Kind.MEMORY: BestCuts(weights), Kind.WORKING: BestCuts(working)}
+        self._best = {
+            CandidateKind.TIME: BestCuts(times),
+            CandidateKind.MEMORY: BestCuts(weights),
+            CandidateKind.WORKING: BestCuts(working),
+        }
 
     def first(self) -> Iterator[Cut]:
         """Yield the cuts to begin with: of every kind, into 1, 2, 3, 4, 6, 9, ... packs, the fewest first."""
         if self._size is not None:
-            yield Cut(Kind.EQUAL, -(-self._count // self._size))
+            yield Cut(CandidateKind.EQUAL, -(-self._count // self._size))
             return
-        yield from (Cut(kind, parts) for parts in _ladder(self._count) for kind in Kind)
+        yield from (Cut(kind, parts) for parts in _ladder(self._count) for kind in CandidateKind)
 
     def near(self, cut: Cut) -> Iterator[Cut]:
-        """Yield the cuts to try next if that one is good."""
+        """Yield the cuts to try next if `cut` is good: one change away from it."""
         yield replace(cut, small_first=not cut.small_first)
         yield from (replace(cut, multiple=multiple, forward=0) for multiple in _MULTIPLES if multiple != cut.multiple)
         if self._packer.pipeline == 1 and cut.parts > 3:
@@ -85,18 +89,22 @@ class Cuts:
                 yield replace(cut, parts=parts)
 
     def packing(self, cut: Cut) -> tuple[Packing, str] | None:
-        """Its packs and its name; None: there are none."""
+        """Return the packs of a cut and its name for people; None: the calls cannot be cut so."""
         bounds = self.bounds(cut)
         if bounds is None:
             return None
         backward, forward = bounds
-        name = cut.kind.value.format(size=self._size_of(cut)) + (", as configured" if self._size is not None else "")
-        name += ", small ones first" if cut.small_first else ""
-        name += f", {len(forward) - 1} in the forward pass" if cut.multiple > 1 or cut.forward else ""
+        name = cut.kind.value.format(size=self._size_of(cut))
+        if self._size is not None:
+            name += ", as configured"
+        if cut.small_first:
+            name += ", small ones first"
+        if cut.multiple > 1 or cut.forward:
+            name += f", {len(forward) - 1} in the forward pass"
         return self._packer.packing(backward, forward), f"{counted(len(backward) - 1, 'pack')} {name}"
 
     def bounds(self, cut: Cut) -> tuple[Bounds, Bounds] | None:
-        """Return the bounds of its packs in the backward pass and in the forward pass; None: there are none."""
+        """Return the bounds of the packs in the backward pass and in the forward pass; None: the calls cannot be cut so."""
         best = self._best.get(cut.kind)
         bounds = uniform_bounds(self._count, self._size_of(cut)) if best is None else best.bounds(cut.parts)
         if cut.small_first:
@@ -119,7 +127,7 @@ class Cuts:
 
 
 def _ladder(count: int) -> list[int]:
-    """1, 2, 3, ... with growing steps, up to `count`."""
+    """Return 1, 2, 3, 4, 6, 9, ... and `count`: numbers of packs to try."""
     rungs, rung = [], 1
     while rung < count:
         rungs.append(rung)
@@ -131,16 +139,16 @@ def _ladder(count: int) -> list[int]:
 
 
 Peak = Callable[[Policy], float]
+"""Tells the device peak in bytes of given packs with a policy; infinite where the host has no room."""
 
 
-def policies(packing: Packing, request: PlanRequest, peak: Peak, thorough: bool = True) -> Iterator[Policy]:
+def propose_policies(packing: Packing, request: PlanRequest, peak: Peak, thorough: bool = True) -> Iterator[Policy]:
     """Yield a few policies for these packs that fit, spare memory used in one way or another.
 
     Args:
-        peak: the device peak in bytes; infinite where the host has no room.
         thorough: also without early swaps, with all the stash on the host, and with the last packs resident.
     """
-    stashes, early_or_not = _stashes(packing, request), prefetch_choices(request)
+    stashes, early_or_not = _stash_counts(packing, request), prefetch_choices(request)
     residency = request.settings.residency
     given = resident_packs(packing, residency) if isinstance(residency, int) else ()
     base = replace(request.policy, resident=given)
@@ -157,38 +165,45 @@ def policies(packing: Packing, request: PlanRequest, peak: Peak, thorough: bool 
             yield first
         for way in dict.fromkeys((first, ways[-1])) if thorough else (first,):
             if may_stay(request):
-                yield from _filled(packing, way, request, peak, thorough)
+                yield from _with_staying_packs(packing, way, request, peak, thorough)
         if not thorough:
             return
 
 
-def every_set(packing: Packing, request: PlanRequest, peak: Peak) -> Iterator[Policy]:
-    """For each set of packs that may be resident, the policy with the least stash on the host that fits, and packs kept."""
-    able = closed(packing, packing.backward) if request.settings.residency == "auto" else ()
+def every_resident_set(packing: Packing, request: PlanRequest, peak: Peak) -> Iterator[Policy]:
+    """Yield, for each set of packs that may be resident, the policy with the least stash on the host that fits, and as many
+    packs kept as fit.
+    """
+    able = sharing_closure(packing, packing.backward) if request.settings.residency == "auto" else ()
     sets = [some for number in range(len(able) + 1) for some in combinations(able, number)]
     for early, resident in product(prefetch_choices(request), sets):
-        if closed(packing, resident) == resident:
+        if sharing_closure(packing, resident) == resident:
             base = replace(request.policy, resident=resident, prefetch=early)
-            ways = [replace(base, stash_on_host=away) for away in _stashes(packing, request)]
+            ways = [replace(base, stash_on_host=away) for away in _stash_counts(packing, request)]
             first = first_fitting(ways, peak, request)
             if first is not None:
-                yield _kept(packing, first, request, peak)
+                yield _with_packs_kept(packing, first, request, peak)
 
 
-def _filled(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak, thorough: bool) -> Iterator[Policy]:
-    """Yield the policy with as many packs that stay as fit: the last kept; or the first, or the last, resident."""
-    yield _kept(packing, policy, request, peak)
+def _with_staying_packs(
+    packing: Packing, policy: Policy, request: PlanRequest, peak: Peak, thorough: bool
+) -> Iterator[Policy]:
+    """Yield the policy with as many packs on the device as fit: the last ones kept from forward to backward; or the first
+    ones, or the last ones, resident from step to step and as many of the others kept.
+    """
+    yield _with_packs_kept(packing, policy, request, peak)
     if request.settings.residency == "auto":
         count = len(packing.backward)
         for places in (range(count), range(count - 1, -1, -1))[: 2 if thorough else 1]:
-            more = [replace(policy, resident=closed(packing, sorted(places[:n]))) for n in range(count, 0, -1)]
+            more = [replace(policy, resident=sharing_closure(packing, sorted(places[:n]))) for n in range(count, 0, -1)]
             some = first_fitting(more, peak, request)
             if some is not None:
-                yield _kept(packing, some, request, peak)
+                yield _with_packs_kept(packing, some, request, peak)
 
 
-def _kept(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak) -> Policy:
-    able = sorted(both_ways(packing).difference(policy.resident))
+def _with_packs_kept(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak) -> Policy:
+    """Return the policy with as many of the last packs kept from forward to backward as fit."""
+    able = sorted(packs_in_both_passes(packing).difference(policy.resident))
     most = [replace(policy, kept=tuple(able[first:])) for first in range(len(able) + 1)]
     return first_fitting(most, peak, request) or policy
 
@@ -196,7 +211,8 @@ def _kept(packing: Packing, policy: Policy, request: PlanRequest, peak: Peak) ->
 def first_fitting(policies: Sequence[Policy], peak: Peak, request: PlanRequest) -> Policy | None:
     """Return the first of policies, each of which takes less memory than the one before, that fits.
 
-    Few peaks are asked for: where memory changes evenly, the place is told from those of the first and the last.
+    Few peaks are computed: where memory changes evenly from one policy to the next, the peaks of the first and the last
+    one tell about where the budget lies between them.
     """
     budget = request.budget_bytes
     if not policies or budget is None:
@@ -219,25 +235,36 @@ def first_fitting(policies: Sequence[Policy], peak: Peak, request: PlanRequest) 
     return policies[high]
 
 
-def both_ways(packing: Packing) -> set[int]:
-    """Packs that may be kept from forward to backward: both passes have them."""
+def packs_in_both_passes(packing: Packing) -> set[int]:
+    """Return the packs that may be kept from forward to backward: those that both passes have."""
     return {i for i in packing.forward if i in packing.backward[:-1] and packing.packs[i].needs_backward}
 
 
-def use_of(packing: Packing, policy: Policy) -> str:
-    """Return what a policy uses memory for, for people."""
-    count, away = len(packing.forward), policy.stash_on_host
-    place = f"of {away} of {count} packs on the host" if 0 < away < count else f"on the {'host' if away else 'device'}"
-    text = f"{policy.pipeline} devices, " * (policy.pipeline > 1) + f"stash {place}"
-    for packs, what in ((policy.kept, "kept"), (policy.resident, "resident")):
-        text += f", {counted(len(packs), 'pack')} {what}" if packs else ""
-    if holders := sum(map(bool, policy.graphs)):
-        text += f", {sum(policy.graphs)} graphs of {counted(holders, 'pack')}"
-    text += ", prefetch" if policy.prefetch else ""
+def describe_policy(packing: Packing, policy: Policy) -> str:
+    """Return how a policy uses memory, as text for people."""
+    uses: list[str] = []
+    if policy.pipeline > 1:
+        uses.append(f"{policy.pipeline} devices")
+    count, on_host = len(packing.forward), policy.stash_on_host
+    if 0 < on_host < count:
+        uses.append(f"stash of {on_host} of {count} packs on the host")
+    else:
+        uses.append("stash on the host" if on_host else "stash on the device")
+    if policy.kept:
+        uses.append(f"{counted(len(policy.kept), 'pack')} kept")
+    if policy.resident:
+        uses.append(f"{counted(len(policy.resident), 'pack')} resident")
+    packs_with_graphs = sum(1 for count in policy.graphs if count)
+    if packs_with_graphs:
+        uses.append(f"{sum(policy.graphs)} graphs of {counted(packs_with_graphs, 'pack')}")
+    if policy.prefetch:
+        uses.append("prefetch")
+    text = ", ".join(uses)
     if policy.alone:
         return text
     weights = "shares of the weights" if policy.shared else "whole weights"
-    return f"{text}; {weights}, gradients reduced on the {'host' if policy.reduce_on_host else 'devices'}"
+    place = "host" if policy.reduce_on_host else "devices"
+    return f"{text}; {weights}, gradients reduced on the {place}"
 
 
 def prefetch_choices(request: PlanRequest) -> list[bool]:
@@ -245,8 +272,8 @@ def prefetch_choices(request: PlanRequest) -> list[bool]:
     return [True, False] if request.policy.prefetch and not request.is_manual else [request.policy.prefetch]
 
 
-def _stashes(packing: Packing, request: PlanRequest) -> list[int]:
-    """How many forward packs may have their stash on the host."""
+def _stash_counts(packing: Packing, request: PlanRequest) -> list[int]:
+    """Return the numbers of forward packs to try with their stash on the host."""
     count = len(packing.forward)
     if request.settings.stash != "auto":
         return [count if request.settings.stash == "host" else 0]

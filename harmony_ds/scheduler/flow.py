@@ -6,22 +6,34 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 HOME = 0
 """The device of inputs, buffers and unlayered parameters, as in `harmony_ds.device.base`: plans know no torch."""
 
 
-class Kind(IntEnum):
-    """The makers of tensors: a layer's call, an operation between layers, one that changes its first operand."""
+class FlowKind(IntEnum):
+    """What makes a tensor: the call of a layer, an operation between layers, or one that changes its first input."""
 
     CALL = 0
     OPERATION = 1
     WRITE = 2
 
 
-Event = tuple[Kind, int, tuple[int, ...], tuple[int, ...]]
-"""What it is; the position of the call, or of the last one before the operation (-1: none); tensors in; tensors out."""
+class FlowEvent(NamedTuple):
+    """One thing that made tensors in the forward pass of a micro-batch.
+
+    Attributes:
+        kind: what made them.
+        position: of the call, or of the last call before the operation (-1: there is none).
+        inputs: the numbers of the tensors that it took; the first one of a write is the one that is changed.
+        outputs: the numbers of the tensors that it gave.
+    """
+
+    kind: FlowKind
+    position: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +55,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The tensors of one micro-batch's forward pass, numbered, and what makes them.
+    """The tensors of one micro-batch's forward pass, each with a number, and what makes them.
 
     Attributes:
         nbytes, returns: by number: the size, and whether it requires a gradient.
@@ -55,7 +67,7 @@ class Flow:
 
     nbytes: tuple[int, ...] = ()
     returns: tuple[bool, ...] = ()
-    events: tuple[Event, ...] = ()
+    events: tuple[FlowEvent, ...] = ()
     lasting: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
     members: int = 1
@@ -69,45 +81,66 @@ class Flow:
         return replace(self, own=own, members=members)
 
     def at(self, positions: Sequence[int]) -> Flow:
-        """Return the same where the call at each position is at another one."""
-        moved = ((kind, p if p < 0 else positions[p], took, gave) for kind, p, took, gave in self.events)
+        """Return the same flow, with the call at each position at the one that `positions` has for it."""
+        moved: list[FlowEvent] = []
+        for event in self.events:
+            position = event.position if event.position < 0 else positions[event.position]
+            moved.append(event._replace(position=position))
         return replace(self, events=tuple(moved))
 
     def moves(self, devices: Sequence[int]) -> tuple[Move, ...]:
         """Return what crosses where the call at each position runs on the device that `devices` says.
 
-        As `harmony_ds.model.device_transfers` does it: once to each device, and anew after a tensor was changed in place.
-        What a call returns as it came is what has crossed for it, from then on.
+        `harmony_ds.model.device_transfers` moves tensors by these rules: a tensor goes once to each device that needs it, and
+        again after it was changed in place. If a call returns one of its inputs, its copy is that tensor from then on.
         """
-        where: dict[int, int] = {}
-        copies: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by device, how many members' are there
+        device_of: dict[int, int] = {}  # by tensor: where it was made
+        copies: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by tensor and device: of how many members
         moves: list[Move] = []
-        for kind, position, took, gave in self.events:
-            here = devices[position] if position >= 0 else HOME
-            places = {where.get(tensor, HOME) for tensor in took}
-            if kind is not Kind.CALL and len(places) < 2:
-                here = min(places, default=here)
-            elif kind is Kind.WRITE:
-                here = where.get(took[0], HOME)
-            for tensor in took:
-                source = where.get(tensor, HOME)
-                wanted = self.members if tensor in self.own and kind is not Kind.CALL else 1
-                if source != here and (more := wanted - copies[tensor].get(here, 0)) > 0:
+        for event in self.events:
+            is_call = event.kind is FlowKind.CALL
+            here = _device_of_event(event, devices, device_of)
+            for tensor in event.inputs:
+                source = device_of.get(tensor, HOME)
+                wanted = self.members if tensor in self.own and not is_call else 1
+                missing = wanted - copies[tensor].get(here, 0)
+                if source != here and missing > 0:
                     copies[tensor][here] = wanted
-                    nbytes, returns = more * self.nbytes[tensor], self.returns[tensor]
-                    moves.append(Move(position, source, here, nbytes, returns, tensor in self.lasting))
-            if kind is Kind.WRITE:
-                copies[took[0]].clear()
-            for tensor in gave:
-                if kind is Kind.CALL and where.get(tensor, here) != here:
+                    nbytes, is_lasting = missing * self.nbytes[tensor], tensor in self.lasting
+                    moves.append(Move(event.position, source, here, nbytes, self.returns[tensor], is_lasting))
+            if event.kind is FlowKind.WRITE:
+                copies[event.inputs[0]].clear()
+            for tensor in event.outputs:
+                if is_call and device_of.get(tensor, here) != here:
                     copies[tensor].clear()
-                    where[tensor] = here
-                where.setdefault(tensor, here)
+                    device_of[tensor] = here
+                device_of.setdefault(tensor, here)
         return tuple(moves)
 
     @staticmethod
-    def of(data: dict[str, Any]) -> Flow:
-        """From what `dataclasses.asdict` made of it and JSON has kept."""
-        events = tuple((Kind(kind), p, tuple(took), tuple(gave)) for kind, p, took, gave in data["events"])
-        own, members = tuple(data.get("own", ())), data.get("members", 1)
-        return Flow(tuple(data["nbytes"]), tuple(data["returns"]), events, tuple(data["lasting"]), own, members)
+    def from_dict(data: dict[str, Any]) -> Flow:
+        """Return the flow that `dataclasses.asdict` made `data` of, before JSON made lists of its tuples."""
+        return Flow(
+            nbytes=tuple(data["nbytes"]),
+            returns=tuple(data["returns"]),
+            events=tuple(
+                FlowEvent(FlowKind(kind), position, tuple(inputs), tuple(outputs))
+                for kind, position, inputs, outputs in data["events"]
+            ),
+            lasting=tuple(data["lasting"]),
+            own=tuple(data.get("own", ())),
+            members=data.get("members", 1),
+        )
+
+
+def _device_of_event(event: FlowEvent, devices: Sequence[int], device_of: dict[int, int]) -> int:
+    """Return where an event happens: a call on its own device, an operation where its inputs are, if that is one device."""
+    here = devices[event.position] if event.position >= 0 else HOME
+    if event.kind is FlowKind.CALL:
+        return here
+    places = {device_of.get(tensor, HOME) for tensor in event.inputs}
+    if len(places) < 2:
+        return min(places, default=here)
+    if event.kind is FlowKind.WRITE:
+        return device_of.get(event.inputs[0], HOME)
+    return here

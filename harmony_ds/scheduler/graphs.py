@@ -33,7 +33,7 @@ class Graphs:
         """`policy` with as many more graphs as fit for certain, those of the pack `before` first.
 
         Args:
-            peaks: its own, by stage (see `Outlook.stages`).
+            peaks: its own, by stage (see `CandidateEstimator.stage_peaks`).
             bytes_of: what a micro-batch adds in each pack.
         """
         if not self.wanted or self._budget is None:

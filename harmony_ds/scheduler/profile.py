@@ -246,7 +246,7 @@ def _mixed(below: _Costs, above: _Costs, share: float) -> _Costs:
 
 def _table(data: dict[str, Any]) -> CostTable:
     costs = tuple(_call_cost(cost) for cost in data["costs"])
-    return CostTable(**{**data, "calls": tuple(data["calls"]), "costs": costs, "flow": Flow.of(data["flow"])})
+    return CostTable(**{**data, "calls": tuple(data["calls"]), "costs": costs, "flow": Flow.from_dict(data["flow"])})
 
 
 def _call_cost(data: dict[str, Any]) -> CallCost:

@@ -1,4 +1,4 @@
-"""Which packs can stay on the device: from forward to backward, and from step to step."""
+"""Which packs may stay on the device: kept from forward to backward, or resident from step to step."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ def resident_packs(packing: Packing, count: int | None) -> tuple[int, ...]:
 
     A parameter has one place: a pack is not resident if it shares one with a pack that is not.
     """
-    return closed(packing, packing.backward[-count:] if count else ())
+    return sharing_closure(packing, packing.backward[-count:] if count else ())
 
 
-def closed(packing: Packing, wanted: Sequence[int]) -> tuple[int, ...]:
-    """Return the packs of `wanted` that share no parameter with a pack that is not resident."""
+def sharing_closure(packing: Packing, wanted: Sequence[int]) -> tuple[int, ...]:
+    """Return the packs of `wanted` that can be resident together: all packs that share a parameter with one of them are
+    among them.
+    """
     if not wanted:
         return ()
-    having, wanted = holders(packing), list(wanted)
+    sharing, wanted = packs_sharing(packing), list(wanted)
     while True:
-        kept = [index for index in wanted if having[index].issubset(wanted)]
+        kept = [index for index in wanted if sharing[index].issubset(wanted)]
         if kept == wanted:
             return tuple(wanted)
         wanted = kept
 
 
 @lru_cache(maxsize=1)  # a search asks several times about one packing after the other
-def holders(packing: Packing) -> dict[int, set[int]]:
-    """By pack: the packs that have one of its parameters."""
+def packs_sharing(packing: Packing) -> dict[int, set[int]]:
+    """Return, by pack, the packs that have one of its parameters, itself among them."""
     packs_of: dict[str, set[int]] = {}
     for pack in packing.packs:
         for name in pack.parameters:
@@ -46,11 +48,11 @@ def holders(packing: Packing) -> dict[int, set[int]]:
 
 def why_not_resident(packing: Packing, count: int | None) -> list[str]:
     """Return a line for each of the last `count` packs that `resident_packs` leaves out."""
-    packs, having, resident = packing.packs, holders(packing), resident_packs(packing, count)
+    packs, sharing, resident = packing.packs, packs_sharing(packing), resident_packs(packing, count)
     lines = []
     for index in packing.backward[-count:] if count else ():
         if index not in resident:
-            other = min(having[index].difference(resident, [index]))
+            other = min(sharing[index].difference(resident, [index]))
             name = next(name for name in packs[index].parameters if name in packs[other].parameters)
             lines.append(f"pack {index} is not resident: it shares {name} with pack {other}, which is not")
     return lines

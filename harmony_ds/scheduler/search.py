@@ -1,13 +1,19 @@
-"""Searches for the fastest plan that fits.
+"""Searches for the fastest plan that fits the device.
 
-What is varied: where the passes are cut into packs, each in its own way; how much of the stash waits on the host; which
-packs stay on the device from forward to backward, and which from step to step; whether swaps are issued early; whose graphs
-are kept.
+A plan is decided by a few choices: where the calls are cut into packs, for each pass in its own way; how much of the stash
+waits on the host; which packs stay on the device from forward to backward (kept), and which from step to step (resident);
+whether swaps are issued early; whose autograd graphs are kept. Together they are a `Point` of the search. All of them
+cannot be tried, so that the search goes in four steps, from the many to the few:
 
-First many ways to cut are tried, with few uses of memory each; then, again and again, the neighbours of the best few.
-All are judged by their outlook: the walks over a few micro-batches that stand for all. Those chosen are walked in full.
+1. Propose (`candidates`): many ways to cut the calls into packs, and for each of them a few ways to use memory.
+2. Estimate (`estimator`): the peak and the time of each proposal, from a plan over a few micro-batches that stand for all.
+   What does not fit is dropped, and the best few ways to cut are remembered (`_Search.found`).
+3. Improve (`neighbours`): again and again, small changes of the best few are proposed and estimated in the same way, as
+   long as they bring better ones.
+4. Choose: the best few that are left are simulated in full, with all micro-batches, and the fastest is the plan.
+
 Times are compared in steps of two thousandths; of equally fast plans the one that moves fewer bytes is taken, then the one
-with fewer packs. Nothing depends on chance.
+with fewer packs. Nothing depends on chance: the same model, machine and settings always give the same plan.
 """
 
 from __future__ import annotations
@@ -21,48 +27,63 @@ from itertools import zip_longest
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.errors import ConfigError, DoesNotFitError
-from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, every_set, first_fitting, policies, use_of
+from harmony_ds.scheduler.candidates import (
+    CandidateKind,
+    Cut,
+    Cuts,
+    describe_policy,
+    every_resident_set,
+    first_fitting,
+    propose_policies,
+)
 from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.delay_choice import choose_delays
+from harmony_ds.scheduler.estimator import CandidateEstimator
 from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.host_room import waiting_of
 from harmony_ds.scheduler.lowering import STASH_PIECES
-from harmony_ds.scheduler.neighbours import Point, recut, reused
-from harmony_ds.scheduler.outlook import Outlook
+from harmony_ds.scheduler.neighbours import Point, neighbours_by_cuts, neighbours_by_memory
 from harmony_ds.scheduler.pack_bytes import PackBytes
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.profile import Machine
-from harmony_ds.scheduler.resident import closed, may_stay
+from harmony_ds.scheduler.resident import may_stay, sharing_closure
 from harmony_ds.scheduler.simulate import Prediction, simulate
 
 _QUANTUM = math.log1p(2e-3)
 _BEAM = 6
-"""So many of the best ways to cut have their neighbours tried."""
+"""How many of the best candidates are remembered, one for each way to cut, and have their neighbours tried."""
 _AT_ONCE = 48
-"""So many neighbours of one, before those of the best are gone on with."""
+"""How many neighbours of one candidate are tried before the search looks again which candidate is the best."""
 _PATIENCE = 900
-"""After so many plans none of which was better, the others are taken not to be."""
+"""The search for neighbours ends after this many in a row that were not better than the best."""
 _WORK, _FIRST_WORK = 500_000, 300_000
-"""After so many tasks walked no more neighbours are tried; after so many, no more ways to cut from scratch."""
+"""Bounds on work, in tasks walked: after the first no more neighbours are tried, after the second no more ways to cut."""
 _SIMULATED = 3
-"""So much more work it is to simulate a task than to walk it."""
+"""Work of simulating a task, where walking its memory is 1."""
 _SLOWER, _MARGIN = 2, 1.1
-"""After so many ways to cut of one kind, each so much slower than the best, more packs are taken to be slower still."""
+"""A kind of cut is given up after this many ways in a row whose steps take this many times the best: each has more packs
+than the one before, and the next ones would be slower still.
+"""
 _FEW = 6
-"""Of so many packs at most, every set of them is tried as the resident ones, and graphs are added by what they take."""
+"""With at most this many packs, every set of resident packs is tried, and graphs are added by what plans really take."""
 _SHORT = 8
-"""Of so many packs at most, all uses of memory are tried for each way to cut."""
+"""With at most this many packs, all uses of memory are proposed for each way to cut."""
 _PIECES = 8
-"""In so many pieces, at most, the stash for a pack moves while candidates are compared; in fewer where packs are many."""
+"""Most transfers in which the simulator lets the stash for one pack move while candidates are compared: a plan moves it in
+more, each of which takes time to simulate. With many packs they are fewer, see `_MANY`.
+"""
 _MANY = 24
+"""With more packs than this, the transfers of `_PIECES` are so many times fewer as the packs are more."""
 _NEAR = 1.01
-"""Those that are slower by more than that are not the best in more pieces, either."""
+"""Candidates that are estimated to be slower than the best by more than this factor are not simulated again at the end."""
 _TRIALS = 4
-"""So often graphs are added to the plan that was found: what is certain to fit is less than what does."""
+"""How often more kept graphs are tried for the plan that was found. What `Graphs.fitting` is certain of is less than what
+fits, so that another trial may find room for more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +98,9 @@ class Choice:
 def search(
     graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int = 1
 ) -> tuple[Choice, ...]:
-    """Return the `top` fastest plans that fit, best first; such as the host has room for, if the fastest is not and any is.
+    """Return the `top` fastest plans that fit, best first.
+
+    If the host has no room for what the fastest keeps there, the plans are such as it has room for, if there are any.
 
     Raises:
         ConfigError: there are more devices than packs.
@@ -89,23 +112,26 @@ def search(
             f"harmony.devices asks for {devices} devices, and the model's {len(costs.calls)} layer calls make {packs} "
             "packs at most, each of which runs on one device: lower harmony.devices, or harmony.pack_layers."
         )
-    fastest = _search(graph, costs, machine, element, replace(request, host_bytes=None), top)
+    fastest = _search_all_ways(graph, costs, machine, element, replace(request, host_bytes=None), top)
     if request.host_bytes is None or waiting_of(fastest[0].plan, costs).total_bytes <= request.host_bytes:
         return fastest
-    return _search(graph, costs, machine, element, request, top) or fastest
+    return _search_all_ways(graph, costs, machine, element, request, top) or fastest
 
 
-def _search(
+def _search_all_ways(
     graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int
 ) -> tuple[Choice, ...]:
-    """None where the host's room is what is too small."""
+    """Search once for each way in which several devices may work together; return the best of all.
+
+    Empty where it is the host's room that is too small. Raises DoesNotFitError where it is the device's.
+    """
     found: list[tuple[Choice, ...]] = []
     failures: list[str] = []  # not the errors: one that a frame holds, whose traceback holds the frame, is a cycle
     for way in among_devices(request, machine):
         packer = Packer(graph, costs, element, way.policy)
         one = _Search(costs, machine, packer, way, top)
-        one.run()
-        choices = one.choices()
+        one.explore()
+        choices = one.choose()
         if choices:
             found.append(choices)
         elif request.host_bytes is None:
@@ -124,12 +150,12 @@ def _search(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A candidate that fits: as in `Choice`, but not walked in full.
+    """A candidate that fits, with its estimate.
 
     Attributes:
-        ms: the time of a step.
+        ms: the time of a step; infinite: not estimated, or more than was asked for.
         rank: less is better.
-        cut: the name of its cuts.
+        cut: the name of its cuts, for people.
     """
 
     ms: float
@@ -141,39 +167,46 @@ class _Found:
 
 
 class _Search:
-    """The state of the search for one request."""
+    """The search for one request: `explore`, then `choose`.
+
+    Attributes:
+        found: the best candidates so far, best first, one for each way to cut.
+        smallest: what takes the least memory of all that were tried; None: nothing was tried.
+    """
 
     def __init__(self, costs: CostTable, machine: Machine, packer: Packer, request: PlanRequest, top: int) -> None:
         self._costs = costs
         self._machine = machine
         self._packer = packer
         self._request = request
-        self._outlook = Outlook(costs, machine, request)
+        self._estimator = CandidateEstimator(costs, machine, request)
         self._graphs = Graphs(costs, request)
         self._budget = float("inf") if request.budget_bytes is None else request.budget_bytes
         self._top = top
-        self._most = max(top, _BEAM)
+        self._remembered = max(top, _BEAM)  # the length of `found`
         self._packings: dict[tuple[Bounds, Bounds], Packing] = {}
         self._peaks: dict[tuple[Bounds, Bounds, Policy], list[int]] = {}
         self._tried: set[Point] = set()
         self._work = 0  # tasks walked
         self._cuts: dict[tuple[Bounds, Bounds], Cut] = {}
-        self._every: set[tuple[Bounds, Bounds]] = set()
-        self._in_vain = 0
+        self._with_every_set: set[tuple[Bounds, Bounds]] = (
+            set()
+        )  # cuts with which every set of resident packs was tried
+        self._in_vain = 0  # neighbours in a row that were not better than the best
         self.found: list[_Found] = []
         self.smallest: tuple[Packing, Policy] | None = None
-        self._least = float("inf")
+        self._smallest_bytes = float("inf")
 
-    # ---- the way
+    # ---- propose ways to cut, and uses of memory for each
 
-    def run(self) -> None:
-        """Try ways to cut from scratch, then at neighbours of the best."""
+    def explore(self) -> None:
+        """Try ways to cut from scratch, then others like the best of them, then neighbours of the best candidates."""
         cuts = Cuts(self._costs, self._packer, self._request)
         self._try_cuts(cuts.first(), cuts)
         varied: set[Cut] = set()
         while not self._request.is_manual and (not varied or self._work < _FIRST_WORK):
-            best = (self._cuts[_cuts_of(one.packing)] for one in self.found)
-            cut = next((one for one in best if one not in varied), None)
+            best = (self._cuts[_cuts_of(candidate.packing)] for candidate in self.found)
+            cut = next((cut for cut in best if cut not in varied), None)
             if cut is None:
                 break
             varied.add(cut)
@@ -182,82 +215,107 @@ class _Search:
             self._improve()
 
     def _try_cuts(self, several: Iterable[Cut], cuts: Cuts) -> None:
-        slower: Counter[Kind] = Counter()
+        """Try a few uses of memory with each cut; give up a kind of cut that only gets slower with more packs."""
+        slower: Counter[CandidateKind] = Counter()
         for cut in several:
-            made = cuts.packing(cut) if slower[cut.kind] < _SLOWER else None
-            if made is None or self._cuts.setdefault(_cuts_of(made[0]), cut) != cut:
+            if slower[cut.kind] >= _SLOWER:
                 continue
-            ms = self._try_uses(*made, thorough=len(made[0].backward) <= _SHORT)
-            if self.found and len(made[0].backward) > _SHORT:
-                slower[cut.kind] = slower[cut.kind] + 1 if ms > _MARGIN * self.found[0].ms else 0
+            made = cuts.packing(cut)
+            if made is None:
+                continue
+            packing, name = made
+            if self._cuts.setdefault(_cuts_of(packing), cut) != cut:  # another cut makes the same packs
+                continue
+            has_few_packs = len(packing.backward) <= _SHORT
+            ms = self._try_policies(packing, name, thorough=has_few_packs)
+            if self.found and not has_few_packs:
+                is_slower = ms > _MARGIN * self.found[0].ms
+                slower[cut.kind] = slower[cut.kind] + 1 if is_slower else 0
 
-    def _try_uses(self, packing: Packing, cut: str, thorough: bool) -> float:
-        """Try a few ways to use memory with these cuts; return the shortest step; infinite if it is too long."""
-        peak = partial(self._peak, packing)
-        every = policies(packing, self._request, peak, thorough)
-        return min([self._try(packing, Point.of(packing, one), one, cut) for one in every], default=0.0)
+    def _try_policies(self, packing: Packing, cut: str, thorough: bool) -> float:
+        """Try a few uses of memory with these packs; return the time of the shortest step.
+
+        Infinite: no step is short enough to be remembered. 0: nothing fits.
+        """
+        shortest_ms = float("inf")
+        fits = False
+        for policy in propose_policies(packing, self._request, partial(self._peak, packing), thorough):
+            fits = True
+            shortest_ms = min(shortest_ms, self._try(packing, Point.from_policy(packing, policy), policy, cut))
+        return shortest_ms if fits else 0.0
+
+    # ---- improve the best by small changes
 
     def _improve(self) -> None:
-        """Try the neighbours of the best, as long as they bring better ones."""
-        waiting: dict[Point, Iterator[Point]] = {}
-        over: set[Point] = set()
+        """Try the neighbours of the best candidates, as long as they bring better ones."""
+        waiting: dict[Point, Iterator[Point]] = {}  # by candidate: its neighbours that have not been tried
+        finished: set[Point] = set()  # candidates without any
         self._in_vain = 0
         while self._in_vain < _PATIENCE and self._work < _WORK:
-            best = next((one for one in self.found[:_BEAM] if one.point not in over), None)
+            best = next((candidate for candidate in self.found[:_BEAM] if candidate.point not in finished), None)
             if best is None:
                 return
             if best.point not in waiting:
-                waiting[best.point] = self._around(best)
+                waiting[best.point] = self._neighbours(best)
             for _ in range(_AT_ONCE):
-                near = next(waiting[best.point], None)
-                if near is None or self._work >= _WORK:
-                    over.add(best.point)
+                neighbour = next(waiting[best.point], None)
+                if neighbour is None or self._work >= _WORK:
+                    finished.add(best.point)
                     break
-                self._try_near(near, best)
+                self._try_neighbour(neighbour, best)
 
-    def _around(self, best: _Found) -> Iterator[Point]:
-        """Its neighbours: other uses of memory and other cuts in turn. Of few packs, first any that may be resident are."""
+    def _neighbours(self, best: _Found) -> Iterator[Point]:
+        """Yield the neighbours of a candidate: with another use of memory and with other cuts, in turn.
+
+        Before them, of few packs, the candidate with every set of packs that may be resident.
+        """
         packing = best.packing
-        if len(packing.backward) <= _FEW and may_stay(self._request) and _cuts_of(packing) not in self._every:
-            self._every.add(_cuts_of(packing))
-            peak = partial(self._peak, packing)
-            for policy in every_set(packing, self._request, peak):
-                yield Point.of(packing, policy)
-        uses = reused(best.point, packing, self._request)
-        cuts = iter(()) if self._request.is_manual else recut(best.point, self._request.policy.pipeline)
-        for both in zip_longest(uses, cuts):
-            yield from filter(None, both)
+        if len(packing.backward) <= _FEW and may_stay(self._request) and _cuts_of(packing) not in self._with_every_set:
+            self._with_every_set.add(_cuts_of(packing))
+            for policy in every_resident_set(packing, self._request, partial(self._peak, packing)):
+                yield Point.from_policy(packing, policy)
+        by_memory = neighbours_by_memory(best.point, packing, self._request)
+        by_cuts: Iterator[Point] = iter(())
+        if not self._request.is_manual:
+            by_cuts = neighbours_by_cuts(best.point, self._request.policy.pipeline)
+        for pair in zip_longest(by_memory, by_cuts):
+            for point in pair:
+                if point is not None:
+                    yield point
 
-    def _try_near(self, point: Point, best: _Found) -> None:
+    def _try_neighbour(self, point: Point, best: _Found) -> None:
         """Try a point, or, where it does not fit, those that differ from it by what takes too much."""
         known = len(self._packings)
         packing = self._packing(point)
         cut = best.cut if packing is best.packing else f"{counted(len(packing.backward), 'pack')}, cut by trial"
         if len(self._packings) > known and len(packing.backward) <= _SHORT:
-            self._try_uses(packing, cut, thorough=True)
-        policy = point.policy_for(packing, self._request.policy)
+            self._try_policies(packing, cut, thorough=True)
+        policy = point.to_policy(packing, self._request.policy)
         if self._peak(packing, policy) <= self._budget:
             self._try(packing, point, policy, cut)
             return
-        for way in self._smaller(packing, policy):
-            fitting = first_fitting(way, partial(self._peak, packing), self._request)
+        for smaller in self._with_less_memory(packing, policy):
+            fitting = first_fitting(smaller, partial(self._peak, packing), self._request)
             if fitting is not None:
-                self._try(packing, Point.of(packing, fitting, point.graphs), fitting, cut)
+                self._try(packing, Point.from_policy(packing, fitting, point.graphs), fitting, cut)
 
-    def _smaller(self, packing: Packing, policy: Policy) -> Iterator[list[Policy]]:
-        """Policies of less and less memory."""
+    def _with_less_memory(self, packing: Packing, policy: Policy) -> Iterator[list[Policy]]:
+        """Yield lists of policies, of less and less memory, each list by another means: fewer packs kept, one resident pack
+        less, none resident, more stash on the host, swaps not issued early.
+        """
         kept, resident, count = policy.kept, policy.resident, len(packing.forward)
         yield [replace(policy, kept=kept[number:]) for number in range(1, len(kept) + 1)]
         if self._request.settings.residency == "auto":
             for index in resident:
-                yield [replace(policy, resident=closed(packing, [other for other in resident if other != index]))]
+                others = [other for other in resident if other != index]
+                yield [replace(policy, resident=sharing_closure(packing, others))]
             yield [replace(policy, resident=())]
         if self._request.settings.stash == "auto":
-            yield [replace(policy, stash_on_host=away) for away in range(policy.stash_on_host + 1, count + 1)]
+            yield [replace(policy, stash_on_host=number) for number in range(policy.stash_on_host + 1, count + 1)]
         if policy.prefetch and not self._request.is_manual and self._request.policy.prefetch:
             yield [replace(policy, prefetch=False)]
 
-    # ---- one candidate
+    # ---- estimate one candidate
 
     def _packing(self, point: Point) -> Packing:
         cuts = point.backward, point.forward
@@ -265,16 +323,16 @@ class _Search:
             self._packings[cuts] = self._packer.packing(*cuts)
         return self._packings[cuts]
 
-    def _stages(self, packing: Packing, policy: Policy) -> list[int]:
+    def _stage_peaks(self, packing: Packing, policy: Policy) -> list[int]:
         """Return the peak in bytes by stage, without graphs."""
         key = (*_cuts_of(packing), policy)
         peaks = self._peaks.get(key)
         if peaks is None:
-            short = self._outlook.short(packing, policy)
-            self._work += len(short.plan.tasks)
-            peaks = self._peaks[key] = self._outlook.stages(short)
-            if max(peaks) < self._least:
-                self._least, self.smallest = max(peaks), (packing, policy)
+            sampled = self._estimator.sample(packing, policy)
+            self._work += len(sampled.plan.tasks)
+            peaks = self._peaks[key] = self._estimator.stage_peaks(sampled)
+            if max(peaks) < self._smallest_bytes:
+                self._smallest_bytes, self.smallest = max(peaks), (packing, policy)
         return peaks
 
     def _peak(self, packing: Packing, policy: Policy) -> float:
@@ -284,83 +342,95 @@ class _Search:
             plan = Plan(packing, policy, (), self._request.micro_batches, 0, 0)
             if waiting_of(plan, self._costs).total_bytes > room:
                 return float("inf")
-        return max(self._stages(packing, policy))
+        return max(self._stage_peaks(packing, policy))
 
     def _try(self, packing: Packing, point: Point, policy: Policy, cut: str) -> float:
-        """Simulate a candidate that fits. Returns the time of its step; infinite if it is none of the best."""
+        """Estimate a candidate that fits, with as many kept graphs as fit, and remember it if it is one of the best.
+
+        Returns the time of its step; infinite if it is none of the best, or has been tried before.
+        """
         if point in self._tried:
             return float("inf")
         self._tried.add(point)
-        first = next((i for i in packing.backward if packing.packs[i].positions[0] == point.graphs), None)
-        peaks = self._stages(packing, policy)
-        bytes_of = self._outlook.pack_bytes(packing, policy)
-        policy = self._graphs.fitting(packing, policy, peaks, bytes_of, first)
+        graphs_first = next((i for i in packing.backward if packing.packs[i].positions[0] == point.graphs), None)
+        peaks = self._stage_peaks(packing, policy)
+        bytes_of = self._estimator.pack_bytes(packing, policy)
+        policy = self._graphs.fitting(packing, policy, peaks, bytes_of, graphs_first)
         if len(packing.backward) <= _FEW:
             policy = self._with_more_graphs(packing, policy, bytes_of, 1)
         pieces = max(2, min(_PIECES, _PIECES * _MANY // len(packing.packs)))
-        wanted_ms = min(
-            [one.ms for one in self.found if one.packing.packs == packing.packs]
-            + [one.ms for one in self.found[self._most - 1 :]],
-            default=float("inf"),
-        )
-        new = self._timed(_Found(float("inf"), (), packing, policy, point, cut), max(peaks), pieces, wanted_ms)
-        better = new.ms < float("inf") and self._add(new)
-        self._in_vain = 0 if better else self._in_vain + 1
-        return new.ms
+        # Only what is faster than the same packs so far, and than the last of those remembered, is of interest.
+        to_beat = [candidate.ms for candidate in self.found if candidate.packing.packs == packing.packs]
+        to_beat += [candidate.ms for candidate in self.found[self._remembered - 1 :]]
+        candidate = _Found(float("inf"), (), packing, policy, point, cut)
+        candidate = self._estimate(candidate, max(peaks), pieces, min(to_beat, default=float("inf")))
+        is_better = candidate.ms < float("inf") and self._remember(candidate)
+        self._in_vain = 0 if is_better else self._in_vain + 1
+        return candidate.ms
 
-    def _timed(self, found: _Found, peak: int, pieces: int, wanted_ms: float = float("inf")) -> _Found:
-        if self._outlook.least_ms(found.packing, found.policy) > wanted_ms:
+    def _estimate(self, found: _Found, peak: int, pieces: int, wanted_ms: float = float("inf")) -> _Found:
+        """Return the candidate with its time and rank; as it was, if it takes more than `wanted_ms`."""
+        if self._estimator.least_step_ms(found.packing, found.policy) > wanted_ms:
             return found
-        short = self._outlook.short(found.packing, found.policy)
-        self._work += _SIMULATED * len(short.plan.tasks)
-        ms = self._outlook.step_ms(short, pieces, wanted_ms)
+        sampled = self._estimator.sample(found.packing, found.policy)
+        self._work += _SIMULATED * len(sampled.plan.tasks)
+        ms = self._estimator.step_ms(sampled, pieces, wanted_ms)
         if ms == float("inf"):
             return found
-        rank = steps(ms), self._outlook.swapped_bytes(short), len(found.packing.packs), peak
+        rank = time_rank(ms), self._estimator.swapped_bytes(sampled), len(found.packing.packs), peak
         return replace(found, ms=ms, rank=rank)
 
-    def _add(self, new: _Found) -> bool:
-        """Keep it if it is among the best: one for each way to cut; of those that do the same, that of the fewest packs.
+    def _remember(self, new: _Found) -> bool:
+        """Remember a candidate if it is among the best; return whether it is the best of all.
 
-        Returns whether it is the best of all.
+        One is remembered for each way to cut; of those that take the same time and move the same bytes, that of the fewest
+        packs.
         """
-        same = [one for one in self.found if one.packing.packs == new.packing.packs or one.rank[:2] == new.rank[:2]]
-        if any(one.rank <= new.rank for one in same):
+        same = [
+            known for known in self.found if known.packing.packs == new.packing.packs or known.rank[:2] == new.rank[:2]
+        ]
+        if any(known.rank <= new.rank for known in same):
             return False
-        self.found = [one for one in self.found if one not in same]
+        self.found = [known for known in self.found if known not in same]
         self.found.append(new)
-        self.found.sort(key=lambda one: one.rank)
-        del self.found[self._most :]
+        self.found.sort(key=_rank_of)
+        del self.found[self._remembered :]
         return self.found[0] is new
 
-    # ---- the end
+    # ---- choose, by simulating the best in full
 
-    def choices(self) -> tuple[Choice, ...]:
-        """Return the best, walked and simulated in full."""
-        near = [one for place, one in enumerate(self.found) if place < self._top or one.ms < _NEAR * self.found[0].ms]
-        finalists = sorted((self._timed(one, one.rank[-1], STASH_PIECES) for one in near), key=lambda one: one.rank)
-        choices = [self._with_graphs(one) for one in finalists[: self._top]]
-        return tuple(sorted(choices, key=lambda one: steps(one.prediction.step_ms)))
+    def choose(self) -> tuple[Choice, ...]:
+        """Return the best candidates as plans with all their tasks, simulated in full."""
+        finalists: list[_Found] = []
+        for place, candidate in enumerate(self.found):
+            if place < self._top or candidate.ms < _NEAR * self.found[0].ms:
+                finalists.append(self._estimate(candidate, candidate.rank[-1], STASH_PIECES))
+        finalists.sort(key=_rank_of)
+        choices = [self._choice_with_graphs(candidate) for candidate in finalists[: self._top]]
+        return tuple(sorted(choices, key=lambda choice: time_rank(choice.prediction.step_ms)))
 
-    def _with_graphs(self, found: _Found) -> Choice:
-        """With as many graphs as fit to the byte; without any, if they bring nothing."""
+    def _choice_with_graphs(self, found: _Found) -> Choice:
+        """Return the plan with as many kept graphs as fit to the byte; without any, if they bring nothing."""
         packing, without = found.packing, replace(found.policy, graphs=())
-        policy = self._with_more_graphs(packing, found.policy, self._outlook.pack_bytes(packing, without), _TRIALS)
+        policy = self._with_more_graphs(packing, found.policy, self._estimator.pack_bytes(packing, without), _TRIALS)
         while len(packing.backward) <= _FEW and self._graphs.wanted:
-            several = (one for one in self._graphs.one_more(packing, policy) if self._fits(packing, one))
-            if (more := next(several, None)) is None:
+            several = (more for more in self._graphs.one_more(packing, policy) if self._fits(packing, more))
+            one_more = next(several, None)
+            if one_more is None:
                 break
-            policy = more
-        most = self._choice(packing, policy, found.cut)
+            policy = one_more
+        most = self._simulated_choice(packing, policy, found.cut)
         if not policy.graphs:
             return most
-        least = self._choice(packing, without, found.cut)
-        return most if steps(most.prediction.step_ms) < steps(least.prediction.step_ms) else least
+        least = self._simulated_choice(packing, without, found.cut)
+        return most if time_rank(most.prediction.step_ms) < time_rank(least.prediction.step_ms) else least
 
     def _with_more_graphs(self, packing: Packing, policy: Policy, bytes_of: list[PackBytes], trials: int) -> Policy:
-        """Add graphs by what their plan really takes: less than what `Graphs.fitting` is certain of."""
-        for _ in range(trials if self._graphs.wanted else 0):
-            peaks = self._outlook.stages(self._outlook.short(packing, policy))
+        """Add kept graphs by what their plan really takes: less than what `Graphs.fitting` is certain of."""
+        if not self._graphs.wanted:
+            return policy
+        for _ in range(trials):
+            peaks = self._estimator.stage_peaks(self._estimator.sample(packing, policy))
             if max(peaks) > self._budget:
                 policy = replace(policy, graphs=())
                 continue
@@ -371,24 +441,29 @@ class _Search:
         return policy
 
     def _fits(self, packing: Packing, policy: Policy) -> bool:
-        return max(self._outlook.stages(self._outlook.short(packing, policy))) <= self._budget
+        return max(self._estimator.stage_peaks(self._estimator.sample(packing, policy))) <= self._budget
 
-    def _choice(self, packing: Packing, policy: Policy, cut: str) -> Choice:
+    def _simulated_choice(self, packing: Packing, policy: Policy, cut: str) -> Choice:
+        """Return the plan with all its tasks, with the delays of swap-ins that make it faster."""
         plan = make_plan(packing, self._costs, self._request, policy)
         delays = choose_delays(plan, self._costs, self._machine)
         if delays:
             plan = make_plan(packing, self._costs, self._request, replace(policy, swap_in_delays=delays))
         assert plan.peak_bytes <= self._budget, (plan.peak_bytes, self._budget)
-        return Choice(plan, simulate(plan, self._costs, self._machine), f"{cut}; {use_of(packing, policy)}")
+        return Choice(plan, simulate(plan, self._costs, self._machine), f"{cut}; {describe_policy(packing, policy)}")
+
+
+def _rank_of(found: _Found) -> tuple[int, ...]:
+    return found.rank
 
 
 def _cuts_of(packing: Packing) -> tuple[Bounds, Bounds]:
-    """Return the ends of packs, in both passes."""
-    return tuple(
-        tuple(packing.packs[index].positions[-1] for index in order) for order in (packing.backward, packing.forward)
-    )  # type: ignore[return-value]
+    """Return the ends of packs, in the backward pass and in the forward pass."""
+    backward = tuple([packing.packs[index].positions[-1] for index in packing.backward])
+    forward = tuple([packing.packs[index].positions[-1] for index in packing.forward])
+    return backward, forward
 
 
-def steps(ms: float) -> int:
-    """Return a time in steps of two thousandths."""
+def time_rank(ms: float) -> int:
+    """Return a time in steps of two thousandths: times of the same rank count as equal."""
     return math.ceil(math.log(max(ms, 1e-9)) / _QUANTUM)

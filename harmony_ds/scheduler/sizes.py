@@ -13,7 +13,7 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.profile import Profile
-from harmony_ds.scheduler.search import Choice, steps
+from harmony_ds.scheduler.search import Choice, time_rank
 
 _GAIN = 0.99
 """A size that is not at least this much faster than a smaller one is not tried."""
@@ -121,7 +121,7 @@ def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable, Sizes],
         try:
             prediction = choose(combined(profile, sizes, rows), sizes).prediction
             best_ms = min(best_ms, prediction.step_ms)
-            found.append(((steps(prediction.step_ms), prediction.swaps.total, sizes), sizes))
+            found.append(((time_rank(prediction.step_ms), prediction.swaps.total, sizes), sizes))
         except DoesNotFitError as error:
             failure = error.with_traceback(None)  # which holds this frame
     if not found:

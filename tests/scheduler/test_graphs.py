@@ -11,8 +11,8 @@ import pytest
 from harmony_ds.config import HarmonySettings
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
+from harmony_ds.scheduler.estimator import CandidateEstimator
 from harmony_ds.scheduler.graphs import Graphs
-from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.simulate import simulate
@@ -61,31 +61,31 @@ def random_cases(seed: int) -> Iterator[tuple[CostTable, PlanRequest, Packing, P
         yield costs, request, packing, policy
 
 
-def peaks_of(outlook: Outlook, packing: Packing, policy: Policy) -> list[int]:
-    return outlook.stages(outlook.short(packing, policy))
+def peaks_of(estimator: CandidateEstimator, packing: Packing, policy: Policy) -> list[int]:
+    return estimator.stage_peaks(estimator.sample(packing, policy))
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_is_certain_to_fit_fits_and_short_groups_tell_all(seed: int) -> None:
     for costs, request, packing, policy in random_cases(seed):
-        outlook = Outlook(costs, GPU, request)
-        without, bytes_of = peaks_of(outlook, packing, policy), outlook.pack_bytes(packing, policy)
+        estimator = CandidateEstimator(costs, GPU, request)
+        without, bytes_of = peaks_of(estimator, packing, policy), estimator.pack_bytes(packing, policy)
         for budget in (max(without), int(1.1 * max(without)), 2 * max(without)):
             graphs = Graphs(costs, replace(request, budget_bytes=budget))
             for before in (None, *policy.kept):
                 more = graphs.fitting(packing, policy, without, bytes_of, before)
                 plan = make_plan(packing, costs, request, more)
-                assert max(peaks_of(outlook, packing, more)) == plan.peak_bytes <= budget
-                short = outlook.short(packing, more)
-                assert outlook.step_ms(short, 16) == pytest.approx(simulate(plan, costs, GPU).step_ms, rel=2e-2)
-                assert outlook.swapped_bytes(short) == swaps_of(plan, costs).total
+                assert max(peaks_of(estimator, packing, more)) == plan.peak_bytes <= budget
+                sampled = estimator.sample(packing, more)
+                assert estimator.step_ms(sampled, 16) == pytest.approx(simulate(plan, costs, GPU).step_ms, rel=2e-2)
+                assert estimator.swapped_bytes(sampled) == swaps_of(plan, costs).total
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_with_room_for_all_every_pack_that_stays_keeps_them(seed: int) -> None:
     for costs, request, packing, policy in random_cases(seed):
-        outlook = Outlook(costs, GPU, request)
-        peaks, bytes_of = peaks_of(outlook, packing, policy), outlook.pack_bytes(packing, policy)
+        estimator = CandidateEstimator(costs, GPU, request)
+        peaks, bytes_of = peaks_of(estimator, packing, policy), estimator.pack_bytes(packing, policy)
         graphs = Graphs(costs, request).fitting(packing, policy, peaks, bytes_of).graphs
         stays = {*policy.kept, *policy.resident} & {*packing.forward} & {*packing.backward[:-1]}
         assert {index for index, count in enumerate(graphs) if count} == stays
@@ -108,8 +108,8 @@ def test_a_pack_named_first_has_its_graphs_before_others() -> None:
     request = PlanRequest(HarmonySettings(), 4, 10**9, resident_bytes=0, policy=Policy())
     packing = Packer(graph, costs, FP32).packing((0, 1, 2, 3))
     policy = Policy(kept=(0, 1), prefetch=False)
-    outlook = Outlook(costs, GPU, request)
-    without, bytes_of = peaks_of(outlook, packing, policy), outlook.pack_bytes(packing, policy)
+    estimator = CandidateEstimator(costs, GPU, request)
+    without, bytes_of = peaks_of(estimator, packing, policy), estimator.pack_bytes(packing, policy)
 
     def graphs(more_bytes: int, before: int | None = None) -> tuple[int, ...]:
         wanted = replace(request, budget_bytes=max(without) + more_bytes)

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from harmony_ds import DoesNotFitError, Plan
 from harmony_ds.config import HarmonySettings
 from harmony_ds.decomposer import LayerGraph
-from harmony_ds.scheduler.candidates import Cut, Cuts, Kind, policies
+from harmony_ds.scheduler.candidates import CandidateKind, Cut, Cuts, propose_policies
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.compose import Group
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
-from harmony_ds.scheduler.neighbours import Point, recut
+from harmony_ds.scheduler.neighbours import Point, neighbours_by_cuts
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Packing, Policy
 from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.saved import adopt
-from harmony_ds.scheduler.search import Choice, search, steps
+from harmony_ds.scheduler.search import Choice, search, time_rank
 from harmony_ds.scheduler.simulate import simulate
 from tests.cover import pairs
 from tests.scheduler.examples import CPU, FP32, GPU, costs_of, graph_of, pack_uniformly, reused
@@ -104,7 +104,7 @@ def test_a_larger_budget_never_gives_a_slower_plan(machine: Machine, stash: str,
             assert not times, "a larger budget holds whatever a smaller one holds"
             continue
         assert choice.plan.peak_bytes <= budget
-        times.append(steps(choice.prediction.step_ms))
+        times.append(time_rank(choice.prediction.step_ms))
     assert times == sorted(times, reverse=True)
     assert len(set(times)) > 1
 
@@ -144,12 +144,12 @@ def test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen(sizes: 
         def peak(policy: Policy, packing: Packing = packing) -> float:
             return make_plan(packing, costs, wanted, policy).peak_bytes
 
-        for policy in policies(packing, wanted, peak):
+        for policy in propose_policies(packing, wanted, peak):
             plan = valid(make_plan(packing, costs, wanted, policy))
             assert plan.peak_bytes <= budget
-            every.append(steps(simulate(plan, costs, GPU).step_ms))
+            every.append(time_rank(simulate(plan, costs, GPU).step_ms))
     if every:
-        assert steps(search(graph, costs, GPU, FP32, wanted)[0].prediction.step_ms) <= min(every)
+        assert time_rank(search(graph, costs, GPU, FP32, wanted)[0].prediction.step_ms) <= min(every)
     else:
         with pytest.raises(DoesNotFitError):
             search(graph, costs, GPU, FP32, wanted)
@@ -159,7 +159,7 @@ def test_the_list_is_ordered_and_holds_no_plan_twice() -> None:
     found = search(GRAPH, COSTS, GPU, FP32, request(30_000), top=10)
 
     assert len(found) > 1
-    assert [steps(c.prediction.step_ms) for c in found] == sorted(steps(c.prediction.step_ms) for c in found)
+    assert [time_rank(c.prediction.step_ms) for c in found] == sorted(time_rank(c.prediction.step_ms) for c in found)
     assert len({c.plan.packing for c in found}) == len(found)
     assert found[0] == search(GRAPH, COSTS, GPU, FP32, request(30_000))[0]
 
@@ -308,14 +308,14 @@ def test_packs_of_layers_that_compute_much_and_weigh_little_are_cut_by_what_they
     costs = replace(COSTS, calls=graph.calls, costs=calls)
     cuts = Cuts(costs, Packer(graph, costs, FP32), request(60_000))
 
-    assert cuts.bounds(Cut(Kind.WORKING, 5)) == ((0, 1, 2, 3, 5, 12), (0, 1, 2, 3, 5))
-    assert cuts.bounds(Cut(Kind.WORKING, 5, forward=2)) == ((0, 1, 2, 3, 5, 12), (0, 2, 5))
-    assert cuts.bounds(Cut(Kind.WORKING, 5, forward=6)) is None
+    assert cuts.bounds(Cut(CandidateKind.WORKING, 5)) == ((0, 1, 2, 3, 5, 12), (0, 1, 2, 3, 5))
+    assert cuts.bounds(Cut(CandidateKind.WORKING, 5, forward=2)) == ((0, 1, 2, 3, 5, 12), (0, 2, 5))
+    assert cuts.bounds(Cut(CandidateKind.WORKING, 5, forward=6)) is None
     pipeline = Packer(graph, costs, FP32, Policy(pipeline=2))
-    assert Cuts(costs, pipeline, request(60_000)).bounds(Cut(Kind.WORKING, 5, forward=2)) is None
+    assert Cuts(costs, pipeline, request(60_000)).bounds(Cut(CandidateKind.WORKING, 5, forward=2)) is None
 
 
 def test_cuts_of_large_packs_move_by_a_quarter_of_the_pack_too() -> None:
     point = Point((0, 40, 60), (0, 40), 0, frozenset(), frozenset(), prefetch=True)
-    cuts = {near.backward[1] for near in recut(point, 1) if len(near.backward) == 3}
+    cuts = {near.backward[1] for near in neighbours_by_cuts(point, 1) if len(near.backward) == 3}
     assert cuts == {30, 39, 41, 45}

@@ -9,8 +9,8 @@ import pytest
 from harmony_ds.config import HarmonySettings
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CallCost, ForwardBytes
+from harmony_ds.scheduler.estimator import CandidateEstimator
 from harmony_ds.scheduler.graphs import Graphs
-from harmony_ds.scheduler.outlook import Outlook
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Pack, Policy, Task, TaskKind
 from harmony_ds.scheduler.waves import Visit, issued
@@ -52,13 +52,13 @@ def test_each_device_keeps_graphs_in_its_own_memory() -> None:
     costs, policy = costs_of(graph.calls, cost), Policy(pipeline=3)
     packing = Packer(graph, costs, FP32, policy).packing(tuple(range(7)))
     request = PlanRequest(HarmonySettings(), 4, None, 0, policy)
-    outlook = Outlook(costs, GPU, request)
-    peaks = outlook.stages(outlook.short(packing, policy))
+    estimator = CandidateEstimator(costs, GPU, request)
+    peaks = estimator.stage_peaks(estimator.sample(packing, policy))
     request = replace(request, budget_bytes=max(peaks) + 200)
-    found = Graphs(costs, request).fitting(packing, policy, peaks, outlook.pack_bytes(packing, policy))
+    found = Graphs(costs, request).fitting(packing, policy, peaks, estimator.pack_bytes(packing, policy))
     # The last forward pack of devices 0 and 1 stays there; that of device 2 is fused.
     assert packing.last_forward_packs == (3, 4)
     assert found.graphs == (0, 0, 0, 2, 2, 0)
-    assert max(outlook.stages(outlook.short(packing, found))) <= max(peaks) + 200
-    assert outlook.least_ms(packing, policy) == 4 * (4.0 + 4.0)
-    assert outlook.least_ms(packing, found) == 4 * (4.0 + 4.0) - 2 * cost.saved_ms
+    assert max(estimator.stage_peaks(estimator.sample(packing, found))) <= max(peaks) + 200
+    assert estimator.least_step_ms(packing, policy) == 4 * (4.0 + 4.0)
+    assert estimator.least_step_ms(packing, found) == 4 * (4.0 + 4.0) - 2 * cost.saved_ms

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.plan import Packing, Policy, Task, TaskKind
-from harmony_ds.scheduler.resident import closed
+from harmony_ds.scheduler.resident import sharing_closure
 
 
 class PlanError(AssertionError):
@@ -35,7 +35,9 @@ def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Po
     drives, a micro-batch is moved to the device of the pack that it passes next, once, before it does. Those that share a
     loss go through the last pack forward, then the last of them turns there, and the others go back after it.
     """
-    _require(closed(packing, policy.resident) == policy.resident, "a resident pack shares a parameter with another")
+    _require(
+        sharing_closure(packing, policy.resident) == policy.resident, "a resident pack shares a parameter with another"
+    )
     walk = _Walk(packing, group, policy, deferred=any(task.kind is TaskKind.NORM for task in tasks))
     for place, task in enumerate(tasks):
         try:

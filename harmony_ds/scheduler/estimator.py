@@ -1,8 +1,9 @@
-"""Time and memory of a candidate, from a few micro-batches that stand for all of its group.
+"""Estimates the time and the memory of a candidate, from a few micro-batches that stand for all of its group.
 
-Both are told by the walks that tell them of a finished plan. Between two numbers of kept graphs all micro-batches are
-alike, and what is alive changes by the same bytes from one to the next: the first two and the last two show the most there
-is, and the one between them counts as often as there are others.
+A `SampledPlan` is a plan over these few, walked and simulated as a finished plan is. Where a pack keeps the graphs of the
+first 3 of 20 micro-batches, these 3 are alike and the other 17 are alike: between two numbers of kept graphs, what is alive
+changes by the same bytes from one micro-batch to the next. The first two and the last two of such a run show the most there
+is, and one between them is counted as often as there are others.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from harmony_ds.scheduler.simulate import step_ms
 from harmony_ds.scheduler.swaps import swaps_of
 
 _SHOWN = 5
-"""Of micro-batches that are alike, so many are walked."""
+"""How many of the micro-batches of a run of alike ones are in a sampled plan, at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Short:
-    """A plan over a few micro-batches.
+class SampledPlan:
+    """A plan over a few micro-batches, which stand for all.
 
     Attributes:
-        plan: its tasks; neither its memory is known, nor of how many micro-batches graphs are kept in full.
+        plan: its tasks. Its peaks are not filled in, and its numbers of kept graphs are those among the few.
         counts: how many micro-batches each one stands for.
     """
 
@@ -41,8 +42,8 @@ class Short:
     counts: tuple[int, ...]
 
 
-class Outlook:
-    """Times and peaks of candidates for one request."""
+class CandidateEstimator:
+    """Estimates of candidates for one request."""
 
     def __init__(self, costs: CostTable, machine: Machine, request: PlanRequest) -> None:
         self._costs = costs
@@ -50,27 +51,27 @@ class Outlook:
         self._request = request
         self._walks = MemoryWalks(costs)
 
-    def short(self, packing: Packing, policy: Policy) -> Short:
+    def sample(self, packing: Packing, policy: Policy) -> SampledPlan:
         """Return the plan over as few micro-batches as show everything."""
         wanted = self._request.micro_batches
         # Waves do not grow evenly with micro-batches: they are walked in full.
         counts = (1,) * wanted if policy.pipeline > 1 else _counts(wanted, policy.graphs)
-        graphs = tuple(_first(counts, count) for count in policy.graphs)
+        graphs = tuple(_sampled_count(counts, count) for count in policy.graphs)
         policy = replace(policy, graphs=graphs)
         tasks = compose_step(packing, Group.of(len(counts)), policy)
         several = wanted if policy.grouping else len(counts)
-        return Short(Plan(packing, policy, tasks, several, 0, 0), counts)
+        return SampledPlan(Plan(packing, policy, tasks, several, 0, 0), counts)
 
-    def stages(self, short: Short) -> list[int]:
+    def stage_peaks(self, sampled: SampledPlan) -> list[int]:
         """Return the peak in bytes while each pack runs: forward, then back, in the order in which they do."""
-        plan = short.plan
+        plan = sampled.plan
         packing = plan.packing
         forward = {index: stage for stage, index in enumerate(packing.forward)}
         backward = {index: stage for stage, index in enumerate(reversed(packing.backward), len(forward))}
         stages = dict.fromkeys(FORWARD_KINDS, forward) | dict.fromkeys((TaskKind.FUSED, *BACKWARD_KINDS), backward)
         now = {**forward}  # by device: its stage
         peaks = [0] * (len(forward) + len(backward))
-        profile = self._walks.walk(packing.packs, plan.tasks, short.counts)
+        profile = self._walks.walk(packing.packs, plan.tasks, sampled.counts)
         walked = zip(plan.tasks, profile.devices, profile.weight_bytes, profile.activation_bytes, strict=True)
         for task, device, weights, rest in walked:
             if (numbers := stages.get(task.kind)) is not None:
@@ -80,8 +81,8 @@ class Outlook:
         base = resident_bytes(packing, plan.policy, self._request)
         return [base + peak for peak in peaks]
 
-    def least_ms(self, packing: Packing, policy: Policy) -> float:
-        """Return what the device that computes most takes for that, with nothing to wait for."""
+    def least_step_ms(self, packing: Packing, policy: Policy) -> float:
+        """Return a time that no step is shorter than: computing alone, on the device that computes most."""
         counts = dict(enumerate(policy.graphs))
         busy: defaultdict[int, float] = defaultdict(float)
         for index in packing.backward:
@@ -97,9 +98,9 @@ class Outlook:
         """Return what a micro-batch adds in each pack."""
         return self._walks.view(packing.packs, stash_on_host=policy.stash_on_host > 0).packs
 
-    def step_ms(self, short: Short, pieces: int, wanted_ms: float = float("inf")) -> float:
-        """How long a step takes, the stash for a pack moving in so many pieces; infinite if more than wanted."""
-        plan, counts = short.plan, short.counts
+    def step_ms(self, sampled: SampledPlan, pieces: int, wanted_ms: float = float("inf")) -> float:
+        """Return the time of a step, the stash for a pack moving in so many pieces; infinite if it is more than wanted."""
+        plan, counts = sampled.plan, sampled.counts
         if plan.policy.grouping or len(counts) == self._request.micro_batches:
             counts = counts if plan.policy.grouping else ()
             return step_ms(plan, self._costs, self._machine, counts, pieces, wanted_ms)
@@ -109,16 +110,16 @@ class Outlook:
         with_all, with_fewer = (step_ms(one, self._costs, self._machine) for one in (plan, fewer))
         return with_all + (self._request.micro_batches - len(counts)) * (with_all - with_fewer)
 
-    def swapped_bytes(self, short: Short) -> int:
+    def swapped_bytes(self, sampled: SampledPlan) -> int:
         """Return what a step moves between host and device."""
-        plan = short.plan
+        plan = sampled.plan
         if plan.policy.grouping:
-            return swaps_of(plan, self._costs, counts=short.counts).total
-        return swaps_of(plan, self._costs).total * self._request.micro_batches // len(short.counts)
+            return swaps_of(plan, self._costs, counts=sampled.counts).total
+        return swaps_of(plan, self._costs).total * self._request.micro_batches // len(sampled.counts)
 
 
 def _counts(micro_batches: int, graphs: Sequence[int]) -> tuple[int, ...]:
-    """How many micro-batches each one stands for."""
+    """Return, for each micro-batch of the sampled plan, how many it stands for."""
     counts: list[int] = []
     for first, last in pairwise(sorted({0, micro_batches, *(min(count, micro_batches) for count in graphs)})):
         alike = last - first
@@ -126,6 +127,6 @@ def _counts(micro_batches: int, graphs: Sequence[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _first(counts: Sequence[int], wanted: int) -> int:
-    """How many of them stand for the first `wanted` micro-batches."""
+def _sampled_count(counts: Sequence[int], wanted: int) -> int:
+    """Return how many micro-batches of the sampled plan stand for the first `wanted` ones of the group."""
     return min(len(counts), bisect_left([*accumulate(counts, initial=0)], wanted))
