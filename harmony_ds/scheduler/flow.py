@@ -91,8 +91,8 @@ class Flow:
     def moves(self, devices: Sequence[int]) -> tuple[Move, ...]:
         """Return what crosses where the call at each position runs on the device that `devices` says.
 
-        `harmony_ds.model.device_transfers` moves tensors by these rules: a tensor goes once to each device that needs it, and
-        again after it was changed in place. If a call returns one of its inputs, its copy is that tensor from then on.
+        `harmony_ds.model.device_transfers` moves tensors by these rules: a tensor goes once to each device that needs it,
+        and again after it was changed in place. If a call returns one of its inputs, its copy is that tensor from then on.
         """
         device_of: dict[int, int] = {}  # by tensor: where it was made
         copies: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by tensor and device: of how many members

@@ -18,7 +18,7 @@ from harmony_ds.optim.resident_packs import ResidentPacks
 from harmony_ds.scheduler import candidates
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.plan import Packing
-from harmony_ds.scheduler.resident import closed, resident_packs
+from harmony_ds.scheduler.resident import resident_packs, sharing_closure
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.step import planner
 from tests.cover import spread
@@ -70,7 +70,7 @@ def resident_in(engine: HarmonyEngine) -> int:
 
 
 def _first_packs(packing: Packing, count: int | None) -> tuple[int, ...]:
-    return closed(packing, packing.backward[:count] if count else ())
+    return sharing_closure(packing, packing.backward[:count] if count else ())
 
 
 def test_resident_packs_are_not_counted_as_foreign_memory(caplog: pytest.LogCaptureFixture) -> None:
