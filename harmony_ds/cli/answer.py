@@ -219,7 +219,7 @@ def _show_forecast(now: Forecast, unit: str) -> None:
     busy = ", ".join(
         f"{name.replace('_', ' ')} {share:.0%}" for name, share in now.busy_share.items() if share >= 0.005
     )
-    swaps, sizes = now.prediction.swaps, Sizes.of(now.plan.policy)
+    swaps, sizes = now.prediction.swaps, Sizes.from_policy(now.plan.policy)
     moved, stash = swaps.weights_in + swaps.gradients_out, swaps.stash_in + swaps.stash_out
     versus = "" if now.plan.policy.devices > 1 else f"; ZeRO-3 offload moves {amount(now.zero3_offload_bytes)}"
     between = f", {amount(swaps.sent)} to other devices" if swaps.sent else ""

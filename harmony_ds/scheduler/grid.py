@@ -31,15 +31,20 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 @dataclass(slots=True)
-class _Visit:
-    """The tasks from the first swap-in issued before a pack runs to the last one before the next pack's."""
+class _PackRun:
+    """One row of the table: from the first swap-in issued before a pack runs to the last task before the next row's.
+
+    Attributes:
+        runs: the first task that runs the pack; None: there is none yet.
+        begins: the place of that task among the plan's tasks.
+    """
 
     runs: Task | None = None
-    begins: int = 0  # place of its first run among the plan's tasks
+    begins: int = 0
     tasks: list[Task] = field(default_factory=list)
 
     def goes_on(self, task: Task) -> bool:
-        """Whether `task` belongs to it still."""
+        """Return whether `task` still belongs to this row."""
         if self.runs is None:
             return True
         if task.kind in _RUNS:
@@ -51,11 +56,11 @@ def format_plan(plan: Plan) -> str:
     """Return a table for people, at most 120 columns wide: a row for each time that a pack runs, in order of time. The
     same plan always prints the same.
     """
-    visits, closing = _visits(plan)
+    pack_runs, closing = _pack_runs(plan)
     headings = [*_HEADINGS]
     if plan.policy.pipeline > 1:
         headings[_RUNS_AT : _RUNS_AT + 1] = [f"device {device}" for device in range(plan.policy.pipeline)]
-    table = [tuple(headings), *_fewer([_row(plan, visit, visit.runs) for visit in visits if visit.runs])]
+    table = [tuple(headings), *_fewer([_row(plan, run, run.runs) for run in pack_runs if run.runs])]
     shown = [column for column in range(len(headings)) if any(row[column] for row in table[1:])]
     lines = [*_head(plan), "", *_aligned([[_cut(row[column]) for column in shown] for row in table])]
     return "\n".join([*lines, *_closing(closing), "", *_LEGEND])
@@ -96,13 +101,13 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"stash {stash}; updates {updates}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
 
 
-def _visits(plan: Plan) -> tuple[list[_Visit], Sequence[Task]]:
-    """Return the visits in the order of their first runs, and what comes from the norm on."""
+def _pack_runs(plan: Plan) -> tuple[list[_PackRun], Sequence[Task]]:
+    """Return the rows of the table in order of time, and the tasks from the norm on."""
     tasks = plan.tasks
     end = next((place for place, task in enumerate(tasks) if task.kind is TaskKind.NORM), len(tasks))
-    visits: list[_Visit] = []
+    pack_runs: list[_PackRun] = []
     for device in range(plan.policy.pipeline):
-        own = [_Visit()]
+        own = [_PackRun()]
         early: defaultdict[int, list[Task]] = defaultdict(list)  # by pack: its stash that comes while another pack runs
         for place, task in enumerate(tasks[:end]):
             if plan.packs[task.pack].device != device:
@@ -112,13 +117,13 @@ def _visits(plan: Plan) -> tuple[list[_Visit], Sequence[Task]]:
                 early[task.pack].append(task)
                 continue
             if not own[-1].goes_on(task):
-                own.append(_Visit())
+                own.append(_PackRun())
             if task.kind in _RUNS and own[-1].runs is None:
                 own[-1].runs, own[-1].begins = task, place
                 own[-1].tasks += early.pop(task.pack, [])
             own[-1].tasks.append(task)
-        visits += own
-    return sorted(visits, key=lambda visit: visit.begins), tasks[end:]
+        pack_runs += own
+    return sorted(pack_runs, key=lambda run: run.begins), tasks[end:]
 
 
 def _numbers(tasks: Iterable[Task], kind: TaskKind) -> list[int]:
@@ -126,11 +131,19 @@ def _numbers(tasks: Iterable[Task], kind: TaskKind) -> list[int]:
     return [task.pack if task.micro_batch < 0 else task.micro_batch for task in tasks if task.kind is kind]
 
 
-def _row(plan: Plan, visit: _Visit, runs: Task) -> tuple[str, ...]:
-    pack, numbers = plan.packs[runs.pack], partial(_numbers, visit.tasks)
+def _row(plan: Plan, run: _PackRun, runs: Task) -> tuple[str, ...]:
+    pack, numbers = plan.packs[runs.pack], partial(_numbers, run.tasks)
     out, back, updates = numbers(TaskKind.STASH_OUT), numbers(TaskKind.STASH_IN), numbers(TaskKind.UPDATE)
-    stash = [f"out {ranges(out)}"] * bool(out) + [f"in {ranges(back)}"] * bool(back)
-    updated = [f"on host {ranges(updates)}"] * bool(updates) + ["on device"] * bool(numbers(TaskKind.UPDATE_ON_DEVICE))
+    stash: list[str] = []
+    if out:
+        stash.append(f"out {ranges(out)}")
+    if back:
+        stash.append(f"in {ranges(back)}")
+    updated: list[str] = []
+    if updates:
+        updated.append(f"on host {ranges(updates)}")
+    if numbers(TaskKind.UPDATE_ON_DEVICE):
+        updated.append("on device")
     ran = f"{runs.kind.value} {ranges(numbers(runs.kind))}"
     evicted = "evicted" if pack.index in numbers(TaskKind.EVICT) else "kept"
     return (

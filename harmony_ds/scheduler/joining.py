@@ -50,7 +50,7 @@ class Advice:
 
 
 class JoinedCosts:
-    """Costs of several micro-batches as one, predicted from those of a single one."""
+    """Predictor of the costs of several micro-batches as one, from those of a single one."""
 
     def __init__(self, graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes) -> None:
         self.graph = graph
@@ -81,7 +81,7 @@ class JoinedCosts:
         rate = max((n / cost.forward_ms for n, cost in zip(work, costs, strict=True) if cost.forward_ms), default=0.0)
         return [n / rate if rate else float("inf") for n in work]
 
-    def of(self, together: int) -> CostTable:
+    def joined_table(self, together: int) -> CostTable:
         """Return the costs of `together` micro-batches as one."""
         single = self._single
         calls = tuple(self._call(position, cost, together) for position, cost in enumerate(single.costs))
@@ -139,11 +139,11 @@ def advise(now: Choice, rows: int, request: PlanRequest, joined: JoinedCosts) ->
         joined: costs that are predicted of joined calls.
     """
     now_ms, group = now.prediction.step_ms, request.micro_batches
-    single_ms = group * _compute_ms(joined.of(1))
+    single_ms = group * _compute_ms(joined.joined_table(1))
     found: list[Advice] = []
     together = group
     while together > 1:
-        costs, sets = joined.of(together), -(-group // together)
+        costs, sets = joined.joined_table(together), -(-group // together)
         # The swaps stay: no step is shorter by more than computing and issuing are.
         saved_ms = single_ms - sets * _compute_ms(costs) + now.prediction.busy_ms.get(HOST, 0.0) * (1 - sets / group)
         if now_ms - saved_ms <= _WORTH * now_ms:

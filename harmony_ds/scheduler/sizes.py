@@ -16,25 +16,30 @@ from harmony_ds.scheduler.profile import Profile
 from harmony_ds.scheduler.search import Choice, time_rank
 
 _GAIN = 0.99
-"""A size that is not at least this much faster than a smaller one is not tried."""
+"""A larger size is tried only if its time is below this share of the time of the smaller ones."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Sizes:
-    """Rows of a slice in the forward packs, and in the backward pass; 0: whole micro-batches, or sets of `together`."""
+    """How many rows a layer call takes.
+
+    Attributes:
+        forward, backward: rows of a slice in the forward packs, and in the backward pass; 0: all rows of the set.
+        together: how many micro-batches are one set, whose rows go through a layer at a time.
+    """
 
     forward: int = 0
     backward: int = 0
     together: int = 1
 
     @staticmethod
-    def of(policy: Policy) -> Sizes:
+    def from_policy(policy: Policy) -> Sizes:
         """Return the sizes of a plan."""
         return Sizes(policy.forward_rows, policy.backward_rows, policy.joined_count)
 
     @staticmethod
-    def wanted(micro_batch: str | tuple[int, int]) -> Sizes | None:
-        """Return the sizes that harmony.micro_batch names; None: as the search finds best."""
+    def from_config(micro_batch: str | tuple[int, int]) -> Sizes | None:
+        """Return the sizes that harmony.micro_batch names; None: the search decides."""
         if isinstance(micro_batch, tuple):
             return Sizes(*micro_batch)
         return WHOLE if micro_batch == "config" else None
@@ -60,7 +65,7 @@ class SizedCosts:
     alone: CostTable | None = None
 
     def after(self, before: SizedCosts) -> SizedCosts:
-        """Return costs that cover all that was seen `before`, too: its calls that were not seen now at its costs."""
+        """Return costs that also cover what was measured `before`; calls that were measured only then keep their costs."""
         alone, known = self.alone, before.alone
         if alone is not None and known is not None:
             alone = known.worst(alone)
@@ -70,14 +75,14 @@ class SizedCosts:
         return SizedCosts(self.sizes, table.including(before.table), alone)
 
     def with_margin(self, nbytes: int) -> SizedCosts:
-        """Return them with so much more margin."""
+        """Return the costs with so much more margin."""
         table = replace(self.table, margin_bytes=self.table.margin_bytes + nbytes)
         alone = None if self.alone is None else replace(self.alone, margin_bytes=table.margin_bytes)
         return replace(self, table=table, alone=alone)
 
 
 def doubling(rows: int, smallest: int = 1) -> Iterator[int]:
-    """`smallest`, twice that, ... and `rows`: the sizes to measure."""
+    """Yield the sizes to measure: `smallest`, twice that, four times that, ... and `rows`."""
     size = smallest
     while size < rows:
         yield size
@@ -86,10 +91,10 @@ def doubling(rows: int, smallest: int = 1) -> Iterator[int]:
 
 
 def combined(profile: Profile, sizes: Sizes, rows: int) -> CostTable:
-    """Costs of a micro-batch of `rows` rows in slices of `sizes`.
+    """Return the costs of a micro-batch of `rows` rows in slices of `sizes`.
 
     Args:
-        profile: tables of it by the size of its slices, the same in both passes.
+        profile: tables of that micro-batch by the size of its slices, the same in both passes.
     """
     there, back = profile.at(sizes.forward or rows), profile.at(sizes.backward or rows)
     in_slices = there.in_slices or back.in_slices or min(sizes.forward or rows, sizes.backward or rows) < rows
@@ -104,10 +109,10 @@ def combined(profile: Profile, sizes: Sizes, rows: int) -> CostTable:
 
 
 def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable, Sizes], Choice]) -> list[Sizes]:
-    """Sizes that fit, those of the fastest plan first.
+    """Return the sizes that fit, those of the fastest plan first.
 
     Args:
-        choose: the best plan with given costs in slices of these sizes; raises DoesNotFitError.
+        choose: returns the best plan with given costs in slices of these sizes; raises DoesNotFitError if none fits.
 
     Raises:
         DoesNotFitError: none fits.

@@ -37,8 +37,8 @@ class CallSizes:
 
         `choose` returns the best plan with given costs, and raises DoesNotFitError if none fits.
         """
-        wanted, self._group_size = Sizes.wanted(config.harmony.micro_batch), config.gradient_accumulation_steps
-        self.wanted = wanted if saved is None else replace(Sizes.of(saved.policy), together=1)
+        wanted, self._group_size = Sizes.from_config(config.harmony.micro_batch), config.gradient_accumulation_steps
+        self.wanted = wanted if saved is None else replace(Sizes.from_policy(saved.policy), together=1)
         self._may_join = config.harmony.grouping and self._group_size > 1
         self._world, self._joins = runtime.world, runtime.joins
         self._profiler = profiler

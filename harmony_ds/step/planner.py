@@ -135,7 +135,7 @@ class Planner:
         """Plan with the first costs with which anything fits."""
         failure: DoesNotFitError | None = None
         before, plan = self._sized, self.plan or self._saved
-        for measured in self.sizes.measured(sample, WHOLE if plan is None else Sizes.of(plan.policy)):
+        for measured in self.sizes.measured(sample, WHOLE if plan is None else Sizes.from_policy(plan.policy)):
             sized = measured if before is None else measured.after(before)
             table = self._agreed(sized.table)
             if not table.calls:
@@ -274,7 +274,7 @@ class Planner:
     def plan_for(self, micro_batches: int) -> Plan:
         """Return the plan, made anew if so many single micro-batches are more than it is for."""
         assert self.plan is not None
-        sizes = Sizes.of(self.plan.policy)
+        sizes = Sizes.from_policy(self.plan.policy)
         if self._outgrown or micro_batches > self.plan.micro_batches * sizes.together:
             size = max(micro_batches, self.plan.micro_batches * sizes.together)
             self.choices = self._choose(self.graph, self.costs[0], size, sizes)
