@@ -86,10 +86,10 @@ def test_calls_bound_by_issuing_are_advised_to_be_joined(share: float) -> None:
 
 def test_bytes_grow_with_rows_but_for_the_gradient_that_waits() -> None:
     graph, costs = graph_of([ELEMENTS] * LAYERS), costs_of(tuple(range(LAYERS)), COST, tail_bytes=10, held_bytes=20)
-    of = JoinedCosts(graph, costs, memory_bound(0.5), FP32).of
-    joined = of(3)
+    joined_table = JoinedCosts(graph, costs, memory_bound(0.5), FP32).joined_table
+    joined = joined_table(3)
 
-    assert of(1) == costs
+    assert joined_table(1) == costs
     assert joined.costs[0].backward.peak_bytes == 4 * ELEMENTS + 3 * 1_600
     assert joined.costs[0].stash.new_bytes == 3 * COST.stash.new_bytes
     assert (joined.tail_bytes, joined.held_bytes) == (30, 60)
