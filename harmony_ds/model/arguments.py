@@ -22,7 +22,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from harmony_ds.model.caches import extract_caches
 from harmony_ds.model.intercept import Request
-from harmony_ds.model.trees import Shape, flatten_all, unflatten_all
+from harmony_ds.model.own_settings import refill
+from harmony_ds.model.trees import TreeStructure, flatten_all, unflatten_all
 from harmony_ds.scheduler.rows import Places
 
 PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, slice, torch.dtype, torch.device, torch.layout)
@@ -36,7 +37,7 @@ class Arguments:
     """Arguments of a layer call without their tensors."""
 
     leaves: list[Any]
-    shape: Shape  # of positional arguments, then of keyword arguments
+    shape: TreeStructure  # of positional arguments, then of keyword arguments
     positional: int  # how many
     keywords: tuple[str, ...]
     places: list[list[int]]  # per distinct tensor: the leaves that it stands for
@@ -84,7 +85,7 @@ class CallOutputs:
 
     inputs: list[Tensor]
     leaves: list[Any]
-    shape: Shape
+    shape: TreeStructure
     written: list[int]
     altered: list[int]
 
@@ -153,9 +154,7 @@ class CallInputs:
             assert self.collector is not None
             self.collector[key].extend(kept)
         for place, content in zip(outcome.written, contents, strict=True):
-            held = _held(self.values[place])
-            held.clear()
-            (held.extend if isinstance(held, list) else held.update)(content)
+            refill(_held(self.values[place]), content)
         return result
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
-from harmony_ds.model.own_settings import CONTAINERS, NOT_PLAIN, SET_ONCE, Key, ModuleSettings, are_equal
+from harmony_ds.model.own_settings import CONTAINERS, NOT_PLAIN, SET_ONCE, Key, ModuleSettings, are_equal, refill
 from harmony_ds.model.trees import LIBRARIES
 from harmony_ds.offload.host_store import bypass_hooks
 
@@ -174,8 +174,7 @@ class Contract:
                 elif not isinstance(value := before[number, key][0], nn.Module) and key not in held["_buffers"]:
                     held[key] = value
             for container, content in contents:
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
+                refill(container, content)
             for tensor, version, copy in tensors:
                 if tensor._version != version:
                     tensor.detach().copy_(copy)

@@ -15,12 +15,23 @@ from harmony_ds.optim.resident_packs import ResidentPacks
 
 
 class Owner(Protocol):
-    """Services of an engine for the links of its parameters; `name` is a parameter's."""
+    """The open step of an engine, as the links of its parameters see it.
 
-    def finish(self) -> None: ...  # waits for all updates on the host, and for copies that still read its memory
-    def before_write(self, name: str) -> None: ...  # runs queued calls, which need its values, or raises
-    def gradient(self, name: str) -> Tensor | None: ...  # the accumulated tensor itself, not scaled
-    def put_gradient(self, name: str, value: Tensor | None) -> None: ...  # replaces the accumulated one
+    Each method is one event: the program does something to the parameter `name`. The step brings host memory up to date
+    before it returns, and calls nothing of the link.
+    """
+
+    def finish(self) -> None:
+        """Before a value is read, wait for all updates on the host, and for copies that still read its memory."""
+
+    def before_write(self, name: str) -> None:
+        """Before a value is written, run queued calls, which need the value from before, or raise."""
+
+    def gradient(self, name: str) -> Tensor | None:
+        """Return the accumulated gradient itself, not scaled, since it is read; None: there is none."""
+
+    def put_gradient(self, name: str, value: Tensor | None) -> None:
+        """Replace the accumulated gradient, since the program sets it."""
 
 
 class ParameterLink:

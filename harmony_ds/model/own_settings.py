@@ -42,6 +42,8 @@ SCALARS = (bool, int, float, complex, str, bytes)
 CONTAINERS = (list, dict, set, OrderedDict)
 _AS_ENGINE: Trained = {}
 _IGNORED = (NOT_PLAIN | {SET_ONCE}) - {"training"}
+_IGNORED_IN_LINEAR = _IGNORED | {"in_features", "out_features"}
+"""In torch's own linear layers, the most numerous modules: the shape of the weight, which forward does not read."""
 _SMALL = 64  # elements of a container whose contents are compared
 _ROUNDING = 1e-9  # what is multiplied and divided again differs by
 
@@ -135,8 +137,8 @@ class ModuleSettings:
         for layer in layers:
             own = [numbers[id(module)] for module in layer.module.modules()]
             inside.update(own)
-            self._layers.append(_Group({number: self._held[number] for number in own}, self._skipped))
-        outside = {number: held for number, held in enumerate(self._held) if number not in inside}
+            self._layers.append(_Group({number: modules[number] for number in own}, self._skipped))
+        outside = {number: module for number, module in enumerate(modules) if number not in inside}
         self._outside = _Group(outside, self._skipped)
         self._noted: dict[Key, Setting] = {}  # set in this pass, and what was there before
         self._unseen: dict[Key, Setting] = {}  # the same of a lane, until it is undone
@@ -147,14 +149,6 @@ class ModuleSettings:
         self.are_engines = True
 
     # ---- finding out
-
-    def are_unchanged(self, layer: int) -> bool:
-        """Return whether nothing has been set on the modules of `layer`, or on those that are of no layer."""
-        return self._layers[layer].is_unchanged() and self._outside.is_unchanged()
-
-    def is_layer_unchanged(self, layer: int) -> bool:
-        """Return whether nothing has been set on the modules of `layer`."""
-        return self._layers[layer].is_unchanged()
 
     def begin(self) -> None:
         """Compare with what is there now from now on."""
@@ -167,10 +161,12 @@ class ModuleSettings:
             self._noted.setdefault(key, before)
 
     def find_unseen(self, layer: int) -> set[Key]:
-        """Return what the code of a lane has set before a call of `layer` that is not exchanged.
+        """Return the keys that the code of a lane has set before a call of `layer`, and that are not exchanged.
 
-        It is to be measured. What is found again after that is exchanged from then on.
+        The model is to be measured again. A key that is found again after that is exchanged from then on.
         """
+        if self._layers[layer].is_unchanged() and self._outside.is_unchanged():  # as at nearly every call
+            return set()
         found = self._changes(layer)
         if found:
             self.are_engines = False
@@ -182,7 +178,9 @@ class ModuleSettings:
 
     def note_return(self, layer: int) -> None:
         """Let what a call of `layer` has set on its own modules be shared."""
-        self._skip(self._layers[layer].changes())
+        group = self._layers[layer]
+        if not group.is_unchanged():
+            self._skip(group.changes())
 
     def end_pass(self) -> None:
         """Decide, after a pass by itself, which of the settings that it has made are to be exchanged."""
@@ -263,7 +261,7 @@ class ModuleSettings:
             else:
                 held[name] = setting.value
             if setting.contents is not None and setting.value != setting.contents:
-                _fill(setting.value, setting.contents)
+                refill(setting.value, setting.contents)
 
     def put(self, own: Own | None) -> Engines:
         """Set what a lane has as its own; return what the engine has."""
@@ -349,8 +347,9 @@ def both_trained(at_call: Own | None, at_end: Own | None) -> Trained:
 class _Group:
     """Modules whose attributes are compared together; those of `skipped` are not."""
 
-    def __init__(self, held: Mapping[int, dict[str, Any]], skipped: set[Key]) -> None:
-        self._all = held
+    def __init__(self, modules: Mapping[int, nn.Module], skipped: set[Key]) -> None:
+        self._all = {number: module.__dict__ for number, module in modules.items()}
+        self._are_linear = {number: type(module) is nn.Linear for number, module in modules.items()}
         self._skipped = skipped
         self.record()
 
@@ -360,8 +359,9 @@ class _Group:
         self._places: list[dict[str, Any]] = []
         self._names: list[str] = []
         for number, held in self._all.items():
+            ignored = _IGNORED_IN_LINEAR if self._are_linear[number] else _IGNORED
             for name in held:
-                if name not in _IGNORED and (number, name) not in self._skipped:
+                if name not in ignored and (number, name) not in self._skipped:
                     self._keys.append((number, name))
                     self._places.append(held)
                     self._names.append(name)
@@ -445,7 +445,8 @@ def _are_close_containers(one: Any, other: Any) -> bool:
     return one == other if isinstance(one, set) else all(map(_are_close, one, other))
 
 
-def _fill(container: Any, contents: Any) -> None:
+def refill(container: Any, contents: Any) -> None:
+    """Give a list, dictionary or set other contents."""
     container.clear()
     if isinstance(container, list):
         container.extend(contents)

@@ -159,10 +159,12 @@ class SliceTarget(GradientSum):
             self._whole.add(gradient)
 
 
-Shapes = Sequence[torch.Size]
+TensorShapes = Sequence[torch.Size]
 
 
-def row_dims(few: tuple[Shapes, Shapes], more: tuple[Shapes, Shapes], rows: tuple[int, int]) -> RowDims | None:
+def row_dims(
+    few: tuple[TensorShapes, TensorShapes], more: tuple[TensorShapes, TensorShapes], rows: tuple[int, int]
+) -> RowDims | None:
     """Find the row dimensions from two calls of one layer with different numbers of rows; None: they are not clear.
 
     Args:

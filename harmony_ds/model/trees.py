@@ -20,9 +20,9 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 from harmony_ds.errors import UnsupportedError
 
-Shape = list["Branch"]
+TreeStructure = list["Branch"]
 """The structure of trees: the branches among their leaves."""
-Branch = tuple[int, int, Callable[[Any, Any], Any], Any, Shape]
+Branch = tuple[int, int, Callable[[Any, Any], Any], Any, TreeStructure]
 """The first of its leaves, and how many; a function that makes a value of its children and a context; the context; the
 structure of the children.
 """
@@ -97,11 +97,11 @@ def _is_data(cls: type) -> bool:
     return made_plainly and not tool and not settings and bool(cls.__dictoffset__ or _slots_of(cls))
 
 
-def flatten(tree: Any) -> tuple[list[Any], Shape]:
+def flatten(tree: Any) -> tuple[list[Any], TreeStructure]:
     return flatten_all((tree,))
 
 
-def flatten_all(trees: Iterable[Any]) -> tuple[list[Any], Shape]:
+def flatten_all(trees: Iterable[Any]) -> tuple[list[Any], TreeStructure]:
     """Return all leaves of `trees` and their structure; raise UnsupportedError if a tree contains itself."""
     try:
         return _opened(trees)
@@ -112,9 +112,9 @@ def flatten_all(trees: Iterable[Any]) -> tuple[list[Any], Shape]:
         ) from None
 
 
-def _opened(values: Iterable[Any]) -> tuple[list[Any], Shape]:
+def _opened(values: Iterable[Any]) -> tuple[list[Any], TreeStructure]:
     leaves: list[Any] = []
-    branches: Shape = []
+    branches: TreeStructure = []
     for value in values:
         kind = _kind_of(type(value))  # type: ignore[arg-type]
         if kind is None:
@@ -127,11 +127,11 @@ def _opened(values: Iterable[Any]) -> tuple[list[Any], Shape]:
     return leaves, branches
 
 
-def unflatten(leaves: Sequence[Any], shape: Shape) -> Any:
+def unflatten(leaves: Sequence[Any], shape: TreeStructure) -> Any:
     return unflatten_all(leaves, shape)[0]
 
 
-def unflatten_all(leaves: Sequence[Any], shape: Shape) -> list[Any]:
+def unflatten_all(leaves: Sequence[Any], shape: TreeStructure) -> list[Any]:
     """Return the trees of `shape`, made of as many other leaves, in fresh containers."""
     values = list(leaves)
     for first, count, make, known, children in reversed(shape):

@@ -113,11 +113,9 @@ class Passes(LayerCallObserver):
     def call(self, request: Request) -> Any:
         """Run one layer call at once; note what the code before it, and the layer, have set on modules."""
         settings = self._runtime.contract.settings
-        if not settings.are_unchanged(request.layer):
-            settings.note_arrival(request.layer)
+        settings.note_arrival(request.layer)
         outputs = self._streamer.call(request)
-        if not settings.is_layer_unchanged(request.layer):
-            settings.note_return(request.layer)
+        settings.note_return(request.layer)
         return outputs
 
     # ---- one layer call

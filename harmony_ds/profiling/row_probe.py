@@ -20,7 +20,7 @@ from harmony_ds.model.patching import patched
 from harmony_ds.model.random_streams import RandomState, states_differ
 from harmony_ds.model.recorded_call import RecordedCall
 from harmony_ds.model.sameness import TOLERANCES, close
-from harmony_ds.model.slices import RowSlice, Shapes, Slicing, row_dims
+from harmony_ds.model.slices import RowSlice, Slicing, TensorShapes, row_dims
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.profiling.passes import Passes
 from harmony_ds.profiling.sample import Sample
@@ -34,8 +34,8 @@ class _CallShapes:
 
     layer: int
     places: Places
-    inputs: Shapes
-    outputs: Shapes
+    inputs: TensorShapes
+    outputs: TensorShapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,9 +159,6 @@ class MemberStreams:
             raise UnseenError("the code between layers draws random numbers, which was not seen when it was measured.")
 
 
-_CALLED = ("index", "seed", "forward", "autocast", "backward_autocast", "context", "state", "home", "device")
-
-
 @dataclass(slots=True, eq=False)
 class JointMicroBatch(MicroBatch):
     """Several micro-batches as one."""
@@ -173,9 +170,22 @@ class JointMicroBatch(MicroBatch):
     @staticmethod
     def of(members: Sequence[MicroBatch], joins: Joins, random: RandomStreams) -> JointMicroBatch:
         """Join `members`, which were called in the same modes; joined calls draw the random numbers of the first one."""
-        first = {name: getattr(members[0], name) for name in _CALLED}
+        first = members[0]
         return JointMicroBatch(
-            objective=no_loss, count=len(members), members=members, joins=joins, random=random, **first
+            index=first.index,
+            seed=first.seed,
+            forward=first.forward,
+            objective=no_loss,
+            autocast=first.autocast,
+            state=first.state,
+            home=first.home,
+            device=first.device,
+            backward_autocast=first.backward_autocast,
+            context=first.context,
+            count=len(members),
+            members=members,
+            joins=joins,
+            random=random,
         )
 
     def start(self, device: Device, between_layers: ContextFactory | None) -> Any:

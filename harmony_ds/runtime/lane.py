@@ -155,7 +155,8 @@ class Lane:
         settings, request = self._settings, self.request
         if settings is None or engines is None or request is None:
             return
-        if not settings.are_unchanged(request.layer) and (unseen := settings.find_unseen(request.layer)):
+        unseen = settings.find_unseen(request.layer)
+        if unseen:
             names = ", ".join(sorted({name for _, name in unseen}))
             raise UnseenError(f"the code between layers sets {names}, which was not seen when it was measured.")
         if not settings.are_engines:
@@ -167,8 +168,7 @@ class Lane:
         settings, request = self._settings, self.request
         if settings is None or engines is None or request is None:
             return
-        if not settings.is_layer_unchanged(request.layer):
-            settings.note_return(request.layer)
+        settings.note_return(request.layer)
         if not settings.are_engines:
             self.own = settings.own(engines, self.own)
 
