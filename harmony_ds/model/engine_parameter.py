@@ -155,13 +155,15 @@ class ParameterLinks:
         for link in newer:
             link.update_master()
         for link in self._links:
-            link.end_watch()
+            if link.is_watched:
+                link.end_watch()
 
     def check_requires_grad(self) -> None:
         """Raise UnsupportedError if a parameter requires a gradient now that this engine does not train."""
         with bypass_hooks():
             for link in self._links:
-                link.check_requires_grad()
+                if link.was_frozen:
+                    link.check_requires_grad()
 
     def refresh_aliases(self) -> None:
         """Make tensors that share a parameter's memory show the update of a step, as in plain PyTorch."""

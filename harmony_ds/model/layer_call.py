@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError, UnsupportedError
@@ -253,13 +254,15 @@ class LayerCalls:
         self, call: RecordedCall, copies: Leaves, replay: SetState, gather: Callable[[], None]
     ) -> None:
         gradients = [None if gradient is None else gradient.take() for gradient in call.output_gradients]
-        layer, came = self.layers[call.request.layer], [gradient for gradient in gradients if gradient is not None]
-        if came and call.graph:
+        if all(gradient is None for gradient in gradients):
+            return
+        layer = self.layers[call.request.layer]
+        if call.graph:
             replay(call.states[0])
             with in_force(call.request.own):
                 _propagate(call, gradients)
-        elif came:
-            with _apart(layer, call):
+        else:
+            with _isolated(layer, call):
                 tensors = self._saved_inputs(layer, call)
                 pieces: Iterable[Piece] = [(tensors, call.targets, gradients)]
                 if call.slicing is not None:
@@ -274,7 +277,7 @@ class LayerCalls:
     def recompute(self, call: RecordedCall, copies: Leaves, replay: SetState) -> list[Tensor]:
         """Recompute the whole call and keep its graph for `backward`; return its outputs, detached."""
         layer = self.layers[call.request.layer]
-        with _apart(layer, call):
+        with _isolated(layer, call):
             replay(call.states[0])
             return [t.detach() for t in _run_again(layer, call, self._saved_inputs(layer, call), copies, call.targets)]
 
@@ -339,8 +342,8 @@ class LayerCalls:
         call.graph = []
 
 
-def _apart(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[None]:
-    """Return a context with the caller's own settings, and copies of the layer's buffers.
+def _isolated(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[None]:
+    """Return a context in which a layer runs again: with the settings of its caller, and with copies of its buffers.
 
     Statistics must not be updated twice.
     """
@@ -372,7 +375,11 @@ def _run_again(
 
 
 def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
-    came = [
-        (edge, one) for edge, one in zip(call.graph, gradients, strict=True) if edge is not None and one is not None
-    ]
-    propagate([edge for edge, _ in came], [gradient for _, gradient in came])
+    """Propagate the `gradients` of the outputs of a call, as far as there are any, through its graph."""
+    edges: list[GradientEdge] = []
+    arrived: list[Tensor | None] = []
+    for edge, gradient in zip(call.graph, gradients, strict=True):
+        if edge is not None and gradient is not None:
+            edges.append(edge)
+            arrived.append(gradient)
+    propagate(edges, arrived)

@@ -45,7 +45,9 @@ class ParameterLink:
         self.owner = owner
         self._parameter = store.parameters[name]
         self._weight = store.weight(name)
-        self._was_frozen = not self._parameter.requires_grad
+        self.was_frozen = not self._parameter.requires_grad
+        """Whether the parameter required no gradient when the engine was made."""
+        self.is_watched = False
         self._optimizer = optimizer
         self._master = store.masters[name] if optimizer is not None and optimizer.trains(name) else None
         self._apart = None if self._master is self._parameter else self._master  # the master that follows the weight
@@ -75,7 +77,7 @@ class ParameterLink:
     def follow_update(self) -> None:
         """After an update, bring a weight that other tensors show up to date; it may be written through them."""
         self._resident.weight_to_host(self.name)
-        self._resident.watch(self.name)
+        self.watch()
         self._is_touched = True
         self._keep_weight()
 
@@ -116,6 +118,7 @@ class ParameterLink:
     def watch(self) -> None:
         """Find, from now on, what is written into the parameter through other tensors or arrays."""
         self._resident.watch(self.name)
+        self.is_watched = True
 
     @property
     def has_aliases(self) -> bool:
@@ -149,10 +152,11 @@ class ParameterLink:
         """Watch a parameter no longer whose memory no other tensor shares; what has been written so far is known."""
         if not self.has_aliases:
             self._resident.unwatch(self.name)
+            self.is_watched = False
 
     def check_requires_grad(self) -> None:
         """Raise UnsupportedError if the parameter has been thawed, and its engine has no master and no state of it."""
-        if self._was_frozen and self._parameter.requires_grad and self._master is None and self._optimizer is not None:
+        if self.was_frozen and self._parameter.requires_grad and self._master is None and self._optimizer is not None:
             raise UnsupportedError(
                 f"{self.name} is not trained by this engine: it did not require a gradient, or was not among the "
                 "optimizer's parameters, when initialize was called. To thaw it later, let it be trained at initialize and "

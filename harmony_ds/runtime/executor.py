@@ -161,9 +161,10 @@ class Executor:
                     else:
                         micro_batch.at_work = True
                         with contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
-                            self._apply_user_settings(task.pack)
+                            unlayered = self._unlayered
+                            self._apply_user_settings(task.pack, unlayered)
                             handler(task)
-                            for copy in self._unlayered:
+                            for copy in unlayered:
                                 runtime.residency.check_user_settings(copy)
             finally:
                 if micro_batch is not None:
@@ -173,13 +174,13 @@ class Executor:
             if self._progress_callback is not None:
                 self._progress_callback(self._tasks_done, len(self._plan.tasks), task)
 
-    def _apply_user_settings(self, pack: int) -> None:
+    def _apply_user_settings(self, pack: int, unlayered: list[DeviceCopy]) -> None:
         """Give the device copies of a pack and of the unlayered parameters the program's `requires_grad` and hooks."""
-        copies = self._unlayered
+        residency, modes = self._runtime.residency, self._runtime.contract.modes
+        for copy in unlayered:
+            residency.apply_user_settings(copy, modes)
         if pack in self._copies:
-            copies.append(self._copies[pack])
-        for copy in copies:
-            self._runtime.residency.apply_user_settings(copy, self._runtime.contract.modes)
+            residency.apply_user_settings(self._copies[pack], modes)
 
     def on_progress(self, callback: ProgressCallback | None) -> None:
         """Call `callback(done, total, task)`, and no other callback, after each task of a plan; None: call none."""
