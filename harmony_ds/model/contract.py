@@ -122,7 +122,7 @@ class Contract:
         try:
             yield
             if not outer:
-                self.settings.leave()
+                self.settings.apply_left()
         finally:
             self.is_running = outer
             if not outer and not self._is_unchanged():

@@ -26,7 +26,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.device.base import Device
 from harmony_ds.errors import UnsupportedError
-from harmony_ds.model.own_settings import Own
+from harmony_ds.model.own_settings import LaneSettings
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 ContextFactory = Callable[[], AbstractContextManager[object]]
@@ -86,7 +86,7 @@ class Request:
     grad: bool
     autocast: Autocast | None
     around: ContextFactory | None = None
-    own: Own | None = None
+    own: LaneSettings | None = None
     raised: list[int] = field(default_factory=list)
 
     @property

@@ -27,7 +27,7 @@ from harmony_ds.model.device_transfers import DeviceTransfers
 from harmony_ds.model.installed import Installation
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Request
-from harmony_ds.model.own_settings import Own, in_force
+from harmony_ds.model.own_settings import LaneSettings, in_force
 from harmony_ds.model.random_streams import RandomState, states_differ
 from harmony_ds.model.recorded_call import RecordedCall, norms_of
 from harmony_ds.model.slices import Piece, SliceAssembler, Slicing, slicing_of
@@ -358,7 +358,7 @@ def _isolated(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[
 
 
 @contextmanager
-def _with_settings(own: Own, buffers: Buffers) -> Iterator[None]:
+def _with_settings(own: LaneSettings, buffers: Buffers) -> Iterator[None]:
     """Set a caller's own settings, and put `buffers` in the place of the layer's, while open."""
     with own.in_force(), substituted_buffers(buffers):
         yield

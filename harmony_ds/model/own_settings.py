@@ -75,8 +75,8 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Own:
-    """Settings that a lane has made.
+class LaneSettings:
+    """Settings that the code of one lane has made on modules, and other lanes do not see.
 
     Attributes:
         settings: of all keys that are exchanged.
@@ -104,14 +104,14 @@ class Own:
         return tuple(values), tuple(self.trained.items())
 
 
-def in_force(own: Own | None) -> AbstractContextManager[None]:
+def in_force(own: LaneSettings | None) -> AbstractContextManager[None]:
     """Return a context in which the attributes of `own` are set; None: there are none to set."""
     return nullcontext() if own is None else own.in_force()
 
 
 @dataclass(slots=True, eq=False)
-class Engines:
-    """Settings of the engine while a lane runs with its own; `trained`: of parameters that lanes have set."""
+class EngineSettings:
+    """Settings that modules have outside of lanes, to be set again when a lane is suspended; `trained`: of parameters."""
 
     settings: Mapping[Key, Setting]
     trained: dict[int, bool]
@@ -122,8 +122,8 @@ class ModuleSettings:
 
     Attributes:
         left: what the last lane that has ended has left.
-        are_engines: whether no lane has been seen to make settings of its own. What a lane then sets is found when it, or
-            another lane, comes to a call of the layer it is set on: fewer comparisons do, since the step is run again.
+        no_lane_sets_any: whether no lane has been seen to make settings of its own, as with most models: then nothing is
+            exchanged, and modules are compared at layer calls alone. The first setting that is found there ends that.
     """
 
     def __init__(self, modules: Sequence[nn.Module], layers: Sequence[Layer]) -> None:
@@ -145,8 +145,8 @@ class ModuleSettings:
         self._doubtful: set[Key] = set()  # seen in a step, and not by measuring
         self._parameters: dict[int, nn.Parameter] = {}  # of which lanes have set requires_grad, by id
         self._trained_set: dict[int, tuple[nn.Parameter, bool]] = {}  # since a lane went on, and what it was before
-        self.left: Own | None = None
-        self.are_engines = True
+        self.left: LaneSettings | None = None
+        self.no_lane_sets_any = True
 
     # ---- finding out
 
@@ -169,7 +169,7 @@ class ModuleSettings:
             return set()
         found = self._changes(layer)
         if found:
-            self.are_engines = False
+            self.no_lane_sets_any = False
         for key, before in found.items():
             self._unseen.setdefault(key, before)
         self._exchange([key for key in found if key in self._doubtful])
@@ -230,7 +230,7 @@ class ModuleSettings:
         new = [key for key in keys if key not in self._skipped]
         self._exchanged += new
         if new:
-            self.are_engines = False
+            self.no_lane_sets_any = False
         self._skip(new)
 
     def _skip(self, keys: Iterable[Key]) -> None:
@@ -245,7 +245,7 @@ class ModuleSettings:
     def note_trained(self, parameter: nn.Parameter, before: bool) -> None:
         """Note that the code of a lane sets `requires_grad`, which was so `before`, of a parameter."""
         self._trained_set.setdefault(id(parameter), (parameter, before))
-        self.are_engines = False
+        self.no_lane_sets_any = False
 
     def read(self) -> dict[Key, Setting]:
         """Return the settings that are exchanged, as they are now."""
@@ -263,10 +263,10 @@ class ModuleSettings:
             if setting.contents is not None and setting.value != setting.contents:
                 refill(setting.value, setting.contents)
 
-    def put(self, own: Own | None) -> Engines:
-        """Set what a lane has as its own; return what the engine has."""
-        engines = Engines({}, {})
-        if self.are_engines:
+    def enter_lane(self, own: LaneSettings | None) -> EngineSettings:
+        """Set the settings of a lane that goes on; return those of the engine, for `leave_lane`."""
+        engines = EngineSettings({}, {})
+        if self.no_lane_sets_any:
             return engines
         self._trained_set.clear()
         self._outside.follow()  # what code other than lanes' has set
@@ -279,8 +279,8 @@ class ModuleSettings:
             self._train(own.trained)
         return engines
 
-    def own(self, engines: Engines, before: Own | None) -> Own | None:
-        """Return what the lane that runs has as its own now: `before` again, if that is still so."""
+    def read_lane(self, engines: EngineSettings, before: LaneSettings | None) -> LaneSettings | None:
+        """Return the settings of the lane that runs, as they are now: `before` again, if nothing has changed."""
         if self._trained_set:
             for key, (parameter, flag) in self._trained_set.items():
                 self._parameters[key] = parameter
@@ -298,26 +298,26 @@ class ModuleSettings:
         if not changed and _are_same(settings, engines.settings):
             return None
         if before is None or before.trained != changed:
-            return Own(settings, changed, self)
+            return LaneSettings(settings, changed, self)
         if _are_same(settings, before.settings):
             return before
-        return Own(settings, before.trained, self)  # the same object: device copies are set so already
+        return LaneSettings(settings, before.trained, self)  # the same object: device copies are set so already
 
-    def take(self, engines: Engines) -> None:
-        """Set again what the engine has."""
+    def leave_lane(self, engines: EngineSettings) -> None:
+        """Set the settings of the engine again, when a lane is suspended."""
         self.write(engines.settings)
         self._train(engines.trained)
 
-    def end(self, own: Own | None) -> None:
+    def end_lane(self, own: LaneSettings | None) -> None:
         """Note that a lane has ended, with `own`: what it has set since its last call is no other lane's doing."""
-        if self.are_engines:
+        if self.no_lane_sets_any:
             self._outside.follow()
         else:
             self.begin()
         self.left = own
 
-    def leave(self) -> None:
-        """Set what the last lane has left."""
+    def apply_left(self) -> None:
+        """Set, for good, the settings that the last lane had when it ended."""
         left, self.left = self.left, None
         if left is not None:
             self.write(left.settings)
@@ -330,12 +330,12 @@ class ModuleSettings:
                     self._parameters[key].requires_grad_(flag)
 
 
-def trained_by(own: Own | None) -> Trained:
+def trained_by(own: LaneSettings | None) -> Trained:
     """Return `requires_grad` as a lane has set it otherwise than the engine."""
     return _AS_ENGINE if own is None else own.trained
 
 
-def both_trained(at_call: Own | None, at_end: Own | None) -> Trained:
+def both_trained(at_call: LaneSettings | None, at_end: LaneSettings | None) -> Trained:
     """Return `requires_grad` for the backward pass of a call: a gradient reaches what is trained then and at the call."""
     one, other = trained_by(at_call), trained_by(at_end)
     if one is other:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.intercept import Autocast, ContextFactory, Request, handled_by
-from harmony_ds.model.own_settings import Engines, ModuleSettings, Own
+from harmony_ds.model.own_settings import EngineSettings, LaneSettings, ModuleSettings
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.runtime.thread_state import SuspendedModes, ThreadState
 
@@ -64,7 +64,7 @@ class Lane:
         self._thread = thread
         self._between_layers = between_layers
         self._settings = settings
-        self.own: Own | None = None
+        self.own: LaneSettings | None = None
         self._on_top: SuspendedModes | None = None  # while it is suspended
         self._reply: Any = None  # to the call that it waits at; not held elsewhere while the lane runs
         self._aborted = False
@@ -131,22 +131,22 @@ class Lane:
 
     # ---- what it sets on modules
 
-    def _put_settings(self) -> Engines | None:
+    def _put_settings(self) -> EngineSettings | None:
         """Let modules be as the lane has set them; return how they are to the engine."""
-        return None if self._settings is None else self._settings.put(self.own)
+        return None if self._settings is None else self._settings.enter_lane(self.own)
 
-    def _take_settings(self, engines: Engines | None) -> None:
+    def _take_settings(self, engines: EngineSettings | None) -> None:
         """Let modules be as they are to the engine."""
-        if self._settings is not None and engines is not None and not self._settings.are_engines:
-            self.own = self._settings.own(engines, self.own)
-            self._settings.take(engines)
+        if self._settings is not None and engines is not None and not self._settings.no_lane_sets_any:
+            self.own = self._settings.read_lane(engines, self.own)
+            self._settings.leave_lane(engines)
 
     def _leave_settings(self) -> None:
         """Note what the lane has set, if it has come to its end."""
         if self._settings is not None and self.finished:
-            self._settings.end(self.own)
+            self._settings.end_lane(self.own)
 
-    def _note_arrival(self, engines: Engines | None) -> None:
+    def _note_arrival(self, engines: EngineSettings | None) -> None:
         """Note what the lane has set before the call that it waits at.
 
         Raises:
@@ -159,18 +159,18 @@ class Lane:
         if unseen:
             names = ", ".join(sorted({name for _, name in unseen}))
             raise UnseenError(f"the code between layers sets {names}, which was not seen when it was measured.")
-        if not settings.are_engines:
-            self.own = settings.own(engines, self.own)
+        if not settings.no_lane_sets_any:
+            self.own = settings.read_lane(engines, self.own)
         request.own = self.own
 
-    def _note_return(self, engines: Engines | None) -> None:
+    def _note_return(self, engines: EngineSettings | None) -> None:
         """Note what the call that it waits at has set."""
         settings, request = self._settings, self.request
         if settings is None or engines is None or request is None:
             return
         settings.note_return(request.layer)
-        if not settings.are_engines:
-            self.own = settings.own(engines, self.own)
+        if not settings.no_lane_sets_any:
+            self.own = settings.read_lane(engines, self.own)
 
     def _go_on(self, engines: tuple[Any, ...], switch: Callable[..., Any], *values: Any) -> None:
         if self._between_layers is None:

@@ -16,7 +16,7 @@ from harmony_ds.model.boundary import cut, explaining_errors, reachable_nodes
 from harmony_ds.model.contract import CallState
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Autocast, ContextFactory, Request
-from harmony_ds.model.own_settings import Own, in_force
+from harmony_ds.model.own_settings import LaneSettings, in_force
 from harmony_ds.model.recorded_call import RecordedCall
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.runtime.lane import Lane
@@ -67,7 +67,7 @@ class MicroBatch:
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
     lane: Lane | None = None
     outputs: Any = None
-    own: Own | None = None
+    own: LaneSettings | None = None
     """Settings of modules that its code has left."""
     forwarded: bool = False
     at_work: bool = False

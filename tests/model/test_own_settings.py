@@ -50,7 +50,7 @@ def test_what_a_pass_sets_is_its_own_or_shared(set_it: Act, end: Act, is_own: bo
     settings.note_arrival(0)
     end(model)
     settings.end_pass()
-    assert settings.are_engines is not is_own
+    assert settings.no_lane_sets_any is not is_own
     settings.begin()
     set_it(model)
     assert settings.find_unseen(0) == set()  # it is known, or not looked at
@@ -64,7 +64,7 @@ def test_what_a_layer_sets_is_shared() -> None:
     settings.note_return(0)
     settings.note_arrival(1)
     settings.end_pass()
-    assert settings.are_engines
+    assert settings.no_lane_sets_any
 
 
 def test_a_lane_takes_along_what_it_has_set_and_leaves_the_rest_as_it_was() -> None:
@@ -76,20 +76,20 @@ def test_a_lane_takes_along_what_it_has_set_and_leaves_the_rest_as_it_was() -> N
     model.name, model.scaling["a"] = "a", 0.7
     settings.end_pass()
     for lane, name in enumerate("xy"):
-        engines = settings.put(None)
+        engines = settings.enter_lane(None)
         model.name, model.scaling["a"] = name, float(lane)
-        own[lane] = settings.own(engines, None)
-        settings.take(engines)
+        own[lane] = settings.read_lane(engines, None)
+        settings.leave_lane(engines)
         assert (model.name, model.scaling) == ("a", {"a": 0.7})
     for lane, name in enumerate("xy"):
-        engines = settings.put(own[lane])
+        engines = settings.enter_lane(own[lane])
         assert (model.name, model.scaling) == (name, {"a": float(lane)})
-        assert settings.own(engines, own[lane]) is own[lane]
-        settings.take(engines)
+        assert settings.read_lane(engines, own[lane]) is own[lane]
+        settings.leave_lane(engines)
     with own[0].in_force():
         assert (model.name, model.scaling) == ("x", {"a": 0.0})
     settings.left = own[1]
-    settings.leave()
+    settings.apply_left()
     assert (model.name, model.scaling) == ("y", {"a": 1.0})
 
 
@@ -103,4 +103,4 @@ def test_what_a_failed_step_has_set_is_undone() -> None:
     assert not hasattr(model[1], "tag")
     model.name = "b"  # once more: it is exchanged from now on
     assert settings.find_unseen(0)
-    assert not settings.are_engines
+    assert not settings.no_lane_sets_any
