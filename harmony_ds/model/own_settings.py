@@ -41,7 +41,7 @@ NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_fla
 SCALARS = (bool, int, float, complex, str, bytes)
 CONTAINERS = (list, dict, set, OrderedDict)
 _AS_ENGINE: Trained = {}
-_IGNORED = (NOT_PLAIN | {SET_ONCE}) - {"training"}
+_IGNORED = (NOT_PLAIN | {SET_ONCE, "_is_hf_initialized"}) - {"training"}  # the last: transformers', of each module
 _IGNORED_IN_LINEAR = _IGNORED | {"in_features", "out_features"}
 """In torch's own linear layers, the most numerous modules: the shape of the weight, which forward does not read."""
 _SMALL = 64  # elements of a container whose contents are compared
