@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.checkpoint.data_position import ResumableLoader
-from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source
+from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, Source
 from harmony_ds.device.base import Device
 from harmony_ds.model.buffers import persistent_buffers
 from harmony_ds.offload.host_store import HostStore, bypass_hooks
@@ -25,11 +25,12 @@ _EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The parts of an engine at rest (no update is under way) that a checkpoint holds.
+    """What a checkpoint holds of an engine at rest, without updates under way.
 
     Attributes:
-        queued: micro-batches that were taken from `loader`, the engine's own, and whose step is not taken yet.
-        buffers: those of the module that forward passes of these may have changed, as they were before.
+        loader: the engine's own data loader.
+        queued: how many micro-batches were taken from `loader` whose step is not taken yet.
+        buffers: the module's buffers that forward passes of these micro-batches may have changed, as they were before.
     """
 
     module: nn.Module
@@ -52,12 +53,13 @@ def capture(
     frozen = tuple(name for name in store.parameters if name not in store.masters)
     left_out = frozen if exclude_frozen else ()
     buffers = persistent_buffers(trained.module).items()
-    stepped = set(trained.optimizer.trained) if trained.optimizer is not None and store.has_fp32_masters else set()
-    masters = {
-        name: Source(tuple(master.shape), store.master_dtype, partial(store.read_master, name))
-        for name, master in store.masters.items()
-        if name in stepped
-    }
+    masters: dict[str, Source] = {}
+    if trained.optimizer is not None and store.has_fp32_masters:
+        stepped = set(trained.optimizer.trained)
+        for name, master in store.masters.items():
+            if name in stepped:
+                shape = tuple(master.shape)
+                masters[name] = Source(shape, store.master_dtype, partial(store.read_master, name))
     with bypass_hooks():
         extra = {key: one for key, one in trained.module.state_dict(keep_vars=True).items() if key.endswith(_EXTRA)}
         parameters = {name: Source.of(p.data) for name, p in store.parameters.items() if name not in left_out}
@@ -69,7 +71,7 @@ def capture(
         tied=tied_names(trained.module),
         frozen=frozen,
         extra=extra,
-        optimizer=None if trained.optimizer is None else _optimizer(trained.optimizer),
+        optimizer=None if trained.optimizer is None else _capture_optimizer(trained.optimizer),
         scheduler=(type(scheduler).__name__, scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None,
         random=capture_random(trained.device),
         data=None if loader is None else loader.state_dict(trained.queued),
@@ -80,21 +82,28 @@ def capture(
 
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Map the other names of tied parameters to their first one."""
-    first: dict[int, str] = {}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(one)] for name, one in named if first.setdefault(id(one), name) != name}
+    first_names: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name:
+            tied[name] = first
+    return tied
 
 
-def _optimizer(optimizer: HostOptimizer) -> OptimizerState:
-    hyper = zip(optimizer.groups(), optimizer.hyper(), strict=True)
-    groups = tuple(ParameterGroup(names, dict(values)) for names, values in hyper)
-    states = {
-        name: {key: Source.of(value) if isinstance(value, Tensor) else value for key, value in state.items()}
-        for names in optimizer.groups()
-        for name in names
-        if (state := optimizer.state_of(name))
-    }
-    return OptimizerState(type(optimizer.optimizer).__name__, groups, states)
+def _capture_optimizer(optimizer: HostOptimizer) -> SavedOptimizer:
+    groups = [
+        ParameterGroup(names, dict(values)) for names, values in zip(optimizer.groups(), optimizer.hyper(), strict=True)
+    ]
+    states: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        for name in group.parameters:
+            state = optimizer.state_of(name)
+            if state:
+                states[name] = {
+                    key: Source.of(value) if isinstance(value, Tensor) else value for key, value in state.items()
+                }
+    return SavedOptimizer(type(optimizer.optimizer).__name__, tuple(groups), states)
 
 
 def capture_random(device: Device) -> dict[str, Any]:
@@ -114,12 +123,14 @@ def random_of(states: dict[str, Any] | None, rank: int, size: int) -> dict[str, 
 
 
 def restore_random(states: dict[str, Any], device: Device) -> None:
-    """Set the generators, except those of a device of another kind than the saved one."""
+    """Set the generators to their saved states; those of a device of another kind than the saved one stay as they are."""
     random.setstate(states["python"])
-    saved, present = states["device"], device.random_state()
-    pairs = zip(saved, present, strict=False)
-    kept = [old if (old.shape, old.dtype) == (now.shape, now.dtype) else now for old, now in pairs]
-    device.set_random_state((*kept, *present[len(kept) :]))
+    device_states = list(device.random_state())
+    for index, saved in enumerate(states["device"][: len(device_states)]):
+        present = device_states[index]
+        if (saved.shape, saved.dtype) == (present.shape, present.dtype):
+            device_states[index] = saved
+    device.set_random_state(tuple(device_states))
     if "numpy" in states:
         kind, keys, *rest = states["numpy"]
         np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))

@@ -20,14 +20,15 @@ from typing import Any
 
 from harmony_ds.checkpoint import tensor_files
 from harmony_ds.checkpoint.folders import DATA, LATEST, MANIFEST, put_scripts, replace_text, saving
-from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, Source, listed
 from harmony_ds.checkpoint.tensor_files import FileRecord, find_damage, load_pickle, plain, read_tensors
 from harmony_ds.errors import CheckpointError
 
 _FORMAT = "harmony_ds checkpoint 3"
 _MODEL, _MASTERS, _OPTIMIZER = "model.safetensors", "masters.safetensors", "optimizer.safetensors"
 _STATE, _PLAN = "state.pt", "plan.json"
-_IN_STATE = "tied frozen extra scheduler random data client_state".split()  # fields of a snapshot, as they are
+_IN_STATE = ("tied", "frozen", "extra", "scheduler", "random", "data", "client_state")
+"""Fields of a `Snapshot` that `state.pt` holds as they are."""
 
 
 def write(snapshot: Snapshot, save_dir: Path, tag: str, save_latest: bool = True) -> Path:
@@ -39,7 +40,7 @@ def write(snapshot: Snapshot, save_dir: Path, tag: str, save_latest: bool = True
     if not (target / MANIFEST).exists() and (theirs := sorted(file.name for file in target.glob("*_states.pt"))):
         found = f"{target} holds a checkpoint of DeepSpeed ({listed(theirs, 2)})"
         raise CheckpointError(f"{found}: save under another tag or into another folder.")
-    state = _state_of(snapshot)  # refuses before anything is written
+    state = _plain_state(snapshot)  # refuses before anything is written
     with saving(target) as staging:
         data = staging / f"{DATA}{uuid.uuid4().hex[:12]}"
         data.mkdir()
@@ -58,8 +59,12 @@ def _write_data(snapshot: Snapshot, data: Path, state: dict[str, Any]) -> dict[s
     if snapshot.masters:
         files[_MASTERS] = snapshot.masters
     if snapshot.optimizer is not None:
-        states = snapshot.optimizer.states.items()
-        files[_OPTIMIZER] = {f"{k}/{name}": v for name, one in states for k, v in one.items() if isinstance(v, Source)}
+        files[_OPTIMIZER] = {
+            f"{key}/{name}": value
+            for name, state in snapshot.optimizer.states.items()
+            for key, value in state.items()
+            if isinstance(value, Source)
+        }
     records = {name: tensor_files.write_tensors(data / name, sources) for name, sources in files.items()}
     records[_STATE] = tensor_files.write_pickle(data / _STATE, state)
     if snapshot.plan is not None:
@@ -71,7 +76,8 @@ def _crc(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def _state_of(snapshot: Snapshot) -> dict[str, Any]:
+def _plain_state(snapshot: Snapshot) -> dict[str, Any]:
+    """Return what `state.pt` holds, as plain data; CheckpointError: something has no place in it."""
     values = {name: getattr(snapshot, name) for name in _IN_STATE}
     values |= {"buffers": list(snapshot.buffers), "progress": asdict(snapshot.progress), "optimizer": None}
     if (optimizer := snapshot.optimizer) is not None:
@@ -96,8 +102,12 @@ def verify(folder: Path) -> None:
     if not is_ours(folder):
         return
     manifest = _read_manifest(folder)
-    files = ((folder / manifest["data"] / name, FileRecord(**record)) for name, record in manifest["files"].items())
-    if complaints := [damage for path, record in files if (damage := find_damage(path, record))]:
+    complaints: list[str] = []
+    for name, record in manifest["files"].items():
+        damage = find_damage(folder / manifest["data"] / name, FileRecord(**record))
+        if damage is not None:
+            complaints.append(damage)
+    if complaints:
         raise CheckpointError(f"the checkpoint {folder} is torn or was changed: {'; '.join(complaints)}.")
 
 
@@ -106,14 +116,15 @@ def read(folder: Path) -> Snapshot:
     manifest = _read_manifest(folder)
     data, files = folder / manifest["data"], manifest["files"]
     values, model = load_pickle(data / _STATE), read_tensors(data / _MODEL)
-    buffers, optimizer = {name: model.pop(name) for name in values["buffers"]}, None
+    buffers = {name: model.pop(name) for name in values["buffers"]}
+    optimizer: SavedOptimizer | None = None
     if _OPTIMIZER in files:
         states = values["optimizer"]["scalars"]
         for place, source in read_tensors(data / _OPTIMIZER).items():
             key, name = place.split("/", 1)
             states.setdefault(name, {})[key] = source
         groups = tuple(ParameterGroup(**group) for group in values["optimizer"]["groups"])
-        optimizer = OptimizerState(values["optimizer"]["kind"], groups, states)
+        optimizer = SavedOptimizer(values["optimizer"]["kind"], groups, states)
     return Snapshot(
         progress=Progress(**values["progress"]),
         parameters=model,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.checkpoint.capture import Trained, restore_random, tied_names
-from harmony_ds.checkpoint.snapshot import OptimizerState, Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import SavedOptimizer, Snapshot, Source, listed
 from harmony_ds.config.optimizers import same_formula
 from harmony_ds.errors import CheckpointError
 from harmony_ds.model.buffers import persistent_buffers
@@ -24,7 +24,13 @@ _KERNEL_KEYS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The parts of a checkpoint to load; `custom` is DeepSpeed's custom_load_fn(src=<state dict>, dst=<module>)."""
+    """What to load of a checkpoint, as the arguments of `load_checkpoint` say.
+
+    Attributes:
+        strict: parameters and buffers have to be those of the model, none missing and none more.
+        module_only: the weights alone.
+        custom: DeepSpeed's custom_load_fn(src=<state dict>, dst=<module>), which loads the weights instead.
+    """
 
     strict: bool = True
     optimizer: bool = True
@@ -34,15 +40,22 @@ class LoadOptions:
 
 
 def restore(trained: Trained, snapshot: Snapshot, options: LoadOptions, where: str) -> None:
-    """Replace what `trained`, an engine at rest and all on the host, holds by `snapshot`, unless that does not fit it."""
-    snapshot = _renamed(snapshot, trained)
+    """Replace what `trained`, an engine at rest and all on the host, holds by `snapshot`.
+
+    Args:
+        where: the checkpoint's folder, for errors.
+
+    Raises:
+        CheckpointError: the snapshot does not fit the engine, in all ways that the message lists; nothing was changed.
+    """
+    snapshot = _with_names_of_model(snapshot, trained)
     whole = not options.module_only
     optimizer = trained.optimizer if whole and options.optimizer else None
     scheduler = trained.scheduler if whole and options.scheduler else None
     if not hasattr(scheduler, "load_state_dict"):
         scheduler = None
     complaints = [] if options.custom is not None else _refusals_of_model(trained, snapshot, options.strict)
-    if optimizer is not None and not complaints:  # of another model, it would say all twice
+    if optimizer is not None and not complaints:  # the optimizer of another model would repeat the model's complaints
         complaints += _refusals_of_optimizer(optimizer, snapshot.optimizer)
     if scheduler is not None:
         complaints += _refusals_of_scheduler(type(scheduler).__name__, snapshot)
@@ -62,19 +75,31 @@ def restore(trained: Trained, snapshot: Snapshot, options: LoadOptions, where: s
         restore_random(snapshot.random, trained.device)
 
 
-def _renamed(snapshot: Snapshot, trained: Trained) -> Snapshot:
-    """Return the snapshot with tied parameters under the names that the model has for them."""
+def _with_names_of_model(snapshot: Snapshot, trained: Trained) -> Snapshot:
+    """Return the snapshot with tied parameters under the names that the model has for them.
+
+    Parameters may have been tied when they were saved, and be two in the model, or the other way round.
+    """
+    tied = tied_names(trained.module)
 
     def renamed(values: Mapping[str, Source]) -> dict[str, Source]:
-        named = snapshot.with_tied(dict(values))  # tied when it was saved, and maybe two parameters now
-        named |= {name: named[other] for other, name in tied.items() if other in named and name not in named}
-        return {k: v for k, v in named.items() if k not in tied and (k in values or k in trained.store.parameters)}
+        saved = snapshot.with_tied(dict(values))
+        under_all_names = dict(saved)
+        for alias, first_name in tied.items():
+            if alias in saved and first_name not in saved:
+                under_all_names[first_name] = saved[alias]
+        found: dict[str, Source] = {}
+        for name, source in under_all_names.items():
+            is_known = name in values or name in trained.store.parameters
+            if is_known and name not in tied:
+                found[name] = source
+        return found
 
-    tied = tied_names(trained.module)
     return replace(snapshot, parameters=renamed(snapshot.parameters), masters=renamed(snapshot.masters))
 
 
 def _refusals_of_model(trained: Trained, snapshot: Snapshot, strict: bool) -> list[str]:
+    """Return the reasons why the saved tensors are not the model's; empty if they are."""
     complaints: list[str] = []
     ours: dict[str, Tensor] = {**trained.store.parameters, **persistent_buffers(trained.module)}
     theirs = snapshot.tensors
@@ -95,7 +120,7 @@ def _refusals_of_model(trained: Trained, snapshot: Snapshot, strict: bool) -> li
     return complaints
 
 
-def _refusals_of_optimizer(optimizer: HostOptimizer, saved: OptimizerState | None) -> list[str]:
+def _refusals_of_optimizer(optimizer: HostOptimizer, saved: SavedOptimizer | None) -> list[str]:
     """Return the reasons why `saved` cannot go on in `optimizer`; empty if it can."""
     kind = type(optimizer.optimizer).__name__
     way_out = "load it with load_optimizer_states=False to start the optimizer afresh"
@@ -103,13 +128,15 @@ def _refusals_of_optimizer(optimizer: HostOptimizer, saved: OptimizerState | Non
         return [f"it has no state for the optimizer {kind}: {way_out}"]
     if not same_formula(kind, saved.kind):
         return [f"its optimizer is {saved.kind} and this engine's {kind}: {way_out}"]
-    ours, theirs = ([set(names) for names in one] for one in (optimizer.groups(), (g.parameters for g in saved.groups)))
-    known, given = set().union(*ours), set().union(*theirs)
+    ours = [set(names) for names in optimizer.groups()]
+    theirs = [set(group.parameters) for group in saved.groups]
+    missing = set().union(*ours) - set().union(*theirs)
+    unexpected = set().union(*theirs) - set().union(*ours)
     complaints = []
-    if known - given:
-        complaints.append(f"its optimizer has no {listed(sorted(known - given))}")
-    if given - known:
-        complaints.append(f"its optimizer has {listed(sorted(given - known))}, which this engine's does not")
+    if missing:
+        complaints.append(f"its optimizer has no {listed(sorted(missing))}")
+    if unexpected:
+        complaints.append(f"its optimizer has {listed(sorted(unexpected))}, which this engine's does not")
     if not complaints and ours != theirs:
         both = f"its {len(theirs)} parameter groups divide the parameters otherwise than this engine's {len(ours)}"
         complaints.append(f"{both}: {way_out}")
@@ -117,16 +144,18 @@ def _refusals_of_optimizer(optimizer: HostOptimizer, saved: OptimizerState | Non
 
 
 def _refusals_of_scheduler(ours: str, snapshot: Snapshot) -> list[str]:
-    found, way_out = snapshot.scheduler, "load it with load_lr_scheduler_states=False"
-    if found is None:
+    """Return the reason why the saved schedule cannot go on in the class `ours`; empty if it can."""
+    way_out = "load it with load_lr_scheduler_states=False"
+    if snapshot.scheduler is None:
         return [f"it has no state for {ours}: {way_out} to start that afresh"]
-    if found[0] not in (None, ours):
-        return [f"its scheduler is {found[0]} and this engine's {ours}: {way_out}"]
+    theirs, _ = snapshot.scheduler
+    if theirs not in (None, ours):
+        return [f"its scheduler is {theirs} and this engine's {ours}: {way_out}"]
     return []
 
 
 def _load_all_or_none(parts: list[tuple[Any, Any]], where: str) -> None:
-    """Load each part's state; give all of them their old one back if one refuses the new one while taking it."""
+    """Load the state of each part; if one refuses its state half-way, give all of them their old ones back."""
     kept = [(part, copy.deepcopy(part.state_dict())) for part, _ in parts]
     try:
         for part, state in parts:
@@ -138,6 +167,7 @@ def _load_all_or_none(parts: list[tuple[Any, Any]], where: str) -> None:
 
 
 def _put_weights(trained: Trained, snapshot: Snapshot, options: LoadOptions) -> None:
+    """Write the saved parameters, masters and buffers into the model's."""
     store = trained.store
     if options.custom is not None:
         values = {name: source.read() for name, source in snapshot.tensors.items()}
@@ -156,6 +186,7 @@ def _put_weights(trained: Trained, snapshot: Snapshot, options: LoadOptions) -> 
 
 
 def _put_parameter(store: HostStore, name: str, snapshot: Snapshot) -> None:
+    """Write the saved value of the parameter `name` into its weight, and into its master if it has one."""
     saved, weight = snapshot.parameters[name], store.weight(name)
     if name not in store.masters or not store.has_fp32_masters:
         weight.copy_(snapshot.fp32(name).read())
@@ -166,7 +197,7 @@ def _put_parameter(store: HostStore, name: str, snapshot: Snapshot) -> None:
         weight.copy_(saved.read())
 
 
-def _put_optimizer(optimizer: HostOptimizer, saved: OptimizerState) -> None:
+def _put_optimizer(optimizer: HostOptimizer, saved: SavedOptimizer) -> None:
     """Give `optimizer` the saved hyper-parameters and, for each parameter, a state of its own in the optimizer's form."""
     same = type(optimizer.optimizer).__name__ == saved.kind
     for present, group in zip(optimizer.optimizer.param_groups, saved.groups, strict=True):

@@ -30,7 +30,9 @@ class Source:
 
     def to(self, dtype: torch.dtype) -> Source:
         """Convert values of floating point when they are read; leave others."""
-        return Source(self.shape, dtype, lambda: self.read().to(dtype)) if self.dtype.is_floating_point else self
+        if not self.dtype.is_floating_point:
+            return self
+        return Source(self.shape, dtype, lambda: self.read().to(dtype))
 
     def compact(self) -> Tensor:
         """Return the tensor over memory of its own size alone: `torch.save` writes all of the memory that a view is of."""
@@ -50,8 +52,13 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerState:
-    """An optimizer: its class's name, groups, and by parameter its tensors (`Source`) and numbers, under its own keys."""
+class SavedOptimizer:
+    """An optimizer as it is in a checkpoint.
+
+    Attributes:
+        kind: its class's name.
+        states: by parameter, its tensors (`Source`) and numbers, under its own keys.
+    """
 
     kind: str
     groups: tuple[ParameterGroup, ...]
@@ -112,7 +119,7 @@ class Snapshot:
     tied: dict[str, str] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
-    optimizer: OptimizerState | None = None
+    optimizer: SavedOptimizer | None = None
     scheduler: tuple[str | None, Any] | None = None
     random: dict[str, Any] | None = None
     data: Any = None
@@ -126,7 +133,8 @@ class Snapshot:
 
     def with_tied(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return `values`, by the names in `tensors`, under the other names of tied parameters too."""
-        return {**values, **{name: values[first] for name, first in self.tied.items() if first in values}}
+        others = {name: values[first] for name, first in self.tied.items() if first in values}
+        return {**values, **others}
 
     def fp32(self, name: str) -> Source:
         """Return the most precise value of a parameter."""
@@ -136,4 +144,7 @@ class Snapshot:
 def listed(names: Iterable[str], most: int = 8) -> str:
     """Join names for a message, the first few of them."""
     found = list(names)
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+    text = ", ".join(found[:most])
+    if len(found) > most:
+        text += f" and {len(found) - most} more"
+    return text

@@ -38,7 +38,8 @@ Record = SimpleNamespace
 """The attributes of an object whose class is not imported."""
 _PLAIN = (list, tuple, set, frozenset, bool, int, float, str, bytes, bytearray)
 _INERT: list[Any] = [
-    *(bytes, frozenset),
+    bytes,
+    frozenset,
     (Record, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (Record, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (Record, "deepspeed.utils.tensor_fragment.fragment_address"),

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.checkpoint.deepspeed.zero_read import OWNED, Shapes, numbered, optimizer_of, snapshot_of
+from harmony_ds.checkpoint.deepspeed.zero_read import OWNED, ParameterShapes, numbered, optimizer_of, snapshot_of
 from harmony_ds.checkpoint.folders import replace_text, saving
-from harmony_ds.checkpoint.snapshot import OptimizerState, Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import SavedOptimizer, Snapshot, Source, listed
 from harmony_ds.checkpoint.tensor_files import load_pickle, write_pickle
 from harmony_ds.errors import CheckpointError
 
@@ -39,7 +39,7 @@ def read_universal(folder: Path) -> Snapshot:
     # ZeRO-3's count steps for the whole optimizer.
     counted = optimizer.get("optimizer_state_dict", {}).get("state", {}).values()
     step = next((state["step"] for state in counted if "step" in state), None)
-    shapes: list[Shapes] = models[0].get("param_shapes") or []
+    shapes: list[ParameterShapes] = models[0].get("param_shapes") or []
     masters: dict[str, Source] = {}
     states: dict[str, dict[str, Any]] = {}
     for group in shapes:
@@ -76,7 +76,7 @@ def write_universal(snapshot: Snapshot, save_dir: Path, tag: str) -> Path:
     return target
 
 
-def _checked(snapshot: Snapshot) -> OptimizerState:
+def _checked(snapshot: Snapshot) -> SavedOptimizer:
     optimizer = snapshot.optimizer
     if optimizer is None:
         raise CheckpointError("a checkpoint without optimizer cannot become one of DeepSpeed.")
@@ -94,7 +94,7 @@ def _checked(snapshot: Snapshot) -> OptimizerState:
     return optimizer
 
 
-def _write_files(snapshot: Snapshot, optimizer: OptimizerState, folder: Path) -> None:
+def _write_files(snapshot: Snapshot, optimizer: SavedOptimizer, folder: Path) -> None:
     steps = {name: step for one in optimizer.groups for name, step in _steps_of(optimizer, one.parameters).items()}
     for name in snapshot.parameters:
         own = folder / "zero" / name
@@ -111,7 +111,7 @@ def _write_files(snapshot: Snapshot, optimizer: OptimizerState, folder: Path) ->
     write_pickle(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", {**values, "module": {}})
 
 
-def _steps_of(optimizer: OptimizerState, names: Iterable[str]) -> dict[str, Any]:
+def _steps_of(optimizer: SavedOptimizer, names: Iterable[str]) -> dict[str, Any]:
     """Return the steps of parameters that DeepSpeed counts together: the most that any of them has."""
     found = {name: optimizer.states[name]["step"] for name in names if "step" in optimizer.states.get(name, {})}
     steps = {name: value.read().clone() if isinstance(value, Source) else value for name, value in found.items()}
@@ -121,7 +121,7 @@ def _steps_of(optimizer: OptimizerState, names: Iterable[str]) -> dict[str, Any]
     return dict.fromkeys(steps, most)
 
 
-def _optimizer_values(snapshot: Snapshot, optimizer: OptimizerState) -> dict[str, Any]:
+def _optimizer_values(snapshot: Snapshot, optimizer: SavedOptimizer) -> dict[str, Any]:
     from deepspeed import __version__
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -151,7 +151,7 @@ def _optimizer_values(snapshot: Snapshot, optimizer: OptimizerState) -> dict[str
     }
 
 
-def _model_values(snapshot: Snapshot, optimizer: OptimizerState) -> dict[str, Any]:
+def _model_values(snapshot: Snapshot, optimizer: SavedOptimizer) -> dict[str, Any]:
     """Return the content of a model_states file."""
     from deepspeed import __version__
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, Progress, Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, Source, listed
 from harmony_ds.checkpoint.tensor_files import Record, load_pickle
 from harmony_ds.config.optimizers import keeper_of
 from harmony_ds.errors import CheckpointError
 
-Shapes = Mapping[str, Sequence[int]]
+ParameterShapes = Mapping[str, Sequence[int]]
+"""Parameter names -> shapes, of the parameters that DeepSpeed keeps in one flat vector, in their order there."""
 OWNED = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
     "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
@@ -62,7 +63,7 @@ def numbered(folder: Path, pattern: str) -> list[Path]:
 def snapshot_of(
     models: list[dict[str, Any]],
     masters: Mapping[str, Source] = MappingProxyType({}),
-    optimizer: OptimizerState | None = None,
+    optimizer: SavedOptimizer | None = None,
     loss_scaler: Record | None = None,
 ) -> Snapshot:
     """Join the contents of the model_states files and of the optimizer's."""
@@ -103,29 +104,42 @@ def _frozen(models: list[dict[str, Any]]) -> dict[str, Source]:
 
 
 def split_vector(
-    shapes: Shapes, vectors: Iterable[Tensor], what: str, cut_each: bool = False, paddings: Sequence[int] | None = None
+    shapes: ParameterShapes,
+    vectors: Iterable[Tensor],
+    what: str,
+    cut_each: bool = False,
+    paddings: Sequence[int] | None = None,
 ) -> dict[str, Source]:
-    """Return the parameters in a vector, given the part of each process.
+    """Return the parameters in a flat vector, given the part of the vector that each process has saved.
 
     Args:
+        what: the vector holds, for errors.
         cut_each: each parameter is cut into equal parts, the last one padded, and a process has its parts one after
             another (ZeRO-3); otherwise parameters lie one after another, and the whole is padded and cut (ZeRO-1, 2).
         paddings: elements after each parameter, where the whole is cut.
+
+    Raises:
+        CheckpointError: the parts have too few elements.
     """
     parts = tuple(vectors)
-    begins = [0, *accumulate(part.numel() for part in parts)]
+    begins = [0, *accumulate(part.numel() for part in parts)][:-1]  # of the parts, where the whole is cut
     found: dict[str, Source] = {}
-    offset = 0
+    offset = 0  # of the parameter: in each part (`cut_each`), or in the whole
     for place, (name, shape) in enumerate(shapes.items()):
         numel = math.prod(shape)
+        pieces: list[Tensor] = []
         if cut_each:
             share = -(-numel // len(parts))
-            bounds = [(offset, offset + min(share, numel - rank * share)) for rank in range(len(parts))]
+            for rank, part in enumerate(parts):
+                own = max(0, min(share, numel - rank * share))  # the last processes may have padding alone
+                pieces.append(part[offset : offset + own])
             offset += share
         else:
-            bounds = [(offset - begin, offset - begin + numel) for begin in begins[:-1]]
-            offset += numel + (paddings[place] if paddings else 0)
-        pieces = [part[max(0, start) : max(0, stop)] for part, (start, stop) in zip(parts, bounds, strict=True)]
+            for part, begin in zip(parts, begins, strict=True):
+                pieces.append(part[max(0, offset - begin) : max(0, offset - begin + numel)])
+            offset += numel
+            if paddings:
+                offset += paddings[place]
         have = sum(piece.numel() for piece in pieces)
         if have != numel:
             raise CheckpointError(f"the {what} of {name} has {have} elements instead of {numel}.")
@@ -139,8 +153,8 @@ def _joined(pieces: list[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 def _trained(
     folder: Path, states: list[dict[str, Any]], model: dict[str, Any]
-) -> tuple[dict[str, Source], OptimizerState, Record | None]:
-    shapes: list[Shapes] = model.get("param_shapes") or []
+) -> tuple[dict[str, Source], SavedOptimizer, Record | None]:
+    shapes: list[ParameterShapes] = model.get("param_shapes") or []
     first = states[0]
     is_zero3 = _ZERO3[0] in first
     flat, base = _ZERO3 if is_zero3 else _ZERO2
@@ -166,8 +180,8 @@ def _trained(
 
 
 def optimizer_of(
-    param_groups: list[dict[str, Any]], shapes: list[Shapes], states: dict[str, dict[str, Any]]
-) -> OptimizerState:
+    param_groups: list[dict[str, Any]], shapes: list[ParameterShapes], states: dict[str, dict[str, Any]]
+) -> SavedOptimizer:
     """Return an optimizer by parameter names, of which `param_groups` have vectors of many."""
     groups = []
     for values in param_groups:
@@ -183,4 +197,4 @@ def optimizer_of(
     # The files do not name the optimizer's class; the states it keeps, and how it counts steps, tell it.
     state = next(iter(whole.values()), {})
     kind = keeper_of(state, counts_in_tensors=isinstance(state.get("step"), Source))
-    return OptimizerState(kind or f"one that keeps {listed(sorted(state)) or 'nothing'}", tuple(groups), whole)
+    return SavedOptimizer(kind or f"one that keeps {listed(sorted(state)) or 'nothing'}", tuple(groups), whole)
