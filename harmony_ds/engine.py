@@ -47,12 +47,13 @@ from harmony_ds.scheduler.plan import Plan, Task
 from harmony_ds.scheduler.trace import ExecutedStep
 from harmony_ds.step.division import divided
 from harmony_ds.step.engine_state import EngineState
-from harmony_ds.step.inputs import Arguments
-from harmony_ds.step.open_step import OpenStep
+from harmony_ds.step.inputs import CallInputs
 from harmony_ds.step.pending import PendingTensor
+from harmony_ds.step.pending_micro_batch import LossFunction, PendingMicroBatch
+from harmony_ds.step.step import Step
 from harmony_ds.step.step_record import StepRecord
-from harmony_ds.step.ticket import LossFunction, QueuedMicroBatch
-from harmony_ds.step.training import Training
+from harmony_ds.step.steps import Steps
+from harmony_ds.step.transitions import StepEvent
 
 __all__ = ["HarmonyEngine", "add_config_arguments", "initialize"]
 
@@ -153,8 +154,8 @@ def _refused_after_destroy(
 class HarmonyEngine(nn.Module):
     """The engine that trains one model. Attributes that it does not have are the model's.
 
-    Every method says which object does the work: `_open` holds the step that micro-batches are queued for, `_training` the
-    optimizer, the schedule and the counters, `_checkpoints` saves and loads, `_reporter` reports.
+    Every method says which object does the work: `_steps` has the step that micro-batches are queued for, the optimizer,
+    the schedule and the counters; `_checkpoints` saves and loads, `_reporter` reports.
     """
 
     is_compiled = False
@@ -180,19 +181,18 @@ class HarmonyEngine(nn.Module):
         self.world_size = self.dp_world_size = self.seq_dp_world_size = state.world.size
         self._boundary: bool | None = None  # as the caller has set it; None: found by counting
         self._state = state
-        self._runner, self._world = state.runner, state.world
+        self._world = state.world
         self._settings = EngineSettings(config, state.world.rank, state.world.size)
         self._settings.client_optimizer = client_optimizer
         self._data = TrainingData(self._settings, training_data, collate_fn, state.world)
-        self._training = Training(model, state, self._settings, client_lr_scheduler)
         self._record = StepRecord(state)
         self._reporter = Reporter(state, self._record)
-        self._log = StepLog(self._training, self._record, self._reporter)
+        self._log = StepLog(state, self._settings, self._record, self._reporter)
         # From here on, the model and the optimizer are the engine's.
-        self._open = OpenStep(self._training, self._record, self._log.finish_step)
+        self._steps = Steps(model, state, self._settings, client_lr_scheduler, self._record, self._log.finish_step)
         # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
-        self._release = weakref.finalize(self, release, self._open.links, self._open.override, state)
-        self._checkpoints = Checkpoints(self._training, self._open, self._data.resumable_loader)
+        self._release = weakref.finalize(self, release, self._steps.context.links, self._steps.context.override, state)
+        self._checkpoints = Checkpoints(self._steps, self._data.resumable_loader)
 
     def __getattr__(self, name: str) -> Any:
         """Return a getter of DeepSpeed's that the ds_config answers, or else the model's own attribute."""
@@ -219,14 +219,15 @@ class HarmonyEngine(nn.Module):
             return self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             with self.streaming():
-                return self._open.parts.call(self.module, Arguments(args, kwargs))
+                return self._steps.context.model_calls.run(self.module, CallInputs(args, kwargs))
         with self._world.reporting_failures():
-            self._open.apply_user_edits()
-            return self._open.group.add(args, kwargs)
+            step = self._steps.open
+            self._steps.context.apply_user_edits(step.is_open)
+            return step.outputs_of(step.handle(StepEvent.CALL, CallInputs(args, kwargs, take_over=True)))
 
     def _is_running(self) -> bool:
         """Return whether the caller is a function that this engine runs, such as `compute_loss`."""
-        return self._state.runtime.contract.is_running and is_between_layers() and not self._runner.is_streaming
+        return self._state.runtime.contract.is_running and is_between_layers() and not self._state.streamer.is_open
 
     @_refused_after_destroy
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -235,7 +236,7 @@ class HarmonyEngine(nn.Module):
         Returns:
             The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
         """
-        self._training.check_can_propagate()
+        self._steps.context.check_can_propagate()
         if self._is_running():
             raise UsageError(
                 "engine.backward() was called within a function that the engine runs (compute_loss): return the loss "
@@ -245,48 +246,51 @@ class HarmonyEngine(nn.Module):
             loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
         )
         if isinstance(loss, PendingTensor):
-            for ticket in loss.node.tickets:
-                ticket.check_not_propagated()
-        self._training.count_backwards()
+            for source in loss.node.sources:
+                source.check_not_propagated()
+        self._steps.counters.backwards += 1
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        scaled = self._training.scaler.scaled(loss)
+        scaled = self._steps.scaler.scaled(loss)
         # Every backward pass, a loss's own `backward()` too, calls the scaler's `check_scaled`.
-        with self._training.scaler.backward(), divided():
+        with self._steps.scaler.backward(), divided():
             if isinstance(scaled, PendingTensor):
                 scaled.backward()
             else:
-                self._open.group.propagating_from_real()
+                self._steps.open.note_backward_from_real()
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach()
 
     @_refused_after_destroy
     def scale(self, loss: Tensor) -> Tensor:
         """Return `loss` times the loss scale, for the caller's own `backward()` (instead of `engine.backward(loss)`)."""
-        self._training.require_optimizer("scale")
+        self._steps.require_optimizer("scale")
         _need_scalar(
             loss, "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
         )
-        self._training.scaler.announce_backward()
-        return self._training.scaler.scaled(loss)
+        self._steps.scaler.announce_backward()
+        return self._steps.scaler.scaled(loss)
 
     @_refused_after_destroy
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Run the queued group, update the weights, and step the scheduler, at an accumulation boundary."""
         if self.inside_no_sync_ctxt:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
-        self._training.require_optimizer("step")
+        self._steps.require_optimizer("step")
+        counters = self._steps.counters
         if self._manages_accumulation() and not self.is_gradient_accumulation_boundary():
-            self._training.count_call()
+            counters.count_call()
             return
         with self._world.reporting_failures():
-            self._open.step(lr_kwargs or {})
-        self._training.begin_group(self._training.micro_steps + 1)
+            step = self._steps.open
+            step.handle(StepEvent.BOUNDARY, lr_kwargs or {})
+            self._steps.finish_step(step, lr_kwargs or {})
+        counters.begin_step(counters.micro_steps + 1)
 
     @_refused_after_destroy
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that have gathered since the last step."""
-        self._open.zero_grad(set_to_none)
+        self._steps.open.handle(StepEvent.ZERO_GRAD)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` updates the weights."""
@@ -294,7 +298,8 @@ class HarmonyEngine(nn.Module):
             return self._boundary
         if not self._manages_accumulation():
             return False
-        called = self._training.micro_steps + 1 - self._training.group_began  # train_batch may end a group early
+        counters = self._steps.counters
+        called = counters.micro_steps + 1 - counters.group_began  # train_batch may end a group early
         return called % self.gradient_accumulation_steps() == 0
 
     @_refused_after_destroy
@@ -351,13 +356,14 @@ class HarmonyEngine(nn.Module):
         Raises:
             StopIteration: `data_iter` is at its end.
         """
-        self._training.require_optimizer("train_batch")
+        self._steps.require_optimizer("train_batch")
         if loss_fn is not None and compute_loss is not None:
             raise UsageError(
                 "train_batch() takes loss_fn, which is given the outputs of one call, or compute_loss, which calls the "
                 "engine itself: not both."
             )
-        if queued := len(self._open.group):
+        step = self._steps.open
+        if queued := len(step.micro_batches):
             raise BatchError(
                 f"micro-batches of engine(...) are still queued ({queued}): call backward() and step() for them before "
                 "train_batch()."
@@ -365,13 +371,14 @@ class HarmonyEngine(nn.Module):
         call = None if compute_loss is None else partial(compute_loss, self)
         with self._world.reporting_failures():
             batches = self._data.take(data_iter, whole=call is not None)
-
-            def queue() -> list[QueuedMicroBatch]:
-                return [self._open.group.queue(batch, loss_fn, call) for batch in batches]
-
-            losses = self._run_group(queue, divisor=len(batches))
-            loss = self._world.mean(torch.stack(losses).mean())
-        self._log.write_loss("train_loss", loss)
+            with self._group_at_once(step):
+                queued_now = [step.handle(StepEvent.CALL, batch, loss_fn, call) for batch in batches]
+                losses = self._propagate_losses(queued_now, divisor=len(batches))
+                step.handle(StepEvent.BOUNDARY, {})
+                self._steps.finish_step(step, {})
+            self._steps.counters.begin_step(self._steps.counters.micro_steps + len(batches))
+            loss = self._world.mean(torch.stack([loss.node.materialize().detach() for loss in losses]).mean())
+        self._log.write_loss("train_loss", loss, self.global_samples)
         return loss
 
     @_refused_after_destroy
@@ -396,8 +403,9 @@ class HarmonyEngine(nn.Module):
         Returns:
             The losses, detached, 0-dim, on the device.
         """
-        self._training.require_optimizer("train_group")
-        queued = len(self._open.group) if self._open.group.is_open else 0
+        self._steps.require_optimizer("train_group")
+        step, counters = self._steps.open, self._steps.counters
+        queued = len(step.micro_batches) if step.is_open else 0
         if queued or not batches:
             raise BatchError(
                 f"train_group() takes one or more micro-batches (here {len(batches)}) while none is queued (here {queued})."
@@ -407,14 +415,17 @@ class HarmonyEngine(nn.Module):
                 "a group that ends without a step (a Trainer's data of unknown length that end within one, or a callback's "
                 "on_pre_optimizer_step)"
             )
-        given = [Arguments((batch,), {}) for batch in batches]
-
-        def queue() -> list[QueuedMicroBatch]:
-            group = self._open.group
-            return [group.queue(batch, call=loss_fn, aside=profiling_context) for batch in given]
-
-        with self._world.reporting_failures():
-            return self._run_group(queue, divisor=1, boundary=boundary)
+        given = [CallInputs((batch,), {}) for batch in batches]
+        with self._world.reporting_failures(), self._group_at_once(step):
+            queued_now = [step.handle(StepEvent.CALL, one, None, loss_fn, profiling_context) for one in given]
+            losses = self._propagate_losses(queued_now, divisor=1)
+            if boundary:
+                step.handle(StepEvent.BOUNDARY, {})
+                self._steps.finish_step(step, {})
+            else:
+                step.handle(StepEvent.READ_GRADIENT)
+        counters.begin_step(counters.micro_steps + len(given))
+        return [loss.node.materialize().detach() for loss in losses]
 
     @_refused_after_destroy
     def end_group(self, *, clip: bool = True) -> None:
@@ -424,32 +435,26 @@ class HarmonyEngine(nn.Module):
             clip: whether gradients are clipped as the ds_config says; False: the program has done it.
         """
         with self._world.reporting_failures():
-            self._open.step({}, clip=clip)
-        self._training.begin_group(self._training.micro_steps)
+            step = self._steps.open
+            step.handle(StepEvent.BOUNDARY, {}, clip)
+            self._steps.finish_step(step, {})
+        self._steps.counters.begin_step(self._steps.counters.micro_steps)
 
-    def _run_group(
-        self, queue: Callable[[], list[QueuedMicroBatch]], *, divisor: int, boundary: bool = True
-    ) -> list[Tensor]:
-        """Run the micro-batches that `queue()` queues, backward from each loss over `divisor`; return the losses.
-
-        At a boundary an optimizer step is taken; otherwise the gradients are a part of the next one.
-        """
-        training = self._training
-        self._open.apply_user_edits()
+    @contextmanager
+    def _group_at_once(self, step: Step) -> Iterator[None]:
+        """Queue micro-batches for `step`, and run them, in this context; an error drops the step."""
+        self._steps.context.apply_user_edits(step.is_open)
         try:
-            queued = queue()
-            losses = [micro_batch.backward_from_loss(divisor, training.scaler.scale) for micro_batch in queued]
-            training.count_backwards(len(queued))
-            if boundary:
-                self._open.step({})
-            else:
-                self._open.propagate()
-        except BaseException:
-            self._open.renew()
-            training.rewind()
+            yield
+        except BaseException as error:
+            if not step.is_over:
+                step.handle(StepEvent.USER_ERROR, error)
             raise
-        training.begin_group(training.micro_steps + len(queued))
-        return [loss.node.look().detach() for loss in losses]
+
+    def _propagate_losses(self, queued: list[PendingMicroBatch], *, divisor: int) -> list[PendingTensor]:
+        """Note that the step propagates back from the losses of micro-batches, each over `divisor`; return the losses."""
+        self._steps.counters.backwards += len(queued)
+        return [pending.backward_from_loss(divisor, self._steps.scaler.scale) for pending in queued]
 
     # ---- without gradients
 
@@ -466,26 +471,26 @@ class HarmonyEngine(nn.Module):
             self.module.eval()
             self._state.runtime.updater.wait_all()
             try:
-                losses = self._open.group.evaluate(batches, loss_fn)
+                losses = self._steps.open.evaluate(batches, loss_fn)
             finally:
                 for module, mode in modes:  # some may be frozen: `train()` would not leave them so
                     module.training = mode
             loss = self._world.mean(torch.stack(losses).mean())
-        self._log.write_loss("eval_loss", loss)
+        self._log.write_loss("eval_loss", loss, self.global_samples)
         return loss
 
     @_refused_after_destroy
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `generate`, its weights streamed layer by layer."""
         with self.streaming():
-            return self._open.parts.call(self.module.generate, Arguments(args, kwargs))  # type: ignore[arg-type]
+            return self._steps.context.model_calls.run(self.module.generate, CallInputs(args, kwargs))  # type: ignore[arg-type]
 
     @_refused_after_destroy
     @contextmanager
     def streaming(self) -> Iterator[None]:
         """Open a context to call the model's methods in, without gradients, under the device memory budget."""
-        self._open.group.catch_up()
-        with self._state.ledger.beside(), self._runner.streaming():
+        self._steps.open.run_due_forwards()
+        with self._state.ledger.beside(), self._state.streaming():
             yield
 
     # ---- counters, and the last step
@@ -493,57 +498,57 @@ class HarmonyEngine(nn.Module):
     @property
     def global_steps(self) -> int:
         """The optimizer steps taken, skipped ones included."""
-        return self._training.global_steps
+        return self._steps.counters.global_steps
 
     @global_steps.setter
     def global_steps(self, count: int) -> None:
-        self._training.global_steps = count
+        self._steps.counters.global_steps = count
 
     @property
     def global_samples(self) -> int:
         """The samples trained on, of all processes."""
-        return self._training.global_samples
+        return self._steps.counters.global_samples
 
     @global_samples.setter
     def global_samples(self, count: int) -> None:
-        self._training.global_samples = count
+        self._steps.counters.global_samples = count
 
     @property
     def micro_steps(self) -> int:
         """The calls of `step()`, at a boundary or not."""
-        return self._training.micro_steps
+        return self._steps.counters.micro_steps
 
     @micro_steps.setter
     def micro_steps(self, count: int) -> None:
-        self._training.micro_steps = count
+        self._steps.counters.micro_steps = count
 
     @property
     def skipped_steps(self) -> int:
         """The optimizer steps that were skipped for inf or NaN in their gradients."""
-        return self._training.skipped_steps
+        return self._steps.skipped_steps
 
     @skipped_steps.setter
     def skipped_steps(self, count: int) -> None:
-        self._training.skipped_steps = count
+        self._steps.skipped_steps = count
 
     def was_step_applied(self) -> bool:
         """Return whether the last `step()` updated the weights: not without a boundary, or with an overflow."""
-        return self._training.was_step_applied()
+        return self._steps.was_step_applied()
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of all gradients of the last step, before clipping, unscaled; None before the first."""
-        return self._training.get_global_grad_norm()
+        return self._steps.get_global_grad_norm()
 
     # ---- optimizer, learning rates, loss scale
 
     @property
     def optimizer(self) -> Any:
         """The optimizer under DeepSpeed's names; None without one."""
-        return self._training.optimizer
+        return self._steps.context.optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: Any) -> None:
-        self._training.optimizer = optimizer
+        self._steps.context.optimizer = optimizer
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
@@ -553,28 +558,28 @@ class HarmonyEngine(nn.Module):
     @property
     def lr_scheduler(self) -> Any:
         """The user's scheduler, else the ds_config's, else None."""
-        return self._training.lr_scheduler
+        return self._steps.lr_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
-        self._training.lr_scheduler = scheduler
+        self._steps.lr_scheduler = scheduler
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
-        return self._training.get_lr()
+        return self._steps.get_lr()
 
     def get_mom(self) -> list[Any]:
         """Return the momentum, or the betas, of each parameter group."""
-        return self._training.get_mom()
+        return self._steps.get_mom()
 
     def get_type(self) -> list[Any]:
         """Return the "type" of each parameter group."""
-        return self._training.get_type()
+        return self._steps.get_type()
 
     @property
     def cur_scale(self) -> float:
         """The factor that losses are multiplied with now (1.0 without fp16)."""
-        return self._training.scaler.scale
+        return self._steps.scaler.scale
 
     # ---- settings; `__getattr__` has the others of DeepSpeed's
 
@@ -822,7 +827,7 @@ class HarmonyEngine(nn.Module):
     @property
     def plan(self) -> Plan | None:
         """The plan of a full group; None before the first micro-batch has been measured."""
-        return self._runner.planner.plan
+        return self._state.planner.plan
 
     def swap_report(self) -> SwapReport:
         """Return the bytes between host and device in the last optimizer step; RuntimeError before the first."""
@@ -862,7 +867,7 @@ class HarmonyEngine(nn.Module):
     @_refused_after_destroy
     def on_progress(self, callback: Callable[[int, int, Task], None] | None) -> None:
         """Have `callback(done, total, task)`, and no other, called after each task of a step."""
-        self._runner.executor.on_progress(callback)
+        self._state.executor.on_progress(callback)
 
     @property
     def monitor(self) -> Any:
@@ -892,7 +897,7 @@ class HarmonyEngine(nn.Module):
     @property
     def usable(self) -> bool:
         """False after a failure that left some layers updated and others not, and after `destroy`."""
-        return self._release.alive and self._runner.failed is None
+        return self._release.alive and self._state.health.failed is None
 
     def to(self, *args: Any, **kwargs: Any) -> HarmonyEngine:
         """Do nothing for a device alone, since layers go there by themselves; else what torch does."""
@@ -902,12 +907,12 @@ class HarmonyEngine(nn.Module):
     def finish_updates(self) -> None:
         """Wait for pending updates, and copy resident packs to the host. Reading weights or state does so by itself."""
         self._state.finish_updates()
-        self._training.settle()
+        self._steps.settle()
 
     def offload_states(self, *_: Any, **__: Any) -> None:
         """Free the device memory that is held between steps; the next step brings its contents back."""
         self.check_alive()
-        self._runner.make_room()
+        self._state.free_device()
 
     empty_partition_cache = offload_states
 
@@ -923,16 +928,16 @@ class HarmonyEngine(nn.Module):
         Raises:
             BaseException: an update's failure that was not raised yet, after all of that.
         """
-        self._open.discard()
+        self._steps.destroy()
         try:
             if self.usable:
-                self._training.settle()
+                self._steps.settle()
         finally:
             self._release()
 
     def check_alive(self) -> None:
         """Raise UsageError after `destroy`."""
-        self._runner.check_alive()
+        self._state.health.check_alive()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Raise UnsupportedError: an engine is threads and memory."""

@@ -21,7 +21,7 @@ def assembly_of(engine: HarmonyEngine) -> EngineState:
 
 def planner_of(engine: HarmonyEngine) -> Planner:
     """Return its planner, with measurements and plans."""
-    return engine._state.runner.planner
+    return engine._state.planner
 
 
 def updater_of(engine: HarmonyEngine) -> Updater:
@@ -31,7 +31,7 @@ def updater_of(engine: HarmonyEngine) -> Updater:
 
 def scaler_of(engine: HarmonyEngine) -> LossScaler:
     """Return its loss scaler."""
-    return engine._training.scaler
+    return engine._steps.scaler
 
 
 def moves_of(file: DiskFile) -> Callable[[], tuple[int, int]]:

@@ -85,7 +85,7 @@ def _executed(
     for _ in range(steps):
         engine.train_batch(iter(batches))
     executed = (group.now_ms() - begin) / steps
-    predicted = engine._state.runner.planner.choices[0].prediction.step_ms
+    predicted = engine._state.planner.choices[0].prediction.step_ms
     report = engine.swap_report()
     engine.destroy()
     return {"executed_ms": executed, "predicted_ms": predicted, "swapped_bytes": report.swap_bytes}

@@ -147,7 +147,7 @@ def devices_of(pace: Pace, count: int) -> Device:
 def keep_pace(engine: Any, device: Device, pace: Pace) -> None:
     """Let each later layer call of `engine` take the time of `pace` on its device's compute stream, and be planned so."""
     assembly = engine._state
-    profiler = assembly.runner.planner.profiler
+    profiler = assembly.planner.profiler
     measured = profiler.profile
     profiler.profile = lambda *wanted: pace.of(measured(*wanted))
     calls = assembly.runtime.layer_calls

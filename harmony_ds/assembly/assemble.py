@@ -56,11 +56,14 @@ from harmony_ds.optim.optimizers import (
 from harmony_ds.optim.resident_packs import ResidentPacks
 from harmony_ds.optim.updater import Updater
 from harmony_ds.optim.user_gradients import UserGradients
+from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.runtime import Runtime
+from harmony_ds.runtime.streaming import Streamer
 from harmony_ds.runtime.timeline import StepTimeline
 from harmony_ds.scheduler.host_room import cast_bytes
 from harmony_ds.step.engine_state import EngineState
-from harmony_ds.step.runner import Runner
+from harmony_ds.step.health import EngineHealth
+from harmony_ds.step.planner import Planner
 
 
 def assemble(
@@ -136,7 +139,7 @@ def assemble(
         accumulation_dtype=config.accumulation_dtype,
         most_waiting_gradients=None if config.deferred_update else harmony.gradient_slabs * device.count,
     )
-    runner = Runner(runtime, decomposition, graph, config, saved_plan)
+    planner = Planner(runtime, decomposition, graph, config, saved_plan)
     interception = Interception(decomposition.layers, model, device)
     device.limit_process()
     return EngineState(
@@ -145,7 +148,10 @@ def assemble(
         ledger=ledger,
         runtime=runtime,
         world=world,
-        runner=runner,
+        planner=planner,
+        executor=Executor(runtime),
+        streamer=Streamer(runtime, decomposition.layers),
+        health=EngineHealth(runtime.updater, world),
         interception=interception,
         layers=decomposition.layers,
         optimizer=optimizer,

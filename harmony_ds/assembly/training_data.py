@@ -11,7 +11,7 @@ from harmony_ds.checkpoint import ResumableLoader
 from harmony_ds.config.engine_settings import EngineSettings
 from harmony_ds.distributed import SingleProcess
 from harmony_ds.errors import BatchError
-from harmony_ds.step.inputs import Arguments, take_batches
+from harmony_ds.step.inputs import CallInputs, take_batches
 
 
 class TrainingData:
@@ -34,7 +34,7 @@ class TrainingData:
         loader = self.training_dataloader
         return loader if isinstance(loader, ResumableLoader) else None
 
-    def take(self, data_iter: Iterator[Any] | Sequence[Any] | None, whole: bool = False) -> list[Arguments]:
+    def take(self, data_iter: Iterator[Any] | Sequence[Any] | None, whole: bool = False) -> list[CallInputs]:
         """Return the micro-batches of the next group, from `data_iter` (None: from the engine's own data).
 
         `whole`: each is one argument, as it is.

@@ -10,8 +10,7 @@ from typing import Any
 
 from harmony_ds import checkpoint
 from harmony_ds.errors import CheckpointError
-from harmony_ds.step.open_step import OpenStep
-from harmony_ds.step.training import Training
+from harmony_ds.step.steps import Steps
 
 _logger = logging.getLogger(__name__)
 
@@ -19,12 +18,10 @@ _logger = logging.getLogger(__name__)
 class Checkpoints:
     """Saves the training of an engine, and goes on from what was saved: in the engine's own layout or DeepSpeed's."""
 
-    def __init__(
-        self, training: Training, open_step: OpenStep, data_loader: Callable[[], checkpoint.ResumableLoader | None]
-    ) -> None:
+    def __init__(self, steps: Steps, data_loader: Callable[[], checkpoint.ResumableLoader | None]) -> None:
         """`data_loader`: returns the engine's own loader of now, whose position is saved; None: it has none."""
-        self._training, self._open, self._data_loader = training, open_step, data_loader
-        self._runner, self._world = training.state.runner, training.state.world
+        self._steps, self._data_loader = steps, data_loader
+        self._world = steps.state.world
 
     def save(
         self, save_dir: Path, tag: str, client_state: Mapping[str, Any], *, save_latest: bool, exclude_frozen: bool
@@ -38,7 +35,7 @@ class Checkpoints:
             checkpoint.write(snapshot, save_dir, tag, save_latest)
 
         with self._world.reporting_failures():
-            own_random = checkpoint.capture_random(self._training.state.device)
+            own_random = checkpoint.capture_random(self._steps.state.device)
             random_of_others = self._world.all("save a checkpoint", own_random)[1:]
             self._world.first(f"save the checkpoint {tag}", write)
 
@@ -74,11 +71,11 @@ class Checkpoints:
         Raises:
             CheckpointError: it does not fit; nothing was changed.
         """
-        world, state = self._world, self._training.state
+        world, state = self._world, self._steps.state
         snapshot = checkpoint.read_any(folder)
         snapshot = replace(snapshot, random=checkpoint.random_of(snapshot.random, world.rank, world.size))
-        self._runner.check_usable()
-        self._training.settle()
+        state.health.check_usable()
+        self._steps.settle()
         state.finish_updates()
         world.agree("load")  # no process uses weights any more
         state.runtime.resident_packs.note_all_written()
@@ -88,25 +85,23 @@ class Checkpoints:
         except CheckpointError:
             raise
         except BaseException as error:
-            self._runner.fail(f"loading {folder} stopped half-way: {error!r}")
+            state.health.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
         return snapshot
 
     def _resume(self, progress: checkpoint.Progress | None) -> None:
         """Count on from `progress`, and begin a step without micro-batches; None: the engine's own counters go on."""
-        self._open.group.abandon()
         if progress is None:
-            self._training.forget_last_step()
-            self._open.renew()
+            self._steps.forget()
             return
-        self._training.resume(
+        self._steps.resume(
             global_steps=progress.global_steps,
             global_samples=progress.global_samples,
             skipped_steps=progress.skipped_steps,
-            micro_steps=progress.micro_steps_with(self._training.settings.gradient_accumulation_steps()),
+            micro_steps=progress.micro_steps_with(self._steps.settings.gradient_accumulation_steps()),
             loss_scaler=progress.loss_scaler,
+            seed=progress.seed,
         )
-        self._open.renew(progress.seed)
 
     def save_weights(self, path: Path, *, exclude_frozen: bool) -> None:
         """Save the weights alone, in the dtype of compute: as safetensors by the file's suffix, or else by `torch.save`."""
@@ -122,41 +117,41 @@ class Checkpoints:
             self._world.first(f"save the weights as {path.name}", write)
 
     def _capture(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
-        training = self._training
-        self._runner.check_usable()
-        training.state.runtime.updater.wait_all()
-        training.settle()
-        if self._open.group:
+        steps, counters = self._steps, self._steps.counters
+        steps.state.health.check_usable()
+        steps.state.runtime.updater.wait_all()
+        steps.settle()
+        if steps.open.micro_batches:
             _logger.warning(
                 "micro-batches are queued (%d) whose step is not taken yet: the checkpoint is of the step before, and they "
                 "have to be handed over again after loading it.",
-                len(self._open.group),
+                len(steps.open.micro_batches),
             )
         else:  # what was written into weights by hand is in what is saved of their masters, too
-            self._open.links.apply_user_writes()
+            steps.context.links.apply_user_writes()
         progress = checkpoint.Progress(
-            global_steps=training.global_steps,
-            global_samples=training.global_samples,
-            skipped_steps=training.skipped_steps,
-            micro_steps=training.group_began,
-            accumulation=training.settings.gradient_accumulation_steps(),
-            seed=self._open.parts.seed,
-            loss_scaler=training.scaler.state_dict(),
+            global_steps=counters.global_steps,
+            global_samples=counters.global_samples,
+            skipped_steps=counters.skipped_steps,
+            micro_steps=counters.group_began,
+            accumulation=steps.settings.gradient_accumulation_steps(),
+            seed=steps.context.seed,
+            loss_scaler=steps.scaler.state_dict(),
         )
-        plan = self._runner.planner.plan
+        plan = steps.state.planner.plan
         plan_text = None if plan is None else plan.to_json()
         return checkpoint.capture(self._trained(), progress, dict(client_state), plan_text, exclude_frozen)
 
     def _trained(self) -> checkpoint.Trained:
-        state = self._training.state
+        state = self._steps.state
         return checkpoint.Trained(
-            module=self._training.model,
+            module=self._steps.context.model,
             store=state.store,
             device=state.device,
             resident_packs=state.runtime.resident_packs,
             optimizer=state.host_optimizer,
-            scheduler=self._training.lr_scheduler,
+            scheduler=self._steps.lr_scheduler,
             loader=self._data_loader(),
-            queued=len(self._open.group),
-            buffers=self._open.group.buffers_before,
+            queued=len(self._steps.open.micro_batches),
+            buffers=self._steps.open.buffers_before,
         )

@@ -225,7 +225,7 @@ def _see(
         machine: its rates, if they need not be measured.
         ranks_sizes: whether sizes of layer calls are chosen where the ds_config leaves them open.
     """
-    planner = state.runner.planner
+    planner = state.planner
     profiler, wanted = planner.profiler, planner.sizes.wanted
     profiler.machine = machine
 

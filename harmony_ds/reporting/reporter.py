@@ -20,7 +20,7 @@ class Reporter:
     def __init__(self, state: EngineState, record: StepRecord) -> None:
         self._state = state
         self._record = record
-        self._planner = state.runner.planner
+        self._planner = state.planner
 
     def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
         """Record when each task of every optimizer step in the context ran, on each stream.

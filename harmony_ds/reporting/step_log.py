@@ -11,11 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from harmony_ds.config import Config
+from harmony_ds.config.engine_settings import EngineSettings
 from harmony_ds.distributed.process_group import init_distributed
 from harmony_ds.errors import ConfigError
 from harmony_ds.reporting.reporter import Reporter
+from harmony_ds.step.engine_state import EngineState
 from harmony_ds.step.step_record import StepRecord
-from harmony_ds.step.training import Training
+from harmony_ds.step.steps import Steps
 
 _logger = logging.getLogger("harmony_ds.progress")
 MonitorEvent = tuple[str, float, int]
@@ -29,12 +31,13 @@ class StepLog:
         monitor: DeepSpeed's, or one that writes nothing.
     """
 
-    def __init__(self, training: Training, record: StepRecord, reporter: Reporter) -> None:
-        self._training = training
+    def __init__(self, state: EngineState, settings: EngineSettings, record: StepRecord, reporter: Reporter) -> None:
+        self._settings = settings
+        self._processes = state.world.size
         self._record = record
         self._reporter = reporter
-        config, values, world = training.settings.now, training.settings.now.values, training.state.world
-        speaks = world.rank == 0  # one process speaks for all
+        config, values = settings.now, settings.now.values
+        speaks = state.world.rank == 0  # one process speaks for all
         self._every = (config.steps_per_print or None) if speaks else None
         self._breakdown = speaks and bool(values["wall_clock_breakdown"])
         self._memory = speaks and bool(values["memory_breakdown"])
@@ -53,35 +56,33 @@ class StepLog:
         """Return the milliseconds of the last step, with `wall_clock_breakdown`; `trace()` has those of every task."""
         return {"step": self._record.step_ms} if self._breakdown else {}
 
-    def finish_step(self) -> None:
-        """Report the optimizer step that is over; the counters are those after it."""
-        training = self._training
-        size = training.settings.train_micro_batch_size_per_gpu() * training.state.world.size
-        if self._every and training.global_steps % self._every == 0:
-            lr, momentum = training.get_lr(), training.get_mom()
-            _logger.info(
-                "step=%d, skipped=%d, lr=%s, mom=%s", training.global_steps, training.skipped_steps, lr, momentum
-            )
+    def finish_step(self, steps: Steps) -> None:
+        """Report the optimizer step that is over; the counters of `steps` are those after it."""
+        size = self._settings.train_micro_batch_size_per_gpu() * self._processes
+        number = steps.counters.global_steps
+        if self._every and number % self._every == 0:
+            lr, momentum = steps.get_lr(), steps.get_mom()
+            _logger.info("step=%d, skipped=%d, lr=%s, mom=%s", number, steps.skipped_steps, lr, momentum)
         self.throughput.batch_size = self._record.micro_batches * size
         self.throughput.stop(global_step=True)
         self.throughput.start()
         if self.monitor.enabled:
-            self.monitor.write_events(self._events())
+            self.monitor.write_events(self._events(steps))
         if self._breakdown:
             _logger.info("time (ms) | step: %.2f", self._record.step_ms)
         if self._memory:
             _logger.info("%s", self._reporter.memory_report())
 
-    def write_loss(self, name: str, loss: Tensor) -> None:
+    def write_loss(self, name: str, loss: Tensor, samples: int) -> None:
         """Write the mean of a `train_batch` ("train_loss") or `eval_batch` to the monitors, as DeepSpeed's pipeline."""
         if self.monitor.enabled:
-            self.monitor.write_events([(f"Train/Samples/{name}", loss.item(), self._training.global_samples)])
+            self.monitor.write_events([(f"Train/Samples/{name}", loss.item(), samples)])
 
-    def _events(self) -> list[MonitorEvent]:
-        training, samples = self._training, self._training.global_samples
-        events: list[MonitorEvent] = [("Train/Samples/lr", training.get_lr()[0], samples)]
-        if training.settings.now.values["fp16.enabled"]:
-            events.append(("Train/Samples/loss_scale", training.scaler.scale, samples))
+    def _events(self, steps: Steps) -> list[MonitorEvent]:
+        samples = steps.counters.global_samples
+        events: list[MonitorEvent] = [("Train/Samples/lr", steps.get_lr()[0], samples)]
+        if self._settings.now.values["fp16.enabled"]:
+            events.append(("Train/Samples/loss_scale", steps.scaler.scale, samples))
         if self._breakdown:
             events.append(("Train/Samples/elapsed_time_ms_step", self._record.step_ms, samples))
         return events

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +15,11 @@ from harmony_ds.model.intercept import Interception
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.runtime import Runtime
-from harmony_ds.step.runner import Runner
+from harmony_ds.runtime.streaming import Streamer
+from harmony_ds.step.health import EngineHealth
+from harmony_ds.step.planner import Planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,10 @@ class EngineState:
     ledger: Ledger
     runtime: Runtime
     world: SingleProcess
-    runner: Runner
+    planner: Planner
+    executor: Executor
+    streamer: Streamer
+    health: EngineHealth
     interception: Interception
     layers: tuple[Layer, ...]
     optimizer: torch.optim.Optimizer | None
@@ -47,6 +55,21 @@ class EngineState:
         """Bring every weight, master and optimizer state on the host up to date."""
         self.wait_for_updates()
         self.runtime.resident_packs.sync_to_host()
+
+    def free_device(self) -> None:
+        """Move what stays on the device from step to step, weights and gradients, to the host."""
+        self.runtime.updater.wait_all()
+        self.executor.gathered.to_host()
+        self.runtime.resident_packs.drop()
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Let the model be called without gradients while open."""
+        self.health.check_usable()
+        self.runtime.updater.wait_all()
+        graph = self.planner.graph
+        with self.runtime.contract.running(), self.streamer.streaming(graph.unlayered, graph.calls):
+            yield
 
     def host_bytes(self) -> dict[str, int]:
         """Return the bytes of host memory by kind."""
@@ -66,7 +89,8 @@ class EngineState:
             BaseException: an update's failure that was not raised yet, after all of that.
         """
         self.runtime.updater.stop()
-        self.runner.destroy()
+        self.health.is_destroyed = True
+        self.executor.abandon()
         self.runtime.resident_packs.destroy()
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch_state()

@@ -89,7 +89,7 @@ class GroupPlans:
     def _fits(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Return whether the budget holds their step; the plan's peaks then cover it."""
         policy = self._planner.plan_for(1).policy
-        return self._planner.cover(self._of_group(compose_step, micro_batches, False, policy).device_peaks)
+        return self._planner.raise_peak(self._of_group(compose_step, micro_batches, False, policy).device_peaks)
 
     def make_room(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Plan anew where micro-batches that share a loss take more than the plan in force has room for.
@@ -102,7 +102,7 @@ class GroupPlans:
         for _ in range(_MOST_TRIES):
             policy = self._planner.plan_for(sum(m.count for m in micro_batches)).policy
             group = self._of_group(compose_step, micro_batches, False, policy)
-            fits = self._planner.cover(group.device_peaks)
+            fits = self._planner.raise_peak(group.device_peaks)
             if not self._runtime.world.any("make room", not fits):
                 return
             peak_bytes = max(group.device_peaks)

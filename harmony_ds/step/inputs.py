@@ -1,4 +1,4 @@
-"""Arguments are taken over when a call is made: its micro-batch runs later, and loops use their buffers again."""
+"""Arguments are copied when a call is made: its micro-batch runs later, and loops use their buffers again."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from harmony_ds.step.pending import PendingTensor
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Arguments:
-    """Arguments of a call. Who runs it gets fresh containers: the caller does not see what is written into those."""
+class CallInputs:
+    """The arguments of one call of the model. Each run gets fresh containers: the caller sees no write into them."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], take_over: bool = False) -> None:
         """Copy containers; `take_over`: tensors and arrays, too. One tensor stays one; its gradients reach the caller's."""
         leaves, self._shape = flatten((args, kwargs))
-        leaves = [leaf.node.look() if isinstance(leaf, PendingTensor) else leaf for leaf in leaves]
+        leaves = [leaf.node.materialize() if isinstance(leaf, PendingTensor) else leaf for leaf in leaves]
         own = {id(leaf): _own(leaf) if take_over else leaf for leaf in leaves}
         self._leaves = [own[id(leaf)] for leaf in leaves]
 
@@ -47,7 +47,7 @@ class Arguments:
         self._leaves = []
 
 
-def take_batches(data: Iterator[Any] | Sequence[Any], count: int, whole: bool = False) -> list[Arguments]:
+def take_batches(data: Iterator[Any] | Sequence[Any], count: int, whole: bool = False) -> list[CallInputs]:
     """Take `count` micro-batches from an iterator or a list: mappings (keyword arguments), tuples or single arguments.
 
     Args:
@@ -64,16 +64,16 @@ def take_batches(data: Iterator[Any] | Sequence[Any], count: int, whole: bool = 
         )
     # Taken over one by one: it may yield the same buffers again.
     taken = islice(data, count)
-    batches = [Arguments((batch,), {}, take_over=True) if whole else _arguments_of(batch) for batch in taken]
+    batches = [CallInputs((batch,), {}, take_over=True) if whole else _arguments_of(batch) for batch in taken]
     if not batches:
         raise StopIteration("the data iterator is at its end")
     return batches
 
 
-def _arguments_of(batch: Any) -> Arguments:
+def _arguments_of(batch: Any) -> CallInputs:
     if isinstance(batch, Mapping):
-        return Arguments((), dict(batch), take_over=True)
-    return Arguments(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, take_over=True)
+        return CallInputs((), dict(batch), take_over=True)
+    return CallInputs(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, take_over=True)
 
 
 def _own(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ from harmony_ds.device.base import Device
 from harmony_ds.model.intercept import Autocast
 from harmony_ds.model.trees import map_tensors
 from harmony_ds.offload.ledger import Ledger, TrafficKind
-from harmony_ds.step.inputs import Arguments
+from harmony_ds.step.inputs import CallInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ModelCalls:
     autocast: Autocast | None = None  # the ds_config's, around every call
     casts: bool = False  # positional arguments to fp16, as `fp16.auto_cast` says (DeepSpeed leaves keywords alone, too)
 
-    def run(self, call: Callable[..., Any], arguments: Arguments) -> Any:
+    def run(self, call: Callable[..., Any], arguments: CallInputs) -> Any:
         """Return what `call` makes of copies of `arguments`, into which it may write."""
         args, kwargs = arguments.mapped(self._to_device)
         with Autocast.entered(self.autocast):

@@ -45,7 +45,7 @@ from harmony_ds.step.output_structure import (
     summary,
     written,
 )
-from harmony_ds.step.pending import Node, PendingTensor, Ticket
+from harmony_ds.step.pending import Node, PendingTensor, Source
 from harmony_ds.step.shape_rules import ShapeRules
 
 _MOST_WORDS = 16
@@ -101,12 +101,12 @@ class OutputKind:
 
         return map_leaves(expected_leaf, self._common if exact is None else exact)
 
-    def outputs(self, ticket: Ticket, form: CallForm, device: torch.device, losses_only: bool = False) -> Any:
-        """Return what stands for the outputs of `ticket`, a call of `form`; None: nothing can."""
+    def outputs(self, source: Source, form: CallForm, device: torch.device, losses_only: bool = False) -> Any:
+        """Return what stands for the outputs of `source`, a call of `form`; None: nothing can."""
         structure = self.expected(form, losses_only)
         if not is_known(structure) or not any(leaves(structure)):
             return None
-        pending = _PendingOutputs(ticket, device, _Expectation(self, form))
+        pending = _PendingOutputs(source, device, _Expectation(self, form))
         outputs = pending.stand_in(structure)
         for leaf in leaves(structure):  # numbers, that programs log after the step
             if not leaf.shape:
@@ -161,7 +161,7 @@ class _PendingOutputs:
         objects: those that were computed, or that the program has changed.
     """
 
-    ticket: Ticket
+    source: Source
     device: torch.device
     expectation: _Expectation
     asked_for: dict[Path, Any] = field(default_factory=dict)
@@ -194,18 +194,18 @@ class _PendingOutputs:
             self.expectation.told.append(structure)
 
     def tensor(self, leaf: TensorLeaf) -> PendingTensor:
-        if self.ticket.on_trial and leaf.shape:
-            self.ticket.outputs()  # what hooks and attributes get is there when the program has its outputs
+        if self.source.runs_at_call and leaf.shape:
+            self.source.outputs()  # what hooks and attributes get is there when the program has its outputs
         tensor: PendingTensor | None = self.made.get(leaf.path)
         if tensor is None:
             read = functools.partial(self.expectation.read, leaf=leaf)
-            like = (self.ticket,), leaf.shape, leaf.dtype, self.device, leaf.requires_grad
+            like = (self.source,), leaf.shape, leaf.dtype, self.device, leaf.requires_grad
             tensor = self.made[leaf.path] = PendingTensor(Node(*like, read))
         return tensor
 
     def computed(self, path: Path) -> Any:
         """Return the part of the outputs at `path`, computed now if need be."""
-        outputs = self.ticket.outputs()
+        outputs = self.source.outputs()
         self.expectation.check(outputs)
         part = follow(outputs, path)
         # The program may write into a copy: pending tensors are read from the outputs themselves.
@@ -329,11 +329,11 @@ class OutputKinds:
         shapes = shapes_of(call.inputs if inputs is None else inputs)
         known.setdefault(words, OutputKind()).learn(outputs, CallForm(shapes, call.state.modes))
 
-    def outputs(self, call: MicroBatch, ticket: Ticket, losses_only: bool) -> Any:
+    def outputs(self, call: MicroBatch, source: Source, losses_only: bool) -> Any:
         """Return what stands for the outputs of `call`; None: nothing can."""
         known, words = self._of_form(call)
         form = CallForm(shapes_of(call.inputs), call.state.modes)
-        return known[words].outputs(ticket, form, call.home, losses_only)
+        return known[words].outputs(source, form, call.home, losses_only)
 
     def _of_form(self, call: MicroBatch) -> tuple[dict[object, OutputKind], object]:
         """Return what calls returned in the modes of `call` with its arguments and switches, and its strings."""

@@ -5,7 +5,7 @@ noted. Everything else looks at the value, and looking computes it at once: `ite
 collectives, writing in place where another tensor may share the memory, adding in place to a plain tensor.
 
     outputs of the model ──read──> Node ──function──> Node ──> ...       when the group runs: `Evaluation`
-                                    ↑                  ↑               when the program looks: `Node.look`
+                                    ↑                  ↑               when the program looks: `Node.materialize`
                               PendingTensor      PendingTensor          what the program holds
 """
 
@@ -62,7 +62,7 @@ _LAZY = _ADDITIVE.union(
 """Functions that may run later: they draw no random numbers, and write nothing."""
 _LIKE = frozenset("zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full".split())
 """Functions that read nothing of their operand but what is known."""
-_DOOR = "harmony_ds: an output as the program was given it"
+_ENTRANCE = "harmony_ds: an output as the program was given it"
 """Key in the metadata of its node in autograd's graph."""
 _MOST_PARTS = 16
 """Results of one function that may wait; where there are more (rows of a batch), they are computed at once."""
@@ -73,7 +73,7 @@ _METADATA = _SHAPE.union(
 )
 
 
-class Ticket(Protocol):
+class Source(Protocol):
     """One queued micro-batch."""
 
     nodes: weakref.WeakSet[Node]
@@ -86,8 +86,8 @@ class Ticket(Protocol):
     def resolved(self) -> bool:
         """Whether its forward pass has run."""
 
-    on_trial: bool
-    """Whether its forward pass runs at once, to see what else than outputs the loss is made of: see `Trial`."""
+    runs_at_call: bool
+    """Whether its forward pass runs when the program has its outputs: see `FirstSteps.loss_uses_more`."""
     is_of_outputs: bool
     """Whether the program propagates back now from a loss that is made of outputs alone."""
     joins_others: bool
@@ -100,11 +100,11 @@ class Ticket(Protocol):
     def check_not_propagated(self) -> None:
         """Raise UsageError if its backward pass is over."""
 
-    def share_loss(self, tickets: Sequence[Ticket]) -> bool:
-        """Propagate back together with `tickets`, from a loss of all their outputs; False: they cannot run together."""
+    def share_loss(self, sources: Sequence[Source]) -> bool:
+        """Propagate back together with `sources`, from a loss of all their outputs; False: they cannot run together."""
 
     def backward(self, node: Node) -> None:
-        """Propagate back from `node`, to this ticket and those that share its loss, when the group runs."""
+        """Propagate back from `node`, to this source and those that share its loss, when the group runs."""
 
 
 @dataclass(eq=False)
@@ -112,20 +112,20 @@ class Node:
     """An output of a queued micro-batch's model, or what a function makes of such.
 
     Attributes:
-        tickets: the micro-batches that it depends on.
+        sources: the micro-batches that it depends on.
         shape: as far as calls of the same form tell.
         read: of an output: from all outputs to it.
         function, operands: of others: nodes, tensors and anything else, flat.
-        is_separable: each ticket can propagate a part of its own, since it is a sum of parts.
+        is_separable: each source can propagate a part of its own, since it is a sum of parts.
         divisors: what the program has divided it by.
-        promised: the program knows its shape.
+        shape_was_read: the program knows its shape.
         value: with its graph if the program has looked, else what is kept of it; what is written into it stays.
         owner: the tensor that the program has, or had.
         memory: the same for tensors that may share theirs.
         number: in the order that nodes are made in; gradients add up in the same bits only if functions run in it.
     """
 
-    tickets: tuple[Ticket, ...]
+    sources: tuple[Source, ...]
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -135,7 +135,7 @@ class Node:
     operands: Sequence[Any] = ()
     is_separable: bool = True
     divisors: frozenset[float] = frozenset()
-    promised: bool = False
+    shape_was_read: bool = False
     value: Tensor | None = None
     owner: Callable[[], PendingTensor | None] = lambda: None
     memory: object = field(default_factory=object)
@@ -144,13 +144,13 @@ class Node:
     @property
     def resolved(self) -> bool:
         """Whether its value is known, or can be had without a forward pass."""
-        return self.value is not None or all(ticket.resolved for ticket in self.tickets)
+        return self.value is not None or all(source.resolved for source in self.sources)
 
-    def look(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return its value, computed now if need be."""
         with torch.inference_mode(False), torch.enable_grad():  # though the reader may want no gradient now
             evaluation = Evaluation(Node._at_hand)
-            value = evaluation.of(self)
+            value = evaluation.value_of(self)
         for node, one in evaluation.values.items():
             node.value = one
         return value
@@ -158,10 +158,10 @@ class Node:
     def _at_hand(self) -> Tensor | None:
         if self.value is not None:
             return self.value.to(self.device)  # large ones are kept on the host
-        value = None if self.read is None else self.read(self.tickets[0].outputs())
+        value = None if self.read is None else self.read(self.sources[0].outputs())
         return value if value is None or value.ndim else value.clone()  # the step's own loss stays as it is
 
-    def made_from(self, known: Callable[[Node], bool]) -> list[Node]:
+    def dependencies(self, known: Callable[[Node], bool]) -> list[Node]:
         """Return it and all that it is made of, in the program's order, but for nodes that are `known`."""
         found, waiting = set(), [self]
         while waiting:
@@ -171,25 +171,25 @@ class Node:
                 waiting += [one for one in node.operands if isinstance(one, Node)]
         return sorted(found, key=lambda node: node.number)
 
-    def made_of(self, values: Mapping[Node, Tensor], apart: bool) -> Tensor:
-        """Return what its function makes of its operands' values; `apart`: no gradient leads to the program's own."""
+    def evaluate(self, values: Mapping[Node, Tensor], detached: bool) -> Tensor:
+        """Return what its function makes of its operands' values; `detached`: no gradient leads to the program's own."""
         assert self.function is not None
-        given = [one.detach() if apart and isinstance(one, Tensor) else one for one in self.operands]
+        given = [one.detach() if detached and isinstance(one, Tensor) else one for one in self.operands]
         value = self.function([values[one] if isinstance(one, Node) else one for one in given])
         return value if self.requires_grad else value.detach()
 
 
 class Evaluation:
-    """Values of nodes, each computed once. `given`: the values that are known; `apart`: see `Node.made_of`."""
+    """Values of nodes, each computed once. `given`: the values that are known; `detached`: see `Node.evaluate`."""
 
-    def __init__(self, given: Callable[[Node], Tensor | None], apart: bool = False) -> None:
-        self._given, self._apart = given, apart
+    def __init__(self, given: Callable[[Node], Tensor | None], detached: bool = False) -> None:
+        self._given, self._detached = given, detached
         self.values: dict[Node, Tensor] = {}
 
-    def of(self, node: Node) -> Tensor:
+    def value_of(self, node: Node) -> Tensor:
         """Return the value of `node`; raise BatchError if it has not the shape that the program was told."""
-        for one in node.made_from(self._is_known):
-            self._put(one, one.made_of(self.values, self._apart))
+        for one in node.dependencies(self._is_known):
+            self._put(one, one.evaluate(self.values, self._detached))
         return self.values[node]
 
     def _is_known(self, node: Node) -> bool:
@@ -199,7 +199,7 @@ class Evaluation:
         return node in self.values
 
     def _put(self, node: Node, value: Tensor) -> None:
-        if node.promised and value.shape != node.shape:
+        if node.shape_was_read and value.shape != node.shape:
             raise BatchError(
                 f"the program was told the shape {tuple(node.shape)} of an output, or of what it made of one, as calls "
                 f"with arguments of the same shapes had given, and now it is {tuple(value.shape)}. Read a value of the "
@@ -225,34 +225,34 @@ class PendingTensor(torch.Tensor):
         if node.requires_grad:  # code that bypasses Python's functions (autograd.Function) propagates back to it
             now = vars(made)
             with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(lambda gradient: now["node"].look().backward(gradient))  # type: ignore[no-untyped-call]
-        for ticket in node.tickets:
-            ticket.nodes.add(node)
+                made.register_hook(lambda gradient: now["node"].materialize().backward(gradient))  # type: ignore[no-untyped-call]
+        for source in node.sources:
+            source.nodes.add(node)
         return made
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Note that the group has to propagate back from it; what is known already is propagated at once."""
         node = self.node
-        for ticket in node.tickets:
-            ticket.check_not_propagated()
+        for source in node.sources:
+            source.check_not_propagated()
         plain = not args and not any(kwargs.values()) and node.shape.numel() == 1 and node.requires_grad
-        waits = plain and not any(ticket.resolved for ticket in node.tickets)
-        if waits and (node.is_separable or node.tickets[0].share_loss(node.tickets)):
-            for ticket in node.tickets:
-                ticket.backward(node)
+        waits = plain and not any(source.resolved for source in node.sources)
+        if waits and (node.is_separable or node.sources[0].share_loss(node.sources)):
+            for source in node.sources:
+                source.backward(node)
         else:
-            loss = node.look()
-            for ticket in node.tickets:
-                ticket.is_of_outputs = True
+            loss = node.materialize()
+            for source in node.sources:
+                source.is_of_outputs = True
             try:
                 loss.backward(*args, **kwargs)
             finally:
-                for ticket in node.tickets:
-                    ticket.is_of_outputs = False
+                for source in node.sources:
+                    source.is_of_outputs = False
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         waiting = f"PendingTensor(of shape {tuple(self.node.shape)}, not computed yet)"
-        return repr(self.node.look()) if self.node.resolved else waiting
+        return repr(self.node.materialize()) if self.node.resolved else waiting
 
     @classmethod
     @_disable_dynamo
@@ -262,11 +262,11 @@ class PendingTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func.__self__, "__name__", "") if func.__name__ == "__get__" else func.__name__
         if name in _METADATA:
-            next(iter((*args, *kwargs.values()))).node.promised |= name in _SHAPE
+            next(iter((*args, *kwargs.values()))).node.shape_was_read |= name in _SHAPE
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in _LIKE and args and isinstance(args[0], PendingTensor):
-            node, args[0].node.promised = args[0].node, True
+            node, args[0].node.shape_was_read = args[0].node, True
             return func(torch.empty((), dtype=node.dtype, device=node.device).expand(node.shape), *args[1:], **kwargs)
         if func is torch.autograd.grad:
             raise UnsupportedError(
@@ -289,10 +289,12 @@ def _now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     leaves, spec = tree_flatten((args, kwargs))
     pending = [one for one in leaves if isinstance(one, PendingTensor)]
     # With all that was made so far: what is written from here on must reach that by views alone.
-    held = [node for one in pending for ticket in one.node.tickets for node in ticket.nodes if node.owner() is not None]
+    held = [node for one in pending for source in one.node.sources for node in source.nodes if node.owner() is not None]
     for node in held:
-        node.look()
-    args, kwargs = tree_unflatten([one.node.look() if isinstance(one, PendingTensor) else one for one in leaves], spec)
+        node.materialize()
+    args, kwargs = tree_unflatten(
+        [one.node.materialize() if isinstance(one, PendingTensor) else one for one in leaves], spec
+    )
     made = func(*args, **kwargs)
     return next((one for one in pending if one.node.value is made), made)  # what is written in place stays what it was
 
@@ -302,7 +304,7 @@ def _written(name: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name[:-1] not in _LAZY or not args or not isinstance(args[0], PendingTensor):
         return None
     tensor, node = args[0], args[0].node
-    held = {one for ticket in node.tickets for one in ticket.nodes if one.owner() is not None} - {node}
+    held = {one for source in node.sources for one in source.nodes if one.owner() is not None} - {node}
     shares = bool(node.shape and node.read is not None) or any(one.memory is node.memory for one in held)
     later = None if shares else _later(name[:-1], getattr(Tensor, name[:-1]), args, kwargs)
     made = later.node if isinstance(later, PendingTensor) else node
@@ -330,8 +332,8 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     grad = torch.is_grad_enabled()
     elsewhere = [other for other in others if other.requires_grad and _leads_elsewhere(other)]
     joins_others = any(map(_reaches_layers, elsewhere))
-    for ticket in [ticket for node in nodes for ticket in node.tickets if joins_others]:
-        ticket.joins_others = True
+    for source in [source for node in nodes for source in node.sources if joins_others]:
+        source.joins_others = True
     if joins_others and not all(node.resolved for node in nodes):
         raise BatchError(
             "a loss is made of outputs that have not been computed, and of a tensor that an earlier forward pass has left "
@@ -350,19 +352,19 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     like = _shown(function, operands)
     if isinstance(like, (tuple, list)) and len(like) <= _MOST_PARTS:
         for node in nodes:  # their shapes say how many parts there are
-            node.promised = True
+            node.shape_was_read = True
         parts = [_later(name, functools.partial(_part, func, place), args, kwargs) for place in range(len(like))]
         return None if any(part is None for part in parts) else type(like)(parts)
     if not isinstance(like, Tensor):
         return None
     loses_gradient = not like.requires_grad and name != "detach" and any(node.requires_grad for node in nodes)
-    if loses_gradient and any(ticket.evaluates for node in nodes for ticket in node.tickets):
+    if loses_gradient and any(source.evaluates for node in nodes for source in node.sources):
         return None  # predictions of an evaluation without no_grad, which may be read when its engine is gone
-    tickets = tuple(dict.fromkeys(ticket for one in nodes for ticket in one.tickets))
+    sources = tuple(dict.fromkeys(source for one in nodes for source in one.sources))
     scales = name in ("mul", "div") and len(nodes) == 1 and operands[0] is nodes[0]
     adds = (scales or name in _ADDITIVE) and all(one.is_separable for one in nodes)
-    made = Node(tickets, like.shape, like.dtype, like.device, like.requires_grad, function=function, operands=operands)
-    made.is_separable = len(tickets) == 1 or (adds and not any(other.requires_grad for other in others))
+    made = Node(sources, like.shape, like.dtype, like.device, like.requires_grad, function=function, operands=operands)
+    made.is_separable = len(sources) == 1 or (adds and not any(other.requires_grad for other in others))
     divided_by = operands[-1:] if name == "div" and not others else ()
     made.divisors = frozenset(divided_by).union(*(one.divisors for one in nodes))
     made.memory = nodes[0].memory if name in _VIEWS else made.memory
@@ -406,13 +408,13 @@ def _leads_elsewhere(tensor: Tensor) -> bool:
     return not (reached and ends and own)
 
 
-def mark_door(node: Any) -> None:
+def mark_entrance(node: Any) -> None:
     """Note in autograd's graph that a program was given the output that `node` makes."""
-    node.metadata[_DOOR] = True
+    node.metadata[_ENTRANCE] = True
 
 
-def is_door(node: Any) -> bool:
-    return _DOOR in node.metadata
+def is_entrance(node: Any) -> bool:
+    return _ENTRANCE in node.metadata
 
 
 def _reaches_layers(tensor: Tensor) -> bool:
@@ -420,7 +422,7 @@ def _reaches_layers(tensor: Tensor) -> bool:
     seen, waiting = set(), [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or is_door(node):
+        if node is None or node in seen or is_entrance(node):
             continue
         if targets_of(node) is not None:
             return True
@@ -432,8 +434,8 @@ def _reaches_layers(tensor: Tensor) -> bool:
 def _as_it_is(operand: Any) -> Any:
     """Return an operand as it is now: a tensor or an array may be written into before its micro-batch runs."""
     if isinstance(operand, PendingTensor):
-        on_trial = any(ticket.on_trial for ticket in operand.node.tickets)
-        return operand.node.look() if operand.node.resolved and not on_trial else operand.node
+        runs_at_call = any(source.runs_at_call for source in operand.node.sources)
+        return operand.node.materialize() if operand.node.resolved and not runs_at_call else operand.node
     operand = operand.copy() if isinstance(operand, np.ndarray) else operand
     return operand.clone() if isinstance(operand, Tensor) else operand
 

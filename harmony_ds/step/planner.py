@@ -99,7 +99,7 @@ class Planner:
         """How many micro-batches' layer calls are joined."""
         return 1 if self.plan is None or self._runtime.joins.are_off else self.plan.policy.joined_count
 
-    def covers(self, inputs: Any, modes: bytes | None = None) -> bool:
+    def has_profiled(self, inputs: Any, modes: bytes | None = None) -> bool:
         """Return whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
         shapes = shapes_of(inputs)
         return any(modes in (None, own) and _dominates(known, shapes) for known, own in self._measured)
@@ -281,7 +281,7 @@ class Planner:
             self._outgrown = False
         return self.choices[0].plan
 
-    def cover(self, peaks: tuple[int, ...]) -> bool:
+    def raise_peak(self, peaks: tuple[int, ...]) -> bool:
         """Let the plan's peaks cover those of a group too, if the budget holds them; return whether it does."""
         assert self.plan is not None
         most = tuple(map(max, peaks, self.plan.device_peaks))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +16,11 @@ from harmony_ds.model.contract import Contract, UnseenError
 from harmony_ds.model.sameness import close, comparison
 from harmony_ds.model.trees import map_tensors
 from harmony_ds.optim.host_optimizer import Hyper
-from harmony_ds.profiling.sample import Sample
-from harmony_ds.step.runner import Runner
-from harmony_ds.step.ticket import LossTerms, QueuedMicroBatch
+from harmony_ds.profiling.passes import Passes
+from harmony_ds.step.context import StepContext
+from harmony_ds.step.pending_micro_batch import PendingMicroBatch
+from harmony_ds.step.samples import called_as, sample_of
+from harmony_ds.step.shared_loss import LossMember, SharedLoss
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SHOWN_BYTES = 2048
@@ -44,57 +45,58 @@ def check_same_step(world: SingleProcess, micro_batches: int, hyper: Hyper) -> N
             )
 
 
-def prove(
-    runner: Runner,
-    losses: Sequence[LossTerms],
-    as_called: Callable[[QueuedMicroBatch], AbstractContextManager[None]],
-    sample_of: Callable[[QueuedMicroBatch], Sample],
-) -> bool:
+def check_grouping(context: StepContext, losses: Sequence[SharedLoss]) -> bool:
     """Run the forward passes of `losses` alone and in order.
 
     In the step that follows, where they take turns layer by layer, their losses must be the same, or the step is refused
     before anything is updated.
 
     Returns:
-        Whether that will prove it; else the next step is to try.
+        Whether that step compares them; else the next step is to try.
     """
-    world, contract, joins_calls = runner.runtime.world, runner.runtime.contract, runner.planner.together > 1
-    tickets = [ticket for loss in losses for ticket in loss.tickets]
-    unlike = runner.at_their_calls or any(ticket.micro_batch.forwarded for ticket in tickets)
-    if world.any("compare losses", unlike):
+    runtime, world = context.runtime, context.world
+    joins_calls = context.planner.together > 1
+    members = [member for loss in losses for member in loss.members]
+    cannot_compare = context.forward_runs_at_calls or any(member.micro_batch.forwarded for member in members)
+    if world.any("compare losses", cannot_compare):
         return False
-    if world.any("draw other numbers", joins_calls and runner.runtime.joins.are_random):  # not single calls' losses
+    if world.any("draw other numbers", joins_calls and runtime.joins.are_random):  # not single calls' losses
         return True
-    unseen, collected = False, dict[QueuedMicroBatch, Any]()
+    is_alike = close if joins_calls else comparison(runtime.device.torch_device)
+    context.state.free_device()
+    passes = Passes(runtime, context.state.layers, context.planner.profiler.unlayered, context.planner.rows)
+    saw_unmeasured = False
+    outputs = dict[LossMember, Any]()
     try:
-        with runner.alone() as loss_of:
-            for ticket in tickets:
-                sample = sample_of(ticket)
-                if len(ticket.loss.tickets) > 1:
-                    sample = replace(sample, surrogate_loss=partial(_collect, ticket, collected))
-                with as_called(ticket):
-                    loss = loss_of(sample)
+        with runtime.contract.running(), passes.opened():
+            for member in members:
+                assert isinstance(member, PendingMicroBatch)
+                sample = sample_of(member, context)
+                if len(member.loss.members) > 1:
+                    sample = replace(sample, surrogate_loss=partial(_add_outputs, member, outputs))
+                with called_as(member, context):
+                    loss = passes.loss(sample)
                 if loss is not None:
-                    alike = close if joins_calls else comparison(runner.runtime.device.torch_device)
-                    ticket.loss.expected = partial(_check, contract, ticket.micro_batch.index, alike, loss)
+                    index = member.micro_batch.index
+                    member.loss.expected = partial(_check_loss, runtime.contract, index, is_alike, loss)
     except UnseenError:  # the step will find it, too, and measure anew
-        unseen = True
-    return not world.any("compare losses again", unseen)  # all processes try again, or none
+        saw_unmeasured = True
+    return not world.any("compare losses again", saw_unmeasured)  # all processes try again, or none
 
 
-def _collect(ticket: QueuedMicroBatch, collected: dict[QueuedMicroBatch, Any], outputs: Any) -> Tensor | None:
-    """Add the outputs of `ticket` to those collected; return the loss that it shares, once they are complete."""
-    collected[ticket] = map_tensors(Tensor.detach, outputs)
-    if any(one not in collected for one in ticket.loss.tickets):
+def _add_outputs(member: LossMember, collected: dict[LossMember, Any], outputs: Any) -> Tensor | None:
+    """Add the outputs of `member` to those collected; return the loss that it shares, once they are complete."""
+    collected[member] = map_tensors(Tensor.detach, outputs)
+    if any(other not in collected for other in member.loss.members):
         return None
-    return ticket.loss.sum(collected, apart=True)[0]
+    return member.loss.sum(collected, detached=True)[0]
 
 
-def _check(
-    contract: Contract, index: int, alike: Callable[[Tensor, Tensor], bool], alone: Tensor, loss: Tensor
+def _check_loss(
+    contract: Contract, index: int, is_alike: Callable[[Tensor, Tensor], bool], alone: Tensor, loss: Tensor
 ) -> None:
-    """Raise ModelError if the two differ."""
-    if loss.is_meta or alone.isnan().all() or alike(alone, loss.cpu()):
+    """Raise ModelError if the loss of a micro-batch is another one than when its forward pass ran alone."""
+    if loss.is_meta or alone.isnan().all() or is_alike(alone, loss.cpu()):
         return
     raise ModelError(
         f"the loss of micro-batch {index} of the first step is {loss.item():.7g} where its forward pass takes turns with "

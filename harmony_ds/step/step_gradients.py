@@ -20,7 +20,7 @@ class StepGradients:
 
     def __init__(self, state: EngineState, scaler: LossScaler) -> None:
         self._store, self._optimizer = state.store, state.host_optimizer
-        self._executor = state.runner.executor
+        self._executor = state.executor
         self._own, self._updater = state.runtime.user_gradients, state.runtime.updater
         self._sums = (state.runtime.gradients, state.runtime.resident_packs)
         self._scaler = scaler

@@ -29,7 +29,7 @@ class StepRecord:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self._planner = state.runner.planner
+        self._planner = state.planner
         self.micro_batches = 0
         self.step_ms = 0.0
         self.planned_ms: deque[float] = deque(maxlen=_STEPS_KEPT)

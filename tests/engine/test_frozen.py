@@ -58,7 +58,7 @@ def test_a_module_before_it_is_trained_as_in_plain_pytorch(way: str, dropout: fl
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            assert len(engine._open.group) == 0  # nothing is kept of micro-batches that are over
+            assert len(engine._steps.open.micro_batches) == 0  # nothing is kept of micro-batches that are over
     assert_same(before, plain, bitwise=True)
 
 

@@ -74,7 +74,7 @@ def shrinking(
     engine: HarmonyEngine, kind: TaskKind, number: int, members: list[ShrinkingDevice], share: float = 0.4
 ) -> Iterator[list[int]]:
     """While open, the devices have a share of `most_bytes` from task `number` of `kind` on; yields how many of them ran."""
-    handlers = assembly_of(engine).runner.executor._handlers
+    handlers = assembly_of(engine).executor._handlers
     handle, ran = handlers[kind], [0]
 
     def handler(task: Task) -> None:

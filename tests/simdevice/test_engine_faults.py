@@ -58,7 +58,7 @@ class Fault:
 
     def watch(self, engine: HarmonyEngine, device: int, passed: int) -> None:
         """Has it come up in a task on `device`, but for the first `passed` ones. The embedding has no traps."""
-        handlers = assembly_of(engine).runner.executor._handlers
+        handlers = assembly_of(engine).executor._handlers
         handle, left = handlers[self.kind], [passed]
 
         def handler(task: Task) -> None:

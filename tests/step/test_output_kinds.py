@@ -20,10 +20,10 @@ from harmony_ds.device import CpuDevice
 from harmony_ds.errors import BatchError
 from harmony_ds.model.contract import Contract
 from harmony_ds.runtime.micro_batch import MicroBatch
-from harmony_ds.step.inputs import Arguments
+from harmony_ds.step.inputs import CallInputs
 from harmony_ds.step.output_kinds import CallForm, OutputKind, OutputKinds
 from harmony_ds.step.pending import PendingTensor
-from tests.step.test_pending import FakeTicket
+from tests.step.test_pending import FakeSource
 
 
 class Outputs(dict[str, Any]):
@@ -58,18 +58,18 @@ CLASSES: list[Any] = [dict, Outputs, Model, Plain, Object]
 FORM, ANOTHER_FORM = CallForm(((2, 3),), "modes"), CallForm(((2, 3), (4,)), "other modes")
 
 
-def outputs_like(real: Any, form: CallForm = FORM) -> tuple[Any, FakeTicket]:
+def outputs_like(real: Any, form: CallForm = FORM) -> tuple[Any, FakeSource]:
     """Return what stands for outputs like `real`, of a call of another or the same form, and the call."""
-    kind, ticket = OutputKind(), FakeTicket(lambda _: real, torch.ones(()))
+    kind, source = OutputKind(), FakeSource(lambda _: real, torch.ones(()))
     kind.learn(real, FORM)
-    return kind.outputs(ticket, form, torch.device("cpu")), ticket
+    return kind.outputs(source, form, torch.device("cpu")), source
 
 
-def waiting(cls: Any) -> tuple[Any, Any, FakeTicket]:
+def waiting(cls: Any) -> tuple[Any, Any, FakeSource]:
     """Outputs that wait, the real ones, and their call, whose other outputs than the loss are not known."""
     real = cls(loss=torch.tensor(6.0), logits=torch.ones(2))
-    output, ticket = outputs_like(real, ANOTHER_FORM)
-    return output, real, ticket
+    output, source = outputs_like(real, ANOTHER_FORM)
+    return output, real, source
 
 
 def logits_of(outputs: Any) -> Any:
@@ -78,13 +78,13 @@ def logits_of(outputs: Any) -> Any:
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_outputs_are_of_the_models_own_class(cls: Any) -> None:
-    output, real, ticket = waiting(cls)
+    output, real, source = waiting(cls)
 
     assert isinstance(output, cls)
     assert dataclasses.is_dataclass(output) is dataclasses.is_dataclass(real)
-    assert not ticket.looked
+    assert not source.looked
     assert logits_of(output) is logits_of(real)
-    assert ticket.looked
+    assert source.looked
     assert isinstance(output, cls)
 
 
@@ -98,22 +98,22 @@ WAYS: list[tuple[Any, list[Callable[[Any], Any]]]] = [
 
 @pytest.mark.parametrize(("cls", "way"), [(cls, way) for cls, ways in WAYS for way in ways])
 def test_the_loss_is_found_without_a_look(cls: Any, way: Callable[[Any], Any]) -> None:
-    output, _, ticket = waiting(cls)
+    output, _, source = waiting(cls)
 
     assert isinstance(way(output), PendingTensor)
     assert isinstance(output, Plain) or "loss" in output
-    assert not ticket.looked
+    assert not source.looked
 
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_tensors_wait_in_calls_of_a_form_that_is_known(cls: Any) -> None:
     real = cls(loss=torch.tensor(6.0), logits=torch.ones(2, dtype=torch.bfloat16))
-    output, ticket = outputs_like(real)
+    output, source = outputs_like(real)
     logits = logits_of(output)
 
     assert isinstance(logits, PendingTensor) and logits is logits_of(output)
     assert (logits.shape, logits.dtype, logits.requires_grad) == (torch.Size([2]), torch.bfloat16, False)
-    assert not ticket.looked
+    assert not source.looked
     assert logits.tolist() == [1.0, 1.0]
 
 
@@ -124,10 +124,10 @@ Pair = namedtuple("Pair", ["logits", "loss"])
     "real", [(torch.ones(2), torch.ones(())), [torch.ones(2)], Pair(torch.ones(2), torch.ones(()))]
 )
 def test_a_sequence_of_tensors_may_be_unpacked(real: Any) -> None:
-    output, ticket = outputs_like(real)
+    output, source = outputs_like(real)
 
     assert type(output) is type(real) and all(isinstance(one, PendingTensor) for one in output)
-    assert not ticket.looked
+    assert not source.looked
     assert [one.tolist() for one in output] == [one.tolist() for one in real]
     assert outputs_like(real, ANOTHER_FORM)[0] is None
     assert outputs_like((*real, None))[0][-1] is None
@@ -136,9 +136,9 @@ def test_a_sequence_of_tensors_may_be_unpacked(real: Any) -> None:
 
 def test_a_dict_of_losses_is_summed_without_a_look() -> None:
     real = {"boxes": torch.tensor(1.0), 2: torch.tensor(5.0)}
-    output, ticket = outputs_like(real, ANOTHER_FORM)
+    output, source = outputs_like(real, ANOTHER_FORM)
     total = sum(output.values())
-    assert isinstance(total, PendingTensor) and type(output) is dict and not ticket.looked
+    assert isinstance(total, PendingTensor) and type(output) is dict and not source.looked
     del real["boxes"]
     with pytest.raises(BatchError, match=r"gave 2 where calls of the same form had returned boxes, 2,"):
         total.tolist()
@@ -146,8 +146,8 @@ def test_a_dict_of_losses_is_summed_without_a_look() -> None:
 
 def test_none_that_turns_out_to_be_a_tensor_is_refused() -> None:
     real = {"loss": torch.ones(()), "aux": None}
-    output, ticket = outputs_like(real)
-    assert output["aux"] is None and not ticket.looked
+    output, source = outputs_like(real)
+    assert output["aux"] is None and not source.looked
     real["aux"] = torch.ones(())
     with pytest.raises(
         BatchError, match=r"gave loss, aux where calls of the same form had returned loss, aux \(None\)"
@@ -160,7 +160,7 @@ def test_calls_of_each_form_have_keys_of_their_own() -> None:
     both, first, another = (CallForm(((rows,),), "modes") for rows in (1, 2, 3))
     kind.learn({"a": one, "b": one}, both)
     kind.learn({"a": one}, first)
-    made = [kind.outputs(FakeTicket(torch.exp, one), form, one.device) for form in (both, first, another)]
+    made = [kind.outputs(FakeSource(torch.exp, one), form, one.device) for form in (both, first, another)]
     assert [[*made[0]], [*made[1]], type(made[2]) is dict] == [["a", "b"], ["a"], False]
 
 
@@ -187,7 +187,7 @@ def test_a_number_that_has_a_dimension_with_other_rows_is_no_loss() -> None:
     kind.learn(torch.ones(()), one_row)  # squeezed
     kind.learn(torch.ones(2), two_rows)
     kind.learn(torch.ones(()), one_row)
-    assert kind.outputs(FakeTicket(torch.exp, torch.ones(())), three_rows, torch.device("cpu")) is None
+    assert kind.outputs(FakeSource(torch.exp, torch.ones(())), three_rows, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("cls", [dict, Model])
@@ -223,9 +223,9 @@ def test_what_is_put_on_outputs_stays_and_what_was_taken_from_them_too(cls: Any)
 
 
 def test_what_the_outputs_do_not_have_is_their_error() -> None:
-    output, _, ticket = waiting(Outputs)
+    output, _, source = waiting(Outputs)
     assert not hasattr(output, "__array__")
-    assert not ticket.looked
+    assert not source.looked
     with pytest.raises(KeyError, match="hidden"):
         _ = output.hidden
 
@@ -277,6 +277,6 @@ def test_strings_that_are_data_are_not_learned_one_by_one() -> None:
 
 def test_a_tensor_that_is_given_twice_is_one_on_the_device_and_not_the_caller_s() -> None:
     ids = torch.arange(3)
-    args, kwargs = Arguments((ids,), {"labels": ids}, take_over=True).mapped(torch.clone)
+    args, kwargs = CallInputs((ids,), {"labels": ids}, take_over=True).mapped(torch.clone)
     assert args[0] is kwargs["labels"] and args[0] is not ids
     assert torch.equal(args[0], ids)

@@ -18,7 +18,7 @@ from harmony_ds.errors import BatchError
 from harmony_ds.step.pending import Evaluation, Node, PendingTensor
 
 
-class FakeTicket:
+class FakeSource:
     """A micro-batch whose model returns `of(w)`, computed when it is asked for."""
 
     def __init__(self, of: Callable[[Tensor], Tensor], weight: Tensor) -> None:
@@ -28,7 +28,7 @@ class FakeTicket:
         self.noted: list[Node] = []
         self.shares = False
         self.nodes: WeakSet[Node] = WeakSet()
-        self.evaluates = self.on_trial = self.is_of_outputs = self.joins_others = False
+        self.evaluates = self.runs_at_call = self.is_of_outputs = self.joins_others = False
 
     @property
     def resolved(self) -> bool:
@@ -43,7 +43,7 @@ class FakeTicket:
     def check_not_propagated(self) -> None:
         return None
 
-    def share_loss(self, tickets: Sequence[Any]) -> bool:
+    def share_loss(self, sources: Sequence[Any]) -> bool:
         return self.shares
 
     def backward(self, node: Node) -> None:
@@ -51,17 +51,17 @@ class FakeTicket:
 
     def part(self, node: Node) -> Tensor | None:
         """What a step gives to an evaluation for this micro-batch."""
-        if self not in node.tickets:
+        if self not in node.sources:
             return torch.zeros(node.shape)
         return None if node.read is None else self.of(self.weight)
 
 
-def pending_of(of: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[PendingTensor, FakeTicket]:
-    ticket, like = FakeTicket(of, weight), of(weight)
-    return PendingTensor(Node((ticket,), like.shape, like.dtype, like.device, read=lambda one: one)), ticket
+def pending_of(of: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[PendingTensor, FakeSource]:
+    source, like = FakeSource(of, weight), of(weight)
+    return PendingTensor(Node((source,), like.shape, like.dtype, like.device, read=lambda one: one)), source
 
 
-def pending(slope: float = 3.0) -> tuple[PendingTensor, FakeTicket]:
+def pending(slope: float = 3.0) -> tuple[PendingTensor, FakeSource]:
     """A loss of 3 w at w = 2."""
     return pending_of(lambda weight: weight * slope, torch.tensor(2.0))
 
@@ -87,13 +87,13 @@ LAZY: dict[str, tuple[Callable[[Any], Any], float]] = {
 @pytest.mark.parametrize("name", LAZY)
 def test_arithmetic_stays_pending_and_has_the_right_value(name: str) -> None:
     function, expected = LAZY[name]
-    loss, ticket = pending()
+    loss, source = pending()
     result = function(loss)
     assert isinstance(result, PendingTensor)
-    assert ticket.looked == 0
+    assert source.looked == 0
 
     assert result.item() == pytest.approx(expected)
-    assert ticket.looked == 1
+    assert source.looked == 1
 
 
 LOOKING: dict[str, tuple[Callable[[Any], Any], Any]] = {
@@ -112,15 +112,15 @@ LOOKING: dict[str, tuple[Callable[[Any], Any], Any]] = {
 @pytest.mark.parametrize("name", LOOKING)
 def test_looking_computes_the_loss_once(name: str) -> None:
     look, expected = LOOKING[name]
-    loss, ticket = pending()
+    loss, source = pending()
 
     assert look(loss) == expected
     assert look(loss) == expected
-    assert ticket.looked == 1
+    assert source.looked == 1
 
 
 def test_metadata_is_that_of_a_scalar_and_neither_it_nor_printing_looks() -> None:
-    loss, ticket = pending()
+    loss, source = pending()
 
     for name in ("shape", "dtype", "device", "ndim", "requires_grad"):
         assert getattr(loss, name) == getattr(torch.tensor(1.0, requires_grad=True), name)
@@ -128,45 +128,45 @@ def test_metadata_is_that_of_a_scalar_and_neither_it_nor_printing_looks() -> Non
     assert ((loss.double() + 1).dtype, loss.bfloat16().dtype) == (torch.float64, torch.bfloat16)
     assert repr(loss) == "PendingTensor(of shape (), not computed yet)"
     assert len({loss, loss, loss / 2}) == 2
-    assert ticket.looked == 0
+    assert source.looked == 0
     loss.item()
     assert repr(loss.detach() + loss.detach()) == repr(operator.iadd(loss.detach(), 6)) == "tensor(12.)"
 
 
 def test_a_detached_loss_has_no_gradient() -> None:
-    loss, ticket = pending()
+    loss, source = pending()
     detached = loss.detach()
 
     assert (loss.requires_grad, (loss / 2).requires_grad, detached.requires_grad) == (True, True, False)
     with torch.no_grad():
         assert not (loss / 2).requires_grad
-    assert not detached.node.look().requires_grad
-    assert ticket.looked == 1
+    assert not detached.node.materialize().requires_grad
+    assert source.looked == 1
     with pytest.raises(RuntimeError, match="does not require grad"):
         detached.backward()
-    assert ticket.weight.grad is None
+    assert source.weight.grad is None
 
 
 def test_sums_over_micro_batches_are_pending_until_all_are_asked_for() -> None:
-    losses, tickets = zip(*(pending(slope) for slope in (1.0, 2.0, 3.0)), strict=True)
+    losses, sources = zip(*(pending(slope) for slope in (1.0, 2.0, 3.0)), strict=True)
     total = sum(loss.detach() for loss in losses)
     assert isinstance(total, PendingTensor)
-    assert total.node.tickets == tickets
+    assert total.node.sources == sources
     assert not total.node.resolved
 
     assert total.item() == 2.0 + 4.0 + 6.0
     assert total.node.resolved
-    assert [ticket.looked for ticket in tickets] == [1, 1, 1]
+    assert [source.looked for source in sources] == [1, 1, 1]
 
 
 def test_backward_of_a_loss_that_is_known_or_with_a_gradient_runs_at_once() -> None:
-    (loss, known), (other, ticket) = pending(), pending()
+    (loss, known), (other, source) = pending(), pending()
     loss.item()
     loss.backward()
     other.backward(torch.tensor(2.0))
 
-    assert not known.noted and not ticket.noted
-    assert (known.weight.grad.item(), ticket.weight.grad.item()) == (3.0, 6.0)
+    assert not known.noted and not source.noted
+    assert (known.weight.grad.item(), source.weight.grad.item()) == (3.0, 6.0)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +186,10 @@ def test_backward_is_noted_with_the_arithmetic_before_it_where_each_micro_batch_
     (third / 9).exp().backward()
     assert (len(three.noted), three.looked) == (1, 0)
     combine(first, second).backward()
-    for ticket in (one, two):
-        assert (len(ticket.noted), ticket.looked) == (times, 1 - times)
-        for noted in ticket.noted:
-            Evaluation(ticket.part).of(noted).backward()
+    for source in (one, two):
+        assert (len(source.noted), source.looked) == (times, 1 - times)
+        for noted in source.noted:
+            Evaluation(source.part).value_of(noted).backward()
     assert (one.weight.grad.item(), two.weight.grad.item()) == pytest.approx(gradients)
 
 
@@ -205,9 +205,9 @@ def test_losses_of_later_steps_are_added_to_a_known_sum_without_a_look() -> None
     known.item()
     total.item()
     total += known
-    loss, ticket = pending()
+    loss, source = pending()
     total += loss.detach()
-    assert ticket.looked == 0
+    assert source.looked == 0
 
     assert total.item() == 18.0
 
@@ -216,7 +216,7 @@ def test_hundreds_of_losses_can_be_summed() -> None:
     assert float(sum(pending(1.0)[0].detach() for _ in range(300))) == 600.0
 
 
-def logits() -> tuple[PendingTensor, FakeTicket]:
+def logits() -> tuple[PendingTensor, FakeSource]:
     return pending_of(lambda weight: weight * 2, torch.arange(-2.0, 4.0).view(2, 3))
 
 
@@ -236,8 +236,8 @@ def test_what_is_written_reaches_what_was_made_before_where_it_does_in_torch(
     write: Callable[[Any], Any], make: Callable[[Any], Any]
 ) -> None:
     """That is by views alone."""
-    output, ticket = logits()
-    real = ticket.of(ticket.weight)
+    output, source = logits()
+    real = source.of(source.weight)
     results = []
     for one in (output * 1, real * 1):
         made = make(one)
@@ -245,7 +245,7 @@ def test_what_is_written_reaches_what_was_made_before_where_it_does_in_torch(
             write(one.detach())
         results += [one.tolist(), made.tolist(), (one + 1).tolist()]
     assert results[:3] == results[3:]
-    assert ticket.looked == 1
+    assert source.looked == 1
 
 
 TARGETS, MASK = torch.tensor([2, 0]), torch.tensor([True, False])
@@ -276,27 +276,27 @@ def in_half(function: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_outputs_stays_pending_and_has_torchs_bits(name: str) -> None:
-    output, ticket = logits()
+    output, source = logits()
     loss = LOSSES[name](output)
     loss.backward()
-    assert isinstance(loss, PendingTensor) and not ticket.looked
-    expected = LOSSES[name](ticket.of(ticket.weight))
+    assert isinstance(loss, PendingTensor) and not source.looked
+    expected = LOSSES[name](source.of(source.weight))
     expected.backward()
-    gradient, ticket.weight.grad = ticket.weight.grad, None
-    for noted in ticket.noted:
-        Evaluation(ticket.part).of(noted).backward()
-    assert torch.equal(loss.detach().node.look(), expected)
-    assert torch.equal(ticket.weight.grad, gradient)
+    gradient, source.weight.grad = source.weight.grad, None
+    for noted in source.noted:
+        Evaluation(source.part).value_of(noted).backward()
+    assert torch.equal(loss.detach().node.materialize(), expected)
+    assert torch.equal(source.weight.grad, gradient)
 
 
 def test_a_shape_that_the_program_was_told_and_that_is_another_one_now_is_an_error() -> None:
-    output, ticket = logits()
+    output, source = logits()
     told, untold = output.reshape(output.shape[0], -1).sum(), logits()[0].pow(2)
-    ticket.of = lambda weight: weight[:1] * 2
-    untold.node.tickets[0].of = ticket.of
-    assert Evaluation(untold.node.tickets[0].part).of(untold.node).shape == (1, 3)
+    source.of = lambda weight: weight[:1] * 2
+    untold.node.sources[0].of = source.of
+    assert Evaluation(untold.node.sources[0].part).value_of(untold.node).shape == (1, 3)
     with pytest.raises(BatchError, match=r"told the shape \(2, 3\) .* now it is \(1, 3\)"):
-        Evaluation(ticket.part).of(told.node)
+        Evaluation(source.part).value_of(told.node)
 
 
 class Tripled(torch.autograd.Function):
@@ -313,28 +313,28 @@ class Tripled(torch.autograd.Function):
     ("make", "gradient"), [(lambda one: one, 10.0), (torch.sum, 10.0), (lambda one: operator.imul(one.sum(), 2), 20.0)]
 )
 def test_gradients_go_through_an_autograd_function(make: Callable[[Any], Any], gradient: float) -> None:
-    output, ticket = logits()
+    output, source = logits()
     tripled: Any = Tripled.apply(make(output))
     tripled.sum().backward()
-    assert tripled.tolist() == (make(ticket.weight.detach() * 2) * 3).tolist()
-    assert torch.equal(ticket.weight.grad, torch.full((2, 3), gradient))
+    assert tripled.tolist() == (make(source.weight.detach() * 2) * 3).tolist()
+    assert torch.equal(source.weight.grad, torch.full((2, 3), gradient))
 
 
 @pytest.mark.parametrize("make", [torch.tensor, np.array])
 def test_operands_are_those_of_the_moment(make: Callable[[Any], Any]) -> None:
-    output, ticket = logits()
+    output, source = logits()
     rows = make([1, 1])
     chosen = output[rows]
     rows[:] = 0
-    assert ticket.looked == 0
+    assert source.looked == 0
 
     assert chosen.tolist() == output.tolist()[1:] * 2
 
 
 def test_an_operand_that_leads_gradients_elsewhere_is_a_look() -> None:
-    loss, ticket = pending()
+    loss, source = pending()
     elsewhere = torch.tensor(5.0, requires_grad=True)
     (loss * elsewhere).backward()
 
-    assert ticket.looked == 1
-    assert (elsewhere.grad, ticket.weight.grad) == (torch.tensor(6.0), torch.tensor(15.0))
+    assert source.looked == 1
+    assert (elsewhere.grad, source.weight.grad) == (torch.tensor(6.0), torch.tensor(15.0))

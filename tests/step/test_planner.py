@@ -12,7 +12,7 @@ import torch
 from harmony_ds.step import group_plans
 from tests.engine.drive import config_of, engine_for, seed_of, sgd
 from tests.engine.test_paths import Net, batch_of, built
-from tests.inside import assembly_of, planner_of
+from tests.inside import planner_of
 from tests.oracle import assert_same, train_plainly
 from tests.scheduler.examples import GPU
 
@@ -33,7 +33,7 @@ def test_micro_batches_that_are_larger_in_any_dimension_than_all_before_are_not_
         engine.train_batch(iter([batch_of(0)]))
         rows, columns = batch_of(0)["x"].shape
         sizes = [(rows, columns), (rows - 1, columns - 1), (rows + 1, columns), (rows, columns + 1)]
-        found = [planner_of(engine).covers([torch.empty(size)] * 2) for size in sizes]
+        found = [planner_of(engine).has_profiled([torch.empty(size)] * 2) for size in sizes]
         assert found == [True, True, False, False]
 
 
@@ -49,7 +49,7 @@ def test_as_many_composed_plans_are_kept_as_the_bound_says(monkeypatch: pytest.M
             loss.item()
             engine.backward(loss)
             engine.step()
-        assert len(made) == 4 and assembly_of(engine).runner.plans._composed.cache_info().currsize == 2
+        assert len(made) == 4 and engine._steps.context.plans._composed.cache_info().currsize == 2
 
 
 class SlowSGD(torch.optim.SGD):

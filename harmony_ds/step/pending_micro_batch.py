@@ -1,0 +1,344 @@
+"""One micro-batch of a step, whose loss is known now, later, or never.
+
+The program may start backward passes itself: `loss.backward()` in the place of `engine.backward(loss)`, which divides its
+loss. As in DeepSpeed, gradients that come to a model's outputs from outside are then divided by the accumulation steps.
+Each is divided once, where it enters (`_without_view`): another output may be made of one (`logits` and their `loss`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from harmony_ds.errors import BatchError, UnsupportedError, UsageError
+from harmony_ds.model.boundary import reachable_nodes
+from harmony_ds.model.intercept import Autocast
+from harmony_ds.model.trees import map_tensors, tensors_in
+from harmony_ds.model.untouched import is_for_measuring
+from harmony_ds.runtime.micro_batch import MicroBatch
+from harmony_ds.step.division import divided_by
+from harmony_ds.step.inputs import CallInputs
+from harmony_ds.step.pending import Node, PendingTensor, mark_entrance
+from harmony_ds.step.shared_loss import SharedLoss, keep_values
+from harmony_ds.step.transitions import StepEvent
+
+LossFunction = Callable[[Any], Tensor]
+PROPAGATED_ALREADY = (
+    "this micro-batch has been propagated back from already: a parameter's .grad was looked at, or its inputs "
+    "require a gradient, so its backward pass ran at once. Propagate back once, from the sum of its losses."
+)
+
+
+class Passes(enum.Enum):
+    """The passes of a micro-batch that have run."""
+
+    NONE = enum.auto()
+    FORWARD = enum.auto()  # by itself: the program read its loss or outputs
+    FAILED = enum.auto()  # its forward pass raised an error, which its caller has got
+    BOTH = enum.auto()
+
+
+class StepOfMicroBatch(Protocol):
+    """The step that a micro-batch belongs to: it takes events."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step takes no micro-batches any more."""
+
+    def handle(self, event: StepEvent, *arguments: Any) -> Any:
+        """Do what the transition table says about `event`."""
+
+    def gradient_divisor(self, loss_divisors: frozenset[float]) -> int:
+        """Return the accumulation steps; warn if the program has divided its loss by them, too."""
+
+    def check_divided_alike(self, steps: frozenset[int]) -> None:
+        """Raise UnsupportedError if gradients that other engines have divided by `steps` are of no use here."""
+
+
+class PendingMicroBatch:
+    """One micro-batch whose loss is known now, later, or never.
+
+    Attributes:
+        nodes: its outputs, and what the program makes of them.
+        loss: what it propagates back from.
+        passes: those that have run.
+        is_pending: whether the caller of the engine was given stand-ins for its outputs.
+        received: whether a gradient has come to outputs that were computed by a forward pass alone.
+        divided_by: accumulation steps by which engines have divided the gradients that it hands on to what is before it.
+        inputs_require_grad: whether who propagates back expects gradients of its inputs as soon as that is done.
+        runs_at_call: whether its forward pass runs when the program has its outputs, see `FirstSteps.loss_uses_more`.
+        is_of_outputs: whether the loss that autograd propagates back from now is made of its outputs.
+        uses_more: whether a loss that it was propagated back from is made of more than its outputs.
+        joins_others: whether the program has joined a tensor with a graph of layers to its outputs.
+    """
+
+    def __init__(
+        self,
+        step: StepOfMicroBatch,
+        micro_batch: MicroBatch,
+        arguments: CallInputs,
+        loss_fn: LossFunction,
+        call: Callable[..., Any],
+        profiling_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.step = step
+        self.micro_batch = micro_batch
+        micro_batch.objective = self.objective
+        self.arguments = arguments
+        self.call = call
+        self.profiling_context = profiling_context
+        self.loss_fn = loss_fn
+        self.nodes: WeakSet[Node] = WeakSet()
+        self.loss = SharedLoss(self)
+        self.passes = Passes.NONE
+        self.is_pending = False
+        self.received = False
+        self.divided_by: frozenset[int] = frozenset()
+        self.inputs_require_grad = any(tensor.requires_grad for tensor in arguments.tensors)
+        self.runs_at_call = False
+        self.is_of_outputs = False
+        self.uses_more = False
+        self.joins_others = False
+
+    @property
+    def resolved(self) -> bool:
+        """Whether its forward pass has run."""
+        return self.passes is not Passes.NONE
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether the program propagates back from it, and its backward pass has not run."""
+        return (bool(self.loss.terms) or self.received) and self.passes is not Passes.BOTH
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the model was in evaluation mode when it was called."""
+        return not self.micro_batch.state.modes.training[0]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the program still has something that is made of its outputs and is not computed."""
+        return any(node.owner() is not None and node.value is None for node in self.nodes)
+
+    @property
+    def measured_modes(self) -> bytes:
+        """Key of its measurements: its modes, and whether the program makes its loss of other outputs, or of several."""
+        flags, passes = self.micro_batch.state.modes.flags, len(self.loss.members)
+        if passes > 1:
+            return flags + f"a loss of {passes} forward passes".encode()
+        makes_loss = any(output.shape.numel() != 1 for output in self.loss.outputs_used)
+        return flags + (b"a loss of the program's" if makes_loss else b"")
+
+    @property
+    def inputs_beside(self) -> list[Any]:
+        """The inputs of the other micro-batches that share its loss."""
+        return [member.micro_batch.inputs for member in self.loss.members if member is not self]
+
+    # ---- its forward pass
+
+    def outputs(self) -> Any:
+        """Return the model's outputs, with their graph; computed now if need be."""
+        if self.micro_batch.outputs is None:
+            if self.passes is Passes.BOTH and not self.step.is_over:
+                self.refuse_read()
+            self.step.handle(StepEvent.READ_OUTPUT, self)
+        return self.micro_batch.outputs
+
+    def refuse_read(self) -> NoReturn:
+        """Raise BatchError: its outputs were not read in time."""
+        why = "its backward pass is over"
+        if self.passes is not Passes.BOTH:
+            why = "it was never propagated back from in its step"
+        raise BatchError(
+            f"this micro-batch's outputs are not known any more: {why}. Look at them before engine.backward(loss) or "
+            "engine.step(), or run the engine under torch.no_grad()."
+        )
+
+    def forward_ran(self) -> None:
+        """Note that its forward pass ran alone: its loss can be read, and propagated from, until the step is over."""
+        micro_batch = self.micro_batch
+        micro_batch.cut_outputs()
+        outputs = {id(output): output for output in tensors_in(micro_batch.outputs) if output.requires_grad}
+        used = _used_by_others(outputs.values())
+        handed_out = {key: _without_view(output) for key, output in outputs.items()}
+        micro_batch.outputs = map_tensors(lambda tensor: handed_out.get(id(tensor), tensor), micro_batch.outputs)
+        self.passes = Passes.FORWARD
+        if self.needs_backward:
+            self.loss.propagate_now()
+        for key, output in outputs.items():
+            # Gradients of other outputs come to those that they are made of.
+            entrance = handed_out[key] if key in used else output
+            entrance.register_hook(self._receive_of_leaf if output.is_leaf else self.receive)
+
+    # ---- its loss
+
+    def share_loss(self, others: Sequence[Any]) -> bool:
+        """Propagate back together with `others`, from a loss of all their outputs.
+
+        Returns:
+            Whether they are the same engine's, in the same step.
+        """
+        for other in others:
+            if not isinstance(other, PendingMicroBatch) or other.step is not self.step:
+                return False
+        for other in others:
+            if other.loss is not self.loss:
+                self.loss.take_over(other.loss)
+        return True
+
+    def backward(self, node: Node) -> None:
+        """Note that the program propagates back from `node`, which it has made of outputs that are not computed."""
+        members = [source for source in node.sources if source in self.loss.members]
+        if self is not members[0]:  # which has noted it for all of them
+            return
+        self._refuse_after_step()
+        for member in self.loss.members:
+            assert isinstance(member, PendingMicroBatch)
+            divisor = member._divisor(node.divisors)
+            member._note_caller()
+        self.loss.terms.append((node, divisor))
+        for member in self.loss.members:
+            if not self.step.is_over:  # gradients of the first one's inputs may have run all of them
+                self.step.handle(StepEvent.BACKWARD, member)
+
+    def backward_from_loss(self, divisor: int, scale: float) -> PendingTensor:
+        """Do what `backward(loss / divisor * scale)` does; return the loss."""
+        self._note_caller()
+        device = self.micro_batch.home
+        loss = PendingTensor(Node((self,), torch.Size(), torch.float32, device, read=self.loss_fn))
+
+        def scaled(values: Any) -> Tensor:
+            (value,) = values
+            made: Tensor = value / divisor * scale
+            return made
+
+        term = Node((self,), torch.Size(), torch.float32, device, function=scaled, operands=[loss.node])
+        self.loss.terms.append((term, 1))
+        if self.passes is Passes.FORWARD:
+            self.loss.propagate_now()
+        return loss
+
+    def receive(self, gradient: Tensor) -> Tensor:
+        """Take a gradient of one of its outputs, which a forward pass alone has computed; return what goes on."""
+        if self.micro_batch.at_work:  # on its way from a later layer to an earlier one: an output may lie between them
+            return gradient
+        if is_for_measuring() is not None:  # another engine measures a loss that leads here, too
+            return gradient
+        self.check_not_propagated()
+        self._note_caller()
+        self.received = True
+        self.uses_more |= not self.is_of_outputs
+        self.step.handle(StepEvent.BACKWARD, self, True)
+        divisor = self._divisor(frozenset())
+        if divisor != 1 and self.joins_others:
+            raise UnsupportedError(
+                "loss.backward() of a loss that is made of more than the model's outputs (an attribute of a module, or "
+                "what a hook has kept): only gradients that come by outputs can be divided by the accumulation steps. Call "
+                "engine.backward(loss), or let the model return what the loss is made of."
+            )
+        return gradient if divisor == 1 else gradient / divisor
+
+    def _receive_of_leaf(self, gradient: Tensor) -> None:
+        """Take the gradient of an output that the model was given, or keeps: no gradient of its own comes by it."""
+        if not self.step.is_over:
+            self.receive(gradient)
+
+    def check_not_propagated(self) -> None:
+        """Raise UsageError if its backward pass or its step is over, or its engine destroyed."""
+        self._refuse_after_step()
+        if self.passes is Passes.BOTH:
+            raise UsageError(PROPAGATED_ALREADY)
+
+    def _refuse_after_step(self) -> None:
+        if self.step.is_over:
+            self.step.handle(StepEvent.BACKWARD, self)  # which says why that is refused
+
+    def _divisor(self, loss_divisors: frozenset[float]) -> int:
+        """Return what gradients that come to its outputs now are divided by: 1 if they have been divided already."""
+        before = divided_by()
+        if before is None:
+            divisor = self.step.gradient_divisor(loss_divisors)
+            self.divided_by |= {divisor}
+            return divisor
+        self.step.check_divided_alike(before)
+        self.divided_by |= before
+        return 1
+
+    def _note_caller(self) -> None:
+        """Note the modes in which its loss is propagated back from: autocast, and what is frozen by now."""
+        micro_batch = self.micro_batch
+        micro_batch.backward_autocast = Autocast.current(micro_batch.home.type)
+        before, micro_batch.state = micro_batch.state, micro_batch.state.at_backward()
+        if self.needs_backward and micro_batch.state is not before:
+            raise UnsupportedError(
+                "parameters were frozen (requires_grad_(False)) between two backward passes from one micro-batch, which "
+                "run as one: propagate back from the sum of its losses."
+            )
+
+    # ---- what the executor and the measuring propagate back from
+
+    def objective(self, outputs: Any) -> Tensor | None:
+        """Return what the fused pack propagates back from; None if the forward pass ran alone, or a later one shares the
+        loss.
+        """
+        if self.passes is Passes.FORWARD:
+            keep_values({self: outputs}, {})
+            return None
+        self.micro_batch.outputs = outputs  # the engine has those of joined micro-batches
+        return self.loss.objective() if self is self.loss.members[-1] else None
+
+    def surrogate_loss(self, outputs: Any) -> Tensor | None:
+        """Return what would be propagated back from if its call had returned `outputs`, or what takes about as long."""
+        used = [
+            (node, node.read) for node in self.loss.outputs_used if node.sources[0] is self and node.read is not None
+        ]
+        with suppress(BatchError):
+            if not used:
+                return self.loss_fn(outputs)
+            if all(node.shape.numel() == 1 or read(outputs).shape == node.shape for node, read in used):
+                return self.loss.sum({self: outputs}, detached=True)[0]
+        floats = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        return sum((tensor.float().sum() for tensor in floats[1:]), floats[0].float().sum()) if floats else None
+
+    # ---- its end
+
+    def finish_propagation(self) -> None:
+        """Note that its backward pass is done; what the program still has of it stays."""
+        self.loss.terms.clear()
+        self.passes = Passes.BOTH
+
+    def close(self, keeps_outputs: bool = True) -> None:
+        """Drop graph, outputs and inputs; `keeps_outputs`: but for values that the program may still read."""
+        if self.passes is Passes.FORWARD and self.micro_batch.outputs is not None and keeps_outputs:
+            keep_values({self: self.micro_batch.outputs}, {})
+        for node in self.nodes:
+            if node.value is not None:
+                node.function, node.operands = None, ()
+        self.loss.terms.clear()
+        self.micro_batch.close()
+        self.arguments.forget()
+
+
+def _used_by_others(outputs: Collection[Tensor]) -> set[int]:
+    """Return the ids of those `outputs` that others were computed from."""
+    edges = {edge for node in reachable_nodes(output.grad_fn for output in outputs) for edge in node.next_functions}
+    return {id(output) for output in outputs if (output.grad_fn, output.output_nr) in edges}
+
+
+def _without_view(output: Tensor) -> Tensor:
+    """Return `output` as the program gets it: in the same memory, but no view.
+
+    To write into a view in place gives it another place in autograd's graph, past the hooks on the one that it had.
+    """
+    if output.is_leaf or output.layout is not torch.strided:
+        return output
+    with torch.inference_mode(False), torch.enable_grad():  # though the reader may want no gradient now
+        alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    mark_entrance(alias.grad_fn)
+    return alias

@@ -1,0 +1,259 @@
+"""The steps of one engine, one after the other: the open one, and the last one, whose norm may not be known yet."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.config.engine_settings import EngineSettings
+from harmony_ds.errors import UsageError
+from harmony_ds.model.engine_parameter import ParameterLinks
+from harmony_ds.model.intercept import Autocast
+from harmony_ds.optim.optimizer_override import OptimizerOverride
+from harmony_ds.optim.schedules import build_scheduler
+from harmony_ds.optim.zero_optimizer import ZeroOptimizer
+from harmony_ds.step.context import StepContext
+from harmony_ds.step.engine_state import EngineState
+from harmony_ds.step.group_plans import GroupPlans
+from harmony_ds.step.loss_scaling import LossScaler
+from harmony_ds.step.model_calls import ModelCalls
+from harmony_ds.step.replaced_forward import ReplacedForward
+from harmony_ds.step.step import Step
+from harmony_ds.step.step_gradients import StepGradients
+from harmony_ds.step.step_record import StepRecord
+from harmony_ds.step.transitions import StepEvent, StepState
+from harmony_ds.step.used_gradients import check_dropped
+from harmony_ds.step.while_alive import while_alive
+
+
+class Steps:
+    """The steps of one engine. What the program does to parameters and to the optimizer becomes an event of the open one.
+
+    Attributes:
+        context: the objects that every step works with.
+        state: the engine's.
+        settings: the ds_config, whose batch sizes may change.
+        scaler: scales losses.
+        counters: DeepSpeed's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: EngineState,
+        settings: EngineSettings,
+        lr_scheduler: Any,
+        record: StepRecord,
+        after_step: Callable[[Steps], None],
+    ) -> None:
+        """Measure each step in `record`, and call `after_step` with these steps when one has been taken, by hand, too.
+
+        `lr_scheduler`: the user's, or a callable that makes it from the optimizer.
+        """
+        self.state = state
+        self.settings = settings
+        self.scaler = scaler = LossScaler(settings.now.loss_scale)
+        self._after_step = after_step
+        optimizer: Any = None
+        if state.optimizer is not None:
+            optimizer = ZeroOptimizer(state.optimizer, settings, scaler.own, while_alive(self.has_overflowed))
+        scheduler = build_scheduler(settings.now.scheduler, lr_scheduler, state.optimizer)
+        gradients = StepGradients(state, scaler)
+        override: OptimizerOverride | None = None
+        if state.optimizer is not None:
+            override = OptimizerOverride(  # may refuse: nothing is changed yet
+                state.optimizer, while_alive(self.step_by_hand), gradients.zero_by_hand, while_alive(self.finish)
+            )
+        links = ParameterLinks(state.store, state.runtime.resident_packs, state.host_optimizer, weakref.proxy(self))
+        config, device = settings.now, state.device
+        dtype, seed = config.autocast_dtype, config.harmony.seed
+        autocast = None if dtype is None else Autocast(device.torch_device.type, dtype)
+        casts = bool(config.values["fp16.enabled"] and config.values["fp16.auto_cast"])
+        self.context = StepContext(
+            model=model,
+            state=state,
+            settings=settings,
+            scaler=scaler,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            override=override,
+            links=links,
+            gradients=gradients,
+            record=record,
+            model_calls=ModelCalls(device, state.ledger, autocast, casts),
+            replaced_forward=ReplacedForward(model),
+            plans=GroupPlans(state.runtime, state.planner),
+            seed=state.world.first("seed", torch.initial_seed) if seed is None else seed,
+        )
+        self.counters = self.context.counters
+        self._current = Step(self.context)
+
+    @property
+    def open(self) -> Step:
+        """The step that micro-batches are queued for: a new one when the one before is over."""
+        if self._current.is_over:
+            unsettled = self._current if self._current.state is StepState.UPDATING else self._current.before
+            self._current = Step(self.context, unsettled)
+        return self._current
+
+    def finish_step(self, step: Step, schedule: dict[str, Any] | None) -> None:
+        """Count a step that has been taken, step the scheduler with `schedule` (None: the caller does), and report it."""
+        step.finish(self.context, schedule)
+        self.context.gradients.finish_step(by_hand=schedule is None)
+        self._after_step(self)
+
+    # ---- optimizer
+
+    def require_optimizer(self, what: str) -> None:
+        """Raise UsageError if there is no optimizer for `what`."""
+        if self.context.optimizer is None:
+            raise UsageError(
+                f"must provide optimizer during init in order to use {what}: name one in the ds_config or pass one"
+            )
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The user's scheduler, else the ds_config's, else None."""
+        self.settle_skip()
+        return self.context.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self.settle_skip()
+        self.context.lr_scheduler = scheduler
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum, or the betas, of each parameter group."""
+        return self._of_groups("momentum" if self.settings.optimizer_name() in ("SGD", "RMSprop") else "betas")
+
+    def get_type(self) -> list[Any]:
+        """Return the "type" of each parameter group."""
+        return self._of_groups("type")
+
+    def _of_groups(self, name: str) -> list[Any]:
+        self.settle_skip()
+        groups = [] if self.context.optimizer is None else self.context.optimizer.param_groups
+        return [group.get(name, 0.0) for group in groups]
+
+    # ---- the last step
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last `step()` updated the weights: not without a boundary, or with an overflow."""
+        self.settle_skip()
+        return self.counters.was_applied
+
+    def has_overflowed(self) -> bool:
+        """Return whether the last optimizer step was skipped for inf or NaN in its gradients."""
+        self.settle_skip()
+        return self.counters.has_overflowed
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped for inf or NaN in their gradients."""
+        self.settle_skip()
+        return self.counters.skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self.settle_skip()
+        self.counters.skipped_steps = count
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of all gradients of the last step, before clipping, unscaled; None before the first."""
+        self.settle()
+        return None if self.counters.norm is None else self.counters.norm.result().total
+
+    def settle(self) -> None:
+        """Wait for the norm of the last step, and note whether the step was skipped."""
+        for step in (self._current.before, self._current):
+            if step is not None:
+                step.settle_if_promised(self.context)
+
+    def settle_skip(self) -> None:
+        """Settle the last step if it may have been skipped."""
+        for step in (self._current.before, self._current):
+            if step is not None:
+                step.settle_if_skippable(self.context)
+
+    # ---- checkpoints, and the end
+
+    def forget(self, seed: int | None = None) -> None:
+        """Drop the open step and forget the last one: other weights are loaded. Go on with `seed`, if it is not fixed."""
+        self.open.handle(StepEvent.LOAD_CHECKPOINT)
+        self.counters.forget_last_step()
+        if seed is not None and self.settings.now.harmony.seed is None:
+            self.context.seed = seed
+
+    def resume(
+        self,
+        *,
+        global_steps: int,
+        global_samples: int,
+        skipped_steps: int,
+        micro_steps: int,
+        loss_scaler: dict[str, Any] | None,
+        seed: int | None,
+    ) -> None:
+        """Go on from a checkpoint: count on from its numbers, with the state of its loss scaler and its seed."""
+        self.forget(seed)
+        self.counters.global_steps = global_steps
+        self.counters.global_samples = global_samples
+        self.counters.skipped_steps = skipped_steps
+        self.counters.begin_step(micro_steps)
+        self.scaler.load_state_dict(loss_scaler)
+
+    def destroy(self) -> None:
+        """Drop the open step with its engine."""
+        self.open.handle(StepEvent.DESTROY)
+
+    # ---- what the program does to its optimizer
+
+    def step_by_hand(self) -> None:
+        """Update from what has gathered, for `optimizer.step()`. Gradients of parameters that are not the optimizer's
+        stay, for another one to step.
+        """
+        context, optimizer = self.context, self.state.host_optimizer
+        assert optimizer is not None
+        step = self.open
+        queued = len(step.micro_batches)
+        if not queued and not self.state.runtime.user_gradients.exist(optimizer.trained):
+            check_dropped(context.gradients.used)
+            return
+        unmanaged = context.gradients.pop_unmanaged()
+        step.handle(StepEvent.BOUNDARY, None)
+        self.finish_step(step, None)
+        self.counters.begin_step(self.counters.group_began + queued)
+        for parameter, gradient in unmanaged:  # for another optimizer
+            parameter.grad = gradient
+
+    # ---- what the program does to the model's parameters, see `model.link.Owner`
+
+    def finish(self) -> None:
+        """Wait for all updates."""
+        self.state.wait_for_updates()
+
+    def before_write(self, name: str) -> None:
+        """Note that the parameter `name` is about to be changed."""
+        self.open.handle(StepEvent.WRITE_PARAMETER, name)
+
+    def gradient(self, name: str) -> Tensor | None:
+        """Return the gradient of `name` itself, not scaled, as it has gathered since the last step."""
+        has_gathered: bool = self.open.handle(StepEvent.READ_GRADIENT)
+        return self.context.gradients.read(name, has_gathered)
+
+    def put_gradient(self, name: str, value: Tensor | None) -> None:
+        """Use `value` in the place of the gradient that has gathered for `name`."""
+        self.context.gradients.used.discard(name)
+        if self.open.handle(StepEvent.READ_GRADIENT):
+            self.state.executor.discard_gathered((name,))
+        if value is not None:
+            self.finish()  # a pending update would take it
+        self.state.runtime.user_gradients.put(name, value)
