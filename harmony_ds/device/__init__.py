@@ -90,8 +90,8 @@ def make_devices(name: str, devices: Devices, budget_bytes: int | None, pin: boo
     if len(devices) == 1:
         return make_device(devices[0], budget_bytes, pin)
     counts = Counter(devices)
-    made = [make_device(one, budget_bytes, pin, counts[one]) for one in devices]
-    models = {f"{one} is a {device.model}" for one, device in zip(devices, made, strict=True)}
+    made = [make_device(each, budget_bytes, pin, counts[each]) for each in devices]
+    models = {f"{each} is a {device.model}" for each, device in zip(devices, made, strict=True)}
     if len({device.model for device in made}) > 1:
         raise ConfigError(
             f"harmony.devices differ ({', '.join(sorted(models))}): one plan is made for all, by the times of the first. "

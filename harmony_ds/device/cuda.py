@@ -52,8 +52,11 @@ class CudaDevice(Device):
         self.pins_host = pin
         self._registered: dict[int, int] = {}  # address to bytes
         self._mapped: dict[int, mmap.mmap] = {}  # address to the memory of `host_empty`
-        # A logical device has a compute stream of its own: the current stream may be another logical device's.
-        self._streams = {one: torch.cuda.Stream(index) for one in Stream if logical > 1 or one is not Stream.COMPUTE}
+        self._streams: dict[Stream, torch.cuda.Stream] = {}
+        for stream in Stream:
+            # Compute is on the user's stream, but for logical devices: the user's may be another logical device's.
+            if stream is not Stream.COMPUTE or logical > 1:
+                self._streams[stream] = torch.cuda.Stream(index)
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         if stream in self._streams:

@@ -152,7 +152,7 @@ class DiskMasters:
         master = self._masters[name] = self.file.empty(shape, torch.float32)
         return master
 
-    def round_to(self, weight: Callable[[str], Tensor], write: Callable[[str, Tensor, slice], None]) -> None:
+    def attach_weights(self, weight: Callable[[str], Tensor], write: Callable[[str, Tensor, slice], None]) -> None:
         """Set how weights are reached: `weight(name)` returns a plain tensor, `write(name, values, piece)` writes."""
         self._weight, self._write = weight, write
 

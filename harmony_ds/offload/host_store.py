@@ -78,7 +78,7 @@ class HostStore:
         self._places: dict[str, tuple[int, Region]] = {}  # parameter -> number of its slab, place in it
         self._parts: dict[tuple[str, ...], list[SlabPart]] = {}  # cache of `parts_of`
         if self.disk is not None:
-            self.disk.round_to(self.weight, self.write_weight)
+            self.disk.attach_weights(self.weight, self.write_weight)
         freed_bytes = 0
         for names in (*(layer.parameters for layer in decomposition.layers), decomposition.unlayered):
             fresh = [name for name in names if name not in self._places]

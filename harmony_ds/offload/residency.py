@@ -331,8 +331,9 @@ class Residency:
         done = self._device.record(Stream.COMPUTE)
         # The buffer belongs to the swap-in stream, which may reuse it only after the last kernel that reads it.
         self._device.wait(Stream.SWAP_IN, done)
-        for one in (copy, *copy.added):
-            self._device.free(one.buffer)
+        self._device.free(copy.buffer)
+        for added in copy.added:
+            self._device.free(added.buffer)
 
 
 def _attributes(parameter: nn.Parameter) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class SplitMasters:
             tensors: gradient and states of the block's length.
         """
         places = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-        typed = [one(number) for one, number in zip(op.types, numbers, strict=True)]
+        typed = [c_type(number) for c_type, number in zip(op.types, numbers, strict=True)]
         loop, threads = getattr(self._loops, f"harmony_{op.kind}_step"), min(len(ids), torch.get_num_threads())
         self._write(name, block, loop, places, ids, threads, op.function, *typed[1:])
 

@@ -44,10 +44,10 @@ class DeviceOptimizer:
         coupled = not getattr(host.optimizer, "adam_w_mode", True)
         stand_in = None if row is None else torch_equivalent(row, [nn.Parameter(torch.empty(0))], coupled)
         self._replaced = stand_in is not None and not self._on_host
-        self._kind = _kind_of(stand_in or host.optimizer)
-        self._fused = device.type == "cuda" and self._kind in ("AdamW", "Adam", "SGD")
-        self._kept_as = row.kept_as if row is not None and self._replaced else {}
-        self._kept_back = {there: here for here, there in self._kept_as.items()}
+        self._torch_class = _torch_class_of(stand_in or host.optimizer)
+        self._fused = device.type == "cuda" and self._torch_class in ("AdamW", "Adam", "SGD")
+        self._state_names = row.kept_as if row is not None and self._replaced else {}
+        self._deepspeed_names = {torchs: deepspeeds for deepspeeds, torchs in self._state_names.items()}
         self._part = partial_optimizer(stand_in if stand_in is not None and self._replaced else host.part)
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._part.state = self.state
@@ -61,7 +61,7 @@ class DeviceOptimizer:
             return f"masters are {self._host.master_dtype} (bf16.bf16_master_weights_and_grads)"
         if isinstance(self._host, BlockOptimizer):
             return "it steps masters block by block"
-        if not self._kind:
+        if not self._torch_class:
             return f"what {type(self._host.optimizer).__name__} takes is not known (Adam, AdamW, SGD and Adagrad are)"
         if self._replaced and not all(
             group.get("bias_correction", True) for group in self._host.optimizer.param_groups
@@ -102,14 +102,14 @@ class DeviceOptimizer:
         self.state.pop(parameter, None)
         if known:
             copied = {key: self._on_device(key, value, parameter) for key, value in known.items()}
-            self.state[parameter] = {self._kept_as.get(key, key): value for key, value in copied.items()}
-        elif self._replaced and self._kind == "Adagrad":  # torch's makes its state when it is constructed
+            self.state[parameter] = {self._state_names.get(key, key): value for key, value in copied.items()}
+        elif self._replaced and self._torch_class == "Adagrad":  # torch's makes its state when it is constructed
             self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
         return sum(map(_bytes, (known or {}).values()))
 
     def copy_state_to_host(self, name: str, parameter: nn.Parameter) -> int:
         """Copy the state of `parameter` to the host's state of `name`; return the bytes copied."""
-        state = {self._kept_back.get(key, key): value for key, value in (self.state.get(parameter) or {}).items()}
+        state = {self._deepspeed_names.get(key, key): value for key, value in (self.state.get(parameter) or {}).items()}
         if not state:
             return 0
         if self._replaced:
@@ -130,21 +130,23 @@ class DeviceOptimizer:
     def state_bytes(self, name: str, numel: int) -> int:
         """Return the device bytes of the state of a parameter of `numel`."""
         options = self._options(name)
-        numbers = (state_numbers(self._kind, options) or 0) + bool(options.get("amsgrad"))
-        return numbers * _rounded(numel) + (0 if self._kind == "SGD" else _GRAIN)
+        numbers = (state_numbers(self._torch_class, options) or 0) + bool(options.get("amsgrad"))
+        return numbers * _rounded(numel) + (0 if self._torch_class == "SGD" else _GRAIN)
 
     def working_bytes(self, name: str, numel: int) -> int:
         """Return the temporary device bytes of a step of a parameter of `numel`."""
         options = self._options(name)
-        coupled = options.get("weight_decay") if self._kind != "AdamW" else 0
-        more = sum(map(bool, (coupled, options.get("maximize"), options.get("nesterov"))))  # each takes one more
-        return 0 if self._fused else (_TEMPORARIES[self._kind] + more) * numel * torch.float32.itemsize
+        coupled = options.get("weight_decay") if self._torch_class != "AdamW" else 0
+        temporaries = _TEMPORARIES[self._torch_class]
+        for option in (coupled, options.get("maximize"), options.get("nesterov")):
+            temporaries += bool(option)  # each option makes one more
+        return 0 if self._fused else temporaries * numel * torch.float32.itemsize
 
     def _options(self, name: str) -> dict[str, Any]:
         return self._host.optimizer.param_groups[self._host.group_of(name)]
 
 
-def _kind_of(optimizer: torch.optim.Optimizer) -> str:
+def _torch_class_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of the torch class whose step `optimizer` uses; "": the memory of its step is not known."""
     classes = type(optimizer).__mro__
     stepping = next(cls for cls in classes if "step" in cls.__dict__)

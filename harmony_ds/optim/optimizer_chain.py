@@ -43,8 +43,8 @@ class OptimizerChain(Optimizer):
         if self.around is not None:
             self.around.step()
             return
-        for one in self.parts:
-            one.step()
+        for part in self.parts:
+            part.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, where the parameters of all parts are numbered through."""
@@ -53,11 +53,11 @@ class OptimizerChain(Optimizer):
             raise ValueError(
                 f"the state has {len(groups)} parameter groups, and the optimizers of this chain {len(self.param_groups)}"
             )
-        for one in self.parts:
-            own, groups = groups[: len(one.param_groups)], groups[len(one.param_groups) :]
+        for part in self.parts:
+            own, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
             numbers = {number for group in own for number in group["params"]}
             state = {number: value for number, value in states.items() if number in numbers}
-            type(one).load_state_dict(one, {"state": state, "param_groups": own})
+            type(part).load_state_dict(part, {"state": state, "param_groups": own})
         self.follow_parts()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,7 +78,7 @@ def as_one_optimizer(given: Any) -> Any:
         OptimizerError: a sequence holds something else, or nothing.
     """
     if isinstance(given, (list, tuple)):
-        wrong = [type(one).__name__ for one in given if not isinstance(one, Optimizer)]
+        wrong = [type(item).__name__ for item in given if not isinstance(item, Optimizer)]
         if wrong or not given:
             raise OptimizerError(
                 f"optimizer is a sequence of {len(given)}{f', with {wrong[0]} in it' if wrong else ''}: give one torch "
@@ -103,16 +103,22 @@ def _held_by(given: Any) -> list[Optimizer]:
         return []
     found: dict[int, Optimizer] = {}
     for value in vars(given).values():
-        held: Iterable[Any] = [value]
+        items: Iterable[Any] = [value]
         if isinstance(value, (list, tuple)):
-            held = value
+            items = value
         elif isinstance(value, Mapping):
-            held = value.values()
-        found.update((id(one), one) for one in held if isinstance(one, Optimizer))
-    theirs = {id(p) for one in found.values() for group in one.param_groups for p in group["params"]}
-    own = given.param_groups if isinstance(given, Optimizer) else ()
-    if len(found) < 2 or any(id(p) not in theirs for group in own for p in group["params"]):
+            items = value.values()
+        for item in items:
+            if isinstance(item, Optimizer):
+                found[id(item)] = item
+    if len(found) < 2:
         return []
+    if isinstance(given, Optimizer):
+        theirs: set[int] = set()
+        for optimizer in found.values():
+            theirs.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        if any(id(parameter) not in theirs for group in given.param_groups for parameter in group["params"]):
+            return []
     return list(found.values())
 
 

@@ -142,11 +142,15 @@ def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Opti
         if row.native.cls == "DeepSpeedCPUAdam":
             return make_adam(section, groups)
         return make_native(row.native.cls, groups, _with_tuple_betas(section.params))
-    classes = [one for one in vars(torch.optim).values() if isinstance(one, type)]
-    torchs = {one.__name__.lower(): one for one in classes if issubclass(one, torch.optim.Optimizer)}
+    torchs: dict[str, type[torch.optim.Optimizer]] = {}  # by the class's name in lower case
+    for known in vars(torch.optim).values():
+        if isinstance(known, type) and issubclass(known, torch.optim.Optimizer):
+            torchs[known.__name__.lower()] = known
     cls = torchs.get(section.type.lower())
     if cls is None:
-        near = nearest(section.type, ["Adam", "AdamW", "Adagrad", "Lion", *(one.__name__ for one in torchs.values())])
+        near = nearest(
+            section.type, ["Adam", "AdamW", "Adagrad", "Lion", *(known.__name__ for known in torchs.values())]
+        )
         raise ConfigError(
             f"{section.type} is not a supported DeepSpeed Optimizer{f', did you mean {near}?' if near else ':'} Name Adam, "
             "AdamW, Adagrad, Lion or one of torch.optim in the ds_config, or hand an optimizer object to initialize."
