@@ -149,13 +149,13 @@ class Node:
     def materialize(self) -> Tensor:
         """Return its value, computed now if need be."""
         with torch.inference_mode(False), torch.enable_grad():  # though the reader may want no gradient now
-            evaluation = Evaluation(Node._at_hand)
+            evaluation = Evaluation(Node._known_value_now)
             value = evaluation.value_of(self)
         for node, one in evaluation.values.items():
             node.value = one
         return value
 
-    def _at_hand(self) -> Tensor | None:
+    def _known_value_now(self) -> Tensor | None:
         if self.value is not None:
             return self.value.to(self.device)  # large ones are kept on the host
         value = None if self.read is None else self.read(self.sources[0].outputs())
@@ -183,7 +183,7 @@ class Evaluation:
     """Values of nodes, each computed once. `given`: the values that are known; `detached`: see `Node.evaluate`."""
 
     def __init__(self, given: Callable[[Node], Tensor | None], detached: bool = False) -> None:
-        self._given, self._detached = given, detached
+        self._known_value, self._detached = given, detached
         self.values: dict[Node, Tensor] = {}
 
     def value_of(self, node: Node) -> Tensor:
@@ -193,7 +193,7 @@ class Evaluation:
         return self.values[node]
 
     def _is_known(self, node: Node) -> bool:
-        value = None if node in self.values else self._given(node)
+        value = None if node in self.values else self._known_value(node)
         if value is not None:
             self._put(node, value)
         return node in self.values
@@ -274,22 +274,25 @@ class PendingTensor(torch.Tensor):
                 "read .grad, of parameters or inputs. For a penalty on gradients engine.module(...) computes at once."
             )
         waits = kwargs.get("out") is None and not kwargs.get("inplace")
-        later = (_later if name in _LAZY else _written)(name, func, args, kwargs) if waits else None
-        return _now(func, args, kwargs) if later is None else later
+        later = (_defer if name in _LAZY else _defer_write)(name, func, args, kwargs) if waits else None
+        return _compute_now(func, args, kwargs) if later is None else later
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # Reached by C++ code that never asked __torch_function__.
-        return _now(func, args, kwargs or {})
+        return _compute_now(func, args, kwargs or {})
 
 
-def _now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _compute_now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     pending = [one for one in leaves if isinstance(one, PendingTensor)]
     # With all that was made so far: what is written from here on must reach that by views alone.
-    held = [node for one in pending for source in one.node.sources for node in source.nodes if node.owner() is not None]
+    held: list[Node] = []
+    for one in pending:
+        for source in one.node.sources:
+            held += [node for node in source.nodes if node.owner() is not None]
     for node in held:
         node.materialize()
     args, kwargs = tree_unflatten(
@@ -299,14 +302,14 @@ def _now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return next((one for one in pending if one.node.value is made), made)  # what is written in place stays what it was
 
 
-def _written(name: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingTensor | None:
+def _defer_write(name: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingTensor | None:
     """Let the first operand be what it is after `name`; None: now, since another tensor may share its memory."""
     if name[:-1] not in _LAZY or not args or not isinstance(args[0], PendingTensor):
         return None
     tensor, node = args[0], args[0].node
     held = {one for source in node.sources for one in source.nodes if one.owner() is not None} - {node}
     shares = bool(node.shape and node.read is not None) or any(one.memory is node.memory for one in held)
-    later = None if shares else _later(name[:-1], getattr(Tensor, name[:-1]), args, kwargs)
+    later = None if shares else _defer(name[:-1], getattr(Tensor, name[:-1]), args, kwargs)
     made = later.node if isinstance(later, PendingTensor) else node
     alike = (made.shape, made.dtype) == (node.shape, node.dtype) and made.requires_grad >= tensor.requires_grad
     if made is node or not alike:
@@ -316,7 +319,7 @@ def _written(name: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     return tensor
 
 
-def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _defer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what `func` will return; None if it cannot wait: an operand leads gradients elsewhere, values decide, or an
     `autograd.Function` is at work, which returns real tensors.
     """
@@ -326,7 +329,7 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         places = [one.nonzero(as_tuple=True) if is_mask else (one,) for one, is_mask in zip(index, masks, strict=True)]
         args = args[0], tuple(itertools.chain(*places))
     leaves, spec = tree_flatten((args, kwargs))
-    operands = [_as_it_is(leaf) for leaf in leaves]
+    operands = [_copied_operand(leaf) for leaf in leaves]
     nodes = [one for one in operands if isinstance(one, Node)]
     others = [one for one in operands if isinstance(one, Tensor)]
     grad = torch.is_grad_enabled()
@@ -349,12 +352,17 @@ def _later(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         with torch.inference_mode(False), torch.set_grad_enabled(grad), Autocast.entered(autocast):
             return func(*args, **kwargs)
 
-    like = _shown(function, operands)
+    like = _predicted_result(function, operands)
     if isinstance(like, (tuple, list)) and len(like) <= _MOST_PARTS:
         for node in nodes:  # their shapes say how many parts there are
             node.shape_was_read = True
-        parts = [_later(name, functools.partial(_part, func, place), args, kwargs) for place in range(len(like))]
-        return None if any(part is None for part in parts) else type(like)(parts)
+        parts = []
+        for place in range(len(like)):  # `func` runs once for each of its results
+            part = _defer(name, functools.partial(_part, func, place), args, kwargs)
+            if part is None:
+                return None
+            parts.append(part)
+        return type(like)(parts)
     if not isinstance(like, Tensor):
         return None
     loses_gradient = not like.requires_grad and name != "detach" and any(node.requires_grad for node in nodes)
@@ -386,7 +394,7 @@ def _in_autograd_function() -> bool:
     return False
 
 
-def _shown(function: Callable[[Iterable[Any]], Any], operands: Sequence[Any]) -> Any:
+def _predicted_result(function: Callable[[Iterable[Any]], Any], operands: Sequence[Any]) -> Any:
     """Return what shows the shape and dtype of `function`'s result; None: it needs values, or fails."""
     without_values: Any = nullcontext()
     if any(one.shape for one in operands if isinstance(one, (Node, Tensor))):
@@ -431,7 +439,7 @@ def _reaches_layers(tensor: Tensor) -> bool:
     return False
 
 
-def _as_it_is(operand: Any) -> Any:
+def _copied_operand(operand: Any) -> Any:
     """Return an operand as it is now: a tensor or an array may be written into before its micro-batch runs."""
     if isinstance(operand, PendingTensor):
         runs_at_call = any(source.runs_at_call for source in operand.node.sources)
