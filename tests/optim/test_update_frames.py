@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -33,6 +34,10 @@ def package_frames(frame: FrameType | None) -> Iterator[str]:
         frame = frame.f_back
 
 
+def on_update_thread() -> bool:
+    return threading.current_thread().name == "harmony-update"
+
+
 class SteppedByTorch(torch.optim.SGD):
     """An optimizer that records who calls its step."""
 
@@ -40,7 +45,8 @@ class SteppedByTorch(torch.optim.SGD):
     stacks: list[list[str]]
 
     def step(self, closure: Any = None) -> None:
-        self.stacks.append([*package_frames(sys._getframe())])
+        if on_update_thread():  # and not by the profiler, which times a step
+            self.stacks.append([*package_frames(sys._getframe())])
         super().step(closure)
 
 
@@ -60,7 +66,8 @@ def stepped_by_deepspeed(parameters: Any, stacks: list[list[str]], monkeypatch: 
         function = self.function
 
         def record(*arguments: Any) -> None:
-            stacks.append([*package_frames(sys._getframe())])
+            if on_update_thread():
+                stacks.append([*package_frames(sys._getframe())])
             function(*arguments)
 
         self.function = record  # type: ignore[assignment]
