@@ -1,9 +1,20 @@
-"""Packs and a group of micro-batches to the list of tasks of one optimizer step.
+"""Composes the list of tasks of one optimizer step.
+
+What enters: the packs of both passes, a group of micro-batches, and the policy. What leaves: tasks, in the order in which
+the executor runs them. In the way that tasks print (see `plan`; `*` stands for all micro-batches):
 
     forward     I0 (I1) F0.* E0 (I2) F1.* E1 ...          every forward pack
     fused       (I n-2) L n-1.*  O n-1  E n-1             forward, loss and backward of the last pack
     backward    (I n-3) B n-2.*  G n-1  O n-2  E n-2 ...  recompute and propagate back
     update      U p after O p, or all of them in forward order after N, where the norm of the gradients is known
+
+So three packs and two micro-batches, without prefetch and with immediate updates, are
+
+    I0 F0.0 F0.1 E0  I1 F1.0 F1.1 E1  I2 L2.0 L2.1 O2 U2 E2  I1 B1.0 B1.1 G2 O1 U1 E1  I0 B0.0 B0.1 G1 O0 U0 E0 G0
+
+They are made one after the other: the runs of each pack in each pass (`PackPass`); around these, the tasks that take
+gradients out, bring stashes back and weights in (`_Composer._add_...`); one list of all (`order_tasks`); in that, later
+places for some swap-ins (`delay_swap_ins`).
 
 Around all of that, I u brings the unlayered parameters, and O u, G u, E u take them away: before N, if there is one.
 U u updates them, and U v those that the model does not use.
@@ -33,7 +44,7 @@ from dataclasses import dataclass
 
 from harmony_ds.scheduler.delays import delay_swap_ins
 from harmony_ds.scheduler.plan import Packing, Policy, Task, TaskKind
-from harmony_ds.scheduler.waves import Visit, issued
+from harmony_ds.scheduler.waves import PackPass, order_tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +52,10 @@ class Group:
     """The micro-batches of one optimizer step.
 
     Attributes:
-        fresh: those of which nothing has run yet.
-        forwarded: those whose forward pass ran earlier, because the program read its result.
-        begun: something of their step has run: the unlayered parameters are on the device.
-        sharing: sets of fresh ones that share a loss, since it is made of the outputs of all of them.
+        fresh: the micro-batches of which nothing has run yet.
+        forwarded: the micro-batches whose forward pass ran earlier, because the program read its result.
+        begun: whether a part of the step has run already, so that the unlayered parameters are on the device.
+        sharing: sets of fresh micro-batches that share a loss, which is made of the outputs of all of them.
     """
 
     fresh: tuple[int, ...]
@@ -54,11 +65,12 @@ class Group:
 
     @staticmethod
     def of(count: int) -> Group:
-        """Fresh ones, numbered from 0."""
+        """Return a group of so many fresh micro-batches, numbered from 0."""
         return Group(tuple(range(count)))
 
     @property
     def all(self) -> tuple[int, ...]:
+        """Every micro-batch of the group, in the order of their numbers."""
         return tuple(sorted(self.fresh + self.forwarded))
 
     @property
@@ -87,45 +99,47 @@ class Group:
 
 
 def compose_forward(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
-    """Return the forward pass of one micro-batch alone, every pack cut: its outputs are wanted now, and perhaps gradients
-    later on, so that the unlayered parameters stay on the device.
+    """Return the forward pass of one micro-batch alone, for a program that reads its outputs before the step.
+
+    Every pack, also the last, stashes its inputs and keeps no graph, and the unlayered parameters stay on the device: a
+    backward pass may follow.
     """
-    return (*_begin(packing, group, policy), *issued(_Composer(packing, group, policy).forward_alone()))
+    return (*_begin(packing, group, policy), *order_tasks(_Composer(packing, group, policy).forward_alone()))
 
 
 def compose_evaluation(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
     """Return the forward passes of a group without gradients, each pack swapped in once for all of them."""
-    visits = []
+    passes = []
     for index in packing.backward:
-        visit = Visit(packing.packs[index], [(m, [Task(TaskKind.FORWARD, index, m)]) for m in group.fresh])
+        pack_pass = PackPass(packing.packs[index], [(m, [Task(TaskKind.FORWARD, index, m)]) for m in group.fresh])
         if index not in policy.resident:
-            visit.before += _weights_in(index, policy)
-            visit.after.append(Task(TaskKind.EVICT, index))
-        visits.append(visit)
+            pack_pass.before += _weights_in(index, policy)
+            pack_pass.after.append(Task(TaskKind.EVICT, index))
+        passes.append(pack_pass)
     end = [Task(TaskKind.EVICT, pack.index) for pack in packing.unlayered_packs if not group.begun]
-    return (*_begin(packing, group, policy), *issued(visits), *end)
+    return (*_begin(packing, group, policy), *order_tasks(passes), *end)
 
 
 def compose_step(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
-    """Everything between the first micro-batch of a group and the last update."""
+    """Return the whole step of a group, from the first swap-in to the last update."""
     rounds = [_Composer(packing, part, policy) for part in group.rounds(policy.grouping)]
     tasks = [*_begin(packing, group, policy)]
     for part in rounds:
-        tasks += issued(part.passes(last=part is rounds[-1]), last_first=not policy.deferred_update)
+        tasks += order_tasks(part.both_passes(is_last=part is rounds[-1]), last_first=not policy.deferred_update)
     if not group.begun:  # else the part of the step that ran before this one has waited for the updates
         tasks = delay_swap_ins(tasks, packing, policy.swap_in_delays)
     return (*tasks, *compose_end(packing, policy))
 
 
 def compose_end(packing: Packing, policy: Policy) -> tuple[Task, ...]:
-    """Return the part of a step after its last backward pass."""
+    """Return the part of a step after its last backward pass, such as `O4 G4 E4 N U0 U1 U2 U3 U4`."""
     tasks: list[Task] = []
     away = [
         Task(kind, pack.index)
         for pack in packing.unlayered_packs
         for kind in (*_gradients_out(policy), TaskKind.FREE_GRADIENTS, TaskKind.EVICT)
     ]
-    if policy.deferred_update:  # in forward order: what is needed first goes first
+    if policy.deferred_update:  # in forward order: the pack that the next step needs first is updated first
         updates = [_update(index, policy) for index in packing.backward if packing.packs[index].needs_backward]
         tasks += [*away, Task(TaskKind.NORM, 0), *updates]
     else:
@@ -135,7 +149,7 @@ def compose_end(packing: Packing, policy: Policy) -> tuple[Task, ...]:
 
 
 def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
-    """Forward packs whose stash goes to the host, and backward packs that take some of it back."""
+    """Return the forward packs whose stash goes to the host, and the backward packs that take some of it back."""
     away = packing.forward[: policy.stash_on_host]
     positions = {p for index in away for p in packing.packs[index].positions}
     taking = {index for index in packing.backward if not positions.isdisjoint(packing.packs[index].positions)}
@@ -166,7 +180,7 @@ def _update(index: int, policy: Policy) -> Task:
 
 
 class _Composer:
-    """One forward and one backward pass."""
+    """Composer of one forward and one backward pass of a group of micro-batches."""
 
     def __init__(self, packing: Packing, group: Group, policy: Policy) -> None:
         self._packing = packing
@@ -174,24 +188,25 @@ class _Composer:
         self._policy = policy
         self._order = group.back
         self._out, self._in = stash_moves(packing, policy)
-        self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch)
+        self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch) of which the graph is kept
 
-    def forward_alone(self) -> list[Visit]:
+    def forward_alone(self) -> list[PackPass]:
+        """Return the forward passes of all packs, none of which is fused, such as `I0 F0.3 E0` and `I1 F1.3 E1`."""
         fused = self._packing.backward[-1]
         if self._policy.stash_on_host:
             self._out.add(fused)
         stay = self._policy.resident
-        visits = [self._forward(index, stay) for index in (*self._packing.forward, fused)]
-        self._swap_in([(visit, visit.pack.index not in stay) for visit in visits])
-        return visits
+        passes = [self._forward(index, stay) for index in (*self._packing.forward, fused)]
+        self._add_swap_ins([(one, one.pack.index not in stay) for one in passes])
+        return passes
 
-    def passes(self, last: bool) -> list[Visit]:
-        """Both passes; in the last round of a step with the updates that are due."""
+    def both_passes(self, is_last: bool) -> list[PackPass]:
+        """Return the forward passes of packs, then their backward passes; in the last round of a step with updates."""
         policy, packs = self._policy, self._packing.packs
         forward = self._packing.forward if self._group.fresh else ()
         *earlier, end = self._packing.backward
         backward = [end, *(i for i in reversed(earlier) if packs[i].needs_backward)]
-        # Without a pass there and a pass back there is nothing to be kept for.
+        # Where only one of the two passes is run here, weights would be kept for nothing.
         stay = (*policy.kept, *self._packing.last_forward_packs)
         kept = {*policy.resident, *(index for index in stay if index in forward and index in backward)}
         self._graphs = {
@@ -202,65 +217,70 @@ class _Composer:
         }
         there = [self._forward(index, kept) for index in forward]
         back = [self._end(end), *(self._backward(index) for index in backward[1:])]
-        self._gradients_out(back, updates=last and not policy.deferred_update)
-        self._stash_in(back)
+        self._add_gradients_out(back, updates=is_last and not policy.deferred_update)
+        self._add_stash_in(back)
         # One sequence, so that the last pack is swapped in while the one before it computes.
-        self._swap_in(
-            [(visit, visit.pack.index not in policy.resident) for visit in there]
-            + [(visit, visit.pack.index not in kept) for visit in back]
+        self._add_swap_ins(
+            [(one, one.pack.index not in policy.resident) for one in there]
+            + [(one, one.pack.index not in kept) for one in back]
         )
         return there + back
 
-    def _forward(self, index: int, kept: Collection[int]) -> Visit:
-        visit = Visit(self._packing.packs[index])
+    def _forward(self, index: int, kept: Collection[int]) -> PackPass:
+        """Return the forward pass of one pack: `F1.0 F1.1 E1`, or `F1.0 S1.0 F1.1 S1.1 E1` with the stash on the host."""
+        pack_pass = PackPass(self._packing.packs[index])
         for m in self._group.fresh:
             graph = (index, m) in self._graphs
             tasks = [Task(TaskKind.FORWARD_FOR_GRAPH if graph else TaskKind.FORWARD, index, m)]
             if index in self._out and not graph:
                 tasks.append(Task(TaskKind.STASH_OUT, index, m))
-            visit.runs.append((m, tasks))
+            pack_pass.runs.append((m, tasks))
         if index not in kept:
-            visit.after.append(Task(TaskKind.EVICT, index))
-        return visit
+            pack_pass.after.append(Task(TaskKind.EVICT, index))
+        return pack_pass
 
-    def _end(self, index: int) -> Visit:
-        """Return the visit of the last pack, in which fresh micro-batches turn: forward, loss and backward."""
-        visit = Visit(self._packing.packs[index], is_backward=True)
+    def _end(self, index: int) -> PackPass:
+        """Return the fused pass of the last pack, such as `L3.0 L3.1`: forward, loss and backward of each micro-batch."""
+        pack_pass = PackPass(self._packing.packs[index], is_backward=True)
         by_last = {sharing[-1]: sharing for sharing in self._group.by_loss}
         for m in self._group.all:
             if m in self._group.forwarded:
-                visit.runs.append((m, [Task(TaskKind.BACKWARD, index, m)]))
+                pack_pass.runs.append((m, [Task(TaskKind.BACKWARD, index, m)]))
             elif m in by_last:
-                visit.runs.append((m, [Task(TaskKind.FUSED, index, m)]))
+                pack_pass.runs.append((m, [Task(TaskKind.FUSED, index, m)]))
                 for other in reversed(by_last[m][:-1]):
-                    visit.runs.append((other, [Task(TaskKind.BACKWARD, index, other)]))
+                    pack_pass.runs.append((other, [Task(TaskKind.BACKWARD, index, other)]))
             else:
-                visit.runs.append((m, [Task(TaskKind.FORWARD, index, m)]))
-        return visit
+                pack_pass.runs.append((m, [Task(TaskKind.FORWARD, index, m)]))
+        return pack_pass
 
-    def _backward(self, index: int) -> Visit:
-        visit = Visit(self._packing.packs[index], is_backward=True)
+    def _backward(self, index: int) -> PackPass:
+        """Return the backward pass of one pack, such as `B1.0 B1.1`, or `P1.0 B1.1` where one graph is kept."""
+        pack_pass = PackPass(self._packing.packs[index], is_backward=True)
         for m in self._order:
             kept = (index, m) in self._graphs
             kind = TaskKind.BACKWARD_FROM_GRAPH if kept else TaskKind.BACKWARD
-            visit.runs.append((m, [Task(kind, index, m)]))
-        return visit
+            pack_pass.runs.append((m, [Task(kind, index, m)]))
+        return pack_pass
 
-    def _stash_in(self, visits: Sequence[Visit]) -> None:
-        """Bring every stash back before the run ahead of the one that takes it.
+    def _add_stash_in(self, passes: Sequence[PackPass]) -> None:
+        """Add the tasks that bring stashes back, each one run before the run that needs it.
 
-        With prefetch, the first stash of a pack comes during the last run of the device's pack before it, and the second
-        one before the first run: both are ahead of the swap-in of the next pack's weights, which shares their stream and
-        takes as long as several runs. No more of them are on the device at once than while the other runs are under way.
+        What enters: backward passes, such as `B2.0 B2.1 B2.2 | B1.0 B1.1 B1.2`. What leaves, with prefetch:
+        `B2.0 B2.1 T1.0 B2.2 | T1.1 B1.0 T1.2 B1.1 B1.2`, where pack 2's stash is on the device; without:
+        `B2.0 B2.1 B2.2 | T1.0 T1.1 B1.0 T1.2 B1.1 B1.2`.
+
+        With prefetch, the first two stashes of a pack come before the swap-in of the next pack's weights, which shares
+        their stream and takes as long as several runs. No more of them are on the device at once than during other runs.
         """
-        visit_before: dict[int, Visit] = {}  # by device
-        for visit in visits:
-            index, device = visit.pack.index, visit.pack.device
-            earlier = visit_before.get(device)
-            visit_before[device] = visit
+        pass_before: dict[int, PackPass] = {}  # by device
+        for pack_pass in passes:
+            index, device = pack_pass.pack.index, pack_pass.pack.device
+            earlier = pass_before.get(device)
+            pass_before[device] = pack_pass
             runs: list[list[Task]] = []
             moves: list[Task] = []
-            for m, tasks in visit.runs:
+            for m, tasks in pack_pass.runs:
                 if tasks[0].kind is TaskKind.BACKWARD and self._stash_is_away(index, m):
                     runs.append(tasks)
                     moves.append(Task(TaskKind.STASH_IN, index, m))
@@ -270,27 +290,32 @@ class _Composer:
                         _, last_run = earlier.runs[-1]
                         last_run.insert(0, move)
                     else:
-                        visit.before.append(move)
-                elif place == 1 and self._policy.prefetch and visit.runs[0][1] is runs[0]:
-                    visit.before.append(move)
+                        pack_pass.before.append(move)
+                elif place == 1 and self._policy.prefetch and pack_pass.runs[0][1] is runs[0]:
+                    pack_pass.before.append(move)
                 else:
                     runs[place - 1].insert(0, move)
 
-    def _gradients_out(self, visits: Sequence[Visit], updates: bool) -> None:
-        """Yield what comes after each pack's backward pass; its gradients are freed after that of the device's next one."""
+    def _add_gradients_out(self, passes: Sequence[PackPass], updates: bool) -> None:
+        """Add what follows each pack's backward pass: its gradients leave, it is updated and evicted.
+
+        What enters: backward passes, such as `L2.0 | B1.0 | B0.0`. What leaves, with `updates`:
+        `L2.0 O2 U2 E2 | B1.0 G2 O1 U1 E1 | B0.0 G1 O0 U0 E0 G0`. A pack's gradients are freed after the backward pass of
+        the device's next pack, which hides their way to the host.
+        """
         freed: dict[int, Task] = {}
-        for visit in visits:
-            pack, resident = visit.pack, visit.pack.index in self._policy.resident
+        for pack_pass in passes:
+            pack, resident = pack_pass.pack, pack_pass.pack.index in self._policy.resident
             if pack.device in freed:
-                visit.after.append(freed.pop(pack.device))
+                pack_pass.after.append(freed.pop(pack.device))
             if pack.needs_backward and not resident:
-                visit.after += (Task(kind, pack.index) for kind in _gradients_out(self._policy))
+                pack_pass.after += (Task(kind, pack.index) for kind in _gradients_out(self._policy))
                 freed[pack.device] = Task(TaskKind.FREE_GRADIENTS, pack.index)
             if pack.needs_backward and updates:
-                visit.after.append(_update(pack.index, self._policy))
+                pack_pass.after.append(_update(pack.index, self._policy))
             if not resident:
-                visit.after.append(Task(TaskKind.EVICT, pack.index))
-        visits[-1].after += freed.values()
+                pack_pass.after.append(Task(TaskKind.EVICT, pack.index))
+        passes[-1].after += freed.values()
 
     def _stash_is_away(self, index: int, micro_batch: int) -> bool:
         if (index, micro_batch) in self._graphs:
@@ -301,19 +326,22 @@ class _Composer:
         last = index == self._packing.backward[-1]
         return last and bool(self._policy.stash_on_host) and micro_batch in self._group.forwarded
 
-    def _swap_in(self, visits: Sequence[tuple[Visit, bool]]) -> None:
-        """Put the swap-ins of `visits`, each with whether there is one, before what the same device runs before; after the
-        stash that this needs.
+    def _add_swap_ins(self, passes: Sequence[tuple[PackPass, bool]]) -> None:
+        """Add swap-ins to `passes`, each given with whether its pack is swapped in for it.
+
+        What enters: such as `F0.0 E0 | F1.0 E1 | L2.0 E2`. What leaves: `I0 F0.0 E0 | I1 F1.0 E1 | I2 L2.0 E2`; with
+        prefetch, where each comes before the runs of the pass before it on the same device (after the stash that comes back
+        there): `I0 I1 F0.0 E0 | I2 F1.0 E1 | L2.0 E2`.
         """
-        by_device: defaultdict[int, list[tuple[Visit, bool]]] = defaultdict(list)
-        for visit, swapped in visits:
-            by_device[visit.pack.device].append((visit, swapped))
+        by_device: defaultdict[int, list[tuple[PackPass, bool]]] = defaultdict(list)
+        for pack_pass, swapped in passes:
+            by_device[pack_pass.pack.device].append((pack_pass, swapped))
         for own in by_device.values():
-            earlier: Visit | None = None
-            for visit, swapped in own:
-                weights = _weights_in(visit.pack.index, self._policy) if swapped else []
+            earlier: PackPass | None = None
+            for pack_pass, swapped in own:
+                weights = _weights_in(pack_pass.pack.index, self._policy) if swapped else []
                 if self._policy.prefetch and earlier is not None:
                     earlier.before += weights
                 else:
-                    visit.before[:0] = weights
-                earlier = visit
+                    pack_pass.before[:0] = weights
+                earlier = pack_pass

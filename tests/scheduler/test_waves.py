@@ -1,4 +1,4 @@
-"""The order in which the passes of packs are issued on several devices."""
+"""The order in which the passes of packs are order_tasks on several devices."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from harmony_ds.scheduler.estimator import CandidateEstimator
 from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Pack, Policy, Task, TaskKind
-from harmony_ds.scheduler.waves import Visit, issued
+from harmony_ds.scheduler.waves import PackPass, order_tasks
 from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, packs_of, text
 
 
-def visit(pack: Pack, kind: TaskKind) -> Visit:
+def visit(pack: Pack, kind: TaskKind) -> PackPass:
     runs = [(m, [Task(kind, pack.index, m)]) for m in range(3)]
-    return Visit(pack, runs, is_backward=kind is not TaskKind.FORWARD)
+    return PackPass(pack, runs, is_backward=kind is not TaskKind.FORWARD)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_copies_are_issued_in_the_order_in_which_they_can_begin(times: tuple[flo
         replace(pack, device=pack.index, forward_ms=times[0], backward_ms=times[1]) for pack in packs_of(True, True)
     ]
     visits = [visit(packs[0], TaskKind.FORWARD), visit(packs[1], TaskKind.FUSED), visit(packs[0], TaskKind.BACKWARD)]
-    assert text(tuple(issued(visits))) == tasks
+    assert text(tuple(order_tasks(visits))) == tasks
 
 
 def test_each_device_keeps_graphs_in_its_own_memory() -> None:
