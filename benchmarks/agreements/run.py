@@ -116,7 +116,7 @@ def ways_to_add(world: World, nbytes: int) -> dict[str, Callable[[], object]]:
     received = torch.empty(numel)
 
     def add_in_slots() -> None:  # gradients are swapped out into the slot anyway, which is no part of this
-        world.begin_on_host(lambda: None)
+        world.wait_free_slot(lambda: None)
         world.reduce_on_host("pack", {"": slice(0, numel)}, [""]).write({"": mine})
 
     def all_to_all() -> None:
@@ -157,7 +157,7 @@ def measure(rounds: int) -> None:
     world = join_world(["weight"], {}, on_cuda=False, reproducible=True)
     master = world.rank == 0
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if master else None
-    port = world.first("port", lambda: store.port if store is not None else 0)
+    port = world.compute_on_first("port", lambda: store.port if store is not None else 0)
     store = store or dist.TCPStore("127.0.0.1", port, None, False)
     found: dict[str, Any] = {"processes": world.size, "counts": counts}
     found["agreement_ms"] = medians(ways_to_agree(world, store), rounds, CALLS)

@@ -22,7 +22,7 @@ from harmony_ds.assembly.prepare_model import prepare_model
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition, Room, find_layers, layer_graph
 from harmony_ds.device import Device, make_devices
-from harmony_ds.distributed import ALONE, SingleProcess, World
+from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess, World
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.contract import Contract
 from harmony_ds.model.device_transfers import DeviceTransfers
@@ -72,7 +72,7 @@ def assemble(
     client_optimizer: ClientOptimizer | None,
     model_parameters: ParameterGroups | None,
     device: Device | None,
-    world: SingleProcess = ALONE,
+    world: SingleProcess = SINGLE_PROCESS,
 ) -> EngineState:
     """Make everything that an engine needs, in the order below; whatever can be refused is refused before a thread runs.
 
@@ -164,7 +164,7 @@ def _room_for_layers(config: Config, device: Device, world: SingleProcess) -> Ro
 
     None: the device has no known bound.
     """
-    budget_bytes = world.first("the device's memory", lambda: device.budget_bytes)
+    budget_bytes = world.compute_on_first("the device's memory", lambda: device.budget_bytes)
     if budget_bytes is None:
         return None
     return Room(budget_bytes, config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
@@ -198,7 +198,7 @@ def _move_to_slabs(
 
     store = HostStore(model, decomposition, config.compute_dtype, memory, world, masters)
     world.agree("weights are there")
-    world.broadcast(store.tensors())
+    world.broadcast_to_servers(store.tensors())
     _share_buffers(model, world)
     return store
 
@@ -206,7 +206,7 @@ def _move_to_slabs(
 def _share_buffers(model: nn.Module, world: SingleProcess) -> None:
     """Copy the buffers of the first process to all others."""
     buffers = dict(model.named_buffers())
-    first = world.first("buffers", lambda: buffers)
+    first = world.compute_on_first("buffers", lambda: buffers)
     if first is not buffers:
         with torch.no_grad():
             for name, buffer in buffers.items():

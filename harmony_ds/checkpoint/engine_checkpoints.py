@@ -36,8 +36,8 @@ class Checkpoints:
 
         with self._world.reporting_failures():
             own_random = checkpoint.capture_random(self._steps.state.device)
-            random_of_others = self._world.all("save a checkpoint", own_random)[1:]
-            self._world.first(f"save the checkpoint {tag}", write)
+            random_of_others = self._world.gather_values("save a checkpoint", own_random)[1:]
+            self._world.compute_on_first(f"save the checkpoint {tag}", write)
 
     def load(
         self, load_dir: Path, tag: str | None, options: checkpoint.LoadOptions
@@ -61,7 +61,7 @@ class Checkpoints:
                 checkpoint.verify(folder)
             except CheckpointError as error:
                 complaint = str(error)
-        for reported in self._world.all("verify the checkpoint", complaint):
+        for reported in self._world.gather_values("verify the checkpoint", complaint):
             if reported is not None:
                 raise CheckpointError(reported)
 
@@ -114,7 +114,7 @@ class Checkpoints:
             checkpoint.write_weights(weights, path)
 
         with self._world.reporting_failures():
-            self._world.first(f"save the weights as {path.name}", write)
+            self._world.compute_on_first(f"save the weights as {path.name}", write)
 
     def _capture(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> checkpoint.Snapshot:
         steps, counters = self._steps, self._steps.counters

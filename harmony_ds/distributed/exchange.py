@@ -1,14 +1,14 @@
-"""Exchange of gradients between processes, and of weights where they share swap-ins.
+"""Collective calls that carry gradients between devices, and weights where processes share swap-ins.
 
-Each process gets its own pieces of the mean gradients of all.
+`Exchange.reduce` gives each process its own pieces of the mean gradients of all processes:
 
     rank 0   a0 a1 a2          rank 0   a0 + b0 + c0
     rank 1   b0 b1 b2   ->     rank 1   a1 + b1 + c1        piece r of every tensor, added in the order of the ranks
     rank 2   c0 c1 c2          rank 2   a2 + b2 + c2
 
-Each process's piece of the mean overwrites that piece of its own gradient, on the device's PEER stream, after all that was
-computed so far. With several servers, processes that have the same piece then add up their sums, in the order of the
-servers.
+The piece of the mean overwrites that piece of the process's own gradient, on the device's PEER stream, after everything
+that was queued on the COMPUTE stream before. With several servers, the processes that have the same piece then add up their
+sums, in the order of the servers.
 
 An all-to-all moves the bytes of a reduce-scatter, but leaves the order of additions to us: the sum does not depend on the
 library, the machine, or the number of tensors that are sent together.
@@ -28,8 +28,9 @@ from harmony_ds.device.base import Device, Stream
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 _BUCKET_BYTES = 64 * 2**20
+"""Most bytes of gradients in one all-to-all."""
 _BUFFERS = 3
-"""Of sent and of received elements, and of their sums."""
+"""Buffers of a bucket's bytes in a reduction: elements to send, received elements, and their sums."""
 
 
 def bucket_bytes(budget_bytes: int | None) -> int:
@@ -38,19 +39,23 @@ def bucket_bytes(budget_bytes: int | None) -> int:
 
 
 def buffer_bytes(budget_bytes: int | None, servers: int = 1) -> int:
-    """Return the most device bytes of an exchange; on servers with one device, all servers' sums are whole buckets."""
+    """Return the most device bytes of a reduction's buffers.
+
+    Between servers, each one's sum is received in a buffer of its own, as large as a bucket where a server has one device.
+    """
     return max(_BUFFERS, 0 if servers == 1 else servers + 2) * bucket_bytes(budget_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
-    """Process groups of the devices, and of the servers.
+    """The process groups that a process is in.
 
     Attributes:
         server: the processes of this server.
-        column: the processes of all servers that have the same piece; None: there is one server.
+        column: the processes, one of each server, that have the same piece as this one; None: there is one server.
         everyone: all processes.
-        first: the first process of every server, if this is one of them, and there are several.
+        first: the first process of every server; None: this is none of them, or there is one server.
+        servers: the number of servers.
     """
 
     server: dist.ProcessGroup
@@ -62,14 +67,15 @@ class ProcessGroups:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Part `index` of `count` of every process's piece of one tensor."""
+    """Part of a tensor that is sent in one bucket: of every process's piece, part `index` of `count` equal ones."""
 
     name: str
     numel: int
     index: int
     count: int
 
-    def of(self, rank: int, size: int) -> slice:
+    def elements_of(self, rank: int, size: int) -> slice:
+        """Return the elements, of the flat tensor, that go to process `rank` of `size`."""
         piece = piece_of(self.numel, rank, size)
         length = piece.stop - piece.start
         first, last = (piece.start + length * index // self.count for index in (self.index, self.index + 1))
@@ -77,10 +83,15 @@ class _Part:
 
 
 class Exchange:
-    """Reduces and scatters among the processes of a group."""
+    """Exchange of a process with the others; every method is called by all processes, in the same order."""
 
     def __init__(self, groups: ProcessGroups, rank: int, size: int, in_order: bool = True) -> None:
-        """`rank`, `size`: on this server. `in_order`: gradients are added up by rank; else in the library's order."""
+        """Create the exchange of one process.
+
+        Args:
+            rank, size: of this process on its server, and the number of processes there.
+            in_order: gradients are added in the order of the ranks; else in the order that the library likes.
+        """
         self.groups = groups
         self._in_order = in_order
         self._rank, self._size = rank, size
@@ -88,17 +99,19 @@ class Exchange:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
+        """All groups, each once."""
         groups = (self.groups.server, self.groups.column, self.groups.everyone, self.groups.first)
         return list(dict.fromkeys(group for group in groups if group is not None))
 
     def reduce(
         self, device: Device, shapes: Mapping[str, int], gradients: Mapping[str, Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return this process's pieces of the means.
+        """Return this process's pieces of the mean gradients, as views of `gradients` where it has one.
 
         Args:
             shapes: numbers of elements of all gradients, by name and in the same order in all processes.
-            gradients: this process's; missing ones count as zeros.
+            gradients: of this process; missing ones count as zeros.
+            dtype: of all gradients.
         """
         limit = max(1, bucket_bytes(device.budget_bytes) // dtype.itemsize)
         taken = buffer_bytes(device.budget_bytes, self.groups.servers)
@@ -107,34 +120,34 @@ class Exchange:
         try:
             with torch.no_grad(), device.on(Stream.PEER):
                 flat = {name: gradient.reshape(-1) for name, gradient in gradients.items()}
-                mine = {name: piece_of(numel, self._rank, self._size) for name, numel in shapes.items()}
-                pieces = {
-                    name: flat[name][own]
-                    if name in flat
-                    else torch.empty(_length(own), dtype=dtype, device=device.torch_device)
-                    for name, own in mine.items()
-                }
+                own = {name: piece_of(numel, self._rank, self._size) for name, numel in shapes.items()}
+                pieces = {}
+                for name, elements in own.items():
+                    if name in flat:
+                        pieces[name] = flat[name][elements]
+                    else:
+                        pieces[name] = torch.empty(_length(elements), dtype=dtype, device=device.torch_device)
                 for bucket in _buckets(shapes, limit):
-                    totals = self._exchange(device, bucket, flat, dtype)
-                    for part, total in zip(bucket, totals, strict=True):
-                        own = part.of(self._rank, self._size)
-                        begin = own.start - mine[part.name].start
-                        pieces[part.name][begin : begin + _length(own)].copy_(total)
+                    means = self._reduce_bucket(device, bucket, flat, dtype)
+                    for part, mean in zip(bucket, means, strict=True):
+                        begin = part.elements_of(self._rank, self._size).start - own[part.name].start
+                        pieces[part.name][begin : begin + len(mean)].copy_(mean)
         finally:
             device.discharge(taken)
         return pieces
 
-    def _exchange(
+    def _reduce_bucket(
         self, device: Device, bucket: Sequence[_Part], flat: Mapping[str, Tensor], dtype: torch.dtype
     ) -> list[Tensor]:
+        """Return this process's piece of the mean of each part in a bucket."""
         rank, size = self._rank, self._size
-        lengths = [_length(part.of(rank, size)) for part in bucket]
-        to_each = [sum(_length(part.of(other, size)) for part in bucket) for other in range(size)]
+        lengths = [_length(part.elements_of(rank, size)) for part in bucket]
+        to_each = [sum(_length(part.elements_of(other, size)) for part in bucket) for other in range(size)]
         sent = torch.zeros(sum(to_each), dtype=dtype, device=device.torch_device)
         offset = 0
         for other in range(size):
             for part in bucket:
-                elements = part.of(other, size)
+                elements = part.elements_of(other, size)
                 if part.name in flat:
                     sent[offset : offset + _length(elements)].copy_(flat[part.name][elements])
                 offset += _length(elements)
@@ -146,7 +159,7 @@ class Exchange:
         return list(total.div_(size * self.groups.servers).split(lengths))
 
     def _sum_servers(self, total: Tensor) -> Tensor:
-        """Return the sum of all servers' sums, in their order."""
+        """Return the sum of all servers' sums of one piece, added in the order of the servers."""
         servers = self.groups.servers
         totals = total.new_empty(servers * len(total))
         _all_gather(totals, total, group=self.groups.column)
@@ -154,18 +167,20 @@ class Exchange:
         return _added_up(totals.view(servers, -1))
 
     def _sum_in_order(self, sent: Tensor, to_each: list[int]) -> Tensor:
+        """Return the sum of what all processes of this server send to this one, added in the order of the ranks."""
         mine = to_each[self._rank]
         received = sent.new_empty(self._size * mine)
         dist.all_to_all_single(received, sent, [mine] * self._size, to_each, group=self.groups.server)
         return _added_up(received.view(self._size, mine))
 
     def _reduce_scatter(self, sent: Tensor, to_each: list[int]) -> Tensor:
+        """Return the same sum, added in the library's order."""
         total = sent.new_empty(to_each[self._rank])
         dist.reduce_scatter(total, list(sent.split(to_each)), group=self.groups.server)
         return total
 
     def gather(self, device: Device, whole: Tensor) -> None:
-        """Fill `whole` with the equally long parts of all processes, by rank."""
+        """Fill `whole` with the equally long parts of all processes of this server, by rank; it has this one's already."""
         own = whole.view(self._size, -1)[self._rank]
         with torch.no_grad(), device.on(Stream.PEER):
             _all_gather(whole, own, group=self.groups.server)

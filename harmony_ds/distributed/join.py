@@ -1,4 +1,9 @@
-"""How a process joins the others of its training, which it finds through `torch.distributed`."""
+"""Joining the other processes of a training, which `torch.distributed` has let meet.
+
+Each process describes itself to all others: its server, its process id, and a file in memory that it has made. Processes
+with the same host name and boot are on one server; its first process's file becomes the memory that they share, which the
+others open through /proc and recognize by a random token at its beginning.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +25,22 @@ from harmony_ds.distributed.shared_memory import SharedMemory, make_file, open_f
 from harmony_ds.distributed.world import World
 from harmony_ds.errors import UnsupportedError, UsageError
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TOKEN_BYTES = 32
-_SIZE_LIMIT = 64
+_SHOWN_LETTERS = 64
+"""Letters of a value that differs between processes, in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ProcessInfo:
-    """Description of a process for the others."""
+    """Description of a process for the others.
+
+    Attributes:
+        host: the same for all processes of a server.
+        file: the descriptor, in that process, of the memory that it offers to share.
+        token: random bytes at the beginning of that memory.
+        digest: values that must be the same in all processes, by name.
+    """
 
     host: str
     pid: int
@@ -51,26 +64,26 @@ def join_world(parameters: Sequence[str], digest: Mapping[str, Any], on_cuda: bo
     """
     rank = dist.get_rank()
     objects = _new_group(None, "gloo")
-    card = _ProcessInfo(_host(), os.getpid(), make_file(), secrets.token_bytes(_TOKEN_BYTES), dict(digest))
-    os.pwrite(card.file, card.token, 0)
-    cards: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(cards, card, group=objects)
-    _check_digests(cards)
-    ranks = _by_server(cards)
-    mine = next(of_server for of_server in ranks if rank in of_server)
-    file = card.file
-    if rank != mine[0]:
-        os.close(card.file)
-        file = _open_shared(cards[mine[0]])
+    own = _ProcessInfo(_host(), os.getpid(), make_file(), secrets.token_bytes(_TOKEN_BYTES), dict(digest))
+    os.pwrite(own.file, own.token, 0)
+    processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(processes, own, group=objects)
+    _check_digests(processes)
+    ranks = _ranks_by_server(processes)
+    own_server = next(of_server for of_server in ranks if rank in of_server)
+    file = own.file
+    if rank != own_server[0]:
+        os.close(own.file)
+        file = _open_shared(processes[own_server[0]])
     _check_opened(file, ranks, objects)
-    pids = [cards[r].pid for r in mine]
-    board = Board(file, mine.index(rank), pids, len(parameters), _timeout().total_seconds(), mine)
-    dist.barrier(group=objects)
-    if rank == mine[0]:
+    pids = [processes[other].pid for other in own_server]
+    board = Board(file, own_server.index(rank), pids, len(parameters), _timeout().total_seconds(), own_server)
+    dist.barrier(group=objects)  # all have read the token, which lies where the board begins
+    if rank == own_server[0]:
         os.pwrite(file, bytes(_TOKEN_BYTES), 0)
-    dist.barrier(group=objects)
+    dist.barrier(group=objects)  # the board is empty
     exchange = Exchange(_groups(ranks, rank, on_cuda, objects), board.rank, board.size, reproducible)
-    memory = SharedMemory(file, board_bytes(len(mine), len(parameters)))
+    memory = SharedMemory(file, board_bytes(len(own_server), len(parameters)))
     return World(board, memory, objects, exchange, ranks, parameters)
 
 
@@ -95,15 +108,16 @@ def _group_of(several: Sequence[Sequence[int]], rank: int, backend: str) -> dist
 
 
 def _host() -> str:
-    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+    """Return a name of this server, and of no other: host names may be alike, but then the boots are not."""
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     return f"{platform.node()} {boot}"
 
 
-def _by_server(cards: Sequence[_ProcessInfo]) -> list[list[int]]:
+def _ranks_by_server(processes: Sequence[_ProcessInfo]) -> list[list[int]]:
     """Return the ranks of each server's processes; the servers in the order of their first ranks."""
     found: dict[str, list[int]] = {}
-    for rank, card in enumerate(cards):
-        found.setdefault(card.host, []).append(rank)
+    for rank, process in enumerate(processes):
+        found.setdefault(process.host, []).append(rank)
     if len({len(ranks) for ranks in found.values()}) > 1:
         told = ", ".join(f"{host.split(' ')[0]} {len(ranks)}" for host, ranks in found.items())
         raise UnsupportedError(
@@ -113,11 +127,16 @@ def _by_server(cards: Sequence[_ProcessInfo]) -> list[list[int]]:
     return list(found.values())
 
 
-def _check_digests(cards: Sequence[_ProcessInfo]) -> None:
-    for what, value in cards[0].digest.items():
-        others = {rank: card.digest.get(what) for rank, card in enumerate(cards) if card.digest.get(what) != value}
-        if others:
-            told = "; ".join(f"rank {rank}: {_difference(value, other)}" for rank, other in others.items())
+def _check_digests(processes: Sequence[_ProcessInfo]) -> None:
+    """Raise UsageError if a process's digest is not that of rank 0."""
+    for what, value in processes[0].digest.items():
+        differences = []
+        for rank, process in enumerate(processes):
+            other = process.digest.get(what)
+            if other != value:
+                differences.append(f"rank {rank}: {_difference(value, other)}")
+        if differences:
+            told = "; ".join(differences)
             raise UsageError(f"{what} is not the same in all processes of this training. Against rank 0, {told}.")
 
 
@@ -132,18 +151,20 @@ def _difference(ours: object, theirs: object) -> str:
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _SIZE_LIMIT else f"{text[:_SIZE_LIMIT]}..."
+    return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}..."
 
 
-def _open_shared(card: _ProcessInfo) -> int:
+def _open_shared(process: _ProcessInfo) -> int:
+    """Return a descriptor of the memory that a process offers; -1: it cannot be opened, or is another process's."""
     try:
-        file = open_file(card.pid, card.file)
+        file = open_file(process.pid, process.file)
     except OSError:
         return -1
-    return file if os.pread(file, _TOKEN_BYTES, 0) == card.token else -1
+    return file if os.pread(file, _TOKEN_BYTES, 0) == process.token else -1
 
 
 def _check_opened(file: int, ranks: Sequence[Sequence[int]], objects: dist.ProcessGroup) -> None:
+    """Raise UnsupportedError, in all processes, if any of them could not open its server's memory."""
     files: list[Any] = [None] * sum(map(len, ranks))
     dist.all_gather_object(files, file, group=objects)
     for of_server in ranks:
@@ -161,6 +182,7 @@ def _new_group(ranks: list[int] | None, backend: str) -> dist.ProcessGroup:
 
 
 def _timeout() -> timedelta:
+    """Return the time-out of the default process group, which ours get, too."""
     group = dist.group.WORLD
     # A group of NCCL's alone has no backend for the CPU.
     options = getattr(group and group._get_backend(group._device_types[0]), "options", None)

@@ -1,4 +1,8 @@
-"""Initialization of `torch.distributed` and `deepspeed.comm`, by a launcher's environment or for one process alone."""
+"""Initialization of `torch.distributed` and `deepspeed.comm`.
+
+A launcher (torchrun, deepspeed, accelerate) sets WORLD_SIZE and the like, by which processes meet; without one, a process
+initializes both for itself alone.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def init_distributed(
 ) -> None:
     """Join the processes that a launcher has started or the caller asks for; else initialize for this one alone.
 
-    The signature is that of `deepspeed.init_distributed`. Whatever is initialized already is left as it is.
+    The signature is that of `deepspeed.init_distributed`. What the program has initialized already is left as it is.
 
     Raises:
         UnsupportedError: several processes are asked for, but `torch.distributed` or accelerate knows another number.
@@ -85,13 +89,17 @@ _leaving: weakref.finalize[..., Any] | None = None
 
 
 def _leave() -> None:
-    failed = hasattr(sys, "last_value")  # then others may be stuck in an exchange, and destroying would wait for them
+    # After an error others may be in a collective call, whose end destroying would wait for.
+    failed = hasattr(sys, "last_value")
     if dist.is_initialized() and not failed:
         dist.destroy_process_group()
 
 
 def _check_accelerate_count() -> None:
-    """Check accelerate's number of processes, by which it distributes data: without CUDA and a backend it is one."""
+    """Raise UnsupportedError if accelerate, which distributes data, counts other processes than `torch.distributed`.
+
+    Without CUDA, and unless it is told a backend, accelerate counts one process.
+    """
     accelerate = sys.modules.get("accelerate.state")
     counted = accelerate.PartialState._shared_state.get("num_processes") if accelerate else None
     if counted not in (None, dist.get_world_size()):
@@ -110,6 +118,7 @@ def _restarted_rendezvous() -> dict[str, Any]:
 
 
 def _init_deepspeed_comm(backend: str | None) -> None:
+    """Initialize `deepspeed.comm` on top of `torch.distributed`, for programs that call it."""
     from deepspeed.comm import comm
 
     if comm.cdb is None or not comm.cdb.is_initialized():

@@ -1,8 +1,8 @@
 """Host memory that the processes of a server share.
 
-It is one anonymous file in memory (memfd): the first process creates it, the others open it through /proc, and it ends
-with the last of them. Its pages are allocated when they are first written. All processes ask for memory in the same
-order, so that the same request gets the same place.
+The memory is one anonymous file (memfd): the first process creates it, the others open it through /proc, and it ends with
+the last of them, however they end. A page is allocated when it is first written. All processes ask for memory in the same
+order, so that the same request gets the same place in the file.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ _MOST_BYTES = 1 << 46
 
 
 def make_file() -> int:
+    """Create the file and return its descriptor."""
     file = os.memfd_create("harmony_ds", os.MFD_CLOEXEC)
     os.ftruncate(file, _MOST_BYTES)
     return file
 
 
-def open_file(pid: int, number: int) -> int:
-    """Open the file that the process `pid` has open as `number`; raises OSError."""
-    return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+def open_file(pid: int, descriptor: int) -> int:
+    """Open the file that the process `pid` has open as `descriptor`; raises OSError."""
+    return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
 class SharedMemory:
-    """Allocates the file's memory, from `begin` on."""
+    """Allocator of the file's memory."""
 
     def __init__(self, file: int, begin: int) -> None:
+        """Allocate the memory of the descriptor `file` from byte `begin` on."""
         self._file = file
         self._end = -(-begin // _PAGE) * _PAGE
         self._maps: dict[int, tuple[mmap.mmap, int]] = {}  # by address: the mapped memory, and its place
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory that no process has used, of zeros."""
         return self.at(self.reserve(math.prod(shape) * dtype.itemsize), shape, dtype)
 
     def reserve(self, nbytes: int) -> int:
@@ -52,6 +55,7 @@ class SharedMemory:
         return place
 
     def at(self, place: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the memory at a place that `reserve` returned."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype)

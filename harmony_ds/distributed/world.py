@@ -31,13 +31,19 @@ from harmony_ds.distributed.update_progress import UpdateProgress
 from harmony_ds.errors import PeerFailedError, UnsupportedError
 
 T = TypeVar("T")
-_TRIED_BYTES = 16 * 2**20
+_MEASURED_BYTES = 16 * 2**20
+"""Bytes of gradients whose reduction is timed, at most."""
 _TRIES = 6
-_GRAIN = 1024
+_FEW_ELEMENTS = 1024
+"""Elements for each process in a reduction whose time is all fixed cost."""
 
 
 class World(SingleProcess):
     """Several processes that train one model; `SingleProcess` says what the methods do.
+
+    An agreement comes before every collective call of torch.distributed: a process that has failed does not come to the
+    call, and the others would wait there; at the agreement it tells them, and they raise its error. A process that is
+    killed within a collective call closes its connections, by which the call fails (`_collective`).
 
     Processes agree on the engine's thread. The update thread only posts on the board and polls it: there, a collective
     call would have to come in the same order in all processes, and updates run in the order of their priorities.
@@ -87,15 +93,16 @@ class World(SingleProcess):
     def pieces(self, numel: int) -> list[slice]:
         return [piece_of(numel, rank, self.local_size) for rank in range(self.local_size)]
 
-    def lists(self, numel: int) -> list[Tensor]:
-        memory = self.memory.empty((numel + self.local_size,), torch.int64)  # what is not written takes no memory
+    def piece_lists(self, numel: int) -> list[Tensor]:
+        # One integer more for each piece, its count. Pages that nobody writes take no memory.
+        memory = self.memory.empty((numel + self.local_size,), torch.int64)
         return [memory[piece.start + rank : piece.stop + rank + 1] for rank, piece in enumerate(self.pieces(numel))]
 
     @property
     def is_local_first(self) -> bool:
         return self.local_rank == 0
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_to_servers(self, tensors: Sequence[Tensor]) -> None:
         if self.servers > 1:
             self.agree("broadcast")
             with self._collective():
@@ -107,19 +114,19 @@ class World(SingleProcess):
         device.host_lock(memory)
         return memory
 
-    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def host_empty_like(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return self.memory.empty(like.shape, dtype)
 
     def share_file(self, make: Callable[[], int]) -> int:
         made = make() if self.is_local_first else -1
-        pid, descriptor = self.all("open a file", (os.getpid(), made))[self._server_ranks[0]]
+        pid, descriptor = self.gather_values("open a file", (os.getpid(), made))[self._server_ranks[0]]
         return made if self.is_local_first else open_file(pid, descriptor)
 
     def leave(self) -> None:
         if self._left:
             return
         self._left = True
-        with suppress(PeerFailedError):  # its pieces stay as they are
+        with suppress(PeerFailedError):  # the pieces of a process that failed stay as they are
             self._progress.wait_done()
         if self._slots is not None:
             self._slots.unlock()
@@ -130,9 +137,11 @@ class World(SingleProcess):
     def _end_groups(self) -> None:
         """End the groups' threads: one that frees tensors while the interpreter exits aborts (pytorch/pytorch#179291)."""
         groups = [self._objects, *self._exchange.process_groups]
-        if self._known_error is None:  # else others may be in the middle of an exchange, and NCCL would wait for it
-            for group in dict.fromkeys(groups):  # in the same order everywhere
-                with suppress(ValueError):  # the program has destroyed them already
+        if (
+            self._known_error is None
+        ):  # after an error others may be in a collective call, whose end NCCL would wait for
+            for group in dict.fromkeys(groups):  # each once, in the same order everywhere
+                with suppress(ValueError):  # the program has destroyed it already
                     dist.destroy_process_group(group)
         # The groups, and so their threads, end with their last references.
         del self._objects, self._exchange, self._agreement
@@ -145,32 +154,32 @@ class World(SingleProcess):
             raise
 
     def any(self, kind: str, flag: bool) -> bool:
-        return any(said == b"1" for said in self.agree(kind, b"1" if flag else b"0"))
+        return any(payload == b"1" for payload in self.agree(kind, b"1" if flag else b"0"))
 
     def max(self, kind: str, number: int) -> int:
-        return max(int(said) for said in self.agree(kind, str(number).encode()))
+        return max(int(payload) for payload in self.agree(kind, str(number).encode()))
 
-    def all(self, kind: str, value: T) -> list[T]:
+    def gather_values(self, kind: str, value: T) -> list[T]:
         self.agree(kind)
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with self._collective():
-            dist.all_gather_object(found, value, group=self._objects)
-        return found
+            dist.all_gather_object(values, value, group=self._objects)
+        return values
 
-    def first(self, kind: str, make: Callable[[], T]) -> T:
-        made: list[Any] = [None, None]
+    def compute_on_first(self, kind: str, make: Callable[[], T]) -> T:
+        outcome: list[Any] = [None, None]  # result and error
         if self.rank == 0:
             try:
-                made[0] = make()
+                outcome[0] = make()
             except Exception as error:  # noqa: BLE001 - raised in all processes
-                made[1] = error if _is_picklable(error) else RuntimeError(repr(error))
+                outcome[1] = error if _is_picklable(error) else RuntimeError(repr(error))
         self.agree(kind)
         with self._collective():
-            dist.broadcast_object_list(made, group=self._objects, group_src=0)
-        if made[1] is not None:
-            self._known_error = made[1]
-            raise made[1]
-        result: T = made[0]
+            dist.broadcast_object_list(outcome, group=self._objects, group_src=0)
+        result: T = outcome[0]
+        if outcome[1] is not None:
+            self._known_error = outcome[1]
+            raise outcome[1]
         return result
 
     def mean(self, value: Tensor) -> Tensor:
@@ -187,7 +196,7 @@ class World(SingleProcess):
         except BaseException as error:
             if error is not self._known_error and not self._left:
                 self._known_error = error
-                with suppress(PeerFailedError):  # this error is raised, not that one
+                with suppress(PeerFailedError):  # `error` is raised, and not another process's failure
                     self._agreement.tell_failure(f"{type(error).__name__}: {error}")
             raise
 
@@ -199,7 +208,7 @@ class World(SingleProcess):
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """Give up if a collective call fails: connections are broken then, and no process can go on."""
+        """Give up if a collective call fails within: connections are broken then, and no process can go on."""
         try:
             yield
         except RuntimeError as error:
@@ -221,10 +230,18 @@ class World(SingleProcess):
             return self._exchange.reduce(device, shapes, gradients, dtype)
 
     def _ranks_with_gradient(self, kind: str, names: Sequence[str], here: Collection[str]) -> dict[str, list[int]]:
-        """Return the ranks that have a gradient, for each of `names` that any process has one of."""
-        told = self.agree(kind, bytes(name in here for name in names))
-        ranks = {name: [rank for rank, flags in enumerate(told) if flags[place]] for place, name in enumerate(names)}
-        return {name: having for name, having in ranks.items() if having}
+        """Return the ranks that have a gradient, for each of `names` that any process has one of.
+
+        Args:
+            here: the names that this process has a gradient of.
+        """
+        flags_by_rank = self.agree(kind, bytes(name in here for name in names))
+        found = {}
+        for place, name in enumerate(names):
+            ranks = [rank for rank, flags in enumerate(flags_by_rank) if flags[place]]
+            if ranks:
+                found[name] = ranks
+        return found
 
     def make_slots(self, device: Device, count: int, nbytes: int) -> None:
         """Make `count` slots of `nbytes` or more in every process; called by all, when no update is under way."""
@@ -233,7 +250,7 @@ class World(SingleProcess):
             self.agree(f"make {count} slots of {nbytes} bytes")
             self._slots.allocate(count, nbytes)
 
-    def begin_on_host(self, check: Callable[[], None]) -> Tensor:
+    def wait_free_slot(self, check: Callable[[], None]) -> Tensor:
         """Return this process's slot of the next reduction on the host; see `GradientSlots.wait_free_slot`."""
         assert self._slots is not None
         return self._slots.wait_free_slot(check)
@@ -242,20 +259,20 @@ class World(SingleProcess):
         """Return the sum of the gradients that all processes have copied to the host, for the update thread.
 
         Args:
-            elements: of the memory of `begin_on_host`, for every parameter that may have a gradient.
+            elements: of the slot that `wait_free_slot` returned, for every parameter that may have a gradient.
             here: the parameters that have one in this process.
         """
         assert self._slots is not None
         ranks = self._ranks_with_gradient(f"reduce {kind} on the host", list(elements), here)
-        pieces, own = {}, {}
+        lengths, own = {}, {}
         for name in ranks:
             whole = elements[name]
             piece = self.piece(whole.stop - whole.start)
-            pieces[name] = piece.stop - piece.start
+            lengths[name] = piece.stop - piece.start
             own[name] = slice(whole.start + piece.start, whole.start + piece.stop)
-        return HostSum(pieces, self._slots, self._slots.next_reduction(), ranks, own)
+        return HostSum(lengths, self._slots, self._slots.next_reduction(), ranks, own)
 
-    def gather(self, kind: str, device: Device, buffer: Tensor) -> None:
+    def gather_shares(self, kind: str, device: Device, buffer: Tensor) -> None:
         self.agree(f"gather {kind}")
         share = share_of(len(buffer), self.local_size)
         if share:
@@ -273,8 +290,8 @@ class World(SingleProcess):
     def reduce_rates(self, device: Device) -> tuple[float, float]:
         if self._rates is None:
             sent = self.sent_bytes
-            large = min(_TRIED_BYTES, bucket_bytes(device.budget_bytes)) // 4
-            few_ms, many_ms = (self._reduce_ms(device, numel) for numel in (_GRAIN * self.size, large))
+            large = min(_MEASURED_BYTES, bucket_bytes(device.budget_bytes)) // 4
+            few_ms, many_ms = (self._reduce_ms(device, numel) for numel in (_FEW_ELEMENTS * self.size, large))
             # With small buckets nearly all time may be fixed.
             local, others = self.local_size, self.servers - 1
             nbytes = 4 * large * (local - 1 + others) / local
@@ -301,7 +318,7 @@ class World(SingleProcess):
         flat = gradient.reshape(-1).double()
         return torch.dot(flat, flat)
 
-    def number_norm(self) -> int:
+    def next_norm_number(self) -> int:
         return self._progress.next_norm_number()
 
     def post_norm(self, number: int, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
@@ -314,13 +331,13 @@ class World(SingleProcess):
 
         return norm
 
-    def issue(self, names: Sequence[str]) -> None:
+    def count_issued(self, names: Sequence[str]) -> None:
         self._progress.count_issued(names)
 
-    def updated(self, names: Sequence[str]) -> None:
+    def post_updated(self, names: Sequence[str]) -> None:
         self._progress.post_done(names)
 
-    def has_updated(self, names: Sequence[str]) -> bool:
+    def all_updated(self, names: Sequence[str]) -> bool:
         return self._left or self._progress.all_done(names)
 
     def wait_updated(self, names: Sequence[str] | None = None) -> None:

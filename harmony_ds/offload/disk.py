@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from harmony_ds.distributed import ALONE, SingleProcess
+from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess
 from harmony_ds.distributed.shared_memory import map_privately
 from harmony_ds.errors import HostMemoryError
 
@@ -44,7 +44,9 @@ class DiskFile:
         bytes_per_ms: rate of the disk, measured when the file was made, divided by the processes that share it.
     """
 
-    def __init__(self, folder: str, nbytes: int, key: str = "offload_optimizer", world: SingleProcess = ALONE) -> None:
+    def __init__(
+        self, folder: str, nbytes: int, key: str = "offload_optimizer", world: SingleProcess = SINGLE_PROCESS
+    ) -> None:
         """Make the file, and measure its disk.
 
         Args:
@@ -62,7 +64,7 @@ class DiskFile:
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
         self._map = mmap.mmap(self._descriptor, self.nbytes)
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.bytes_per_ms = world.first("the rate of a disk", self._measure) / world.local_size
+        self.bytes_per_ms = world.compute_on_first("the rate of a disk", self._measure) / world.local_size
 
     def reserve(self, nbytes: int) -> int:
         """Reserve `nbytes`, and return their place for `at`. All processes have to reserve in the same order."""

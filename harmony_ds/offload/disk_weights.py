@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream, StreamContext
-from harmony_ds.distributed import ALONE, SingleProcess
+from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess
 from harmony_ds.offload.disk import DiskFile, submit
 
 CHUNK_BYTES = 2**24
@@ -29,7 +29,7 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 class DiskWeights:
     """The file that slabs of weights lie in, and the thread of their swap-ins."""
 
-    def __init__(self, folder: str, device: Device, nbytes: int, world: SingleProcess = ALONE) -> None:
+    def __init__(self, folder: str, device: Device, nbytes: int, world: SingleProcess = SINGLE_PROCESS) -> None:
         """Allocate a file of `nbytes`; HostMemoryError: its disk is full."""
         self.device = device
         self.file = DiskFile(folder, nbytes, "offload_param", world)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from harmony_ds.distributed import ALONE, SingleProcess
+from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess
 
 
 class GradientSums(ABC):
@@ -22,7 +22,7 @@ class GradientSums(ABC):
         received: the parameters of which a gradient has come, and was not discarded, since the last `pop_received`.
     """
 
-    def __init__(self, trains: Callable[[str], bool], world: SingleProcess = ALONE) -> None:
+    def __init__(self, trains: Callable[[str], bool], world: SingleProcess = SINGLE_PROCESS) -> None:
         """Begin without gradients.
 
         Args:

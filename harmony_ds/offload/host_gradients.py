@@ -29,7 +29,7 @@ from torch import Tensor
 
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import Device, Event, Stream
-from harmony_ds.distributed import ALONE, SingleProcess, World
+from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess, World
 from harmony_ds.distributed.slots import HostSum
 from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
@@ -82,7 +82,7 @@ class HostGradients(GradientSums):
         dtype: torch.dtype,
         limit: int | None,
         trains: Callable[[str], bool],
-        world: SingleProcess = ALONE,
+        world: SingleProcess = SINGLE_PROCESS,
         casts: Tensor | None = None,
     ) -> None:
         """Begin without buffers.
@@ -191,7 +191,7 @@ class HostGradients(GradientSums):
         # Trained parameters that are frozen now have a place, too: in other processes they may not be frozen in this step.
         could = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad or self._trains(name)}
         device, places = self._device, layout_of(could, self._dtype.itemsize)[0]
-        slot = self.world.begin_on_host(check).view(self._dtype)
+        slot = self.world.wait_free_slot(check).view(self._dtype)
         # The copies are to read finished sums.
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         with torch.no_grad(), device.on(Stream.SWAP_OUT):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import ALIGNMENT_BYTES
 from harmony_ds.device.base import Device
-from harmony_ds.distributed import ALONE, SingleProcess
+from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess
 from harmony_ds.offload.disk import DiskMasters
 from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_memory import trim_allocator
@@ -54,7 +54,7 @@ class HostStore:
         decomposition: Decomposition,
         dtype: torch.dtype,
         memory: Device | DiskWeights,
-        world: SingleProcess = ALONE,
+        world: SingleProcess = SINGLE_PROCESS,
         masters: torch.dtype | SplitMasters | DiskMasters = torch.float32,
     ) -> None:
         """Move `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
@@ -126,7 +126,7 @@ class HostStore:
         if self.dtype == self.master_dtype or self.split is not None:
             return parameter
         master = (
-            self._world.empty(parameter, self.master_dtype)
+            self._world.host_empty_like(parameter, self.master_dtype)
             if self.disk is None
             else self.disk.add(name, parameter.shape)
         )

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
-from harmony_ds.distributed import ALONE, SingleProcess
+from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.layout import blocks_of
 from harmony_ds.offload.native import GilFreeOp, compiling
@@ -54,7 +54,7 @@ class SplitMasters:
     """Elements that are joined, stepped and split at a time: few enough for a processor's last cache."""
     where = "where masters are split (harmony.split_masters), block by block"
 
-    def __init__(self, world: SingleProcess = ALONE) -> None:
+    def __init__(self, world: SingleProcess = SINGLE_PROCESS) -> None:
         self._loops = _compiled()
         self._world = world
         self._weights: dict[str, Tensor] = {}  # flat, the weights' own memory
@@ -71,8 +71,8 @@ class SplitMasters:
 
     def add(self, name: str, weight: Tensor) -> None:
         """Make room for the low half of `weight` (bf16, contiguous), which `write` fills."""
-        self._weights[name], self._low[name] = weight.view(-1), self._world.empty(weight, torch.int16)
-        self._ties[name] = self._world.lists(weight.numel())
+        self._weights[name], self._low[name] = weight.view(-1), self._world.host_empty_like(weight, torch.int16)
+        self._ties[name] = self._world.piece_lists(weight.numel())
 
     def read_block(self, name: str, block: slice) -> Tensor:
         """Return the fp32 values of a block of one process's piece."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harmony_ds.distributed import ALONE, SingleProcess, World
+from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess, World
 from harmony_ds.distributed.shared_memory import SharedMemory
 from harmony_ds.errors import OptimizerError, UnsupportedError
 from harmony_ds.offload.disk import DiskFile, DiskMasters
@@ -96,7 +96,7 @@ class BlockOptimizer(HostOptimizer):
         optimizer: Optimizer,
         masters: Parameters,
         blocks: SharedMasters | SplitMasters | DiskMasters,
-        world: SingleProcess = ALONE,
+        world: SingleProcess = SINGLE_PROCESS,
         separate_masters: Iterable[str] = (),
     ) -> None:
         """Make an optimizer that reads and writes values by `blocks`.
@@ -264,7 +264,7 @@ class SplitOptimizer(BlockOptimizer):
     """`BlockOptimizer` of split masters. A compiled loop joins, steps and splits each block of DeepSpeed's optimizers."""
 
     def __init__(
-        self, optimizer: Optimizer, masters: Parameters, split: SplitMasters, world: SingleProcess = ALONE
+        self, optimizer: Optimizer, masters: Parameters, split: SplitMasters, world: SingleProcess = SINGLE_PROCESS
     ) -> None:
         super().__init__(optimizer, masters, split, world)
         self._split = split

@@ -214,11 +214,11 @@ class Updater:
 
     def norm(self, clipping: Clipping) -> Future[GradientNorm]:
         """Queue the global norm of all measured gradients."""
-        return self._queue(_FIRST, partial(self._compute_norm, self._world.number_norm(), clipping, self._timed()))
+        return self._queue(_FIRST, partial(self._compute_norm, self._world.next_norm_number(), clipping, self._timed()))
 
     def norm_of_updates(self) -> Future[GradientNorm]:
         """Queue the global norm of the gradients of all queued updates: after these, and before those of later steps."""
-        promised = PendingNorm(self._queue(_LAST, partial(self._post_norm, self._world.number_norm())))
+        promised = PendingNorm(self._queue(_LAST, partial(self._post_norm, self._world.next_norm_number())))
         self._step += 1
         return promised
 
@@ -237,7 +237,7 @@ class Updater:
             self._pending[pack] += 1
             self._updating.update(names)
             self._last_names[pack] = names
-            self._world.issue(names)
+            self._world.count_issued(names)
             heapq.heappush(self._jobs, _Job(self._step, pack, next(self._job_numbers), run))
             self._changed.notify_all()
 
@@ -249,7 +249,7 @@ class Updater:
         """Return whether an update of `pack` is queued or running in any process; False after a failure."""
         if self.failure is not None:
             return False
-        return self._pending[pack] > 0 or not self._world.has_updated(self._last_names.get(pack, ()))
+        return self._pending[pack] > 0 or not self._world.all_updated(self._last_names.get(pack, ()))
 
     def raise_failure(self) -> None:
         """Raise a failure that has not been raised yet."""
@@ -373,7 +373,7 @@ class Updater:
                     optimizer.step(gradients, hyper)
                     self._store.copy_masters_to_weights(gradients)
             self._gradients.clear_gradients(names)
-        self._world.updated(names)
+        self._world.post_updated(names)
         with self._changed:
             self._updating.subtract(names)
             self._pending -= Counter([pack])

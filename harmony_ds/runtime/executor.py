@@ -287,7 +287,7 @@ class Executor:
         arrived = copy.pop_arrival()
         if arrived is not None:
             device.wait(Stream.PEER, arrived)
-        self._runtime.world.gather(f"pack {task.pack}", device, copy.buffer)
+        self._runtime.world.gather_shares(f"pack {task.pack}", device, copy.buffer)
         copy.arrived = device.record(Stream.PEER)
         self._mark_arrived(self._plan.packs[task.pack])
 

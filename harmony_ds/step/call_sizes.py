@@ -65,7 +65,7 @@ class CallSizes:
 
     def _agreed(self, profile: Profile) -> Profile:
         """Return the costs that cover all processes' micro-batches, in slices that fit all of their devices."""
-        found = [dict(tables) for tables in self._world.all("slices", profile.tables)]
+        found = [dict(tables) for tables in self._world.gather_values("slices", profile.tables)]
         sizes = [size for size, _ in profile.tables if all(size in tables for tables in found)]
         return replace(profile, tables=tuple((s, reduce(CostTable.worst, (one[s] for one in found))) for s in sizes))
 

@@ -59,7 +59,7 @@ class GroupPlans:
             raise joins.refuse("the plan for sets of micro-batches has no room for single ones")
         world = self._runtime.world
         if world.size > 1 and self._runtime.device.count > 1:  # processes exchange packs in one order, a wave's
-            counts = world.all("join micro-batches", [micro_batch.count for micro_batch in chosen])
+            counts = world.gather_values("join micro-batches", [micro_batch.count for micro_batch in chosen])
             if any(one != counts[0] for one in counts):
                 chosen = in_sets(together + 1)
                 self._fits(chosen)

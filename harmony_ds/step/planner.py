@@ -173,7 +173,7 @@ class Planner:
                 _logger.warning("%s", advice)
             return advice
 
-        return self._runtime.world.first("advice", found)
+        return self._runtime.world.compute_on_first("advice", found)
 
     def graph_with(self, calls: tuple[int, ...]) -> LayerGraph:
         """Return what is known of the model, now that it has been seen to make these calls."""
@@ -184,7 +184,7 @@ class Planner:
 
     def _agreed(self, table: CostTable) -> CostTable:
         """Return costs that cover all processes' micro-batches; take over what they found out, and the least room."""
-        found = self._runtime.world.all("costs", (table, self.profiler.unlayered, self._host_bytes))
+        found = self._runtime.world.gather_values("costs", (table, self.profiler.unlayered, self._host_bytes))
         self.profiler.join_unlayered(name for _, names, _ in found for name in names)
         self._host_bytes = min((room for _, _, room in found if room is not None), default=None)
         return reduce(CostTable.worst, (one for one, _, _ in found))
@@ -208,7 +208,7 @@ class Planner:
                     _logger.warning("%s", reason)
             return choices
 
-        return self._runtime.world.first("plan", found)
+        return self._runtime.world.compute_on_first("plan", found)
 
     def _of_replicas(
         self, graph: LayerGraph, costs: CostTable, machine: Machine, request: PlanRequest
@@ -234,7 +234,7 @@ class Planner:
         assert machine is not None
         if world.size > 1:
             machine = machine.with_peers(*world.reduce_rates(self._runtime.device))
-        return reduce(Machine.slower, world.all("rates", machine))
+        return reduce(Machine.slower, world.gather_values("rates", machine))
 
     def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> PlanRequest:
         """Return what is asked of the search for a plan."""

@@ -87,7 +87,7 @@ class Steps:
             model_calls=ModelCalls(device, state.ledger, autocast, casts),
             replaced_forward=ReplacedForward(model),
             plans=GroupPlans(state.runtime, state.planner),
-            seed=state.world.first("seed", torch.initial_seed) if seed is None else seed,
+            seed=state.world.compute_on_first("seed", torch.initial_seed) if seed is None else seed,
         )
         self.counters = self.context.counters
         self._current = Step(self.context)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.graph import piece_of
-from harmony_ds.distributed import ALONE, SingleProcess
+from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload import native, split_masters
 from harmony_ds.offload.native import make_native
@@ -33,18 +33,18 @@ class OneOfThree(SingleProcess):
     def pieces(self, numel: int) -> list[slice]:
         return [piece_of(numel, rank, 3) for rank in range(3)]
 
-    def lists(self, numel: int) -> list[Tensor]:
+    def piece_lists(self, numel: int) -> list[Tensor]:
         return [torch.zeros(1 + piece.stop - piece.start, dtype=torch.int64) for piece in self.pieces(numel)]
 
 
-def split(values: Tensor, world: SingleProcess = ALONE) -> tuple[SplitMasters, Tensor]:
+def split(values: Tensor, world: SingleProcess = SINGLE_PROCESS) -> tuple[SplitMasters, Tensor]:
     masters, weight = SplitMasters(world), torch.empty(values.shape, dtype=torch.bfloat16)
     masters.add("w", weight)
     masters.write("w", values, everywhere=True)
     return masters, weight
 
 
-@pytest.mark.parametrize("world", [ALONE, OneOfThree()], ids=["alone", "of three"])
+@pytest.mark.parametrize("world", [SINGLE_PROCESS, OneOfThree()], ids=["alone", "of three"])
 @pytest.mark.parametrize("low", [FEW_LOW_BITS, (0x8000,), (0xFFFF,)])
 def test_every_value_comes_back_and_its_weight_is_rounded_as_torch_rounds(
     low: tuple[int, ...], world: SingleProcess
