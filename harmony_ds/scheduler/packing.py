@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec, piece_of, share_of, slab_bytes
 from harmony_ds.scheduler.costs import CostTable
@@ -23,8 +23,16 @@ class ElementBytes:
 _ALONE = Policy()
 
 
+class _GradientBytes(NamedTuple):
+    """The bytes of a pack's gradients: all of them; the piece of each device, and what it sends; see `Pack`."""
+
+    whole_bytes: int
+    pieces: tuple[int, ...] = ()
+    sent_bytes: tuple[int, ...] = ()
+
+
 class Packer:
-    """Makes packs of one model."""
+    """Maker of the packs of one model, with their bytes and times."""
 
     def __init__(self, graph: LayerGraph, costs: CostTable, element: ElementBytes, policy: Policy = _ALONE) -> None:
         """`policy`: how many devices there are, each of which updates a piece of every parameter, and how they reduce."""
@@ -44,7 +52,7 @@ class Packer:
         return self._policy.pipeline
 
     def packing(self, backward: tuple[int, ...], forward: tuple[int, ...] | None = None) -> Packing:
-        """Packs between `backward` bounds for the pass back, and between `forward` bounds for the pass there.
+        """Return the packs between the bounds `backward` of the backward pass, and between `forward` of the forward pass.
 
         Args:
             backward: from 0 to the number of calls.
@@ -89,6 +97,7 @@ class Packer:
         if known is not None:
             return replace(known, index=index, device=index % self._policy.pipeline)
         trained = [self._specs[n] for n in parameters if self._specs[n].trainable and needs_backward]
+        weight_bytes, gradients = self._weight_bytes(parameters), self._gradients(trained)
         pack = self._known[positions, owned] = Pack(
             index=index,
             device=index % self._policy.pipeline,
@@ -96,8 +105,11 @@ class Packer:
             layers=layers,
             parameters=parameters,
             owned=owned,
-            **self._weights(self._specs[n] for n in parameters),
-            **self._gradients(trained),
+            weight_bytes=weight_bytes,
+            gathered_bytes=self._gathered_bytes(weight_bytes),
+            gradient_bytes=gradients.whole_bytes,
+            gradient_pieces=gradients.pieces,
+            sent_bytes=gradients.sent_bytes,
             needs_backward=needs_backward,
             update_elements=self._update_elements(owned),
             resident_bytes=self._resident_bytes(owned if needs_backward else parameters, bool(owned)),
@@ -108,41 +120,49 @@ class Packer:
         return pack
 
     def _without_calls(self, index: int, names: tuple[str, ...], on_device: bool) -> Pack:
-        """Parameters that no call covers; of those that are never on the device, nothing moves."""
+        """Return the pack of parameters that no call covers; of parameters that are never on the device, nothing moves."""
         specs = [self._specs[name] for name in names]
         trained = [spec for spec in specs if spec.trainable] if on_device else []
+        weight_bytes, gradients = self._weight_bytes(names if on_device else ()), self._gradients(trained)
         return Pack(
             index=index,
             positions=(),
             layers=(),
             parameters=names if on_device else (),
             owned=names,
-            **self._weights(specs if on_device else ()),
-            **self._gradients(trained),
+            weight_bytes=weight_bytes,
+            gathered_bytes=self._gathered_bytes(weight_bytes),
+            gradient_bytes=gradients.whole_bytes,
+            gradient_pieces=gradients.pieces,
+            sent_bytes=gradients.sent_bytes,
             needs_backward=True,
             update_elements=self._update_elements(spec.name for spec in trained),
         )
 
-    def _weights(self, specs: Iterable[ParameterSpec]) -> dict[str, Any]:
-        nbytes = sum(slab_bytes(spec.numel, self._element.weight) for spec in specs)
-        share = share_of(nbytes // self._element.weight, self._devices) * self._element.weight
-        return {"weight_bytes": nbytes, "gathered_bytes": (self._devices - 1) * share}
+    def _weight_bytes(self, names: Iterable[str]) -> int:
+        return sum(slab_bytes(self._specs[name].numel, self._element.weight) for name in names)
+
+    def _gathered_bytes(self, weight_bytes: int) -> int:
+        """Return what a device sends to the others of weights of which each swaps in its share."""
+        share = share_of(weight_bytes // self._element.weight, self._devices) * self._element.weight
+        return (self._devices - 1) * share
 
     def _update_elements(self, names: Iterable[str]) -> int:
         pieces = [self._pieces[name] for name in names if self._specs[name].trainable]
         return max((sum(of_rank) for of_rank in zip(*pieces, strict=True)), default=0)
 
-    def _gradients(self, trained: Sequence[ParameterSpec]) -> dict[str, Any]:
+    def _gradients(self, trained: Sequence[ParameterSpec]) -> _GradientBytes:
         policy, element_bytes = self._policy, self._element.gradient
-        found: dict[str, Any] = {"gradient_bytes": sum(slab_bytes(spec.numel, element_bytes) for spec in trained)}
+        whole_bytes = sum(slab_bytes(spec.numel, element_bytes) for spec in trained)
         if policy.alone or not trained:
-            return found
+            return _GradientBytes(whole_bytes)
         by_rank = [*zip(*(self._pieces[spec.name] for spec in trained), strict=True)]
-        found["gradient_pieces"] = tuple(sum(slab_bytes(n, element_bytes) for n in own) for own in by_rank)
-        if not policy.reduce_on_host:
-            total, others = sum(spec.numel for spec in trained), policy.servers - 1
-            found["sent_bytes"] = tuple((total - sum(own) + others * sum(own)) * element_bytes for own in by_rank)
-        return found
+        pieces = tuple(sum(slab_bytes(n, element_bytes) for n in own) for own in by_rank)
+        if policy.reduce_on_host:
+            return _GradientBytes(whole_bytes, pieces)
+        total, others = sum(spec.numel for spec in trained), policy.servers - 1
+        sent_bytes = tuple((total - sum(own) + others * sum(own)) * element_bytes for own in by_rank)
+        return _GradientBytes(whole_bytes, pieces, sent_bytes)
 
     def _resident_bytes(self, names: tuple[str, ...], trained: bool) -> int:
         specs = [self._specs[name] for name in names]
@@ -157,6 +177,6 @@ class Packer:
 
 
 def _pieces(numel: int, devices: int) -> list[int]:
-    """How many elements of a parameter each device updates."""
+    """Return how many elements of a parameter each device updates."""
     pieces = (piece_of(numel, rank, devices) for rank in range(devices))
     return [piece.stop - piece.start for piece in pieces]
