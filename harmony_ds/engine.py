@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from harmony_ds.assembly.arguments import (
-    DsConfig,
+    GivenConfig,
     check_model,
     check_schedule_argument,
     choose_config,
@@ -72,9 +72,9 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
-    config: DsConfig | None = None,
+    config: GivenConfig | None = None,
     mesh_param: Any = None,
-    config_params: DsConfig | None = None,
+    config_params: GivenConfig | None = None,
     *,
     device: Device | None = None,
 ) -> tuple[HarmonyEngine, torch.optim.Optimizer | None, Any, Any]:
@@ -370,7 +370,7 @@ class HarmonyEngine(nn.Module):
             )
         call = None if compute_loss is None else partial(compute_loss, self)
         with self._world.reporting_failures():
-            batches = self._data.take(data_iter, whole=call is not None)
+            batches = self._data.next_group(data_iter, whole=call is not None)
             with self._group_at_once(step):
                 queued_now = [step.handle(StepEvent.CALL, batch, loss_fn, call) for batch in batches]
                 losses = self._propagate_losses(queued_now, divisor=len(batches))
@@ -467,7 +467,7 @@ class HarmonyEngine(nn.Module):
         """
         modes = [(module, module.training) for module in self.module.modules()]
         with self._world.reporting_failures():
-            batches = self._data.take(data_iter)
+            batches = self._data.next_group(data_iter)
             self.module.eval()
             self._state.runtime.updater.wait_all()
             try:

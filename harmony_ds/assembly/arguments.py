@@ -27,7 +27,7 @@ from harmony_ds.errors import ConfigError, UnsupportedError
 from harmony_ds.optim.optimizers import ClientOptimizer, parameters_in
 
 _logger = logging.getLogger(__name__)
-DsConfig = Mapping[str, Any] | str | Path
+GivenConfig = Mapping[str, Any] | str | Path
 
 
 def check_model(model: object, mpu: Any, mesh_param: Any) -> nn.Module:
@@ -46,7 +46,7 @@ def check_model(model: object, mpu: Any, mesh_param: Any) -> nn.Module:
     return model
 
 
-def choose_config(args: Any, config: DsConfig | None) -> DsConfig:
+def choose_config(args: Any, config: GivenConfig | None) -> GivenConfig:
     """Return the ds_config that was given as `config` or named by `args.deepspeed_config`; ConfigError: none, or both."""
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if named is not None and config is not None:
@@ -62,7 +62,9 @@ def choose_config(args: Any, config: DsConfig | None) -> DsConfig:
     return chosen
 
 
-def load_checked_config(given: DsConfig, optimizer: ClientOptimizer | None, dist_init_required: bool | None) -> Config:
+def load_checked_config(
+    given: GivenConfig, optimizer: ClientOptimizer | None, dist_init_required: bool | None
+) -> Config:
     """Return the ds_config, checked for this process and all that train with it; the log names keys without meaning.
 
     Raises:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harmony_ds.config import Config, HarmonySettings
-from harmony_ds.config.harmony import ResidentPacks
+from harmony_ds.config.harmony import ResidencyChoice
 from harmony_ds.device import Device
 from harmony_ds.distributed import SingleProcess
 from harmony_ds.errors import ConfigError, UnsupportedError
@@ -52,7 +52,7 @@ def _needs_shared_memory(setting: str, servers: int) -> UnsupportedError:
     return UnsupportedError(f"harmony.{setting}: the {servers} servers of this training share no memory; leave it out.")
 
 
-def refuse_for_several_devices(residency: ResidentPacks, devices: int, saved_plan: Plan | None) -> None:
+def refuse_for_several_devices(residency: ResidencyChoice, devices: int, saved_plan: Plan | None) -> None:
     """Raise UnsupportedError for a residency, or a saved plan, that several devices of one process cannot run."""
     if devices == 1:
         return
@@ -80,7 +80,7 @@ def refuse_without_host_memory(need: HostNeed, world: SingleProcess) -> None:
 
 def choose_residency(
     harmony: HarmonySettings, device: Device, optimizer: DeviceOptimizer | None, world: SingleProcess
-) -> ResidentPacks:
+) -> ResidencyChoice:
     """Return how this run uses spare device memory, which "auto" leaves open: "auto", "kept", "off", or a number of packs.
 
     After it, "auto" means that packs may be updated on the device.

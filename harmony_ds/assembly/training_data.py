@@ -34,7 +34,7 @@ class TrainingData:
         loader = self.training_dataloader
         return loader if isinstance(loader, ResumableLoader) else None
 
-    def take(self, data_iter: Iterator[Any] | Sequence[Any] | None, whole: bool = False) -> list[CallInputs]:
+    def next_group(self, data_iter: Iterator[Any] | Sequence[Any] | None, whole: bool = False) -> list[CallInputs]:
         """Return the micro-batches of the next group, from `data_iter` (None: from the engine's own data).
 
         `whole`: each is one argument, as it is.

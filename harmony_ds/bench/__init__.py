@@ -1,6 +1,6 @@
 """Head to head: one model, one data stream, one ds_config, several engines (`harmony-ds bench`).
 
-    results = Results.of({"harmony": Row("harmony", workload)}, Rounds())
+    results = Results.empty({"harmony": Row("harmony", workload)}, Rounds())
     run(results, Path("bench.json"), tell=print)  # a process for each engine
     print(report(results)); draw(results, Path("bench.png"))
 

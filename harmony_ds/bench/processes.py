@@ -21,7 +21,7 @@ class Child(AbstractContextManager["Child"]):
     """One engine in a process of its own, or in one for each device."""
 
     def __init__(self, engine: str, task: Workload) -> None:
-        self._processes = [_Process(engine, task, rank) for rank in _ranks(task.devices)]
+        self._processes = [_EngineProcess(engine, task, rank) for rank in _ranks(task.devices)]
 
     def ask(self, method: str, *arguments: Any) -> dict[str, Any]:
         """Call a method of the server in every process, once the engine is built; return the merged answers.
@@ -32,7 +32,7 @@ class Child(AbstractContextManager["Child"]):
         for process in self._processes:
             with suppress(OSError):  # what ended it is the answer
                 process.pipe.send((method, arguments))
-        answers: dict[_Process, dict[str, Any]] = {}
+        answers: dict[_EngineProcess, dict[str, Any]] = {}
         while len(answers) < len(self._processes):
             ready = wait([process.pipe for process in self._processes if process not in answers])
             for process in self._processes:
@@ -45,7 +45,7 @@ class Child(AbstractContextManager["Child"]):
             process.end()
 
 
-class _Process:
+class _EngineProcess:
     def __init__(self, engine: str, task: Workload, rank: Mapping[str, str]) -> None:
         self._log = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - lives as long as the process
         context = get_context("spawn")

@@ -70,7 +70,7 @@ class Results:
     finished: bool = False
 
     @staticmethod
-    def of(rows: dict[str, Row], timing: Rounds) -> Results:
+    def empty(rows: dict[str, Row], timing: Rounds) -> Results:
         """Return the results of a comparison that is to begin."""
         task = next(iter(rows.values())).task
         parameters = sum(parameter.numel() for parameter in task.subject.model.parameters())

@@ -39,7 +39,7 @@ def run(results: Results, path: Path, tell: Tell, limit_s: float | None = None) 
                 break
             minutes = f", about {(now - began) / taken * left / 60:.1f} min" if taken else ""
             tell(f"{label}: round {number + 1} of {timing.rounds}, {left} turns left{minutes}")
-            race.take(number, label)
+            race.take_turn(number, label)
             if results.rows[label].task.device == "cuda":
                 race.end()
             results.save(path)
@@ -86,7 +86,7 @@ class _Race(ExitStack):
         self._results, self._tell = results, tell
         self._alive: dict[str, Child] = {}
 
-    def take(self, number: int, label: str) -> None:
+    def take_turn(self, number: int, label: str) -> None:
         """Take one engine's turn of one round; before its first one, build it and take its warm-up steps."""
         row, timing = self._results.rows[label], self._results.timing
         if label not in self._alive and row.error is None:

@@ -23,7 +23,7 @@ class Spread:
     high: float
 
     @staticmethod
-    def of(values: list[float]) -> Spread:
+    def from_values(values: list[float]) -> Spread:
         return Spread(statistics.median(values), min(values), max(values))
 
 
@@ -80,8 +80,8 @@ def _summary(label: str, row: Row, results: Results) -> Summary:
         label,
         row,
         items=results.sample_items * row.task.samples,
-        step_ms=Spread.of(list(times.values())) if times else None,
-        ratio=Spread.of(ratios) if ratios else None,
+        step_ms=Spread.from_values(list(times.values())) if times else None,
+        ratio=Spread.from_values(ratios) if ratios else None,
         loss_difference=difference,
         losses_agree=(difference or 0.0) <= tolerance(results),
         memory={kind: row.report.get(f"{kind}_peak_bytes") for kind in ("device", "host")},

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.checkpoint.data_position import ResumableLoader
-from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, Source
+from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, TensorSource
 from harmony_ds.device.base import Device
 from harmony_ds.model.buffers import persistent_buffers
 from harmony_ds.offload.host_store import HostStore, bypass_hooks
@@ -53,21 +53,23 @@ def capture(
     frozen = tuple(name for name in store.parameters if name not in store.masters)
     left_out = frozen if exclude_frozen else ()
     buffers = persistent_buffers(trained.module).items()
-    masters: dict[str, Source] = {}
+    masters: dict[str, TensorSource] = {}
     if trained.optimizer is not None and store.has_fp32_masters:
         stepped = set(trained.optimizer.trained)
         for name, master in store.masters.items():
             if name in stepped:
                 shape = tuple(master.shape)
-                masters[name] = Source(shape, store.master_dtype, partial(store.read_master, name))
+                masters[name] = TensorSource(shape, store.master_dtype, partial(store.read_master, name))
     with bypass_hooks():
         extra = {key: one for key, one in trained.module.state_dict(keep_vars=True).items() if key.endswith(_EXTRA)}
-        parameters = {name: Source.of(p.data) for name, p in store.parameters.items() if name not in left_out}
+        parameters = {
+            name: TensorSource.from_tensor(p.data) for name, p in store.parameters.items() if name not in left_out
+        }
     return Snapshot(
         progress=progress,
         parameters=parameters,
         masters=masters,
-        buffers={name: Source.of(trained.buffers.get(name, buffer)) for name, buffer in buffers},
+        buffers={name: TensorSource.from_tensor(trained.buffers.get(name, buffer)) for name, buffer in buffers},
         tied=tied_names(trained.module),
         frozen=frozen,
         extra=extra,
@@ -101,7 +103,8 @@ def _capture_optimizer(optimizer: HostOptimizer) -> SavedOptimizer:
             state = optimizer.state_of(name)
             if state:
                 states[name] = {
-                    key: Source.of(value) if isinstance(value, Tensor) else value for key, value in state.items()
+                    key: TensorSource.from_tensor(value) if isinstance(value, Tensor) else value
+                    for key, value in state.items()
                 }
     return SavedOptimizer(type(optimizer.optimizer).__name__, tuple(groups), states)
 

@@ -12,7 +12,7 @@ from harmony_ds.checkpoint import layout
 from harmony_ds.checkpoint.deepspeed.universal import is_universal, read_universal, write_universal
 from harmony_ds.checkpoint.deepspeed.zero_read import is_zero, read_zero
 from harmony_ds.checkpoint.folders import LATEST, MANIFEST, replace_text, replacing
-from harmony_ds.checkpoint.snapshot import Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import Snapshot, TensorSource, listed
 from harmony_ds.checkpoint.tensor_files import write_pickle, write_tensors
 from harmony_ds.errors import CheckpointError
 
@@ -91,7 +91,7 @@ def convert(source: Path, target: Path, to: Layout, tag: str | None = None) -> P
 
 
 def export_weights(
-    tensors: Mapping[str, Source], folder: Path, shard_size: int | str = "5GB", whole: str = "model.safetensors"
+    tensors: Mapping[str, TensorSource], folder: Path, shard_size: int | str = "5GB", whole: str = "model.safetensors"
 ) -> list[Path]:
     """Write the file `whole` into `folder`, or shards and their index; remove what an earlier export left there.
 
@@ -122,7 +122,7 @@ def export_weights(
     return written
 
 
-def write_weights(tensors: Mapping[str, Source], path: Path) -> Path:
+def write_weights(tensors: Mapping[str, TensorSource], path: Path) -> Path:
     """Write one file: safetensors by its suffix, else a state dict by `torch.save`, a source of several names once."""
     with replacing(path) as fresh:
         if path.suffix == ".safetensors":

@@ -20,7 +20,7 @@ from typing import Any
 
 from harmony_ds.checkpoint import tensor_files
 from harmony_ds.checkpoint.folders import DATA, LATEST, MANIFEST, put_scripts, replace_text, saving
-from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, TensorSource, listed
 from harmony_ds.checkpoint.tensor_files import FileRecord, find_damage, load_pickle, plain, read_tensors
 from harmony_ds.errors import CheckpointError
 
@@ -55,7 +55,7 @@ def write(snapshot: Snapshot, save_dir: Path, tag: str, save_latest: bool = True
 
 
 def _write_data(snapshot: Snapshot, data: Path, state: dict[str, Any]) -> dict[str, FileRecord]:
-    files: dict[str, Mapping[str, Source]] = {_MODEL: snapshot.tensors}
+    files: dict[str, Mapping[str, TensorSource]] = {_MODEL: snapshot.tensors}
     if snapshot.masters:
         files[_MASTERS] = snapshot.masters
     if snapshot.optimizer is not None:
@@ -63,7 +63,7 @@ def _write_data(snapshot: Snapshot, data: Path, state: dict[str, Any]) -> dict[s
             f"{key}/{name}": value
             for name, state in snapshot.optimizer.states.items()
             for key, value in state.items()
-            if isinstance(value, Source)
+            if isinstance(value, TensorSource)
         }
     records = {name: tensor_files.write_tensors(data / name, sources) for name, sources in files.items()}
     records[_STATE] = tensor_files.write_pickle(data / _STATE, state)
@@ -85,7 +85,7 @@ def _plain_state(snapshot: Snapshot) -> dict[str, Any]:
             "kind": optimizer.kind,
             "groups": [asdict(group) for group in optimizer.groups],
             "scalars": {
-                name: {key: value for key, value in state.items() if not isinstance(value, Source)}
+                name: {key: value for key, value in state.items() if not isinstance(value, TensorSource)}
                 for name, state in optimizer.states.items()
             },
         }

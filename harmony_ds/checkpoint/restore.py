@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.checkpoint.capture import Trained, restore_random, tied_names
-from harmony_ds.checkpoint.snapshot import SavedOptimizer, Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import SavedOptimizer, Snapshot, TensorSource, listed
 from harmony_ds.config.optimizers import same_formula
 from harmony_ds.errors import CheckpointError
 from harmony_ds.model.buffers import persistent_buffers
@@ -82,13 +82,13 @@ def _with_names_of_model(snapshot: Snapshot, trained: Trained) -> Snapshot:
     """
     tied = tied_names(trained.module)
 
-    def renamed(values: Mapping[str, Source]) -> dict[str, Source]:
+    def renamed(values: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
         saved = snapshot.with_tied(dict(values))
         under_all_names = dict(saved)
         for alias, first_name in tied.items():
             if alias in saved and first_name not in saved:
                 under_all_names[first_name] = saved[alias]
-        found: dict[str, Source] = {}
+        found: dict[str, TensorSource] = {}
         for name, source in under_all_names.items():
             is_known = name in values or name in trained.store.parameters
             if is_known and name not in tied:
@@ -217,7 +217,7 @@ def _put_optimizer(optimizer: HostOptimizer, saved: SavedOptimizer) -> None:
 
 def _read_into(memory: Any, value: Any, dtype: torch.dtype | None) -> Any:
     """Read a saved tensor, in `dtype` if one is given, into `memory` where that has its form, otherwise into new memory."""
-    if not isinstance(value, Source):
+    if not isinstance(value, TensorSource):
         return value
     tensor = (value if dtype is None else value.to(dtype)).read()
     fits = isinstance(memory, Tensor) and (memory.shape, memory.dtype) == (tensor.shape, tensor.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor whose shape and dtype are known before `read` returns it, in host memory that must not be written into."""
 
     shape: tuple[int, ...]
@@ -24,15 +24,15 @@ class Source:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @staticmethod
-    def of(tensor: Tensor) -> Source:
+    def from_tensor(tensor: Tensor) -> TensorSource:
         """Wrap a tensor in memory; one on a device is copied when it is read."""
-        return Source(tuple(tensor.shape), tensor.dtype, lambda: tensor.detach().cpu())
+        return TensorSource(tuple(tensor.shape), tensor.dtype, lambda: tensor.detach().cpu())
 
-    def to(self, dtype: torch.dtype) -> Source:
+    def to(self, dtype: torch.dtype) -> TensorSource:
         """Convert values of floating point when they are read; leave others."""
         if not self.dtype.is_floating_point:
             return self
-        return Source(self.shape, dtype, lambda: self.read().to(dtype))
+        return TensorSource(self.shape, dtype, lambda: self.read().to(dtype))
 
     def compact(self) -> Tensor:
         """Return the tensor over memory of its own size alone: `torch.save` writes all of the memory that a view is of."""
@@ -57,7 +57,7 @@ class SavedOptimizer:
 
     Attributes:
         kind: its class's name.
-        states: by parameter, its tensors (`Source`) and numbers, under its own keys.
+        states: by parameter, its tensors (`TensorSource`) and numbers, under its own keys.
     """
 
     kind: str
@@ -113,9 +113,9 @@ class Snapshot:
     """
 
     progress: Progress
-    parameters: dict[str, Source]
-    buffers: dict[str, Source]
-    masters: dict[str, Source] = field(default_factory=dict)
+    parameters: dict[str, TensorSource]
+    buffers: dict[str, TensorSource]
+    masters: dict[str, TensorSource] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Snapshot:
     plan: str | None = None
 
     @property
-    def tensors(self) -> dict[str, Source]:
+    def tensors(self) -> dict[str, TensorSource]:
         """Parameters (tied ones once) and buffers."""
         return {**self.parameters, **self.buffers}
 
@@ -136,7 +136,7 @@ class Snapshot:
         others = {name: values[first] for name, first in self.tied.items() if first in values}
         return {**values, **others}
 
-    def fp32(self, name: str) -> Source:
+    def fp32(self, name: str) -> TensorSource:
         """Return the most precise value of a parameter."""
         return self.masters.get(name, self.parameters[name])
 

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import _TYPES, load_file
 from torch import Tensor
 
-from harmony_ds.checkpoint.snapshot import Source
+from harmony_ds.checkpoint.snapshot import TensorSource
 from harmony_ds.errors import CheckpointError
 
 _CHUNK_BYTES = 4 << 20
@@ -88,7 +88,7 @@ def write_pickle(path: Path, value: Any) -> FileRecord:
         raise error.__context__ or error from None
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Source]) -> FileRecord:
+def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> FileRecord:
     """Write a safetensors file; its sources are read one after another."""
     # Large elements first, so that every tensor is aligned to its own; otherwise as given.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
@@ -104,7 +104,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Source]) -> FileRecord:
     return _write(path, write)
 
 
-def _header(path: Path, tensors: list[tuple[str, Source]]) -> bytes:
+def _header(path: Path, tensors: list[tuple[str, TensorSource]]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, source in tensors:
@@ -120,7 +120,7 @@ def _header(path: Path, tensors: list[tuple[str, Source]]) -> bytes:
 def plain(value: Any, where: str) -> Any:
     """Return `value`, found at `where`, as plain data; subclasses of numbers, text and containers become their base."""
     if isinstance(value, Tensor):
-        return Source.of(value).compact()
+        return TensorSource.from_tensor(value).compact()
     if isinstance(value, Mapping):
         return {plain(key, f"{where}.keys"): plain(item, f"{where}.{key}") for key, item in value.items()}
     if value is None or isinstance(value, torch.dtype):
@@ -154,10 +154,10 @@ def find_damage(path: Path, record: FileRecord) -> str | None:
     return None
 
 
-def read_tensors(path: Path) -> dict[str, Source]:
+def read_tensors(path: Path) -> dict[str, TensorSource]:
     """Map the tensors of a safetensors file into memory."""
     try:
-        return {name: Source.of(tensor) for name, tensor in load_file(path).items()}
+        return {name: TensorSource.from_tensor(tensor) for name, tensor in load_file(path).items()}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.checkpoint.convert import export_weights, open_checkpoint
-from harmony_ds.checkpoint.snapshot import Snapshot, Source
+from harmony_ds.checkpoint.snapshot import Snapshot, TensorSource
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -59,7 +59,7 @@ def convert_zero_checkpoint_to_state_dict(
 
 def _opened(
     folder: str | Path, tag: str | None, exclude_frozen: bool, dtype: torch.dtype
-) -> tuple[Snapshot, dict[str, Source]]:
+) -> tuple[Snapshot, dict[str, TensorSource]]:
     _, snapshot = open_checkpoint(Path(folder), tag)
     sources = {n: snapshot.fp32(n) for n in snapshot.parameters if not (exclude_frozen and n in snapshot.frozen)}
     return snapshot, {name: source.to(dtype) for name, source in (snapshot.buffers | sources).items()}

@@ -63,7 +63,7 @@ def command(args: argparse.Namespace) -> int:
     rows = dict(_rows(args))
     if not rows:
         raise ConfigError("none of these engines can run here: name others with --engines.")
-    results = Results.of(rows, Rounds(args.rounds, args.warmup_steps, args.steps))
+    results = Results.empty(rows, Rounds(args.rounds, args.warmup_steps, args.steps))
     if args.resume and args.output.is_file():
         results = results.resumed(args.output)
     elif args.sweep and not args.ablate:

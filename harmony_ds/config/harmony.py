@@ -11,8 +11,8 @@ from pydantic.dataclasses import dataclass
 _GIB = 2**30
 _Count = Annotated[StrictInt, Field(ge=1)]
 _Gib = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
-ResidentPacks = Literal["auto", "kept", "off"] | Annotated[StrictInt, Field(ge=0)]
-_Names = Annotated[tuple[StrictStr, ...], Field(min_length=1)]
+ResidencyChoice = Literal["auto", "kept", "off"] | Annotated[StrictInt, Field(ge=0)]
+_NameList = Annotated[tuple[StrictStr, ...], Field(min_length=1)]
 
 
 def _both_passes(value: object) -> object:
@@ -28,7 +28,7 @@ class HarmonySettings:
 
     device: StrictStr = "auto"
     """`"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`: CUDA if there is one."""
-    devices: Literal["all"] | _Count | _Names = 1
+    devices: Literal["all"] | _Count | _NameList = 1
     """Devices that one process drives as a pipeline: a number of at least 1, `"all"`, or a list of names such as
     `["cuda:0", "cuda:1"]`. See [parallel.md](parallel.md#a-pipeline-of-devices)."""
     parallel: Literal["auto", "pipeline"] = "pipeline"
@@ -42,7 +42,7 @@ class HarmonySettings:
     matches the outermost is a layer). Found unless given: those too large for the device are cut finer."""
     stash: Literal["auto", "device", "host"] = "auto"
     """Where inputs wait for backward; `"auto"`: on the device if they fit."""
-    residency: ResidentPacks = "auto"
+    residency: ResidencyChoice = "auto"
     """Packs that stay on the device: `"auto"` (the fastest that fit), `"kept"` (weights alone, from forward to
     backward), `"off"`, or a number (the last of the backward pass, state and all). Several processes keep weights at
     most; with `pack_layers` or `plan` it is off unless given."""

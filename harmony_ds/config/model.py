@@ -59,7 +59,7 @@ class _Scheduler(_Block):
     params: dict[str, Any] | None = None
 
 
-class _Optimizer(_Scheduler):
+class _OptimizerBlock(_Scheduler):
     legacy_fusion: bool = False
 
 
@@ -69,7 +69,7 @@ class _DataTypes(_Block):
     keep_in_fp32_modules: Any = "auto"
 
 
-class _Autocast(_Block):
+class _TorchAutocast(_Block):
     enabled: bool = False
     dtype: _Dtype | None = None
     lower_precision_safe_modules: Any = None
@@ -96,12 +96,12 @@ class DsConfig(_Block):
     gradient_accumulation_steps: StrictInt | None = None
     managed_gradient_accumulation: bool = True
     gradient_clipping: _Norm = 1.0
-    optimizer: _Optimizer | None = None
+    optimizer: _OptimizerBlock | None = None
     scheduler: _Scheduler | None = None
     fp16: DeepSpeedFP16Config = DeepSpeedFP16Config()
     bf16: DeepSpeedBF16Config | None = None
     bfloat16: DeepSpeedBF16Config = DeepSpeedBF16Config()
-    torch_autocast: _Autocast = _Autocast()
+    torch_autocast: _TorchAutocast = _TorchAutocast()
     data_types: _DataTypes = _DataTypes()
     zero_optimization: DeepSpeedZeroConfig = DeepSpeedZeroConfig()
     zero_allow_untested_optimizer: bool = False

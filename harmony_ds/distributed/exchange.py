@@ -66,7 +66,7 @@ class ProcessGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PiecePart:
     """Part of a tensor that is sent in one bucket: of every process's piece, part `index` of `count` equal ones."""
 
     name: str
@@ -137,7 +137,7 @@ class Exchange:
         return pieces
 
     def _reduce_bucket(
-        self, device: Device, bucket: Sequence[_Part], flat: Mapping[str, Tensor], dtype: torch.dtype
+        self, device: Device, bucket: Sequence[_PiecePart], flat: Mapping[str, Tensor], dtype: torch.dtype
     ) -> list[Tensor]:
         """Return this process's piece of the mean of each part in a bucket."""
         rank, size = self._rank, self._size
@@ -212,9 +212,9 @@ def _length(elements: slice) -> int:
     return int(elements.stop - elements.start)
 
 
-def _buckets(shapes: Mapping[str, int], limit: int) -> Iterator[list[_Part]]:
+def _buckets(shapes: Mapping[str, int], limit: int) -> Iterator[list[_PiecePart]]:
     """Yield buckets of at most `limit` elements: whole tensors, and parts of larger ones."""
-    bucket: list[_Part] = []
+    bucket: list[_PiecePart] = []
     filled = 0
     for name, numel in shapes.items():
         count = max(1, -(-numel // limit))
@@ -223,7 +223,7 @@ def _buckets(shapes: Mapping[str, int], limit: int) -> Iterator[list[_Part]]:
             if bucket and filled + length > limit:
                 yield bucket
                 bucket, filled = [], 0
-            bucket.append(_Part(name, numel, index, count))
+            bucket.append(_PiecePart(name, numel, index, count))
             filled += length
     if bucket:
         yield bucket

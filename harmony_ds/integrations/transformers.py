@@ -75,7 +75,7 @@ _with_engines: weakref.WeakValueDictionary[int, HarmonyMixin] = weakref.WeakValu
 """Trainers, by id: some cannot be hashed. They outlive their training: others, and transformers itself, refer to them."""
 
 
-class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
+class _TrainerOptimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
     """Optimizer whose step takes the engine's, if that waits for a callback to see the gradients first."""
 
     def __init__(self, optimizer: Any, step: Callable[[], None]) -> None:
@@ -88,7 +88,7 @@ class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class _MicroBatch:
+class _TrainerMicroBatch:
     """Arguments of one `training_step`, and what the Trainer divides its loss by if there are no items to count."""
 
     batch: Any
@@ -124,7 +124,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         self._ds_config = None if ds_config is None else read_config(ds_config)
         self._losses: deque[Tensor] = deque()
         self._batches: list[Any] = []
-        self._waiting: list[_MicroBatch] = []  # of an epoch that ended within a group
+        self._waiting: list[_TrainerMicroBatch] = []  # of an epoch that ended within a group
         self._ends_step = True
         self._step_waits = False  # for optimizer.step()
         super().__init__(*args, **kwargs)
@@ -203,7 +203,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             self._destroy_engines_of_others()
             config = self._filled_config()
             self.harmony_engine, made, _, _ = initialize(model=self.model, optimizer=self.optimizer, config=config)
-            self.optimizer = _Optimizer(made, self._take_step)
+            self.optimizer = _TrainerOptimizer(made, self._take_step)
             self.optimizer._is_accelerate_prepared = True
             self.accelerator._optimizers.append(self.optimizer)
             self.accelerator._models.append(self._engine)
@@ -301,7 +301,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
                 batches = self._prepared(batches)
             divisor = self.__dict__["current_gradient_accumulation_steps"]
             group = [
-                _MicroBatch(dict(batch) if isinstance(batch, Mapping) else batch, num_items_in_batch, divisor)
+                _TrainerMicroBatch(dict(batch) if isinstance(batch, Mapping) else batch, num_items_in_batch, divisor)
                 for batch in batches
             ]
             # A trainer that prepares its inputs counts its micro-batches in training_step, so that must run now; earlier
@@ -313,7 +313,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
                 self._losses.extend(torch.zeros_like(self._tr_loss) for _ in group)
         return self._losses.popleft()
 
-    def _run_waiting_with(self, group: Sequence[_MicroBatch]) -> None:
+    def _run_waiting_with(self, group: Sequence[_TrainerMicroBatch]) -> None:
         """Run the micro-batches of `group` after those that wait, whose losses go to the Trainer's sum."""
         waiting, self._waiting = self._waiting, []
         losses = self._run_group([*waiting, *group])
@@ -321,12 +321,12 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             self._add_to_sum(loss)
         self._losses.extend(losses[len(waiting) :])
 
-    def _run_group(self, group: Sequence[_MicroBatch]) -> list[Tensor]:
+    def _run_group(self, group: Sequence[_TrainerMicroBatch]) -> list[Tensor]:
         """Return the losses of micro-batches that run together, and take the optimizer's step if the Trainer does."""
         last = len(group) - 1 if self._ends_step else None
         returned: dict[int, Tensor] = {}
 
-        def loss_of(one: tuple[int, _MicroBatch]) -> Tensor:
+        def loss_of(one: tuple[int, _TrainerMicroBatch]) -> Tensor:
             index, micro_batch = one
             loss, returned[index] = self._run_step(micro_batch, index == last)
             return loss
@@ -418,7 +418,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
             self.__dict__.clear()
             self.__dict__.update(kept)
 
-    def _run_step(self, micro_batch: _MicroBatch, last: bool) -> tuple[Tensor, Tensor]:
+    def _run_step(self, micro_batch: _TrainerMicroBatch, last: bool) -> tuple[Tensor, Tensor]:
         """Return the loss to propagate back from, and the one to be logged, which the Trainer's training_step returns."""
         noted: list[Tensor] = []
         losses, is_last, divisor = _losses.set(noted), _is_last.set(last), _divisor.set(micro_batch.divisor)

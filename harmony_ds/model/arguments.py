@@ -95,7 +95,7 @@ class CallOutputs:
 
 
 @dataclass(slots=True, eq=False)
-class CallInputs:
+class LayerInputs:
     """Inputs of one call, as the model gave them.
 
     Attributes:
@@ -110,7 +110,7 @@ class CallInputs:
     collector: Collector | None
 
     @staticmethod
-    def of(request: Request) -> CallInputs:
+    def from_request(request: Request) -> LayerInputs:
         values, caches = extract_caches(request)
         opened = [None if place in caches else value for place, value in enumerate(values)] if caches else values
         leaves, shape = flatten_all(opened)
@@ -138,7 +138,7 @@ class CallInputs:
             containers=containers,
             collected={key: len(value) for key, value in (collector or {}).items() if isinstance(value, list)},
         )
-        return CallInputs(arguments, tensors, values, collector)
+        return LayerInputs(arguments, tensors, values, collector)
 
     def deliver(self, outcome: CallOutputs, leaves: list[Any]) -> Any:
         """Return the result, made of the output `leaves`; write collected tensors and containers where they belong."""

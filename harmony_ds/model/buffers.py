@@ -62,7 +62,7 @@ _COMPARED_BYTES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class _Copy:
+class _BufferCopy:
     """A host buffer and its copy on device `number`; their versions, and a small one's values, when both were equal."""
 
     host: Tensor
@@ -88,7 +88,7 @@ class DeviceBuffers:
         self._owners = [module for module in modules if buffers_of([module])]
         self._device = device
         self._ledger = ledger
-        self._copies: dict[int, _Copy] = {}  # by the id of the host's
+        self._copies: dict[int, _BufferCopy] = {}  # by the id of the host's
         self._unversioned: set[nn.Module] = set()  # modules whose forward writes to buffers through `.data`
         self._places: Mapping[nn.Module, int] = {}
         self.are_written = False  # whether forward passes have been seen to change any
@@ -145,22 +145,24 @@ class DeviceBuffers:
         return all((copy := self._copies.get(id(b))) is not None and copy.is_fresh(b) for b in buffers_of([module]))
 
     @torch.inference_mode(False)  # passes outside of it use the same copies, and read their versions
-    def _copies_of(self, module: nn.Module) -> dict[str, _Copy]:
+    def _copies_of(self, module: nn.Module) -> dict[str, _BufferCopy]:
         self._device.enter(self._places.get(module, HOME))
         return {key: self._copy(host) for key, host in module._buffers.items() if host is not None}
 
-    def _copy(self, host: Tensor) -> _Copy:
+    def _copy(self, host: Tensor) -> _BufferCopy:
         known = self._copies.get(id(host))
         if known is None:
             self._device.charge(host.nbytes, "a buffer of the model")
             device = self._device.upload(host)
-            known = self._copies[id(host)] = _Copy(host, host._version, device, device._version, self._device.number)
+            known = self._copies[id(host)] = _BufferCopy(
+                host, host._version, device, device._version, self._device.number
+            )
             known.note(host)
             self._ledger.book_in(TrafficKind.DATA, host.nbytes)
         return known
 
     @torch.inference_mode(False)
-    def _copy_back(self, module: nn.Module, host: dict[str, Tensor | None], copies: dict[str, _Copy]) -> None:
+    def _copy_back(self, module: nn.Module, host: dict[str, Tensor | None], copies: dict[str, _BufferCopy]) -> None:
         """Copy device buffers into the host's, or put them in their place where shape or dtype changed."""
         self.are_written = True
         for key, now in module._buffers.items():
@@ -189,7 +191,7 @@ class DeviceBuffers:
                 self._device.enter(HOME)
 
 
-def _changed(module: nn.Module, copies: dict[str, _Copy]) -> bool:
+def _changed(module: nn.Module, copies: dict[str, _BufferCopy]) -> bool:
     """Return whether a forward pass has changed or replaced the buffers of `module`, which were `copies`."""
     return updates_statistics(module) or any(
         buffer is not None

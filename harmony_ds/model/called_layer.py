@@ -196,7 +196,7 @@ def _shared(memories: list[int | None], outcome: CallOutputs) -> set[int | None]
     return {own for own in memories if own is not None and (own in of_inputs or memories.count(own) > 1)}
 
 
-class _Copy(torch.autograd.Function):
+class _CopyStrided(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         return copy_strided(tensor)
@@ -208,7 +208,7 @@ class _Copy(torch.autograd.Function):
 
 def copy_with_gradient(tensor: Tensor) -> Tensor:
     """Return a copy of `tensor` with the same strides, and a graph that leads to `tensor`."""
-    copy: Tensor = _Copy.apply(tensor)  # type: ignore[no-untyped-call]
+    copy: Tensor = _CopyStrided.apply(tensor)  # type: ignore[no-untyped-call]
     return copy
 
 

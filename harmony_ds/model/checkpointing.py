@@ -18,11 +18,11 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 
-class _Engine(threading.local):
+class _Recomputation(threading.local):
     runs = False
 
 
-_engine = _Engine()
+_engine = _Recomputation()
 _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"  # takes seconds to import: not imported here
 
 

@@ -91,7 +91,7 @@ class Contract:
         self._record()
         self.modes = self._modes()  # in force
 
-    def take(self) -> CallState:
+    def read_state(self) -> CallState:
         """Return the state now; its `modes` and `attributes` are the same objects as long as nothing changes."""
         if not self.is_running:
             if not self._is_unchanged():
@@ -102,7 +102,7 @@ class Contract:
 
     def check(self, states: Sequence[CallState]) -> None:
         """Raise ModelError if the program has changed attributes since calls in `states` that run now."""
-        now = self.take().attributes
+        now = self.read_state().attributes
         for seen in [state.attributes for state in states if state.attributes is not now]:
             changed = {key for key in _changed(seen, now) - self._written if key[1] != SET_ONCE}
             if changed:
@@ -115,7 +115,7 @@ class Contract:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Attribute changes to forward, which the engine runs while the context is open; warn once that it sets them."""
-        outer, before = self.is_running, self.take().attributes
+        outer, before = self.is_running, self.read_state().attributes
         self.is_running = True
         if not outer:
             self.settings.begin()

@@ -34,7 +34,7 @@ from harmony_ds.offload.ledger import Ledger
 _PLACE = "_harmony_device"
 _COPIES = "_harmony_crossed"
 _CHANGED = "_harmony_changed"
-_Copies = dict[int, tuple[int, Tensor]]
+_CopiesByDevice = dict[int, tuple[int, Tensor]]
 """By device number: the version of a tensor that was copied there, and the copy."""
 
 
@@ -50,7 +50,7 @@ class DeviceTransfers:
         for number, member in enumerate((device,) if self._group is None else self._group.members):
             self._numbers.setdefault(member.torch_device, number)
         self._leaving: dict[int, tuple[Event, Tensor]] = {}
-        self._of_leaves: list[_Copies] = []  # freed by hand: copies and leaves refer to each other
+        self._of_leaves: list[_CopiesByDevice] = []  # freed by hand: copies and leaves refer to each other
         self._input_copies: list[tuple[Tensor, Tensor, int]] = []  # of the running layer: tensor, copy, its version
 
     @property
@@ -112,7 +112,7 @@ class DeviceTransfers:
         source, target = self.device_of(tensor), self._group.number if place is None else place
         if source is None or source == target:
             return tensor
-        copies: _Copies = tensor.__dict__.setdefault(_COPIES, {})
+        copies: _CopiesByDevice = tensor.__dict__.setdefault(_COPIES, {})
         if target not in copies or copies[target][0] != tensor._version:
             with torch.enable_grad():
                 pairs = parts_moved(tensor, lambda whole: self.move(whole, target))  # once for all micro-batches

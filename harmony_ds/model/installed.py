@@ -47,7 +47,7 @@ class PhantomParameter(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(
+    def make_like(
         name: str, like: nn.Parameter, device: torch.device, touched: Touched, trained: NoteTrained | None
     ) -> PhantomParameter:
         """Return a phantom of `like` on `device`.
@@ -157,7 +157,8 @@ class Installation:
                 self._names[module] = names = {key: canonical[id(host)] for key, host in own.items()}
                 place, touch = device.torch_device, self._touch
                 phantoms = {
-                    key: PhantomParameter.of(names[key], host, place, touch, note_trained) for key, host in own.items()
+                    key: PhantomParameter.make_like(names[key], host, place, touch, note_trained)
+                    for key, host in own.items()
                 }
                 self._phantoms[module] = FixedParameters({**module._parameters, **phantoms})
                 module.__dict__["_parameters"] = FixedParameters(module._parameters)

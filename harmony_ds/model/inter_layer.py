@@ -43,7 +43,7 @@ class InterLayerGraph:
         """Propagate gradients of all inputs that were computed from call `call` or a later one (-1: all)."""
         due = [(e, t) for e, t in self._edges.values() if t.gradient is not None and t.deadline >= call]
         if due:
-            propagate([edge for edge, _ in due], [target.take() for _, target in due], retain_graph=True)
+            propagate([edge for edge, _ in due], [target.pop() for _, target in due], retain_graph=True)
 
     def touches(self, tensor: Tensor) -> bool:
         """Return whether the graph of `tensor` shares a node with one that feeds a layer, so that it must be kept."""

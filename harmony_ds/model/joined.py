@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream
-from harmony_ds.model.arguments import PLAIN, CallInputs, Collector
+from harmony_ds.model.arguments import PLAIN, Collector, LayerInputs
 from harmony_ds.model.called_layer import CalledLayer
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.device_transfers import DeviceTransfers
@@ -117,7 +117,7 @@ class Joins:
         if len(requests) < 2 or not known or self._residency.are_hooked(called.names):
             return [Joined((place,), request) for place, request in enumerate(requests)]
         alike: dict[Any, list[int]] = {}
-        given = [CallInputs.of(request) for request in requests]
+        given = [LayerInputs.from_request(request) for request in requests]
         for place, one in enumerate(given):
             alike.setdefault(_signature(requests[place], one, place), []).append(place)
         made: list[Joined] = []
@@ -132,7 +132,7 @@ class Joins:
                 made.append(Joined(tuple(places), joined, dims, collectors, before))
         return made
 
-    def _joined(self, first: Request, given: Sequence[CallInputs], dims: RowDims) -> Request | None:
+    def _joined(self, first: Request, given: Sequence[LayerInputs], dims: RowDims) -> Request | None:
         """Return one call for those that were `given` alike, `first` among them; None: they cannot be joined."""
         arguments = given[0].arguments
         tensors: list[Tensor] = []
@@ -248,7 +248,7 @@ class Joins:
         return results
 
 
-def _signature(request: Request, given: CallInputs, place: int) -> Any:
+def _signature(request: Request, given: LayerInputs, place: int) -> Any:
     """Return what is equal for calls that can be joined; `place` for one whose layer may write into its arguments."""
     arguments = given.arguments
     if arguments.containers:

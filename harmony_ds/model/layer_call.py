@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError, UnsupportedError
-from harmony_ds.model.arguments import CallInputs, CallOutputs
+from harmony_ds.model.arguments import CallOutputs, LayerInputs
 from harmony_ds.model.boundary import propagate
 from harmony_ds.model.buffers import Buffers, clone_buffers, substituted_buffers
 from harmony_ds.model.caches import extract_caches, restore_caches, snapshot_caches
@@ -119,7 +119,7 @@ class LayerCalls:
     def _run_without_grad(self, request: Request, copies: Leaves, rows: Rows) -> Any:
         """Run a call that no gradient goes through, in slices of its rows if `rows` says so; return its outputs."""
         if rows.cuts:
-            given = CallInputs.of(request)
+            given = LayerInputs.from_request(request)
             slicing = self._slicing(request.layer, given, rows)
             if slicing is not None:
                 call = RecordedCall(request, 0, given.arguments, [None] * len(given.tensors), slicing)
@@ -183,16 +183,16 @@ class LayerCalls:
         call.keep_graph(outcome.tensors)
         return outputs, self._unless_without_gradient(call)
 
-    def _record(self, request: Request, number: int, inter_layer: InterLayerGraph) -> tuple[CallInputs, RecordedCall]:
+    def _record(self, request: Request, number: int, inter_layer: InterLayerGraph) -> tuple[LayerInputs, RecordedCall]:
         """Return the inputs of a call, on the current device, and a record without them that knows their targets."""
-        given = CallInputs.of(request)
+        given = LayerInputs.from_request(request)
         given.tensors = self._device_transfers.to_current(given.tensors)
         targets = [inter_layer.target(tensor) if tensor.requires_grad else None for tensor in given.tensors]
         request.args, request.kwargs = (), {}  # not kept
         return given, RecordedCall(request, number, given.arguments, targets)
 
     def _cut_outputs(
-        self, layer: CalledLayer, call: RecordedCall, given: CallInputs, outcome: CallOutputs, copies: Leaves
+        self, layer: CalledLayer, call: RecordedCall, given: LayerInputs, outcome: CallOutputs, copies: Leaves
     ) -> Any:
         """Return the outputs of a call for the model, cut from the layer's graph."""
         self._device_transfers.check_input_copies(layer.name)
@@ -207,7 +207,7 @@ class LayerCalls:
         self.discard(call)
         return None
 
-    def _slicing(self, layer: int, given: CallInputs, rows: Rows) -> Slicing | None:
+    def _slicing(self, layer: int, given: LayerInputs, rows: Rows) -> Slicing | None:
         """Return how a call of `layer` is sliced; None: not at all."""
         called = self.layers[layer]
         if not (rows.cuts and called.may_be_sliced(given.arguments)):
@@ -253,7 +253,7 @@ class LayerCalls:
     def _propagate_through(
         self, call: RecordedCall, copies: Leaves, replay: SetState, gather: Callable[[], None]
     ) -> None:
-        gradients = [None if gradient is None else gradient.take() for gradient in call.output_gradients]
+        gradients = [None if gradient is None else gradient.pop() for gradient in call.output_gradients]
         if all(gradient is None for gradient in gradients):
             return
         layer = self.layers[call.request.layer]
@@ -292,7 +292,7 @@ class LayerCalls:
         """Run a call with gradients, whole or sliced, to learn about its layer; return its record and its outputs."""
         layer = self.layers[request.layer]
         request = replace(request, context=request.context.copy())  # gets a collector of its own
-        given = CallInputs.of(request)
+        given = LayerInputs.from_request(request)
         targets: Targets = [GradientSum() if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request, 0, given.arguments, targets, slicing)
         detached = [t.detach() for t in given.tensors]
@@ -309,7 +309,7 @@ class LayerCalls:
     def propagate_trial(self, call: RecordedCall, copies: Leaves) -> list[Tensor | None]:
         """Propagate gradients of the outputs of a trial to `copies`, and to its inputs, whose gradients are returned."""
         self.backward(call, copies, lambda state: None, lambda: None)
-        return [None if target is None else target.take() for target in call.targets]
+        return [None if target is None else target.pop() for target in call.targets]
 
     def _run_slices(
         self, call: RecordedCall, slicing: Slicing, tensors: list[Tensor], copies: Leaves, read_state: ReadState

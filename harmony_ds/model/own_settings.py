@@ -31,7 +31,7 @@ from harmony_ds.offload.host_store import bypass_hooks
 
 Key = tuple[int, str]
 """The number of a module, and the name of an attribute."""
-Trained = Mapping[int, bool]
+TrainedFlags = Mapping[int, bool]
 """By id of a parameter: its `requires_grad`, where that is not the engine's."""
 
 ABSENT: Any = object()
@@ -40,7 +40,7 @@ NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_fla
 """Attributes that are not compared: parameters, hooks, modes, and those that engines, wrappers and Lightning put there."""
 SCALARS = (bool, int, float, complex, str, bytes)
 CONTAINERS = (list, dict, set, OrderedDict)
-_AS_ENGINE: Trained = {}
+_AS_ENGINE: TrainedFlags = {}
 _IGNORED = (NOT_PLAIN | {SET_ONCE, "_is_hf_initialized"}) - {"training"}  # the last: transformers', of each module
 _IGNORED_IN_LINEAR = _IGNORED | {"in_features", "out_features"}
 """In torch's own linear layers, the most numerous modules: the shape of the weight, which forward does not read."""
@@ -56,7 +56,7 @@ class Setting:
     contents: Any = None
 
     @staticmethod
-    def of(value: Any) -> Setting:
+    def capture(value: Any) -> Setting:
         return Setting(value, value.copy() if _is_small(value) else None)
 
     def is_same(self, other: Setting) -> bool:
@@ -84,7 +84,7 @@ class LaneSettings:
     """
 
     settings: Mapping[Key, Setting]
-    trained: Trained
+    trained: TrainedFlags
     _modules: ModuleSettings
 
     @contextmanager
@@ -110,7 +110,7 @@ def in_force(own: LaneSettings | None) -> AbstractContextManager[None]:
 
 
 @dataclass(slots=True, eq=False)
-class EngineSettings:
+class OutsideSettings:
     """Settings that modules have outside of lanes, to be set again when a lane is suspended; `trained`: of parameters."""
 
     settings: Mapping[Key, Setting]
@@ -133,13 +133,13 @@ class ModuleSettings:
         self._skipped: set[Key] = set()
         """Keys that are not compared any more: they are exchanged or shared."""
         self._exchanged: list[Key] = []
-        self._layers: list[_Group] = []
+        self._layers: list[_ComparedModules] = []
         for layer in layers:
             own = [numbers[id(module)] for module in layer.module.modules()]
             inside.update(own)
-            self._layers.append(_Group({number: modules[number] for number in own}, self._skipped))
+            self._layers.append(_ComparedModules({number: modules[number] for number in own}, self._skipped))
         outside = {number: module for number, module in enumerate(modules) if number not in inside}
-        self._outside = _Group(outside, self._skipped)
+        self._outside = _ComparedModules(outside, self._skipped)
         self._noted: dict[Key, Setting] = {}  # set in this pass, and what was there before
         self._unseen: dict[Key, Setting] = {}  # the same of a lane, until it is undone
         self._doubtful: set[Key] = set()  # seen in a step, and not by measuring
@@ -188,7 +188,7 @@ class ModuleSettings:
         noted, self._noted = self._noted, {}
         shared: set[Key] = set()
         for (number, name), before in noted.items():
-            now = Setting.of(self._held[number].get(name, ABSENT))
+            now = Setting.capture(self._held[number].get(name, ABSENT))
             has_grown = before.value is now.value  # a container
             if not before.is_restored_by(now) and (has_grown or isinstance(now.value, Tensor) or _is_number(now.value)):
                 shared.add((number, name))
@@ -250,7 +250,7 @@ class ModuleSettings:
     def read(self) -> dict[Key, Setting]:
         """Return the settings that are exchanged, as they are now."""
         held = self._held
-        return {key: Setting.of(held[key[0]].get(key[1], ABSENT)) for key in self._exchanged}
+        return {key: Setting.capture(held[key[0]].get(key[1], ABSENT)) for key in self._exchanged}
 
     def write(self, settings: Mapping[Key, Setting]) -> None:
         """Set attributes and contents of containers so."""
@@ -263,9 +263,9 @@ class ModuleSettings:
             if setting.contents is not None and setting.value != setting.contents:
                 refill(setting.value, setting.contents)
 
-    def enter_lane(self, own: LaneSettings | None) -> EngineSettings:
+    def enter_lane(self, own: LaneSettings | None) -> OutsideSettings:
         """Set the settings of a lane that goes on; return those of the engine, for `leave_lane`."""
-        engines = EngineSettings({}, {})
+        engines = OutsideSettings({}, {})
         if self.no_lane_sets_any:
             return engines
         self._trained_set.clear()
@@ -279,7 +279,7 @@ class ModuleSettings:
             self._train(own.trained)
         return engines
 
-    def read_lane(self, engines: EngineSettings, before: LaneSettings | None) -> LaneSettings | None:
+    def read_lane(self, engines: OutsideSettings, before: LaneSettings | None) -> LaneSettings | None:
         """Return the settings of the lane that runs, as they are now: `before` again, if nothing has changed."""
         if self._trained_set:
             for key, (parameter, flag) in self._trained_set.items():
@@ -303,7 +303,7 @@ class ModuleSettings:
             return before
         return LaneSettings(settings, before.trained, self)  # the same object: device copies are set so already
 
-    def leave_lane(self, engines: EngineSettings) -> None:
+    def leave_lane(self, engines: OutsideSettings) -> None:
         """Set the settings of the engine again, when a lane is suspended."""
         self.write(engines.settings)
         self._train(engines.trained)
@@ -323,19 +323,19 @@ class ModuleSettings:
             self.write(left.settings)
             self._train(left.trained)
 
-    def _train(self, trained: Trained) -> None:
+    def _train(self, trained: TrainedFlags) -> None:
         if trained:
             with bypass_hooks():
                 for key, flag in trained.items():
                     self._parameters[key].requires_grad_(flag)
 
 
-def trained_by(own: LaneSettings | None) -> Trained:
+def trained_by(own: LaneSettings | None) -> TrainedFlags:
     """Return `requires_grad` as a lane has set it otherwise than the engine."""
     return _AS_ENGINE if own is None else own.trained
 
 
-def both_trained(at_call: LaneSettings | None, at_end: LaneSettings | None) -> Trained:
+def both_trained(at_call: LaneSettings | None, at_end: LaneSettings | None) -> TrainedFlags:
     """Return `requires_grad` for the backward pass of a call: a gradient reaches what is trained then and at the call."""
     one, other = trained_by(at_call), trained_by(at_end)
     if one is other:
@@ -344,7 +344,7 @@ def both_trained(at_call: LaneSettings | None, at_end: LaneSettings | None) -> T
     return {key: one[key] if key in one and key in other else False for key in one.keys() | other.keys()}
 
 
-class _Group:
+class _ComparedModules:
     """Modules whose attributes are compared together; those of `skipped` are not."""
 
     def __init__(self, modules: Mapping[int, nn.Module], skipped: set[Key]) -> None:

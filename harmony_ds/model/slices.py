@@ -154,7 +154,7 @@ class SliceTarget(GradientSum):
         self.part.narrow(self.gradient, self._dim).add_(gradient)
 
     def finish(self) -> None:
-        gradient = self.take()
+        gradient = self.pop()
         if gradient is not None:
             self._whole.add(gradient)
 
@@ -199,7 +199,7 @@ _PART = "_harmony_part"
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _SlicePlace:
     """Place of a tensor in `whole`; `version`: of the tensor when it was made; `all`: the parts, not kept alive."""
 
     whole: Tensor
@@ -234,7 +234,7 @@ def whole_of(parts: Sequence[Tensor], dim: int) -> Tensor:
 def _note(parts: Sequence[Tensor], whole: Tensor, dim: int) -> None:
     refs = [ref(part) for part in parts]
     for number, part in enumerate(parts):
-        setattr(part, _PART, _Part(whole, number, len(parts), dim, part._version, refs))
+        setattr(part, _PART, _SlicePlace(whole, number, len(parts), dim, part._version, refs))
 
 
 def parts_moved(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -248,8 +248,8 @@ def parts_moved(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> list[tuple[
     return [(own, other) for one, other in zip(part.all, made, strict=True) if (own := one()) is not None]
 
 
-def _part(tensor: Tensor) -> _Part | None:
-    part: _Part | None = getattr(tensor, _PART, None)
+def _part(tensor: Tensor) -> _SlicePlace | None:
+    part: _SlicePlace | None = getattr(tensor, _PART, None)
     # Through a hook the gradient has to pass the part itself.
     watched = tensor._backward_hooks or tensor.retains_grad
     return part if part is not None and part.version == tensor._version and not watched else None

@@ -14,7 +14,7 @@ class GradientTarget(Protocol):
 
     def add(self, gradient: Tensor) -> None: ...
 
-    def take(self) -> Tensor | None: ...
+    def pop(self) -> Tensor | None: ...
 
 
 Targets = list[GradientTarget | None]
@@ -32,7 +32,7 @@ class GradientSum:
         # Out of place: autograd may hand the same tensor to several targets.
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
-    def take(self) -> Tensor | None:
+    def pop(self) -> Tensor | None:
         gradient, self.gradient = self.gradient, None
         return gradient
 
@@ -101,5 +101,5 @@ class RejectGradient:
             "detach it (a state for the next call: use_cache=False); open parametrize.cached() within the layer."
         )
 
-    def take(self) -> Tensor | None:
+    def pop(self) -> Tensor | None:
         return None

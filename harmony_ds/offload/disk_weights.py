@@ -23,7 +23,7 @@ CHUNK_BYTES = 2**24
 _CHUNKS = 4
 """While one chunk is read, the others may be on their way to the device."""
 HOST_BYTES = _CHUNKS * CHUNK_BYTES
-Copies = Sequence[tuple[Tensor, Tensor]]
+CopyPairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class DiskWeights:
@@ -43,7 +43,7 @@ class DiskWeights:
         """Bytes of the chunks."""
         return len(self._chunks) * self._chunks[0][0].nbytes  # no loop over them: the thread moves them meanwhile
 
-    def swap_in(self, copies: Copies, free: Event) -> Future[Event]:
+    def swap_in(self, copies: CopyPairs, free: Event) -> Future[Event]:
         """Begin to copy tensors of the file to the device; return a promise of the event after the copies.
 
         Args:
@@ -54,7 +54,7 @@ class DiskWeights:
         return submit(self._reader, partial(self._copy, copies, device, free, device.on(Stream.DISK)))
 
     @torch.inference_mode()  # otherwise tensors that the caller made in inference mode could not be written
-    def _copy(self, copies: Copies, device: Device, free: Event, context: StreamContext) -> Event:
+    def _copy(self, copies: CopyPairs, device: Device, free: Event, context: StreamContext) -> Event:
         # The buffer's memory belongs to the swap-in stream, which has waited for its former user.
         device.wait(Stream.DISK, free)
         try:

@@ -31,7 +31,8 @@ from harmony_ds.offload.split_masters import SplitMasters, SplitStep
 from harmony_ds.optim.host_optimizer import HostOptimizer, Hyper, partial_optimizer
 from harmony_ds.optim.synced_state import plain_state
 
-Tensors = dict[str, Tensor]
+StateTensors = dict[str, Tensor]
+"""By name of a value of the optimizer's state (`exp_avg`): its tensor."""
 Parameters = Mapping[str, nn.Parameter]
 _ELEMENTWISE = frozenset(
     "SGD Adam AdamW Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop DeepSpeedCPUAdam DeepSpeedCPUAdagrad "
@@ -70,7 +71,7 @@ class StateMemory:
         self._free: dict[str, list[int]] = {}
         for name, parameter in parameters.items():
             self._free[name] = [file.reserve(parameter.numel() * _STATE_BYTES) for _ in range(most)]
-        self._tensors: dict[str, Tensors] = {name: {} for name in parameters}
+        self._tensors: dict[str, StateTensors] = {name: {} for name in parameters}
 
     def tensor(self, name: str, key: str, dtype: torch.dtype) -> Tensor:
         """Return the tensor of the state `key` of the parameter `name`, uninitialised at first.
@@ -140,7 +141,7 @@ class BlockOptimizer(HostOptimizer):
         """Step this process's pieces of the masters of `gradients` once."""
         with bypass_hooks():
             names = [name for name in gradients if self.trains(name)]
-            elementwise: dict[str, Tensors] = {}  # by parameter, its states that have a value for each element
+            elementwise: dict[str, StateTensors] = {}  # by parameter, its states that have a value for each element
             scalar: dict[str, dict[str, Any]] = {}  # its other states, such as the step counter, before the step
             scalar_after: dict[str, dict[str, Any]] = {}
             for name in names:
@@ -166,9 +167,9 @@ class BlockOptimizer(HostOptimizer):
                 self._state(name).update(scalar_after[name])
 
     @staticmethod
-    def _split_state(state: Mapping[str, Any], shape: torch.Size) -> tuple[Tensors, dict[str, Any]]:
+    def _split_state(state: Mapping[str, Any], shape: torch.Size) -> tuple[StateTensors, dict[str, Any]]:
         """Return the states that have a value for each element of a parameter of `shape`, and the others."""
-        elementwise: Tensors = {}
+        elementwise: StateTensors = {}
         scalar: dict[str, Any] = {}
         for key, value in state.items():
             if _is_elementwise(key, value, shape):
@@ -209,13 +210,13 @@ class BlockOptimizer(HostOptimizer):
             for block in [*blocks_of(piece, self._blocks.block)] or [piece]:
                 yield name, block
 
-    def _read_blocks(self, states: Mapping[str, Tensors]) -> Iterator[tuple[str, slice, Tensor, Tensors]]:
+    def _read_blocks(self, states: Mapping[str, StateTensors]) -> Iterator[tuple[str, slice, Tensor, StateTensors]]:
         """Yield every block of the parameters in `states`: name, block, its values, its slices of the states."""
         for name, block in self._blocks_of(states):
             values, block_state = self._read_block(name, block, states[name])
             yield name, block, values, block_state
 
-    def _read_block(self, name: str, block: slice, states: Tensors) -> tuple[Tensor, Tensors]:
+    def _read_block(self, name: str, block: slice, states: StateTensors) -> tuple[Tensor, StateTensors]:
         """Return the values of a block, and its slices of `states`.
 
         For a block without elements, return one zero of each: it is stepped for the parameter's counters.
@@ -227,7 +228,7 @@ class BlockOptimizer(HostOptimizer):
     def _values_of_block(self, name: str, block: slice) -> Tensor:
         return self._blocks.read_block(name, block)
 
-    def _write_block(self, name: str, block: slice, values: Tensor, block_state: Tensors) -> None:
+    def _write_block(self, name: str, block: slice, values: Tensor, block_state: StateTensors) -> None:
         """Write the values of a block, and its slices of the states, after its step."""
         copies: list[tuple[Tensor, Tensor]] = []  # from, to
         for key, value in block_state.items():

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from harmony_ds.distributed import SingleProcess
 from harmony_ds.offload.disk import DiskMasters, submit
-from harmony_ds.optim.block_optimizer import BlockOptimizer, Parameters, Tensors
+from harmony_ds.optim.block_optimizer import BlockOptimizer, Parameters, StateTensors
 
 _AHEAD = 2
 """The number of blocks that are read while one is stepped; as many may still wait to be written."""
@@ -50,10 +50,10 @@ class DiskOptimizer(BlockOptimizer):
     def unallocated_bytes(self) -> int:
         return 0
 
-    def _read_blocks(self, states: Mapping[str, Tensors]) -> Iterator[tuple[str, slice, Tensor, Tensors]]:
+    def _read_blocks(self, states: Mapping[str, StateTensors]) -> Iterator[tuple[str, slice, Tensor, StateTensors]]:
         """Yield every block as `BlockOptimizer` does, with the next ones being read meanwhile; OSError: the disk fails."""
         blocks = [*self._blocks_of(states)]
-        reads: deque[Future[tuple[Tensor, Tensors]]] = deque()
+        reads: deque[Future[tuple[Tensor, StateTensors]]] = deque()
         issued = 0  # reads of the first so many blocks
         try:
             for name, block in blocks:
@@ -75,7 +75,7 @@ class DiskOptimizer(BlockOptimizer):
         while self._writes:
             self._writes.popleft().result()
 
-    def _read_block(self, name: str, block: slice, states: Tensors) -> tuple[Tensor, Tensors]:
+    def _read_block(self, name: str, block: slice, states: StateTensors) -> tuple[Tensor, StateTensors]:
         values, block_state = super()._read_block(name, block, states)
         if block.start < block.stop:
             block_state = {key: self._disk.file.copy_of(on_disk) for key, on_disk in block_state.items()}

@@ -35,7 +35,7 @@ from harmony_ds.offload.residency import DeviceCopy, Residency, leaf_over, same_
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
 from harmony_ds.optim.host_optimizer import Hyper
 
-Names = tuple[str, ...]
+ParameterNames = tuple[str, ...]
 
 
 class Held(Enum):
@@ -61,7 +61,7 @@ class ResidentPacks(GradientSums):
         self._ledger = ledger
         self._residency = residency
         self._optimizer = optimizer
-        self._names: tuple[Names, ...] = ()
+        self._names: tuple[ParameterNames, ...] = ()
         self._packs: list[DeviceCopy] = []  # in the order of `_names`; packs may share parameters
         self._weights: dict[str, Tensor] = {}
         self._stepped: dict[str, nn.Parameter] = {}  # what the optimizer steps: a trained weight itself, or its master
@@ -74,7 +74,7 @@ class ResidentPacks(GradientSums):
         self._norm_buffers = HostBuffers(device)
         self._last_read: Event | None = None  # after the last copy from host memory; None: it is done
 
-    def holds(self, packs: Sequence[Names]) -> bool:
+    def holds(self, packs: Sequence[ParameterNames]) -> bool:
         """Return whether exactly these packs (the names of each one's parameters) are resident."""
         return tuple(packs) == self._names
 
@@ -84,7 +84,7 @@ class ResidentPacks(GradientSums):
         buffers = (*(copy.buffer for copy in self._packs), *self._masters)
         return sum(b.numel() * b.element_size() for b in buffers) + self._state_bytes
 
-    def make_resident(self, packs: Sequence[Names]) -> list[DeviceCopy]:
+    def make_resident(self, packs: Sequence[ParameterNames]) -> list[DeviceCopy]:
         """Return up-to-date device copies of exactly these packs, in forward order; if they do not fit, no pack stays."""
         if self.holds(packs):
             self.sync_to_device()
@@ -99,7 +99,7 @@ class ResidentPacks(GradientSums):
                 raise
         return list(self._packs)
 
-    def _load_pack(self, names: Names) -> None:
+    def _load_pack(self, names: ParameterNames) -> None:
         fresh = tuple(name for name in names if name not in self._weights)
         copy = self._residency.swap_in(fresh, TrafficKind.RESIDENT)
         self._packs.append(copy)
@@ -234,7 +234,7 @@ class ResidentPacks(GradientSums):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _to_host(self, held: Held, names: Names) -> None:
+    def _to_host(self, held: Held, names: ParameterNames) -> None:
         self._notice_replaced_state()
         stale = [name for name in names if name in self._newer_on_device[held]]
         if not stale:

@@ -114,7 +114,7 @@ class PendingNorm(Future[GradientNorm]):
 
 
 @dataclass(order=True, slots=True)
-class _Job:
+class _UpdateJob:
     """Work for the update thread; jobs are run in the order of their first three fields.
 
     Attributes:
@@ -155,7 +155,7 @@ class Updater:
         self._gradients = gradients
         self._world = gradients.world
         self._last_names: dict[int, tuple[str, ...]] = {}  # pack -> parameters of its last update
-        self._jobs: list[_Job] = []  # a heap; the first may be running
+        self._jobs: list[_UpdateJob] = []  # a heap; the first may be running
         self._step = 0  # number of the step that queues jobs now
         self._job_numbers = itertools.count()
         self._pending: Counter[int] = Counter()  # pack -> updates that are queued or running
@@ -238,7 +238,7 @@ class Updater:
             self._updating.update(names)
             self._last_names[pack] = names
             self._world.count_issued(names)
-            heapq.heappush(self._jobs, _Job(self._step, pack, next(self._job_numbers), run))
+            heapq.heappush(self._jobs, _UpdateJob(self._step, pack, next(self._job_numbers), run))
             self._changed.notify_all()
 
     def is_updating(self, name: str) -> bool:
@@ -308,7 +308,7 @@ class Updater:
     def _queue(self, priority: int, run: Callable[[], _Result]) -> Future[_Result]:
         with self._changed:
             self._raise_failure()
-            job = _Job(self._step, priority, next(self._job_numbers), run)
+            job = _UpdateJob(self._step, priority, next(self._job_numbers), run)
             heapq.heappush(self._jobs, job)
             self._changed.notify_all()
         return job.result
@@ -338,7 +338,7 @@ class Updater:
                     self._changed.notify_all()
                 del job, result  # their tensors are not to be kept while the next job is waited for
 
-    def _next_job(self) -> _Job | None:
+    def _next_job(self) -> _UpdateJob | None:
         """Wait for a job, and return it; it stays in the queue while it runs. None: the thread is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._stopping)

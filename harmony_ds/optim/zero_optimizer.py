@@ -11,20 +11,20 @@ import torch
 from harmony_ds.config.engine_settings import EngineSettings
 from harmony_ds.errors import UnsupportedError
 
-_Answer = Callable[[EngineSettings], Any]
+_ReadSettings = Callable[[EngineSettings], Any]
 
 
-def _of_zero_config(name: str) -> _Answer:
+def _of_zero_config(name: str) -> _ReadSettings:
     """Return the answer that is the value of `name` in DeepSpeed's zero_optimization block."""
     return attrgetter(f"_config.zero_config.{name}")
 
 
-def _always(value: Any) -> _Answer:
+def _always(value: Any) -> _ReadSettings:
     """Return the answer that is `value` in every training without parallelism but that of data."""
     return lambda _: value
 
 
-_ANSWERS: dict[str, _Answer] = {
+_ANSWERS: dict[str, _ReadSettings] = {
     "clip_grad": lambda settings: settings.now.gradient_clipping,
     "dtype": lambda settings: settings.now.compute_dtype,
     "gradient_accumulation_dtype": lambda settings: settings.now.accumulation_dtype,

@@ -29,7 +29,7 @@ from harmony_ds.model.trees import tensors_in
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.profiling.call_measurement import CallMeasurement, MicroBatchMeasurement
-from harmony_ds.profiling.passes import Passes
+from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.profiling.watches import FlowWatch, RoutingWatch, extremes
 from harmony_ds.runtime.runtime import Runtime
@@ -52,7 +52,7 @@ class Measurement(LayerCallObserver):
         """Run with `unlayered` parameters, as far as they are known, and with layer calls cut into `rows`."""
         self._runtime = runtime
         self._layers = layers
-        self._passes = Passes(runtime, layers, unlayered, rows)
+        self._passes = ModelPasses(runtime, layers, unlayered, rows)
         self._interval: MemoryInterval
         self._measured = MicroBatchMeasurement()
         self._kept: list[StashEntry] = []
@@ -349,7 +349,7 @@ class Measurement(LayerCallObserver):
 
     def _take_gradients(self) -> list[OutputGradient]:
         """Return the outputs whose gradients came into being since the last time; drop those."""
-        return [gradient for call in self._measured.calls for gradient in call.made if gradient.take() is not None]
+        return [gradient for call in self._measured.calls for gradient in call.made if gradient.pop() is not None]
 
     def _changed_unlayered_gradients(self) -> dict[str, int]:
         """Return bytes of the unlayered parameters whose gradients have changed since the last time."""

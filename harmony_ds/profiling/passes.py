@@ -29,7 +29,7 @@ from harmony_ds.runtime.streaming import LayerCallObserver, RunCall, Streamer
 from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
 
-class Passes(LayerCallObserver):
+class ModelPasses(LayerCallObserver):
     """Forward passes of one model with gradients, their outputs cut at layer calls as in a step. Nothing is left of them.
 
     Attributes:
@@ -169,7 +169,7 @@ class Passes(LayerCallObserver):
             yield reached
         finally:
             self.switch_to_own_random_numbers()
-            reached += [target for target in call.targets if target is not None and target.take() is not None]
+            reached += [target for target in call.targets if target is not None and target.pop() is not None]
 
     def make_up(self, target: TensorGradient) -> None:
         """Give `target` a gradient of ones."""

@@ -22,7 +22,7 @@ from harmony_ds.model.recorded_call import RecordedCall
 from harmony_ds.model.sameness import TOLERANCES, close
 from harmony_ds.model.slices import RowSlice, Slicing, TensorShapes, row_dims
 from harmony_ds.offload.residency import DeviceCopy, Leaves
-from harmony_ds.profiling.passes import Passes
+from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.rows import Places, RowDims, Rows
@@ -60,7 +60,7 @@ class RowProbe:
         self._drawing: set[int] = set()
         self._code_between_draws = False
         self._after_call = RandomState()  # of the random numbers, when the last call had run
-        self._passes: Passes  # of the current probe
+        self._passes: ModelPasses  # of the current probe
         self._rows = 0  # of the current pass
         self._calls: list[_CallShapes] = []  # of the current pass
         self._fewer_rows = 0  # of the pass before, if the calls of this one are compared with its calls
@@ -76,7 +76,7 @@ class RowProbe:
     def probe(self, sample: Sample, rows: tuple[int, int], unlayered: tuple[str, ...] = ()) -> None:
         """Run forward passes over the first `rows[0]` rows of `sample` and over the first `rows[1]`, which are more."""
         few, more = rows
-        self._passes = Passes(self._runtime, self._layers, unlayered)
+        self._passes = ModelPasses(self._runtime, self._layers, unlayered)
         with self._passes.opened(self._run_call):
             self._calls_with_fewer_rows = None
             self._run_pass(sample, few)

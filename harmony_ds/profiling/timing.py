@@ -15,7 +15,7 @@ from harmony_ds.decomposer.find import Layer
 from harmony_ds.model.intercept import Request
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.offload.residency import DeviceCopy
-from harmony_ds.profiling.passes import Passes
+from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.streaming import LayerCallObserver
@@ -26,12 +26,12 @@ _PASSES = 2
 _BACKWARD_SAMPLES = 4
 """Equal calls that are propagated back through, in each pass."""
 
-Structure = tuple[object, ...]
-_REST: Structure = ()
+CallStructure = tuple[object, ...]
+_REST: CallStructure = ()
 """Stands for the code before the first call and after the last."""
 
 
-def structure_of(layer: Layer, request: Request) -> Structure:
+def structure_of(layer: Layer, request: Request) -> CallStructure:
     """Key of the calls of equal layers: same class, same parameters, same arguments, in shape and dtype."""
     parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in layer.module.parameters())
     arguments = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_in((request.args, request.kwargs)))
@@ -59,10 +59,10 @@ class Timing(LayerCallObserver):
         self.device = runtime.device
         self._runtime = runtime
         self._layers = layers
-        self._passes = Passes(runtime, layers, unlayered, rows)
+        self._passes = ModelPasses(runtime, layers, unlayered, rows)
         # In the order they were measured.
-        self._samples: defaultdict[tuple[Structure, str], list[float]] = defaultdict(list)
-        self._structures: list[Structure] = []  # of the calls of this pass
+        self._samples: defaultdict[tuple[CallStructure, str], list[float]] = defaultdict(list)
+        self._structures: list[CallStructure] = []  # of the calls of this pass
         self._since = 0.0
         self.swaps: list[tuple[int, float]] = []
 
@@ -128,12 +128,12 @@ class Timing(LayerCallObserver):
         before, self._since = self._since, self.device.now_ms()
         return self._since - before
 
-    def _issued(self, structure: Structure, what: str, begin: float) -> None:
+    def _issued(self, structure: CallStructure, what: str, begin: float) -> None:
         """Note what the host took until now, if the device may still compute."""
         if self.device.copies_overlap:
             self._samples[structure, what].append(self.device.issued_ms() - begin)
 
-    def _end_lap(self, structure: Structure, what: str) -> None:
+    def _end_lap(self, structure: CallStructure, what: str) -> None:
         """Note the milliseconds since the last lap as a sample."""
         self._samples[structure, what].append(self._lap())
 
@@ -169,5 +169,5 @@ class Timing(LayerCallObserver):
             issue_share=min(1.0, issued_ms / total_ms) if total_ms else 0.0,
         )
 
-    def _typical(self, structure: Structure, what: str) -> float:
+    def _typical(self, structure: CallStructure, what: str) -> float:
         return typical(self._samples[structure, what])

@@ -32,7 +32,7 @@ from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.boundary import on_one_thread
 from harmony_ds.model.checkpointing import checkpoints_bypassed
 from harmony_ds.model.intercept import Autocast, Request
-from harmony_ds.model.own_settings import Trained, both_trained, trained_by
+from harmony_ds.model.own_settings import TrainedFlags, both_trained, trained_by
 from harmony_ds.model.trees import map_tensors
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
@@ -430,7 +430,7 @@ class Executor:
                     "use it under torch.no_grad(), or let it be trained at initialize."
                 )
 
-    def _set_trained(self, pack: int, trained: Trained) -> None:
+    def _set_trained(self, pack: int, trained: TrainedFlags) -> None:
         modes = trained or self._runtime.contract.modes
         self._runtime.residency.apply_user_settings(self._copies[pack], modes, trained)
 

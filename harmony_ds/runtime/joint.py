@@ -22,7 +22,7 @@ from harmony_ds.model.joined import RAISED, Joined, Joins
 from harmony_ds.model.own_settings import in_force
 from harmony_ds.model.random_streams import RandomStreams, states_differ
 from harmony_ds.model.trees import tensors_in
-from harmony_ds.runtime.lane import Answer, Lane, Place
+from harmony_ds.runtime.lane import Lane, LayerCallRunner, Place
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 
 
@@ -52,7 +52,7 @@ class JointLane:
         requests = [lane.request for lane in self.lanes if lane.request is not None]
         return tensors_in([(call.request.args, call.request.kwargs) for call in self._joined(requests)])
 
-    def run_on(self, place: Place, answer: Answer, last: int | None = None) -> None:
+    def run_on(self, place: Place, answer: LayerCallRunner, last: int | None = None) -> None:
         """Do what `Lane.run_on` does, with one call for all where they can be joined.
 
         Raises:
@@ -85,7 +85,7 @@ class JointLane:
                 self._calls = self._joins.join(requests)
         return self._calls
 
-    def _answered(self, requests: list[Request], position: int, answer: Answer) -> list[Any]:
+    def _answered(self, requests: list[Request], position: int, answer: LayerCallRunner) -> list[Any]:
         """Return what each lane gets."""
         replies: dict[int, Any] = {}
         for call in self._joined(requests):
@@ -168,7 +168,7 @@ class JointMicroBatch(MicroBatch):
     random: RandomStreams | None = None
 
     @staticmethod
-    def of(members: Sequence[MicroBatch], joins: Joins, random: RandomStreams) -> JointMicroBatch:
+    def join(members: Sequence[MicroBatch], joins: Joins, random: RandomStreams) -> JointMicroBatch:
         """Join `members`, which were called in the same modes; joined calls draw the random numbers of the first one."""
         first = members[0]
         return JointMicroBatch(

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.intercept import Autocast, ContextFactory, Request, handled_by
-from harmony_ds.model.own_settings import EngineSettings, LaneSettings, ModuleSettings
+from harmony_ds.model.own_settings import LaneSettings, ModuleSettings, OutsideSettings
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.runtime.thread_state import SuspendedModes, ThreadState
 
 Place = Callable[[Request], int]
 """Return the position of a layer call, by which it is for this task or a later one."""
-Answer = Callable[[Request, int], Any]
+LayerCallRunner = Callable[[Request, int], Any]
 """Make the outputs of a layer call at a position."""
 
 
@@ -80,7 +80,7 @@ class Lane:
         """Return the tensors among the arguments of the layer call that it waits at."""
         return [] if self.request is None else tensors_in((self.request.args, self.request.kwargs))
 
-    def run_on(self, place: Place, answer: Answer, last: int | None = None) -> None:
+    def run_on(self, place: Place, answer: LayerCallRunner, last: int | None = None) -> None:
         """Run on to the first layer call after the position `last`, or to the end; `answer` answers the calls before it.
 
         What a layer has raised, the model's code gets; what else comes up in an answer is raised here.
@@ -131,11 +131,11 @@ class Lane:
 
     # ---- what it sets on modules
 
-    def _put_settings(self) -> EngineSettings | None:
+    def _put_settings(self) -> OutsideSettings | None:
         """Let modules be as the lane has set them; return how they are to the engine."""
         return None if self._settings is None else self._settings.enter_lane(self.own)
 
-    def _take_settings(self, engines: EngineSettings | None) -> None:
+    def _take_settings(self, engines: OutsideSettings | None) -> None:
         """Let modules be as they are to the engine."""
         if self._settings is not None and engines is not None and not self._settings.no_lane_sets_any:
             self.own = self._settings.read_lane(engines, self.own)
@@ -146,7 +146,7 @@ class Lane:
         if self._settings is not None and self.finished:
             self._settings.end_lane(self.own)
 
-    def _note_arrival(self, engines: EngineSettings | None) -> None:
+    def _note_arrival(self, engines: OutsideSettings | None) -> None:
         """Note what the lane has set before the call that it waits at.
 
         Raises:
@@ -163,7 +163,7 @@ class Lane:
             self.own = settings.read_lane(engines, self.own)
         request.own = self.own
 
-    def _note_return(self, engines: EngineSettings | None) -> None:
+    def _note_return(self, engines: OutsideSettings | None) -> None:
         """Note what the call that it waits at has set."""
         settings, request = self._settings, self.request
         if settings is None or engines is None or request is None:

@@ -44,7 +44,7 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepEntries:
     plan: Plan
     begin_ms: float
     entries: list[_Entry] = field(default_factory=list)
@@ -55,8 +55,8 @@ class StepTimeline:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._steps: list[_Step] | None = None  # None: no caller records
-        self._step: _Step | None = None  # the one that runs
+        self._steps: list[_StepEntries] | None = None  # None: no caller records
+        self._step: _StepEntries | None = None  # the one that runs
         self._open: _Entry | None = None  # of the task that is being issued
 
     @contextmanager
@@ -87,7 +87,7 @@ class StepTimeline:
         if self._steps is None:
             yield
             return
-        self._step = _Step(plan, _now_ms())
+        self._step = _StepEntries(plan, _now_ms())
         try:
             yield
             self._steps.append(self._step)
@@ -99,7 +99,7 @@ class StepTimeline:
         return nullcontext() if self._step is None else self._recorded_task(self._step, task)
 
     @contextmanager
-    def _recorded_task(self, step: _Step, task: Task) -> Iterator[None]:
+    def _recorded_task(self, step: _StepEntries, task: Task) -> Iterator[None]:
         entry = self._open = _Entry(task, _now_ms())
         step.entries.append(entry)
         yield
@@ -131,7 +131,7 @@ class StepTimeline:
 
     # ---- afterwards
 
-    def _read_step(self, step: _Step) -> ExecutedStep:
+    def _read_step(self, step: _StepEntries) -> ExecutedStep:
         """Return what was recorded in one step, as times from its begin."""
         begin = step.begin_ms
         spans = [*self._host_spans(step), *self._device_spans(step)]
@@ -142,7 +142,7 @@ class StepTimeline:
             spans=tuple(sorted(spans, key=lambda span: (span.begin_ms, span.end_ms))),
         )
 
-    def _host_spans(self, step: _Step) -> Iterator[Span]:
+    def _host_spans(self, step: _StepEntries) -> Iterator[Span]:
         for entry in step.entries:
             # Where nothing overlaps, the host's part in a task is the task itself.
             if self._device.copies_overlap:
@@ -150,7 +150,7 @@ class StepTimeline:
             if entry.host_ms:
                 yield Span(UPDATE, entry.host_ms[0] - step.begin_ms, entry.host_ms[-1] - step.begin_ms, (entry.task,))
 
-    def _device_spans(self, step: _Step) -> Iterator[Span]:
+    def _device_spans(self, step: _StepEntries) -> Iterator[Span]:
         """Yield one span for all that a task did on a stream, from the first moment to the last."""
         parts: list[tuple[Task, Stream]] = []
         firsts: list[Timestamp] = []

@@ -106,7 +106,7 @@ def resident_bytes(packing: Packing, policy: Policy, request: PlanRequest) -> in
 def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: Policy) -> Plan:
     """Return the plan over given packs, with its peak."""
     micro_batches, stays = request.micro_batches, resident_bytes(packing, policy, request)
-    tasks = compose_step(packing, Group.of(micro_batches), policy)
+    tasks = compose_step(packing, Group.with_fresh(micro_batches), policy)
     walked = walk_memory(packing.packs, tasks, costs)
     peaks = tuple(stays + peak for peak in walked.device_peaks)
     return Plan(packing, policy, tasks, micro_batches, stays, max(peaks), costs.calls, walked.activation_bytes, peaks)

@@ -64,7 +64,7 @@ class Group:
     sharing: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
-    def of(count: int) -> Group:
+    def with_fresh(count: int) -> Group:
         """Return a group of so many fresh micro-batches, numbered from 0."""
         return Group(tuple(range(count)))
 

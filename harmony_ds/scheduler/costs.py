@@ -101,15 +101,15 @@ class BackwardBytes:
     summed_bytes: int = 0
 
 
-_Part = TypeVar("_Part", WaitingBytes, StashBytes, ForwardBytes, BackwardBytes)
+_BytesOfCall = TypeVar("_BytesOfCall", WaitingBytes, StashBytes, ForwardBytes, BackwardBytes)
 
 
-def scale_bytes(part: _Part, times: int) -> _Part:
+def scale_bytes(part: _BytesOfCall, times: int) -> _BytesOfCall:
     """Return the part of a cost with every number of bytes multiplied."""
     return type(part)(*(times * getattr(part, f.name) for f in fields(part)))
 
 
-def _larger(part: _Part, other: _Part) -> _Part:
+def _larger(part: _BytesOfCall, other: _BytesOfCall) -> _BytesOfCall:
     """Return the part of a cost that has the larger of both in each field."""
     return type(part)(*(max(getattr(part, f.name), getattr(other, f.name)) for f in fields(part)))
 

@@ -58,7 +58,7 @@ class CandidateEstimator:
         counts = (1,) * wanted if policy.pipeline > 1 else _counts(wanted, policy.graphs)
         graphs = tuple(_sampled_count(counts, count) for count in policy.graphs)
         policy = replace(policy, graphs=graphs)
-        tasks = compose_step(packing, Group.of(len(counts)), policy)
+        tasks = compose_step(packing, Group.with_fresh(len(counts)), policy)
         several = wanted if policy.grouping else len(counts)
         return SampledPlan(Plan(packing, policy, tasks, several, 0, 0), counts)
 
@@ -106,7 +106,7 @@ class CandidateEstimator:
             return step_ms(plan, self._costs, self._machine, counts, pieces, wanted_ms)
         # One micro-batch after the other passes all packs, each as the one before it.
         fewer = replace(plan, micro_batches=plan.micro_batches - 1)
-        fewer = replace(fewer, tasks=compose_step(plan.packing, Group.of(fewer.micro_batches), plan.policy))
+        fewer = replace(fewer, tasks=compose_step(plan.packing, Group.with_fresh(fewer.micro_batches), plan.policy))
         with_all, with_fewer = (step_ms(one, self._costs, self._machine) for one in (plan, fewer))
         return with_all + (self._request.micro_batches - len(counts)) * (with_all - with_fewer)
 

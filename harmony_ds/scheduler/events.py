@@ -69,7 +69,7 @@ def run_jobs(
             left.append(jobs[place].duration_ms)
             running.append(place)
         ready = []
-        speed = speeds.of(running)
+        speed = speeds.rates_of(running)
         step = min([ms / v for ms, v in zip(left, speed, strict=True)])
         now += step
         still, left_of = [], []
@@ -223,7 +223,7 @@ class _Speeds:
         self._crowded = frozenset(crowded)
         self._known: dict[tuple[int, ...], Sequence[float]] = {}
 
-    def of(self, running: Sequence[int]) -> Sequence[float]:
+    def rates_of(self, running: Sequence[int]) -> Sequence[float]:
         """By the places of the jobs that run."""
         kinds = tuple([self._kinds[place] for place in running])
         speeds = self._known.get(kinds)

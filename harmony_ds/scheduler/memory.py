@@ -156,7 +156,7 @@ def _views_by_micro_batch(
     return by_micro_batch
 
 
-class _Held:
+class _BytesByOwner:
     """Bytes by owner (a pack, a micro-batch, or both), and their sum."""
 
     __slots__ = ("_by_owner", "total")
@@ -226,16 +226,16 @@ class DeviceMemory:
         self._counts = counts
         self._first_to_propagate = {micro_batches[-1] for micro_batches in sharing}
         self._last_to_propagate = {micro_batches[0] for micro_batches in sharing}
-        self._weights = _Held()  # by pack
-        self._gradients = _Held()  # by pack
+        self._weights = _BytesByOwner()  # by pack
+        self._gradients = _BytesByOwner()  # by pack
         self._updated: set[int] = set()  # packs, on the device
-        self._waiting = _Held()  # by micro-batch: without its stash
-        self._stash = _Held()  # by micro-batch: what of it is on the device, never having left
-        self._returned_stash = _Held()  # by (pack, micro-batch)
+        self._waiting = _BytesByOwner()  # by micro-batch: without its stash
+        self._stash = _BytesByOwner()  # by micro-batch: what of it is on the device, never having left
+        self._returned_stash = _BytesByOwner()  # by (pack, micro-batch)
         self._leaving_bytes = 0  # stash on its way to the host
-        self._graphs = _Held()  # by (pack, micro-batch)
-        self._outputs = _Held()  # by micro-batch: of the model, until the loss that it shares has been made
-        self._set_aside = _Held()  # by pack: sums of gradients, while those of one shared loss are added up
+        self._graphs = _BytesByOwner()  # by (pack, micro-batch)
+        self._outputs = _BytesByOwner()  # by micro-batch: of the model, until the loss that it shares has been made
+        self._set_aside = _BytesByOwner()  # by pack: sums of gradients, while those of one shared loss are added up
         self._held_between_passes: dict[int, int] = {}  # by micro-batch, where it is not what the table says
         self._has_run: set[int] = set()  # micro-batches that an earlier task has run, or brought stash of
         self._computing: dict[TaskKind, Callable[[Task, PackBytes], int]] = {

@@ -19,7 +19,7 @@ from harmony_ds.scheduler.spans import COMPUTE, UPDATE, Span, busy_of, streams_o
 from harmony_ds.scheduler.swaps import moved_bytes, swaps_of
 
 _US_PER_MS = 1e3
-_Event = dict[str, Any]
+_TraceEvent = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ def trace_of(
         layer_names: by the indices of the plan's layers; without them layers are told by number.
     """
     events = [
-        *_Process(1, "simulated", plan, costs, layer_names).events(
+        *_TracedStep(1, "simulated", plan, costs, layer_names).events(
             tuple(_one_by_one(prediction.spans)), _planned_bytes(plan, costs)
         )
     ]
     if executed is not None:
         used = dict(zip(executed.tasks, executed.device_bytes, strict=True))
-        events += _Process(2, "executed", executed.plan, costs, layer_names).events(executed.spans, used)
+        events += _TracedStep(2, "executed", executed.plan, costs, layer_names).events(executed.spans, used)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -105,7 +105,7 @@ def _planned_bytes(plan: Plan, costs: CostTable) -> dict[Task, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class _TracedStep:
     """One step's events."""
 
     pid: int
@@ -114,7 +114,7 @@ class _Process:
     costs: CostTable
     layer_names: Sequence[str]
 
-    def events(self, spans: Sequence[Span], bytes_of: Mapping[Task, int]) -> Iterator[_Event]:
+    def events(self, spans: Sequence[Span], bytes_of: Mapping[Task, int]) -> Iterator[_TraceEvent]:
         """`bytes_of`: device bytes alive, by task; drawn where compute begins."""
         yield self._meta("process_name", 0, {"name": f"{self.name} step"})
         yield self._meta("process_sort_index", 0, {"sort_index": self.pid})
@@ -135,13 +135,13 @@ class _Process:
                 "dur": round(end - begin, 3),
             }
 
-    def _meta(self, name: str, tid: int, args: _Event) -> _Event:
+    def _meta(self, name: str, tid: int, args: _TraceEvent) -> _TraceEvent:
         return {"ph": "M", "name": name, "pid": self.pid, "tid": tid, "args": args}
 
-    def _event(self, phase: str, name: str, begin_ms: float, tid: int, args: _Event) -> _Event:
+    def _event(self, phase: str, name: str, begin_ms: float, tid: int, args: _TraceEvent) -> _TraceEvent:
         return {"ph": phase, "name": name, "pid": self.pid, "tid": tid, "ts": _us(begin_ms), "args": args}
 
-    def _args(self, span: Span) -> _Event:
+    def _args(self, span: Span) -> _TraceEvent:
         """Return the same keys for every event: pack and micro-batch are -1, bytes 0, where there are none."""
         task = span.tasks[0]
         whole = task.kind is TaskKind.NORM

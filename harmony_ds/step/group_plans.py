@@ -49,7 +49,7 @@ class GroupPlans:
             made: list[MicroBatch] = []
             for run in runs:
                 if len(run) >= least:
-                    made.append(JointMicroBatch.of(run, joins, self._runtime.random))
+                    made.append(JointMicroBatch.join(run, joins, self._runtime.random))
                 else:
                     made += run
             return made

@@ -181,7 +181,7 @@ class _PendingOutputs:
         elif is_whole(structure) and (structure.cls is dict or is_sequence(structure.cls)):
             return self.whole(structure)
         made = object.__new__(_pending_class(structure.cls))
-        object.__setattr__(made, "_harmony", _Part(self, structure))
+        object.__setattr__(made, "_harmony", _OutputObject(self, structure))
         return made
 
     def whole(self, structure: Container) -> Any:
@@ -222,7 +222,7 @@ _SPECIAL = [*_CHANGING, *"bool eq hash iter len or reduce_ex repr reversed ror".
 
 
 @dataclass(slots=True)
-class _Part:
+class _OutputObject:
     """One object among outputs."""
 
     pending: _PendingOutputs
@@ -263,7 +263,7 @@ class _PendingObject:
     """Stand-in for an instance of a class, which hands on to one."""
 
     __slots__ = ("__weakref__", "_harmony")
-    _harmony: _Part
+    _harmony: _OutputObject
 
     def __getattr__(self, name: str) -> Any:
         part = self._harmony

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from harmony_ds.errors import BatchError
 
-Step = tuple[str, Any]
+PathStep = tuple[str, Any]
 """An "attribute" and its name, or an "item" and its key."""
-Path = tuple[Step, ...]
+Path = tuple[PathStep, ...]
 """Way from outputs to a part of them."""
 
 _CONSTANTS = (type(None), str, Enum, torch.dtype, torch.device)
@@ -71,8 +71,8 @@ class Container:
 
     path: Path
     cls: Any
-    stored: dict[Step, Structure]
-    ways: dict[Step, Structure]
+    stored: dict[PathStep, Structure]
+    ways: dict[PathStep, Structure]
     complete: bool = True
 
 
@@ -107,7 +107,7 @@ def describe(value: Any, path: Path = (), enclosing: tuple[Any, ...] = ()) -> St
 def _describe_object(value: Any, path: Path, enclosing: tuple[Any, ...]) -> Container:
     seen: dict[int, tuple[Any, Structure]] = {}  # the value keeps the number its own
 
-    def describe_once(part: Any, step: Step) -> Structure:
+    def describe_once(part: Any, step: PathStep) -> Structure:
         """Describe `part`; a tensor that is an attribute and an item is one leaf."""
         if isinstance(part, _CONSTANTS):
             return Constant((*path, step), part)
@@ -115,7 +115,7 @@ def _describe_object(value: Any, path: Path, enclosing: tuple[Any, ...]) -> Cont
             seen[id(part)] = part, describe(part, (*path, step), (*enclosing, value))
         return seen[id(part)][1]
 
-    stored: dict[Step, Structure] = {}
+    stored: dict[PathStep, Structure] = {}
     for name in attribute_names(value):
         stored["attribute", name] = describe_once(getattr(value, name), ("attribute", name))
     if isinstance(value, dict):
@@ -132,13 +132,13 @@ def _describe_object(value: Any, path: Path, enclosing: tuple[Any, ...]) -> Cont
     return Container(path, type(value), stored, ways)
 
 
-def _other_ways(value: Any, stored: Mapping[Step, Structure]) -> list[Step]:
+def _other_ways(value: Any, stored: Mapping[PathStep, Structure]) -> list[PathStep]:
     """Return ways that a class may add to those by which its parts are stored."""
     if type(value) is dict:
         return []
     keys = [key for key in value if isinstance(key, (str, int))] if isinstance(value, Mapping) else []
     places = range(len(value)) if isinstance(value, Mapping) else ()
-    ways: list[Step] = [("item", key) for key in (*keys, *places)]
+    ways: list[PathStep] = [("item", key) for key in (*keys, *places)]
     ways += [("attribute", key) for key in (*keys, "loss") if isinstance(key, str)]
     return [step for step in ways if step not in stored]
 
@@ -230,7 +230,7 @@ def is_whole(structure: Structure) -> bool:
     return structure.complete and all(is_known(part) for part in structure.stored.values())
 
 
-def make(structure: Container, parts: Mapping[Step, Any]) -> Any:
+def make(structure: Container, parts: Mapping[PathStep, Any]) -> Any:
     """Return an object of the structure's class, with `parts` in the place of those that it stores."""
     cls = structure.cls
     if is_sequence(cls):
@@ -245,7 +245,7 @@ def make(structure: Container, parts: Mapping[Step, Any]) -> Any:
     return made
 
 
-def read_step(value: Any, step: Step) -> Any:
+def read_step(value: Any, step: PathStep) -> Any:
     way, key = step
     return getattr(value, key) if way == "attribute" else value[key]
 

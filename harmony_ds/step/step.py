@@ -300,7 +300,7 @@ class Step:
                 f"micro-batch {index} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
                 f"{sorted(kwargs)}): pass what the model's forward takes."
             )
-        state = context.runtime.contract.take()
+        state = context.runtime.contract.read_state()
         if reduce is None and state.modes is not self._checked_modes:
             context.links.check_requires_grad()
             self._checked_modes = state.modes

@@ -16,7 +16,7 @@ from harmony_ds.model.contract import Contract, UnseenError
 from harmony_ds.model.sameness import close, comparison
 from harmony_ds.model.trees import map_tensors
 from harmony_ds.optim.host_optimizer import Hyper
-from harmony_ds.profiling.passes import Passes
+from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.pending_micro_batch import PendingMicroBatch
 from harmony_ds.step.samples import called_as, sample_of
@@ -64,7 +64,7 @@ def check_grouping(context: StepContext, losses: Sequence[SharedLoss]) -> bool:
         return True
     is_alike = close if joins_calls else comparison(runtime.device.torch_device)
     context.state.free_device()
-    passes = Passes(runtime, context.state.layers, context.planner.profiler.unlayered, context.planner.rows)
+    passes = ModelPasses(runtime, context.state.layers, context.planner.profiler.unlayered, context.planner.rows)
     saw_unmeasured = False
     outputs = dict[LossMember, Any]()
     try:

@@ -32,7 +32,7 @@ class StepGradients:
         """Return the `.grad` of `name`, which is used as the program changes it; `gathered`: some wait for their update."""
         total: Tensor | None = self._show(name) if gathered else None
         if not gathered and name in self.used:
-            total = UsedGradient.of(name, self._store.parameters[name])
+            total = UsedGradient.stand_in_for(name, self._store.parameters[name])
         own = self._own.find(name)
         if total is None or own is None:
             return own if total is None else total

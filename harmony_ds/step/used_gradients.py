@@ -27,7 +27,7 @@ class UsedGradient(torch.Tensor):
     harmony_parameter: nn.Parameter
 
     @staticmethod
-    def of(name: str, parameter: nn.Parameter) -> UsedGradient:
+    def stand_in_for(name: str, parameter: nn.Parameter) -> UsedGradient:
         used: UsedGradient = torch.Tensor._make_wrapper_subclass(
             UsedGradient, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )

@@ -247,7 +247,7 @@ def test_resuming_another_comparison_is_refused(task: Workload, tmp_path: Path) 
     path = tmp_path / "r.json"
     results_of(harmony=Row("harmony", task)).save(path)
     with pytest.raises(ConfigError, match="steps was 1 and is 2"):
-        Results.of({"harmony": Row("harmony", task)}, Rounds(steps=2, warmup_steps=1)).resumed(path)
+        Results.empty({"harmony": Row("harmony", task)}, Rounds(steps=2, warmup_steps=1)).resumed(path)
 
 
 # ---- real runs
@@ -289,7 +289,7 @@ def test_wrong_options_are_one_sentence(model: str, options: list[str], message:
 
 
 def test_an_engine_that_fails_is_a_row_and_the_others_go_on(task: Workload, tmp_path: Path) -> None:
-    results = Results.of({"harmony": Row("harmony", replace(task, memory_gib=1e-6))}, Rounds(1, 1, 1))
+    results = Results.empty({"harmony": Row("harmony", replace(task, memory_gib=1e-6))}, Rounds(1, 1, 1))
     run(results, tmp_path / "r.json", silent)
     assert results.finished and results.rows["harmony"].out_of_memory
     assert "out of memory" in summarize(results)[0].status
@@ -431,7 +431,7 @@ def test_a_pipeline_is_compared_with_one_device(bench: Any) -> None:
 
 def test_an_error_in_one_of_two_processes_is_the_row_s(task: Workload, tmp_path: Path) -> None:
     broken = replace(task, devices=2, ds_config={**DS_CONFIG, "optimizer": {"type": "Nonsense", "params": {}}})
-    results = Results.of({"harmony": Row("harmony", broken)}, Rounds(1, 1, 1))
+    results = Results.empty({"harmony": Row("harmony", broken)}, Rounds(1, 1, 1))
     run(results, tmp_path / "b.json", silent)
     assert "Nonsense" in str(results.rows["harmony"].error)
 

@@ -21,7 +21,7 @@ from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.checkpoint import Layout, convert, read_any
 from harmony_ds.checkpoint.deepspeed.universal import write_universal
 from harmony_ds.checkpoint.deepspeed.zero_read import split_vector
-from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, Source
+from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, TensorSource
 from harmony_ds.checkpoint.tensor_files import load_pickle
 from tests.checkpoint import deepspeed_side as side
 from tests.checkpoint.runs import data_folder, masters_of, scrambled
@@ -127,11 +127,11 @@ def test_every_stage_of_deepspeed_goes_on_from_harmony(precision: str, saved: Ca
 def test_sub_groups_of_zero3_share_no_tensor_that_counts_steps(count: int, tmp_path: Path) -> None:
     """DeepSpeed gives all of them one object, which torch's Adam counts up in place."""
     names = "ab"[:count]
-    values = {name: Source.of(torch.ones(2)) for name in names}
+    values = {name: TensorSource.from_tensor(torch.ones(2)) for name in names}
     groups = tuple(
         ParameterGroup((name,), {"lr": 0.1, "weight_decay": float(place)}) for place, name in enumerate(names)
     )
-    states = {name: {"exp_avg": values[name], "step": Source.of(torch.tensor(7.0))} for name in names}
+    states = {name: {"exp_avg": values[name], "step": TensorSource.from_tensor(torch.tensor(7.0))} for name in names}
     snapshot = Snapshot(Progress(7, 7, 0), values, {}, optimizer=SavedOptimizer("AdamW", groups, states))
     written = write_universal(snapshot, tmp_path, "a")
     found = load_pickle(written / "zero" / "optimizer_state.pt")["optimizer_state_dict"]

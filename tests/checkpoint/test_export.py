@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from harmony_ds.checkpoint import Layout, convert, read_any
 from harmony_ds.checkpoint.convert import export_weights
-from harmony_ds.checkpoint.snapshot import Source
+from harmony_ds.checkpoint.snapshot import TensorSource
 from tests.checkpoint.runs import Setup, engine_of, tag_folder, train
 from tests.cli import shell
 
@@ -43,7 +43,7 @@ def test_stock_from_pretrained_reads_what_save_pretrained_and_the_converter_writ
 
 
 def test_an_export_leaves_no_weights_of_an_earlier_one_beside_its_own(tmp_path: Path) -> None:
-    tensors = {name: Source.of(torch.ones(4)) for name in "abc"}
+    tensors = {name: TensorSource.from_tensor(torch.ones(4)) for name in "abc"}
     other = tmp_path / "model-card.safetensors"
     other.touch()
     for shard_bytes in (100, 16, 32, 100):

@@ -25,7 +25,7 @@ def test_a_backward_pass_stops_at_the_cut_with_each_gradient_at_its_target() -> 
     (first * 5 + second * 7).sum().backward()
 
     assert weight.grad is None
-    gradients = [output_gradient.take() for output_gradient in output_gradients]
+    gradients = [output_gradient.pop() for output_gradient in output_gradients]
     assert gradients[0].tolist() == [5.0] * 3
     assert gradients[1].tolist() == [7.0] * 3
     assert gradients[2] is None
@@ -37,8 +37,8 @@ def test_an_output_gradient_sums_out_of_place_and_is_empty_once_taken() -> None:
     output_gradient.add(shared)
     output_gradient.add(shared)
 
-    assert output_gradient.take().tolist() == [2.0, 2.0]
-    assert output_gradient.take() is None
+    assert output_gradient.pop().tolist() == [2.0, 2.0]
+    assert output_gradient.pop() is None
     assert shared.tolist() == [1.0, 1.0]
     assert (output_gradient.call, output_gradient.nbytes) == (4, 16)
 

@@ -41,9 +41,9 @@ def test_the_inter_layer_graph_passes_a_gradient_on_when_it_is_due() -> None:
     inter_layer.propagate_due(1)
     assert output_gradient.gradient is None
     inter_layer.propagate_due(0)
-    assert output_gradient.take().tolist() == [3.0, 3.0]
+    assert output_gradient.pop().tolist() == [3.0, 3.0]
     inter_layer.propagate_due(0)
-    assert output_gradient.take() is None
+    assert output_gradient.pop() is None
 
 
 def test_a_tensor_made_from_several_calls_is_due_before_the_newest() -> None:
@@ -66,7 +66,7 @@ def test_inputs_that_share_a_graph_are_propagated_one_after_another() -> None:
     right.add(torch.ones(2))
     inter_layer.propagate_due(0)
 
-    torch.testing.assert_close(output_gradient.take(), torch.full((2,), 5 * math.exp(0.5)))
+    torch.testing.assert_close(output_gradient.pop(), torch.full((2,), 5 * math.exp(0.5)))
 
 
 @pytest.mark.parametrize(("made_from_input", "touched"), [(True, True), (False, False)])

@@ -105,6 +105,6 @@ def test_a_forward_pass_of_its_own_passes_every_pack() -> None:
 
 
 def test_swaps_do_not_depend_on_the_number_of_micro_batches() -> None:
-    lists = [step(THREE, Group.of(count), Policy()).split() for count in (1, 8)]
+    lists = [step(THREE, Group.with_fresh(count), Policy()).split() for count in (1, 8)]
     swaps = [[task for task in tasks if task[0] in "IEOGUN"] for tasks in lists]
     assert swaps[0] == swaps[1]

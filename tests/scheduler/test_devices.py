@@ -32,7 +32,7 @@ def planned(policy: Policy, layers: int = 2, micro_batches: int = 2) -> tuple[Pl
     costs = costs_of(graph.calls, COST)
     packing = Packer(graph, costs, FP32, policy).packing(tuple(range(layers + 1)))
     plan = make_plan(packing, costs, PlanRequest(HarmonySettings(), micro_batches, None, 0, policy), policy)
-    validate(packing, plan.tasks, Group.of(micro_batches), policy)
+    validate(packing, plan.tasks, Group.with_fresh(micro_batches), policy)
     return plan, costs
 
 
@@ -63,7 +63,7 @@ def test_every_device_has_whole_grains_of_each_parameter() -> None:
     ids=["one device", "reduced before swap-outs", "reduced after them", "gathered after swap-ins", "and ahead"],
 )
 def test_a_step_of_several_devices_is_composed(policy: Policy, tasks: str) -> None:
-    step = compose_step(reused(packs_of(True, True)), Group.of(1), replace(policy, deferred_update=False))
+    step = compose_step(reused(packs_of(True, True)), Group.with_fresh(1), replace(policy, deferred_update=False))
     assert text(step) == tasks
 
 
@@ -251,6 +251,6 @@ AT_ONCE, GATHERED = "I0 L0.0 O0 R0 U0 G0 E0", "I0 A0 L0.0 R0 O0 G0 E0 N U0"
 )
 def test_a_broken_list_is_caught(policy: Policy, valid: str, tasks: str, message: str) -> None:
     packing = reused(packs_of(True))
-    validate(packing, parse(valid), Group.of(1), policy)
+    validate(packing, parse(valid), Group.with_fresh(1), policy)
     with pytest.raises(PlanError, match=message):
-        validate(packing, parse(tasks), Group.of(1), policy)
+        validate(packing, parse(tasks), Group.with_fresh(1), policy)

@@ -13,7 +13,7 @@ from tests.scheduler.examples import packs_of, reused
 
 def plan_of(packs: int, micro_batches: int, policy: Policy) -> Plan:
     packing = reused(packs_of(*[True] * packs, weight_bytes=3 * 2**20, gradient_bytes=2**20))
-    tasks = compose_step(packing, Group.of(micro_batches), policy)
+    tasks = compose_step(packing, Group.with_fresh(micro_batches), policy)
     return Plan(packing, policy, tasks, micro_batches, resident_bytes=64, peak_bytes=5 * 2**30)
 
 

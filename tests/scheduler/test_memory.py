@@ -80,7 +80,7 @@ def test_a_plan_of_two_packs_and_two_micro_batches_by_hand() -> None:
 
 
 def walk(packs: tuple[Pack, ...], costs: CostTable, micro_batches: int, policy: Policy) -> tuple[str, MemoryProfile]:
-    tasks = compose_step(reused(packs), Group.of(micro_batches), policy)
+    tasks = compose_step(reused(packs), Group.with_fresh(micro_batches), policy)
     return text(tasks), walk_memory(packs, tasks, costs)
 
 

@@ -20,7 +20,7 @@ from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, packs_of, re
 def plan_of(micro_batches: int = 2, stash_on_host: int = 0) -> Plan:
     packs = packs_of(True, True)
     packing, policy = reused(packs), Policy(prefetch=False, stash_on_host=stash_on_host)
-    tasks = compose_step(packing, Group.of(micro_batches), policy)
+    tasks = compose_step(packing, Group.with_fresh(micro_batches), policy)
     return Plan(packing, policy, tasks, micro_batches, resident_bytes=64, peak_bytes=12_345)
 
 

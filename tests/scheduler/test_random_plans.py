@@ -77,7 +77,7 @@ def test_a_micro_batch_that_is_not_moved_where_it_runs_is_caught(right: str, wro
     policy = Policy(pipeline=2, prefetch=False)
     costs = CostTable((0, 1), (CallCost(needs_backward=True),) * 2, tail_bytes=0)
     packing = Packer(graph_of([100] * 2), costs, FP32, policy).packing((0, 1, 2))
-    tasks = text(composed(packing, Group.of(2), policy))
+    tasks = text(composed(packing, Group.with_fresh(2), policy))
     assert tasks.startswith("I0 I1 F0.0 M1.0 ")
     with pytest.raises(PlanError, match=message):
-        validate(packing, parse(tasks.replace(right, wrong, 1)), Group.of(2), policy)
+        validate(packing, parse(tasks.replace(right, wrong, 1)), Group.with_fresh(2), policy)

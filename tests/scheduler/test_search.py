@@ -67,7 +67,7 @@ def choose(wanted: PlanRequest) -> Plan:
 
 
 def valid(plan: Plan) -> Plan:
-    validate(plan.packing, plan.tasks, Group.of(plan.micro_batches), plan.policy)
+    validate(plan.packing, plan.tasks, Group.with_fresh(plan.micro_batches), plan.policy)
     return plan
 
 

@@ -246,7 +246,7 @@ def test_one_number_that_no_name_calls_a_loss_is_one_only_without_dimensions(wra
 
 
 def call_of(*args: Any, **kwargs: Any) -> MicroBatch:
-    state, home = Contract(torch.nn.Linear(1, 1)).take(), torch.device("cpu")
+    state, home = Contract(torch.nn.Linear(1, 1)).read_state(), torch.device("cpu")
     return MicroBatch(0, 0, lambda: None, lambda outputs: None, None, state, home, CpuDevice(), inputs=(args, kwargs))
 
 

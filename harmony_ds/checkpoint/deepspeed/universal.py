@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harmony_ds.checkpoint.deepspeed.zero_read import OWNED, ParameterShapes, numbered, optimizer_of, snapshot_of
 from harmony_ds.checkpoint.folders import replace_text, saving
-from harmony_ds.checkpoint.snapshot import SavedOptimizer, Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import SavedOptimizer, Snapshot, TensorSource, listed
 from harmony_ds.checkpoint.tensor_files import load_pickle, write_pickle
 from harmony_ds.errors import CheckpointError
 
@@ -40,7 +40,7 @@ def read_universal(folder: Path) -> Snapshot:
     counted = optimizer.get("optimizer_state_dict", {}).get("state", {}).values()
     step = next((state["step"] for state in counted if "step" in state), None)
     shapes: list[ParameterShapes] = models[0].get("param_shapes") or []
-    masters: dict[str, Source] = {}
+    masters: dict[str, TensorSource] = {}
     states: dict[str, dict[str, Any]] = {}
     for group in shapes:
         for name, shape in group.items():
@@ -49,7 +49,7 @@ def read_universal(folder: Path) -> Snapshot:
     return snapshot_of(models, masters, optimizer_of(param_groups, shapes, states), optimizer.get("loss_scaler"))
 
 
-def _parameter(folder: Path, name: str, shape: tuple[int, ...], step: Any) -> tuple[Source, dict[str, Any]]:
+def _parameter(folder: Path, name: str, shape: tuple[int, ...], step: Any) -> tuple[TensorSource, dict[str, Any]]:
     state: dict[str, Any] = {} if step is None else {"step": step}
     for path in sorted(folder.glob("*.pt")):
         content = load_pickle(path)
@@ -59,7 +59,7 @@ def _parameter(folder: Path, name: str, shape: tuple[int, ...], step: Any) -> tu
         tensor = content["param"] if isinstance(content, dict) else content
         if not isinstance(tensor, Tensor) or tensor.numel() != math.prod(shape):
             raise CheckpointError(f"{path} does not hold a tensor of shape {list(shape)}.")
-        state[path.stem] = Source.of(tensor.detach().view(shape))
+        state[path.stem] = TensorSource.from_tensor(tensor.detach().view(shape))
     if "fp32" not in state:
         found = listed(path.name for path in folder.glob("*"))
         raise CheckpointError(f"{folder} has no fp32.pt for {name}; it holds {found}.")
@@ -85,8 +85,8 @@ def _checked(snapshot: Snapshot) -> SavedOptimizer:
     for name, state in optimizer.states.items():
         shape = snapshot.parameters[name].shape
         for key, value in state.items():
-            if key != "step" and (not isinstance(value, Source) or value.shape != shape):
-                what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Source) else repr(value)
+            if key != "step" and (not isinstance(value, TensorSource) or value.shape != shape):
+                what = f"a tensor of shape {list(value.shape)}" if isinstance(value, TensorSource) else repr(value)
                 raise CheckpointError(
                     f"{key} of {name} is {what}: DeepSpeed's layouts keep states of the parameter's shape "
                     f"({list(shape)}) and a step, so the state of {optimizer.kind} has no place there."
@@ -101,7 +101,7 @@ def _write_files(snapshot: Snapshot, optimizer: SavedOptimizer, folder: Path) ->
         own.mkdir(parents=True)
         tensors = {"fp32": snapshot.fp32(name), **optimizer.states.get(name, {})}
         for key, source in tensors.items():
-            if key != "step" and isinstance(source, Source):
+            if key != "step" and isinstance(source, TensorSource):
                 write_pickle(own / f"{key}.pt", {"cat_dim": 0, "param": source.compact().float()})
         if name in steps:
             write_pickle(own / "step.pt", steps[name])
@@ -114,7 +114,7 @@ def _write_files(snapshot: Snapshot, optimizer: SavedOptimizer, folder: Path) ->
 def _steps_of(optimizer: SavedOptimizer, names: Iterable[str]) -> dict[str, Any]:
     """Return the steps of parameters that DeepSpeed counts together: the most that any of them has."""
     found = {name: optimizer.states[name]["step"] for name in names if "step" in optimizer.states.get(name, {})}
-    steps = {name: value.read().clone() if isinstance(value, Source) else value for name, value in found.items()}
+    steps = {name: value.read().clone() if isinstance(value, TensorSource) else value for name, value in found.items()}
     most: Any = max(steps.values(), key=float, default=None)
     if fewer := [name for name, step in steps.items() if float(step) != float(most)]:
         _logger.warning("DeepSpeed counts steps once for a group: %s had fewer than %g", listed(fewer), float(most))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, Source, listed
+from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, TensorSource, listed
 from harmony_ds.checkpoint.tensor_files import Record, load_pickle
 from harmony_ds.config.optimizers import keeper_of
 from harmony_ds.errors import CheckpointError
@@ -62,14 +62,16 @@ def numbered(folder: Path, pattern: str) -> list[Path]:
 
 def snapshot_of(
     models: list[dict[str, Any]],
-    masters: Mapping[str, Source] = MappingProxyType({}),
+    masters: Mapping[str, TensorSource] = MappingProxyType({}),
     optimizer: SavedOptimizer | None = None,
     loss_scaler: Record | None = None,
 ) -> Snapshot:
     """Join the contents of the model_states files and of the optimizer's."""
     model = models[0]
     buffers, tied = model.get("buffer_names") or (), dict(model.get("shared_params") or {})
-    weights = {k: Source.of(one) for k, one in (model.get("module") or {}).items() if isinstance(one, Tensor)}
+    weights = {
+        k: TensorSource.from_tensor(one) for k, one in (model.get("module") or {}).items() if isinstance(one, Tensor)
+    }
     frozen = _frozen(models)
     parameters = {**masters, **frozen}
     for name, source in weights.items():
@@ -93,10 +95,10 @@ def snapshot_of(
     )
 
 
-def _frozen(models: list[dict[str, Any]]) -> dict[str, Source]:
+def _frozen(models: list[dict[str, Any]]) -> dict[str, TensorSource]:
     """Return frozen parameters, which ZeRO-3 cuts over its processes."""
     fragments = [model.get("frozen_param_fragments") or {} for model in models]
-    found: dict[str, Source] = {}
+    found: dict[str, TensorSource] = {}
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         if name in fragments[0]:
             found |= split_vector({name: shape}, (part[name].reshape(-1) for part in fragments), "value", cut_each=True)
@@ -109,7 +111,7 @@ def split_vector(
     what: str,
     cut_each: bool = False,
     paddings: Sequence[int] | None = None,
-) -> dict[str, Source]:
+) -> dict[str, TensorSource]:
     """Return the parameters in a flat vector, given the part of the vector that each process has saved.
 
     Args:
@@ -123,7 +125,7 @@ def split_vector(
     """
     parts = tuple(vectors)
     begins = [0, *accumulate(part.numel() for part in parts)][:-1]  # of the parts, where the whole is cut
-    found: dict[str, Source] = {}
+    found: dict[str, TensorSource] = {}
     offset = 0  # of the parameter: in each part (`cut_each`), or in the whole
     for place, (name, shape) in enumerate(shapes.items()):
         numel = math.prod(shape)
@@ -143,7 +145,7 @@ def split_vector(
         have = sum(piece.numel() for piece in pieces)
         if have != numel:
             raise CheckpointError(f"the {what} of {name} has {have} elements instead of {numel}.")
-        found[name] = Source(tuple(shape), parts[0].dtype, partial(_joined, pieces, tuple(shape)))
+        found[name] = TensorSource(tuple(shape), parts[0].dtype, partial(_joined, pieces, tuple(shape)))
     return found
 
 
@@ -153,7 +155,7 @@ def _joined(pieces: list[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 def _trained(
     folder: Path, states: list[dict[str, Any]], model: dict[str, Any]
-) -> tuple[dict[str, Source], SavedOptimizer, Record | None]:
+) -> tuple[dict[str, TensorSource], SavedOptimizer, Record | None]:
     shapes: list[ParameterShapes] = model.get("param_shapes") or []
     first = states[0]
     is_zero3 = _ZERO3[0] in first
@@ -164,7 +166,7 @@ def _trained(
             "Elastic checkpoints and those of DeepSpeed's BF16_Optimizer can be made universal by ds_to_universal.py."
         )
     paddings = first.get("param_alignment_paddings") or [None] * len(shapes)
-    masters: dict[str, Source] = {}
+    masters: dict[str, TensorSource] = {}
     by_name: dict[str, dict[str, Any]] = {}
     for index, names in enumerate(shapes):
         values_of = partial(split_vector, names, cut_each=is_zero3, paddings=paddings[index])
@@ -191,10 +193,13 @@ def optimizer_of(
             for name in states.keys() & names:
                 states[name].setdefault("step", values["step"])
     whole = {
-        name: {key: Source.of(value.clone()) if isinstance(value, Tensor) else value for key, value in state.items()}
+        name: {
+            key: TensorSource.from_tensor(value.clone()) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
         for name, state in states.items()
     }
     # The files do not name the optimizer's class; the states it keeps, and how it counts steps, tell it.
     state = next(iter(whole.values()), {})
-    kind = keeper_of(state, counts_in_tensors=isinstance(state.get("step"), Source))
+    kind = keeper_of(state, counts_in_tensors=isinstance(state.get("step"), TensorSource))
     return SavedOptimizer(kind or f"one that keeps {listed(sorted(state)) or 'nothing'}", tuple(groups), whole)
