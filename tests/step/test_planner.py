@@ -24,7 +24,7 @@ def test_a_plan_for_all_processes_is_made_with_the_slowest_rates(monkeypatch: py
         one = planner_of(engine)
         one.profiler.machine = GPU
         others = [replace(GPU, swap_in_bytes_per_ms=1.0), replace(GPU, update_ms=77.0)]
-        monkeypatch.setattr(one._runtime.world, "all", lambda kind, value: [value, *others])
+        monkeypatch.setattr(one._runtime.world, "gather_values", lambda kind, value: [value, *others])
         assert one._machine() == replace(GPU, swap_in_bytes_per_ms=1.0, update_ms=77.0)
 
 
