@@ -1,4 +1,4 @@
-"""Is every family that trains grouped, and as in plain PyTorch? Trains tiny variants by the loop and by `train_batch`.
+"""Do Hugging Face families train grouped, and as in plain PyTorch? Train tiny variants by the loop and by `train_batch`.
 
     python -m benchmarks.families.run                      # all: a table, and benchmarks/results/families.json
     python -m benchmarks.families.run --only qwen2-vl swin

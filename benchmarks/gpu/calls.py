@@ -1,4 +1,4 @@
-"""Run one of the kit's three calls: the most important step first, at most ten minutes, going on where the last ended.
+"""Run one of the GPU suite's three calls: at most ten minutes, the most important step first, and resume the last call.
 
     bash gpu-kit/run.sh 1        is it right
     bash gpu-kit/run.sh 2        is it fast

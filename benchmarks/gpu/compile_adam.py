@@ -1,4 +1,4 @@
-"""Compiles DeepSpeed's CPU Adam, so that no measurement waits for the compiler."""
+"""Compile DeepSpeed's CPU Adam, so that no measurement waits for the compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model shapes of billions of parameters, made in seconds: weights are tiles of one block of normal numbers.
+"""Models of billions of parameters, made in seconds: their weights repeat one block of random normal numbers.
 
 `harmony-ds` takes them as MODEL: `benchmarks.gpu.models:llama_6b`. Random initialization by transformers takes minutes
 at this size, for every process of a comparison anew.

@@ -1,4 +1,4 @@
-"""How much host memory does training take, by setting, and ZeRO-Offload's? Bytes a parameter, of the process itself.
+"""How many bytes of host memory a parameter does training take, by setting, and with ZeRO-Offload? Measured of the process.
 
     OMP_NUM_THREADS=1 python -m benchmarks.host_bytes.run [MODEL]     # llama-718m; writes results/host_bytes.json
 

@@ -1,4 +1,4 @@
-"""Savings by joined calls: eight micro-batches of one short row, one by one and several rows to a layer call.
+"""How much time do joined calls save? Eight micro-batches of one short row: one row or several rows in a layer call.
 
     OMP_NUM_THREADS=1 python -m benchmarks.joined.run          # a minute; writes benchmarks/results/joined.json
 

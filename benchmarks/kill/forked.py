@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported torch, which tell what they do: a kill costs a fraction of a second."""
+"""Processes forked from one that has imported torch, so that each run to be killed starts in a fraction of a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kills a save before each of its moments, one after another: none may lose the checkpoint that was there.
+"""Kill a save before each of its file operations in turn: the previous checkpoint must survive every time.
 
     python -m benchmarks.kill.sweep
 

@@ -1,4 +1,4 @@
-"""Worth of spare device memory: bytes swapped, and step time, as the budget grows.
+"""What is spare device memory worth? Bytes swapped, and step time, as the budget grows.
 
     python -m benchmarks.memory.run
 

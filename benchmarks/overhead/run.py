@@ -1,4 +1,4 @@
-"""Cost of a layer call: time and function calls of the engine itself, of one checkout of harmony_ds or two side by side.
+"""What does the engine itself cost a layer call? Time and function calls, of one checkout of harmony_ds or two.
 
     python benchmarks/overhead/run.py                          this checkout
     python benchmarks/overhead/run.py ../before . --plan fused

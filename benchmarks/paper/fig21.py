@@ -1,4 +1,4 @@
-"""Fig. 21: a language model trains as it does plainly: losses and perplexity on real text, overlaid.
+"""Fig. 21: a language model trains as in plain PyTorch: losses and perplexity on real text, overlaid.
 
 python benchmarks/paper/fig21.py [--quick]
 """

@@ -1,4 +1,4 @@
-"""Writes docs/paper.md and its figures from the results.
+"""Write docs/paper.md and its figures from the results.
 
 python benchmarks/paper/page.py
 """

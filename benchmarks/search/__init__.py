@@ -1,1 +1,1 @@
-"""The search's plan beside the best one of all."""
+"""The plan that the search finds, compared with the best of all plans."""

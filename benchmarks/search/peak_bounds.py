@@ -1,4 +1,4 @@
-"""Bytes below which the peaks of plans over the same packs cannot be, for many policies at once."""
+"""Lower bounds of the peak bytes of plans over the same packs, for many policies at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many policies over the same packs, as arrays: what is computed for all of them at once is computed in no time."""
+"""Many policies over the same packs as arrays, so that bounds are computed for all of them at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast plans over the same packs can be at best: bounds below the times of their steps, for many policies at once.
+"""Lower bounds of the step times of plans over the same packs, for many policies at once.
 
 Each pack is followed through the streams of two steps of one grouped device; left out is only that jobs slow each other
 down.

@@ -1,4 +1,4 @@
-"""Saved time by bringing a pack's first stash back before the next pack's weights: Llama-3B, by the simulator.
+"""How much time is saved if a pack's first stash comes back before the next pack's weights? Llama-3B, simulated.
 
     python -m benchmarks.stash_order.run       # a minute; nothing is allocated
 

@@ -1,4 +1,4 @@
-"""Rate of updates on the host by setting, as a share of that of DeepSpeed's CPU optimizer alone.
+"""How fast are updates on the host, by setting, relative to DeepSpeed's CPU optimizer alone?
 
     OMP_NUM_THREADS=1 python -m benchmarks.updates.run       # a minute; the disk is that of the current folder
 

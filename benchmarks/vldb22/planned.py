@@ -55,7 +55,7 @@ class Units:
     backward: int
 
     @property
-    def together(self) -> int:
+    def joined_count(self) -> int:
         return max(self.forward, self.backward)
 
 
@@ -69,16 +69,16 @@ def graph_of(profile: LayerProfile) -> LayerGraph:
 
 def table_of(profile: LayerProfile, units: Units) -> CostTable:
     """Return the costs of a set; a graph is counted as all that recomputing and propagating back takes."""
-    together, layers = units.together, profile.layers
+    joined_count, layers = units.joined_count, profile.layers
     forward_ms, backward_ms = (
-        _times_ms(passes, together, unit)
+        _times_ms(passes, joined_count, unit)
         for passes, unit in ((profile.forward, units.forward), (profile.backward, units.backward))
     )
     forward_peaks, backward_peaks = profile.forward.at(units.forward)[1], profile.backward.at(units.backward)[1]
     inputs = [layer.input_bytes for layer in layers]
     calls, last = [], len(layers) - 1
     for place, layer in enumerate(layers[:-1]):
-        state, taken, given = layer.weight_bytes + layer.buffer_bytes, together * inputs[place], inputs[place + 1]
+        state, taken, given = layer.weight_bytes + layer.buffer_bytes, joined_count * inputs[place], inputs[place + 1]
         running = max(0, backward_peaks[place] - state - layer.weight_bytes - units.backward * inputs[place])
         slice_bytes = forward_peaks[place] - state - units.forward * inputs[place]
         calls.append(
@@ -86,13 +86,13 @@ def table_of(profile: LayerProfile, units: Units) -> CostTable:
                 waiting=WaitingBytes(alive_bytes=taken),
                 stash=StashBytes(new_bytes=taken),
                 forward=ForwardBytes(
-                    peak_bytes=max(together * given, slice_bytes + (together - units.forward) * given),
+                    peak_bytes=max(joined_count * given, slice_bytes + (joined_count - units.forward) * given),
                     graph_bytes=running,
                     kept_graph_bytes=running,
                 ),
                 backward=BackwardBytes(
                     input_gradient_bytes=taken if place else 0,
-                    code_peak_bytes=together * given,
+                    code_peak_bytes=joined_count * given,
                     peak_bytes=running,
                     summed_bytes=layer.weight_bytes,
                 ),
@@ -104,7 +104,7 @@ def table_of(profile: LayerProfile, units: Units) -> CostTable:
             )
         )
     events = tuple(FlowEvent(FlowKind.CALL, p, (p - 1,) if p else (), (p,)) for p in range(last))
-    flow = Flow(tuple(together * nbytes for nbytes in inputs[1:]), (True,) * last, events)
+    flow = Flow(tuple(joined_count * nbytes for nbytes in inputs[1:]), (True,) * last, events)
     order = tuple(range(last))
     return CostTable(order, tuple(calls), backward_peaks[last], tail_ms=backward_ms[last], scalar_bytes=4, flow=flow)
 
@@ -365,7 +365,7 @@ def _promising(question: Question, costs: PackCosts) -> list[Units]:
             ms = sum(_times_ms(profile.backward, samples, backward))
             ms += (1 - fused) * sum(_times_ms(profile.forward, samples, forward))
             # In a pipeline devices wait for the first set; with two packs for each of them, about so long.
-            found.append((ms * (1 + (devices - 1) * units.together / (2 * samples)), units))
+            found.append((ms * (1 + (devices - 1) * units.joined_count / (2 * samples)), units))
     found.sort(key=lambda one: one[0])
     return [units for ms, units in found if ms <= _NEAR * found[0][0]][:_MOST_SIZES]
 
@@ -379,7 +379,7 @@ def _request(profile: LayerProfile, settings: HarmonySettings, devices: int, bud
 def _search(
     profile: LayerProfile, units: Units, samples: int, request: PlanRequest, top: int, replicas: int = 1
 ) -> tuple[Choice, ...]:
-    request = replace(request, micro_batches=-(-samples // units.together), thorough=top == 1)
+    request = replace(request, micro_batches=-(-samples // units.joined_count), thorough=top == 1)
     machine = machine_of(profile, request.policy.pipeline, replicas)
     return search(graph_of(profile), table_of(profile, units), machine, FP32, request, top)
 

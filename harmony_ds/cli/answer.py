@@ -120,11 +120,11 @@ def answer(args: argparse.Namespace, survey_under: SurveyUnder, host_bytes: int 
     config = config_of(args, args.processes)
     host_bytes = int(args.host_memory_gib * 2**30) if args.host_memory_gib else host_bytes
 
-    def look(config: Config) -> Survey:
+    def survey_of(config: Config) -> Survey:
         return survey_under(config).among(args.processes)
 
     tell(f"measuring {args.model} ...")
-    survey = look(config)
+    survey = survey_of(config)
     tell("searching for the fastest plan ...")
     try:
         now = forecast(survey, host_bytes)
@@ -132,7 +132,7 @@ def answer(args: argparse.Namespace, survey_under: SurveyUnder, host_bytes: int 
         budget = survey.request.budget_bytes
         assert budget is not None
         needed = smallest_peak_bytes(survey)
-        ways = tuple(_ways_to_less_on_device(config, needed, budget, look))
+        ways = tuple(_ways_to_less_on_device(config, needed, budget, survey_of))
         return Answer(survey, None, lack=Lack("device memory", needed, budget, ways))
     lack = None
     if now.host_missing_bytes and host_bytes is not None:
@@ -144,11 +144,11 @@ def answer(args: argparse.Namespace, survey_under: SurveyUnder, host_bytes: int 
     return Answer(survey, now, changes(now), lack, joining(now))
 
 
-def _ways_to_less_on_device(config: Config, needed: int, budget: int, look: SurveyUnder) -> Iterator[str]:
+def _ways_to_less_on_device(config: Config, needed: int, budget: int, survey_of: SurveyUnder) -> Iterator[str]:
     rows = config.micro_batch
     while rows > 1:
         rows //= 2
-        peak = smallest_peak_bytes(look(replace(config, micro_batch=rows)))
+        peak = smallest_peak_bytes(survey_of(replace(config, micro_batch=rows)))
         if peak <= budget:
             yield f"a micro-batch of {rows} rows (--micro-batch {rows}), which needs {amount(peak)} at least"
             break

@@ -153,7 +153,7 @@ class ModuleSettings:
     def begin(self) -> None:
         """Compare with what is there now from now on."""
         for group in (self._outside, *self._layers):
-            group.follow()
+            group.record_changes()
 
     def note_arrival(self, layer: int) -> None:
         """Note, in a pass that runs by itself, what its code has set since the last call, before `layer` is run."""
@@ -269,7 +269,7 @@ class ModuleSettings:
         if self.no_lane_sets_any:
             return engines
         self._trained_set.clear()
-        self._outside.follow()  # what code other than lanes' has set
+        self._outside.record_changes()  # what code other than lanes' has set
         engines.settings = self.read()
         if self._parameters:
             with bypass_hooks():
@@ -311,7 +311,7 @@ class ModuleSettings:
     def end_lane(self, own: LaneSettings | None) -> None:
         """Note that a lane has ended, with `own`: what it has set since its last call is no other lane's doing."""
         if self.no_lane_sets_any:
-            self._outside.follow()
+            self._outside.record_changes()
         else:
             self.begin()
         self.left = own
@@ -379,8 +379,8 @@ class _ComparedModules:
             return False
         return same and [*map(len, self._dictionaries)] == self._counts and self._containers == self._contents
 
-    def follow(self) -> None:
-        """Record what is there, if it has changed."""
+    def record_changes(self) -> None:
+        """Record the modules' attributes again if they have changed."""
         if not self.is_unchanged():
             self.record()
 

@@ -25,12 +25,12 @@ class Sizes:
 
     Attributes:
         forward, backward: rows of a slice in the forward packs, and in the backward pass; 0: all rows of the set.
-        together: how many micro-batches are one set, whose rows go through a layer at a time.
+        joined_count: how many micro-batches are one set, whose rows go through a layer at a time.
     """
 
     forward: int = 0
     backward: int = 0
-    together: int = 1
+    joined_count: int = 1
 
     @staticmethod
     def from_policy(policy: Policy) -> Sizes:
@@ -69,7 +69,7 @@ class SizedCosts:
         alone, known = self.alone, before.alone
         if alone is not None and known is not None:
             alone = known.worst(alone)
-        if before.sizes.together == self.sizes.together:
+        if before.sizes.joined_count == self.sizes.joined_count:
             known = before.table
         table = self.table if known is None else known.worst(self.table)
         return SizedCosts(self.sizes, table.including(before.table), alone)

@@ -38,7 +38,7 @@ class CallSizes:
         `choose` returns the best plan with given costs, and raises DoesNotFitError if none fits.
         """
         wanted, self._group_size = Sizes.from_config(config.harmony.micro_batch), config.gradient_accumulation_steps
-        self.wanted = wanted if saved is None else replace(Sizes.from_policy(saved.policy), together=1)
+        self.wanted = wanted if saved is None else replace(Sizes.from_policy(saved.policy), joined_count=1)
         self._may_join = config.harmony.grouping and self._group_size > 1
         self._world, self._joins = runtime.world, runtime.joins
         self._profiler = profiler
@@ -46,7 +46,7 @@ class CallSizes:
 
     def measured(self, sample: Sample, current: Sizes) -> Iterator[SizedCosts]:
         """Yield costs in the wanted size, or as `ranked` does; before them in the `current` sizes, if they join."""
-        if current.together > 1 and not self._world.any("stop joining", self._joins.are_off):
+        if current.joined_count > 1 and not self._world.any("stop joining", self._joins.are_off):
             alone = self._alone(sample)
             found = self._set_that_fits(sample, current, alone) if sample.trains else SizedCosts(current, alone, alone)
             if found is not None:
@@ -95,12 +95,12 @@ class CallSizes:
         asked, rows = (wanted.forward, wanted.backward), self._world.max("rows to join", sample.rows)
         if max(asked) <= rows:
             return None
-        together = min(-(-max(asked) // rows), self._group_size)
-        forward, backward = (size if size < together * rows else 0 for size in asked)
+        joined_count = min(-(-max(asked) // rows), self._group_size)
+        forward, backward = (size if size < joined_count * rows else 0 for size in asked)
         alone = self._alone(sample)
         # Nothing, if the model does not take repeated rows, or no layer can.
         nothing = self._world.any("join nothing", not self._joins.dims)
-        return None if nothing else self._of_set(sample, Sizes(forward, backward, together), alone)
+        return None if nothing else self._of_set(sample, Sizes(forward, backward, joined_count), alone)
 
     @property
     def may_join(self) -> bool:
@@ -118,9 +118,9 @@ class CallSizes:
 
     def _of_set(self, sample: Sample, sizes: Sizes, alone: CostTable) -> tuple[SizedCosts, Profile]:
         """Return costs of a set of micro-batches like `sample`, which costs so much `alone`."""
-        profile = self._profiler.profile(sample.few(sizes.together * sample.rows), sizes)
+        profile = self._profiler.profile(sample.few(sizes.joined_count * sample.rows), sizes)
         table = profile.tables[0][1]
-        table = replace(table, flow=table.flow.of_set(alone.flow, sizes.together))
+        table = replace(table, flow=table.flow.of_set(alone.flow, sizes.joined_count))
         return SizedCosts(sizes, table, alone), profile
 
     def _set_that_fits(self, sample: Sample, sizes: Sizes, alone: CostTable) -> SizedCosts | None:
@@ -133,8 +133,8 @@ class CallSizes:
     def _faster_sets(self, sample: Sample, alone: CostTable, best_ms: float) -> Iterator[SizedCosts]:
         """Yield costs of sets whose plans take less than `best_ms`, those of the fastest first."""
         found: list[SizedCosts] = []
-        for together in tuple(doubling(self._group_size))[1:]:
-            ms, sized = float("inf"), self._set_that_fits(sample, Sizes(together=together), alone)
+        for joined_count in tuple(doubling(self._group_size))[1:]:
+            ms, sized = float("inf"), self._set_that_fits(sample, Sizes(joined_count=joined_count), alone)
             if sized is None:
                 break
             with suppress(DoesNotFitError):

@@ -35,8 +35,8 @@ class GroupPlans:
 
         Sets that are not full count as full ones, with which the budget may be too small; those run one by one, then.
         """
-        together, joins = self._planner.together, self._runtime.joins
-        if together == 1:
+        joined_count, joins = self._planner.joined_count, self._runtime.joins
+        if joined_count == 1:
             return micro_batches
         if self._runtime.world.any("run some alone", any(m.forwarded for m in micro_batches)):
             return micro_batches
@@ -54,26 +54,28 @@ class GroupPlans:
                     made += run
             return made
 
-        chosen = next((sets for least in (2, together, together + 1) if self._fits(sets := in_sets(least))), None)
+        chosen = next(
+            (sets for least in (2, joined_count, joined_count + 1) if self._fits(sets := in_sets(least))), None
+        )
         if chosen is None:
             raise joins.refuse("the plan for sets of micro-batches has no room for single ones")
         world = self._runtime.world
         if world.size > 1 and self._runtime.device.count > 1:  # processes exchange packs in one order, a wave's
             counts = world.gather_values("join micro-batches", [micro_batch.count for micro_batch in chosen])
             if any(one != counts[0] for one in counts):
-                chosen = in_sets(together + 1)
+                chosen = in_sets(joined_count + 1)
                 self._fits(chosen)
         return chosen
 
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
-        together = self._planner.together
+        joined_count = self._planner.joined_count
         runs: list[list[MicroBatch]] = []
         last: list[MicroBatch] = []  # the run that more may join
         for unit in _by_loss(micro_batches):
-            if len(unit) > together or not all(self._are_alike(unit[0], one) for one in unit):
+            if len(unit) > joined_count or not all(self._are_alike(unit[0], one) for one in unit):
                 runs += [[one] for one in unit]
                 last = []
-            elif last and len(last) + len(unit) <= together and self._are_alike(last[0], unit[0]):
+            elif last and len(last) + len(unit) <= joined_count and self._are_alike(last[0], unit[0]):
                 last += unit
             else:
                 last = [*unit]

@@ -1,8 +1,8 @@
 """Outputs that a model returns, by the form of its call, and what stands for them until they are computed.
 
 The structure of outputs is learned the first time that each form of call is measured. Tensors among pending outputs are
-pending themselves; lists, tuples and dictionaries are real ones; an object is a `_PendingObject`. What the program has been
-told of the structure is checked when outputs are computed.
+pending themselves; lists, tuples and dictionaries are real ones; an object is a `_PendingObject`. What the program has
+read of the structure is checked when outputs are computed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from harmony_ds.step.output_structure import (
     Unknown,
     common,
     describe,
-    follow,
+    follow_path,
     is_known,
     is_sequence,
     is_whole,
@@ -116,20 +116,20 @@ class OutputKind:
 
 @dataclass(slots=True)
 class _Expectation:
-    """Names, kinds and shapes of a call's outputs that the program has been told before the call has run."""
+    """Names, kinds and shapes of a call's outputs that the program has read before the call has run."""
 
     kind: OutputKind
     form: CallForm
-    told: list[Structure] = field(default_factory=list)
+    shown: list[Structure] = field(default_factory=list)
 
     def read(self, outputs: Any, leaf: TensorLeaf) -> Tensor:
         """Return the tensor where `leaf` was expected among the outputs.
 
         Raises:
-            BatchError: the outputs are not what the program was told.
+            BatchError: the outputs differ from what the program has read.
         """
         self.check(outputs)
-        found = follow(outputs, leaf.path)
+        found = follow_path(outputs, leaf.path)
         if not isinstance(found, Tensor):
             raise BatchError(
                 f"{written(leaf.path)} of the model is a {type(found).__name__} where calls of the same form had returned "
@@ -140,8 +140,8 @@ class _Expectation:
         return found
 
     def check(self, outputs: Any) -> None:
-        for expected in self.told:
-            found = describe(follow(outputs, expected.path), expected.path)
+        for expected in self.shown:
+            found = describe(follow_path(outputs, expected.path), expected.path)
             if not same(expected, found):
                 where = f", as {written(expected.path)}," if expected.path else ""
                 raise BatchError(
@@ -190,8 +190,8 @@ class _PendingOutputs:
         return make(structure, {step: self.stand_in(part) for step, part in structure.stored.items()})
 
     def tell(self, structure: Structure) -> None:
-        if structure not in self.expectation.told:
-            self.expectation.told.append(structure)
+        if structure not in self.expectation.shown:
+            self.expectation.shown.append(structure)
 
     def tensor(self, leaf: TensorLeaf) -> PendingTensor:
         if self.source.runs_at_call and leaf.shape:
@@ -207,7 +207,7 @@ class _PendingOutputs:
         """Return the part of the outputs at `path`, computed now if need be."""
         outputs = self.source.outputs()
         self.expectation.check(outputs)
-        part = follow(outputs, path)
+        part = follow_path(outputs, path)
         # The program may write into a copy: pending tensors are read from the outputs themselves.
         with suppress(Exception):  # there are classes that cannot be copied
             part = copy.copy(part)

@@ -250,7 +250,7 @@ def read_step(value: Any, step: PathStep) -> Any:
     return getattr(value, key) if way == "attribute" else value[key]
 
 
-def follow(outputs: Any, path: Path) -> Any:
+def follow_path(outputs: Any, path: Path) -> Any:
     """Return the part of `outputs` at `path`.
 
     Raises:

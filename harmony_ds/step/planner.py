@@ -95,7 +95,7 @@ class Planner:
         return costs, alone if alone is not None and alone.calls == costs.calls else costs
 
     @property
-    def together(self) -> int:
+    def joined_count(self) -> int:
         """How many micro-batches' layer calls are joined."""
         return 1 if self.plan is None or self._runtime.joins.are_off else self.plan.policy.joined_count
 
@@ -150,7 +150,7 @@ class Planner:
                 failure = error.with_traceback(None)  # which holds this frame, and the sample
                 continue
             moved = positions_of(self.graph.calls, table.calls)
-            if before is not None and before.sizes.together != sized.sizes.together:
+            if before is not None and before.sizes.joined_count != sized.sizes.joined_count:
                 self._measured.clear()  # those were other sets
             self._sized, self.graph, self.choices = replace(sized, table=table), graph, choices
             self.rows = self.profiler.rows(sized.sizes)
@@ -241,13 +241,13 @@ class Planner:
         budget, beside = self._runtime.device.budget_bytes, self._set_aside_bytes + self._shared_loss_bytes
         return PlanRequest(
             settings=self._settings,
-            micro_batches=-(-group_size // sizes.together),
+            micro_batches=-(-group_size // sizes.joined_count),
             budget_bytes=None if budget is None else max(0, budget - beside),
             beside_bytes=beside if budget is None else min(beside, budget),
             resident_bytes=self._resident_bytes(graph),
             exchange_bytes=self._runtime.world.reduce_bytes(self._runtime.device),
             policy=replace(
-                self._policy, joined_count=sizes.together, forward_rows=sizes.forward, backward_rows=sizes.backward
+                self._policy, joined_count=sizes.joined_count, forward_rows=sizes.forward, backward_rows=sizes.backward
             ),
             host_bytes=self._host_bytes,
         )
@@ -275,8 +275,8 @@ class Planner:
         """Return the plan, made anew if so many single micro-batches are more than it is for."""
         assert self.plan is not None
         sizes = Sizes.from_policy(self.plan.policy)
-        if self._outgrown or micro_batches > self.plan.micro_batches * sizes.together:
-            size = max(micro_batches, self.plan.micro_batches * sizes.together)
+        if self._outgrown or micro_batches > self.plan.micro_batches * sizes.joined_count:
+            size = max(micro_batches, self.plan.micro_batches * sizes.joined_count)
             self.choices = self._choose(self.graph, self.costs[0], size, sizes)
             self._outgrown = False
         return self.choices[0].plan

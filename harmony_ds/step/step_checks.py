@@ -55,7 +55,7 @@ def check_grouping(context: StepContext, losses: Sequence[SharedLoss]) -> bool:
         Whether that step compares them; else the next step is to try.
     """
     runtime, world = context.runtime, context.world
-    joins_calls = context.planner.together > 1
+    joins_calls = context.planner.joined_count > 1
     members = [member for loss in losses for member in loss.members]
     cannot_compare = context.forward_runs_at_calls or any(member.micro_batch.forwarded for member in members)
     if world.any("compare losses", cannot_compare):
