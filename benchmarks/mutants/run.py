@@ -2,7 +2,7 @@
 
     python benchmarks/mutants/run.py                                  # all of mutants.json: many hours
     python benchmarks/mutants/run.py --only logits-of-all-micro-batches-alive
-    python benchmarks/mutants/run.py --room calls --deep              # what `make test-all` runs, of one room
+    python benchmarks/mutants/run.py --room model --deep              # what `make test-all` runs, of one room
     python benchmarks/mutants/run.py --clean                          # no mutant: the tests of the copy must pass
     python benchmarks/mutants/run.py --check                          # runs no test: is every fault still to be planted?
 
@@ -39,7 +39,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", re.MULTILINE)
 _APART = [["tests/exactness"], ["tests/simdevice"]]
 _FIRST = {
     room: [[f"tests/{room}"], ["tests/engine", "tests/profiling"], *_APART]
-    for room in ("calls", "runtime", "stepping", "scheduler", "offload")
+    for room in ("model", "runtime", "step", "scheduler", "offload", "optim", "distributed")
 }
 PATHS = {
     room: [*runs, ["tests", *(f"--ignore={path}" for paths in runs for path in paths)]] for room, runs in _FIRST.items()
@@ -75,18 +75,31 @@ class Trial:
 
 
 def read_mutants() -> list[Mutant]:
-    """Read mutants.json; exit with the names of those that cannot be planted."""
+    """Read mutants.json; exit with the names of those that cannot be planted, and why."""
     mutants = [Mutant(**fields) for fields in json.loads(MUTANTS.read_text())]
-    wrong = [name for name, count in Counter(mutant.name for mutant in mutants).items() if count > 1]
-    for mutant in mutants:
-        source = (ROOT / mutant.file).read_text()
-        if source.count(mutant.old) != 1 or mutant.old == mutant.new or mutant.room not in PATHS:
-            wrong.append(mutant.name)
-            continue
-        compile(source.replace(mutant.old, mutant.new), mutant.file, "exec")
+    wrong = [why for mutant in mutants for why in why_not_planted(mutant)]
+    for name, count in Counter(mutant.name for mutant in mutants).items():
+        if count > 1:
+            wrong.append(f"{name}: {count} mutants have this name")
     if wrong:
-        raise SystemExit(f"not to be planted, their text occurs not once or their name twice: {', '.join(wrong)}")
+        raise SystemExit("not to be planted:\n" + "\n".join(wrong))
     return mutants
+
+
+def why_not_planted(mutant: Mutant) -> Iterator[str]:
+    """Yield what keeps `mutant` from being planted into the code as it is: nothing, if it can be planted."""
+    file = ROOT / mutant.file
+    if not file.is_file():
+        yield f"{mutant.name}: there is no file {mutant.file}"
+        return
+    source = file.read_text()
+    if source.count(mutant.old) != 1:
+        yield f"{mutant.name}: its old text occurs {source.count(mutant.old)} times in {mutant.file}, not once"
+    if mutant.old == mutant.new:
+        yield f"{mutant.name}: its new text is the old one"
+    if mutant.room not in PATHS:
+        yield f"{mutant.name}: PATHS names no tests for the room {mutant.room}"
+    compile(source.replace(mutant.old, mutant.new), mutant.file, "exec")
 
 
 def copy_tree(target: Path) -> None:
@@ -179,7 +192,7 @@ def main() -> None:
         tree = Path(folder)
         copy_tree(tree)
         if given.clean:
-            outcome, by = run_all(tree, given.room or "calls", given.deep)
+            outcome, by = run_all(tree, given.room or "model", given.deep)
             raise SystemExit(by if outcome != "survived" else 0)
         for mutant in chosen:
             trials.append(try_out(mutant, tree, given.deep))
