@@ -149,19 +149,29 @@ class Board:
         """Return the error that names process `other`."""
         return PeerFailedError(self.ranks[other], message)
 
-    def ended_peer(self) -> int | None:
-        """Return the rank in the training of a process that has ended, or ends soon; None: there is none.
+    def find_cause(self) -> PeerFailedError | None:
+        """Return the error that names the process by which this one has lost a connection; None: no process is known.
 
-        A process that had not given up before it ended is the cause of the others' ends, and so is preferred.
+        The end of a process that had not given up before is the cause of all other ends. Where no process ends like that
+        (connections can break by themselves), the reason of one that has given up is passed on.
         """
         deadline = time.monotonic() + _END_SECONDS
         while True:
-            ended = [other for other in self.others if self._has_ended(other)]
-            causes = [other for other in ended if not self.posted(other, Posted.FAILURE_BYTES)]
-            if causes or time.monotonic() > deadline:
-                first = next(iter(causes or ended), None)
-                return None if first is None else self.ranks[first]
+            for other in self.others:
+                if self._has_ended(other) and not self.posted(other, Posted.FAILURE_BYTES):
+                    return self.failed(other, "its process ended in an exchange with others")
+            if time.monotonic() > deadline:
+                return self._posted_failure()
             time.sleep(_CHECK_SECONDS)
+
+    def _posted_failure(self) -> PeerFailedError | None:
+        """Return the error of a process that has given up, with the reason that it has posted; None: no process has."""
+        for other in self.others:
+            length = self.posted(other, Posted.FAILURE_BYTES)
+            if length:
+                text = self.read(other, _FAILURE_PLACE, length)  # may have been cut within a character
+                return self.failed(other, text.decode(errors="replace"))
+        return None
 
     def _has_ended(self, other: int) -> bool:
         poll = select.poll()
@@ -198,11 +208,9 @@ class Board:
         self, waiting: Sequence[int], is_done: Callable[[int], bool], waited_s: float, what: str
     ) -> None:
         """Raise PeerFailedError if waiting any longer makes no sense."""
-        for other in self.others:
-            length = self.posted(other, Posted.FAILURE_BYTES)
-            if length:
-                text = self.read(other, _FAILURE_PLACE, length)  # may have been cut within a character
-                raise self.failed(other, text.decode(errors="replace"))
+        failure = self._posted_failure()
+        if failure is not None:
+            raise failure
         for other in waiting:
             # It may have posted what is waited for just before it ended.
             if other != self.rank and self._has_ended(other) and not is_done(other):

@@ -212,8 +212,7 @@ class World(SingleProcess):
         try:
             yield
         except RuntimeError as error:
-            peer = self._board.ended_peer()
-            cause = error if peer is None else PeerFailedError(peer, "its process ended in an exchange with others")
+            cause = self._board.find_cause() or error
             self._board.give_up(f"its connections to the others are broken: {cause}")
             if cause is error:
                 raise

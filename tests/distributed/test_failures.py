@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 import harmony_ds
+from benchmarks.kill.several import break_process
+from harmony_ds.distributed import board
 from harmony_ds.errors import HarmonyError, PeerFailedError, UsageError
 from harmony_ds.offload import host_memory
 from harmony_ds.offload.host_memory import HostRoom
@@ -193,6 +195,26 @@ def test_the_others_notice_a_process_that_is_gone_or_stopped(how: str, code: int
         # It finds what they have told, or that they have ended, and not that they were silent while it was stopped itself.
         kind, text = ended[1].result
         assert kind == "PeerFailedError" and ("rank 1" in text or "ended" in text), (kind, text)
+
+
+def loses_its_connections() -> tuple[str, str]:
+    """Process 2 shuts its connections; process 0 gives up and ends while the two others still wait for an end."""
+    engine = engine_of(replace(MLP, harmony={"reduce": "device"}))
+    engine.train_batch(batches())
+    engine.finish_updates()
+    board._END_SECONDS = 0.1 if engine.global_rank == 0 else 5.0
+    dist.barrier()
+    if engine.global_rank == 2:
+        break_process("sockets")
+    return error_of(lambda: [engine.train_batch(batches()) for _ in range(3)])
+
+
+def test_a_process_that_ended_as_it_lost_connections_is_not_named_without_that_reason() -> None:
+    first, second, third = (one.result for one in run_to_end(3, loses_its_connections))
+    assert "Connection" in first[1], first
+    for seen in (second, third):
+        assert seen[0] == "PeerFailedError" and "rank 0" in seen[1], seen
+        assert "its connections to the others are broken" in seen[1] and "Connection" in seen[1], seen
 
 
 # ---- processes that differ
