@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from harmony_ds import UsageError
 from harmony_ds.model.layer_call import LayerCalls
 from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.utils import safe_get_full_grad
-from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
 from tests.inside import assembly_of
 from tests.oracle import assert_same
 
@@ -145,17 +145,30 @@ def test_a_micro_batch_is_propagated_back_from_once() -> None:
         engine.step()
 
 
-def test_a_failure_while_looking_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = LLAMA.build(0.0)
-    with engine_for(model, sgd, config_of(1, 0.5, {"pack_layers": 1})) as engine:
-        train_groups(engine, [GROUPS[0][:1]])
+@pytest.mark.parametrize("propagated", [0, 2])
+def test_a_failure_while_looking_leaves_nothing_behind(propagated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What layers had been propagated through before the failure counts for nothing afterwards."""
+    model, undisturbed = LLAMA.build(0.0), LLAMA.build(0.0)
+    config = config_of(1, 0.5, {"pack_layers": 1})
+    with engine_for(model, adamw, config) as engine, engine_for(undisturbed, adamw, config) as other:
+        for one in (engine, other):
+            train_groups(one, [GROUPS[0][:1]])
         engine.backward(engine(**GROUPS[0][1]).loss)
+        backward, calls = LayerCalls.backward, itertools.count()
+
+        def fail(*args: Any) -> None:
+            if next(calls) == propagated:
+                raise RuntimeError("a mishap")
+            backward(*args)
+
         with monkeypatch.context() as patched:
-            patched.setattr(LayerCalls, "backward", Mock(side_effect=RuntimeError("a mishap")))
+            patched.setattr(LayerCalls, "backward", fail)
             with pytest.raises(RuntimeError, match="a mishap"):
                 safe_get_full_grad(model.model.norm.weight)
         assert engine.usable
-        assert train_groups(engine, [GROUPS[0][1:2]])[0] > 0.0
+        assert train_groups(engine, [GROUPS[0][1:2]]) == train_groups(other, [GROUPS[0][1:2]])
+        expected = weights_of(undisturbed)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(model).items())
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["gradient read", "weight written"])

@@ -15,6 +15,7 @@ from harmony_ds.device.cpu import CpuDevice
 from harmony_ds.device.group import DeviceGroup
 from harmony_ds.optim.user_gradients import UserGradients
 from harmony_ds.scheduler.plan import Task, TaskKind
+from harmony_ds.utils import safe_get_full_grad
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups, weights_of
 from tests.inside import assembly_of
 
@@ -164,6 +165,27 @@ def test_gradients_of_the_programs_own_are_not_lost() -> None:
             assert (ran[0] > COUNTS[K.FUSED]) is shrinks
             found.append(weights_of(engine.module))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_step_whose_gathered_gradients_are_lost_is_not_run_again() -> None:
+    """Undoing a backward pass drops the gradients that had gathered before: the rest alone would be another step."""
+    with engine_of(1) as (engine, members):
+        train_groups(engine, GROUPS[:1])
+        before = {name: tensor.clone() for name, tensor in weights_of(engine.module).items()}
+        for index, batch in enumerate(GROUPS[1]):
+            engine.backward(engine(**batch).loss)
+            if index == 0:
+                assert safe_get_full_grad(engine.module.lm_head.weight) is not None
+            if index + 1 < MICRO_BATCHES:
+                engine.step()
+        with shrinking(engine, K.BACKWARD, 1, members) as ran, pytest.raises(torch.OutOfMemoryError, match="there are"):
+            engine.step()
+        assert ran[0] > 1
+        members[0].limit = None
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine.module).items())
+        train_groups(engine, GROUPS[1:])
+        weights = weights_of(engine.module)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in undisturbed()[0].items())
 
 
 def test_a_step_that_has_taken_gradients_of_the_programs_own_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
