@@ -129,7 +129,6 @@ SLOW = """
     cli/test_commands.py::test_trace_takes_the_saved_plan_of_the_ds_config
     cli/test_commands.py::test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory
     cli/test_commands.py::test_a_closed_pipe_ends_the_command_quietly
-    engine/test_exactness.py::test_plans_differ_by_rounding_only_where_additions_are_regrouped
     engine/test_ledger.py::test_swaps_do_not_grow_with_the_number_of_micro_batches
     engine/test_lifetime.py::test_a_live_engine_keeps_its_model
     engine/test_lifetime.py::test_a_process_leaves_in_peace_without_destroy
@@ -148,7 +147,6 @@ SLOW = """
     engine/test_slices.py::test_sizes_as_large_as_the_micro_batch_change_nothing
     engine/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
     engine/test_surface.py::test_one_process_needs_no_launcher_no_environment_and_no_mpi
-    engine/test_switches.py::test_models_with_habits
     engine/test_switches.py::test_the_search_finds_a_plan_within_a_budget
     integrations/test_launchers.py::test_deepspeeds_launcher_of_several_processes_is_refused_for_a_pipeline
     integrations/test_trainer.py::test_classification_with_evaluation_and_prediction

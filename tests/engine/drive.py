@@ -98,6 +98,59 @@ def loop(engine: HarmonyEngine, groups: Groups, look: Callable[[int], bool] = la
     return losses
 
 
+LossOf = Callable[[Any, Any], Tensor]
+"""Makes a loss of a model or an engine, and a batch."""
+
+
+def loop_plainly(
+    model: nn.Module,
+    batches: Sequence[Any],
+    accumulation: int,
+    loss_of: LossOf,
+    make: MakeOptimizer = sgd,
+    seeded: bool = False,
+) -> list[float]:
+    """Train with a loss of the program's own in plain PyTorch; return the losses.
+
+    Args:
+        seeded: each micro-batch draws random numbers from its own seed, as it does on an engine.
+    """
+    optimizer = make([parameter for parameter in model.parameters() if parameter.requires_grad])
+    losses = []
+    for number, batch in enumerate(batches):
+        if seeded:
+            torch.manual_seed(seed_of(number // accumulation, number % accumulation))
+        loss = loss_of(model, batch)
+        (loss / accumulation).backward()
+        losses.append(loss.item())
+        if (number + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def loop_with(
+    engine: HarmonyEngine, batches: Sequence[Any], loss_of: LossOf, by_hand: bool = False
+) -> tuple[list[float], list[float]]:
+    """Train likewise on an engine; return the losses, and for each step the ratio of its swaps to the least possible.
+
+    Args:
+        by_hand: call `loss.backward()` in the place of `engine.backward(loss)`.
+    """
+    losses, ratios = [], []
+    for batch in batches:
+        loss = loss_of(engine, batch)
+        if by_hand:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+        if engine.was_step_applied():
+            ratios.append(engine.swap_report().ratio)
+    return [loss.item() for loss in losses], ratios
+
+
 def means_of(losses: Sequence[Sequence[float]]) -> list[float]:
     """The mean of each group, in the arithmetic of the losses."""
     return [torch.tensor(group).mean().item() for group in losses]

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine, UsageError
-from tests.engine.drive import config_of, engine_for, seed_of, sgd
-from tests.engine.test_shared_losses import ACCUMULATION, LOSSES, Encoder, assert_equal, data
+from tests.engine.drive import config_of, engine_for, loop_plainly, means_of, sgd
+from tests.engine.test_shared_losses import ACCUMULATION, LOSSES, Encoder, assert_close, data
+from tests.oracle import assert_same
 
 pytestmark = pytest.mark.fixed_times
 
@@ -17,17 +18,8 @@ pytestmark = pytest.mark.fixed_times
 def test_a_function_of_engine_and_batch_is_grouped_and_exact(name: str) -> None:
     """To rounding: the calls of a function share a random stream, and a weight's gradients add up call by call."""
     plain, model, batches = Encoder(0.2), Encoder(0.2), data()
-    optimizer, expected = sgd(plain.parameters()), []
-    for step in range(0, len(batches), ACCUMULATION):
-        losses = []
-        for place, batch in enumerate(batches[step : step + ACCUMULATION]):
-            torch.manual_seed(seed_of(step // ACCUMULATION, place))
-            loss = LOSSES[name](plain, batch)
-            (loss / ACCUMULATION).backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(torch.stack(losses).mean().item())
+    losses = loop_plainly(plain, batches, ACCUMULATION, LOSSES[name], seeded=True)
+    expected = means_of([losses[first : first + ACCUMULATION] for first in range(0, len(losses), ACCUMULATION)])
     with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
         loader = iter(batches)
         found = []
@@ -35,8 +27,7 @@ def test_a_function_of_engine_and_batch_is_grouped_and_exact(name: str) -> None:
             found.append(engine.train_batch(loader, compute_loss=LOSSES[name]).item())
             assert engine.swap_report().ratio <= 1.0  # less where a teacher's pass needs no backward pass
     assert found == pytest.approx(expected, rel=1e-6)
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+    assert_close(model, plain)
 
 
 def test_a_function_may_look_and_may_run_a_reference_without_gradients() -> None:
@@ -53,18 +44,13 @@ def test_a_function_may_look_and_may_run_a_reference_without_gradients() -> None
         return loss
 
     plain, model = Encoder(), Encoder()
-    optimizer = sgd(plain.parameters())
     batches = [{"x": batch[0]} for batch in data()[:4]]
-    for step in range(2):
-        for batch in batches[2 * step : 2 * step + 2]:
-            (compute_loss(plain, batch) / 2).backward()  # type: ignore[arg-type]
-        optimizer.step()
-        optimizer.zero_grad()
+    loop_plainly(plain, batches, 2, compute_loss)
     with engine_for(model, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
         for step in range(2):
             engine.train_batch(batches[2 * step : 2 * step + 2], compute_loss=compute_loss)
             assert engine.swap_report().ratio == 1.0
-    assert_equal(model, plain)
+    assert_same(model, plain, bitwise=True)
     assert seen[0] == seen[4]
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils.import_utils import enable_tf32
 
 from harmony_ds import ModelError
-from tests.engine.drive import config_of, engine_for, seed_of, sgd, weights_of
+from tests.engine.drive import config_of, engine_for, sgd, weights_of
 from tests.families import build_seeded
 from tests.inside import planner_of
 from tests.oracle import assert_same
@@ -49,24 +49,6 @@ class Model(nn.Module):
 
 def inputs(index: int) -> Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index))
-
-
-def test_a_forward_that_sets_its_own_mode_has_it_for_all_of_a_micro_batch() -> None:
-    """A micro-batch as a Trainer's training_step runs it, on a model that was evaluated before."""
-
-    class Training(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            self.train()
-            return super().forward(x)
-
-    plain, model = build_seeded(Training).eval(), build_seeded(Training).eval()
-    with engine_for(model, sgd, config_of(3, None, {"pack_layers": 1})) as engine:
-        engine.train_batch(iter([inputs(number) for number in range(3)]))
-    for number in range(3):
-        torch.manual_seed(seed_of(0, number))
-        (plain(inputs(number)) / 3).backward()
-    sgd(plain.parameters()).step()
-    assert_same(model, plain, bitwise=True)
 
 
 def test_a_model_measured_in_evaluation_mode_is_measured_again_in_training_mode() -> None:

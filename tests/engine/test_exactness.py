@@ -99,13 +99,3 @@ def test_an_inter_layer_graph_that_several_packs_share_outlives_the_fused_one(na
     assert_trains_like_plain(
         one, 0.0, groups_of(one, 2, 2), config_of(2, 0.5, {"pack_layers": pack}), optimizer_for(one)
     )
-
-
-@pytest.mark.parametrize("name", REGROUPED[1:4])
-def test_plans_differ_by_rounding_only_where_additions_are_regrouped(name: str) -> None:
-    """Within a pack, autograd adds a micro-batch's contributions up; across packs, the host adds whole sums."""
-    one = family(name)
-    _, weights = outcome(one, None, {"pack_layers": 1, "prefetch": False, "stash": "device"})
-    for plan in PLANS[1::2]:
-        _, other_weights = outcome(one, None, plan)
-        assert_same(other_weights, weights, bitwise=False)

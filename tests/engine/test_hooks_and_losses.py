@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from harmony_ds import BatchError, ModelError, UnsupportedError
-from tests.engine.drive import config_of, engine_for, sgd
+from tests.engine.drive import config_of, engine_for, loop_plainly, loop_with, sgd
+from tests.oracle import assert_same
 
 pytestmark = pytest.mark.fixed_times
 
@@ -74,20 +75,20 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def of_outputs(model: Any, net: Net, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
+def of_outputs(call: Any, net: Net, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(call(x), y)
 
 
-def of_outputs_by_steps(model: Any, net: Net, x: Tensor, y: Tensor) -> Tensor:
-    return -model(x).log_softmax(-1).gather(1, y[:, None]).squeeze(1).mean()
+def of_outputs_by_steps(call: Any, net: Net, x: Tensor, y: Tensor) -> Tensor:
+    return -call(x).log_softmax(-1).gather(1, y[:, None]).squeeze(1).mean()
 
 
-def of_features(model: Any, net: Net, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y) + 0.5 * net.kept[0].square().mean()
+def of_features(call: Any, net: Net, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(call(x), y) + 0.5 * net.kept[0].square().mean()
 
 
-def of_an_attribute(model: Any, net: Net, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y) + 0.5 * net.extra
+def of_an_attribute(call: Any, net: Net, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(call(x), y) + 0.5 * net.extra
 
 
 CASES: dict[str, tuple[type[Net], Callable[[Net], None], Callable[..., Tensor], bool]] = {
@@ -113,31 +114,14 @@ def test_a_loss_of_outputs_alone_is_grouped_after_the_first_step(
     plain, model = cls(), cls()
     change(plain)
     change(model)
-    optimizer = sgd(plain.parameters())
-    expected, ratios, losses = [], [], []
-    for number, (x, y) in enumerate(batches(), start=1):
-        loss = make_loss(plain, plain, x, y)
-        (loss / ACCUMULATION).backward()
-        expected.append(loss.item())
-        if number % ACCUMULATION == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+    expected = loop_plainly(plain, batches(), ACCUMULATION, lambda call, batch: make_loss(call, plain, *batch))
     with (
         engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine,
         caplog.at_level(logging.WARNING, "harmony_ds"),
     ):
-        for number, (x, y) in enumerate(batches(), start=1):
-            loss = make_loss(engine, model, x, y)
-            if by_loss:
-                loss.backward()
-            else:
-                engine.backward(loss)
-            engine.step()
-            losses.append(loss)
-            if number % ACCUMULATION == 0:
-                ratios.append(engine.swap_report().ratio)
-    assert [loss.item() for loss in losses] == expected
-    assert all(torch.equal(p, q.data) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        losses, ratios = loop_with(engine, batches(), lambda call, batch: make_loss(call, model, *batch), by_loss)
+    assert losses == expected
+    assert_same(model, plain, bitwise=True)
     assert [ratio == 1.0 for ratio in ratios[1:]] == [groups] * (STEPS - 1), ratios
     assert ("runs alone" in caplog.text) is not groups
     hooks = any(module._forward_hooks for module in model.modules())
@@ -206,8 +190,8 @@ class OwnLoss(Net):
         return F.cross_entropy(super().forward(x), y)
 
 
-def of_model(model: Any, net: Net, x: Tensor, y: Tensor) -> Tensor:
-    loss: Tensor = model(x, y)
+def of_model(call: Any, net: Net, x: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = call(x, y)
     return loss
 
 
@@ -217,16 +201,8 @@ def test_a_pruned_layer_trains_as_in_plain_pytorch(cls: type[Net], make_loss: An
     plain, model = cls(), cls()
     pruned_layer(plain)
     pruned_layer(model)
-    optimizer = sgd(plain.parameters())
+    expected = loop_plainly(plain, batches(), ACCUMULATION, lambda call, batch: make_loss(call, plain, *batch))
     with engine_for(model, sgd, config_of(ACCUMULATION, None, plan)) as engine:
-        for number, (x, y) in enumerate(batches(), start=1):
-            expected, loss = make_loss(plain, plain, x, y), make_loss(engine, model, x, y)
-            (expected / ACCUMULATION).backward()
-            engine.backward(loss)
-            engine.step()
-            if number % ACCUMULATION == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                assert loss.item() == expected.item()
-        assert engine.swap_report().ratio == 1.0
-    assert all(torch.equal(p, q.data) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        losses, ratios = loop_with(engine, batches(), lambda call, batch: make_loss(call, model, *batch))
+    assert (losses, ratios[-1]) == (expected, 1.0)
+    assert_same(model, plain, bitwise=True)

@@ -87,16 +87,11 @@ def test_activations_that_wait_on_the_host_are_each_input_of_an_unfused_layer_on
     assert report.host_to_device["activations"] == report.device_to_host["activations"] == expected
 
 
-def test_a_stash_on_the_device_moves_nothing() -> None:
+def test_a_stash_on_the_device_moves_nothing_and_data_is_the_batches_once() -> None:
     report, _ = report_of(4, {"pack_layers": 1, "stash": "device"})
 
-    assert report.host_to_device["activations"] == report.device_to_host["activations"] == 0
-
-
-def test_data_is_the_batches_once() -> None:
-    report, _ = report_of(4, {"pack_layers": 1})
-
     tokens = 2 * sum(ragged_length(index) for index in range(4, 8))
+    assert report.host_to_device["activations"] == report.device_to_host["activations"] == 0
     assert report.host_to_device["data"] == 3 * 8 * tokens  # words, mask, labels
     assert report.device_to_host["data"] == 0
 

@@ -16,7 +16,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harmony_ds import BatchError
 from harmony_ds.step.pending import PendingTensor
-from tests.engine.drive import config_of, engine_for, sgd
+from tests.engine.drive import config_of, engine_for, loop_plainly, loop_with, sgd
+from tests.oracle import assert_same
 
 pytestmark = pytest.mark.fixed_times
 
@@ -167,11 +168,7 @@ def test_a_look_that_needs_no_value_yet_waits_and_has_the_bits_of_plain_torch(na
                 seen = []
         assert engine.swap_report().ratio == 1.0
     assert values == expected
-    assert all(torch.equal(p, q.data) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-
-
-def test_looks_are_many() -> None:
-    assert len(LOOKS) >= 58
+    assert_same(model, plain, bitwise=True)
 
 
 def test_predictions_of_an_evaluation_without_no_grad_are_there_at_any_later_time() -> None:
@@ -273,23 +270,12 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], list[Tensor
 def test_tensors_in_containers_of_any_depth_are_grouped(name: str) -> None:
     kind, parts_of = CONTAINERS[name]
     plain, model = Nested(kind), Nested(kind)
-    optimizer = sgd(plain.parameters())
     data = [torch.randn(2, 4, generator=torch.Generator().manual_seed(number)) for number in range(6)]
-    losses = []
-    for number, x in enumerate(data):
-        loss = torch.stack([part.square().mean() for part in parts_of(plain(x))]).sum()
-        (loss / 3).backward()
-        losses.append(loss.item())
-        if number % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    seen = []
+
+    def loss_of(call: Any, x: Tensor) -> Tensor:
+        return torch.stack([part.square().mean() for part in parts_of(call(x))]).sum()
+
+    expected = loop_plainly(plain, data, 3, loss_of)
     with engine_for(model, sgd, config_of(3, None, {"pack_layers": 1})) as engine:
-        for x in data:
-            loss = torch.stack([part.square().mean() for part in parts_of(engine(x))]).sum()
-            engine.backward(loss)
-            engine.step()
-            seen.append(loss)
-        assert engine.swap_report().ratio == 1.0
-    assert [loss.item() for loss in seen] == losses
-    assert all(torch.equal(p, q.data) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        assert loop_with(engine, data, loss_of) == (expected, [1.0, 1.0])
+    assert_same(model, plain, bitwise=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ from tests.engine.drive import (
     groups_of,
     loop,
     means_of,
-    optimizer_for,
     plainly,
-    same_losses,
     seed_of,
     sgd,
 )
@@ -41,26 +38,6 @@ STEPS, ACCUMULATION = 3, 4
 GROUPS = groups_of(LLAMA, STEPS, ACCUMULATION)
 ONE_PACK_EACH = {"pack_layers": 1}
 LOOKED = "looked at before its accumulation boundary"
-
-
-CASES = [
-    ("llama", 0.0, None),
-    ("llama", 0.1, 0.5),
-    *((name, 0.0, None) for name in ("gpt2", "t5", "SharedDepthNet", "BareParameterNet", "SkipNet", "BatchNormNet")),
-]
-
-
-@pytest.mark.parametrize(("name", "dropout", "clip"), CASES)
-def test_the_loop_is_grouped_and_exact(name: str, dropout: float, clip: float | None) -> None:
-    one = family(name)
-    groups, make = groups_of(one, 3, 3), optimizer_for(one)
-    plain, losses = plainly(one, dropout, groups, make, clip)
-    model = one.build(dropout)
-    with engine_for(model, make, config_of(3, clip, ONE_PACK_EACH)) as engine:
-        actual = loop(engine, groups)
-        assert engine.swap_report().ratio == 1.0
-    assert_same(model, plain, one.bitwise)
-    assert all(same_losses(*rows, one.bitwise) for rows in zip(actual, losses, strict=True))
 
 
 class Switched(nn.Sequential):
@@ -280,40 +257,12 @@ def test_a_loss_used_after_the_step_keeps_its_value() -> None:
         assert float(sum(row)) == pytest.approx(sum(losses[0]))
 
 
-class TwoLosses(nn.Sequential):
-    def forward(self, x: Tensor) -> Any:
-        out = super().forward(x)
-        return SimpleNamespace(loss=out.mean(), aux=out.detach().pow(2).mean())
-
-
-def test_a_loss_that_is_first_asked_for_after_the_step_is_there() -> None:
-    model, data = TwoLosses(nn.Linear(3, 3), nn.Linear(3, 1)), torch.randn(2, 2, 3)
-    expected = [model(x).aux.item() for x in data]
-    with engine_for(model, sgd, config_of(2)) as engine:
-        outputs = [engine(x) for x in data]
-        for one in outputs:
-            engine.backward(one.loss)
-            engine.step()
-        assert [one.aux.item() for one in outputs] == expected
-
-
 def test_gradients_that_are_dropped_within_a_step_are_told_of() -> None:
     with engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine:
         engine.backward(engine(**GROUPS[0][0]).loss)
         engine.step()
         with pytest.warns(RuntimeWarning, match="drops the gradients of its micro-batches so far"):
             engine.zero_grad()
-
-
-def test_a_backward_pass_from_a_sum_of_losses_is_grouped() -> None:
-    plain, _ = plainly(LLAMA, 0.0, GROUPS[:1], sgd)
-    model = LLAMA.build(0.0)
-    with engine_for(model, sgd, config_of(2, None, ONE_PACK_EACH)) as engine:
-        for one, other in zip(GROUPS[0][::2], GROUPS[0][1::2], strict=True):
-            engine.backward((engine(**one).loss + engine(**other).loss) / 2)
-            engine.step()
-        assert engine.swap_report().ratio == 1.0
-    assert_same(model, plain, bitwise=True)
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")

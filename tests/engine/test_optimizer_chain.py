@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import harmony_ds
 from harmony_ds import HarmonyEngine
 from harmony_ds.errors import ConfigError, OptimizerError, UsageError
 from harmony_ds.utils import safe_get_full_fp32_param
-from tests.engine.drive import assert_same, config_of, seed_of
+from tests.engine.drive import assert_same, config_of, engine_for, seed_of
 from tests.oracle import train_plainly_half
 
 pytestmark = pytest.mark.fixed_times
@@ -89,13 +89,11 @@ GIVEN: dict[str, Callable[[list[Optimizer]], Any]] = {
 }
 
 
-@contextmanager
-def engine_with(model: nn.Module, optimizer: Any, config: Any, **arguments: Any) -> Iterator[HarmonyEngine]:
-    engine, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=config, **arguments)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
+def engine_with(
+    model: nn.Module, given: Any, clip: float | None = None, harmony: Any = None, more: Any = None, **arguments: Any
+) -> AbstractContextManager[HarmonyEngine]:
+    config = config_of(ACCUMULATION, clip, {"pack_layers": 1, **(harmony or {})}, **(more or {}))
+    return engine_for(model, lambda _: given, config, **arguments)
 
 
 def groups() -> list[list[Tensor]]:
@@ -127,7 +125,7 @@ def test_training_is_that_of_plain_pytorch(given: str, residency: str) -> None:
     model, plain = net(), net()
     train_plainly(plain, both(plain.parameters()))
     optimizers = both(model.parameters())
-    with engine_with(model, GIVEN[given](optimizers), config_of(ACCUMULATION, harmony={"pack_layers": 1})) as engine:
+    with engine_with(model, GIVEN[given](optimizers), harmony={"residency": residency}) as engine:
         train(engine, groups())
         assert engine.swap_report().ratio == 1.0
         assert [group["lr"] for group in engine.optimizer.param_groups] == [0.02, 0.05, 0.01]
@@ -140,7 +138,7 @@ def test_training_is_that_of_plain_pytorch(given: str, residency: str) -> None:
 def test_a_step_of_an_object_around_them_is_called_once_a_step() -> None:
     model = net()
     combined = Combined(both(model.parameters()))
-    with engine_with(model, combined, config_of(ACCUMULATION)) as engine:
+    with engine_with(model, combined) as engine:
         train(engine, groups())
         with pytest.raises(UsageError, match="steps together"):
             combined.step()
@@ -150,16 +148,12 @@ def test_a_step_of_an_object_around_them_is_called_once_a_step() -> None:
 def test_a_plain_loop_steps_them_together() -> None:
     model, plain = net(), net()
     train_plainly(plain, both(plain.parameters()))
-    engine, optimizer, *_ = harmony_ds.initialize(
-        model=model, optimizer=both(model.parameters()), config=config_of(ACCUMULATION)
-    )
-    for group in groups():
-        for x in group:
-            engine(x).pow(2).mean().backward()
-        assert optimizer is not None
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.destroy()
+    with engine_with(model, both(model.parameters())) as engine:
+        for group in groups():
+            for x in group:
+                engine(x).pow(2).mean().backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
     assert_same(model, plain, bitwise=True)
 
 
@@ -167,23 +161,21 @@ def test_a_plain_loop_steps_them_together() -> None:
 @pytest.mark.parametrize("given", ["a list", "an optimizer with groups of its own"])
 def test_a_checkpoint_goes_on(given: str, dtype: str, tmp_path: Path) -> None:
     more = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
-    through, halves = net(), [net(), net()]
     these = [[x.bfloat16() if more else x for x in group] for group in groups()]
-    with engine_with(
-        through, GIVEN[given](both(through.parameters())), config_of(ACCUMULATION, clip=0.5, **more)
-    ) as engine:
+    through, first, second = net(), net(), net()
+
+    def engine_over(model: nn.Module) -> AbstractContextManager[HarmonyEngine]:
+        return engine_with(model, GIVEN[given](both(model.parameters())), 0.5, more=more)
+
+    with engine_over(through) as engine:
         train(engine, these)
-    with engine_with(
-        halves[0], GIVEN[given](both(halves[0].parameters())), config_of(ACCUMULATION, clip=0.5, **more)
-    ) as engine:
+    with engine_over(first) as engine:
         train(engine, these[:1])
         engine.save_checkpoint(tmp_path)
-    with engine_with(
-        halves[1], GIVEN[given](both(halves[1].parameters())), config_of(ACCUMULATION, clip=0.5, **more)
-    ) as engine:
+    with engine_over(second) as engine:
         engine.load_checkpoint(tmp_path)
         train(engine, these[1:])
-    assert_same(halves[1], through, bitwise=True)
+    assert_same(second, through, bitwise=True)
 
 
 @pytest.mark.parametrize("given", GIVEN)
@@ -197,8 +189,7 @@ def test_masters_are_stepped_as_in_plain_mixed_precision(given: str) -> None:
     run = train_plainly_half(
         plain, batches, make, clip=None, seed_of=seed_of, loss_of=lambda output: output.pow(2).mean()
     )
-    config = config_of(ACCUMULATION, harmony={"pack_layers": 1}, bf16={"enabled": True})
-    with engine_with(model, GIVEN[given](both(model.parameters())), config) as engine:
+    with engine_with(model, GIVEN[given](both(model.parameters())), more={"bf16": {"enabled": True}}) as engine:
         train(engine, [[batch["input"] for batch in group] for group in batches])
         masters = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
     assert_same(masters, run.masters, bitwise=True)
@@ -206,14 +197,14 @@ def test_masters_are_stepped_as_in_plain_mixed_precision(given: str) -> None:
 
 def test_state_dicts_go_on() -> None:
     through, halves = net(), [net(), net()]
-    with engine_with(through, both(through.parameters()), config_of(ACCUMULATION)) as engine:
+    with engine_with(through, both(through.parameters())) as engine:
         train(engine, groups())
-    with engine_with(halves[0], both(halves[0].parameters()), config_of(ACCUMULATION)) as engine:
+    with engine_with(halves[0], both(halves[0].parameters())) as engine:
         train(engine, groups()[:1])
         saved, weights = engine.optimizer.state_dict(), engine.module.state_dict()
         assert len(saved["param_groups"]) == 3
     halves[1].load_state_dict(weights)
-    with engine_with(halves[1], both(halves[1].parameters()), config_of(ACCUMULATION)) as engine:
+    with engine_with(halves[1], both(halves[1].parameters())) as engine:
         engine.optimizer.load_state_dict(saved)
         train(engine, groups()[1:])
     assert_same(halves[1], through, bitwise=True)
@@ -227,7 +218,7 @@ def test_each_has_a_schedule_of_its_own() -> None:
     optimizers = both(plain.parameters())
     train_plainly(plain, optimizers, schedules(optimizers))
     optimizers = both(model.parameters())
-    with engine_with(model, optimizers, config_of(ACCUMULATION), lr_scheduler=schedules(optimizers)) as engine:
+    with engine_with(model, optimizers, lr_scheduler=schedules(optimizers)) as engine:
         train(engine, groups())
         assert engine.get_lr() == pytest.approx([0.02 * 0.5**3, 0.05 * 0.9**3, 0.01 * 0.9**3])
         assert engine.lr_scheduler.get_last_lr() == pytest.approx(engine.get_lr())
@@ -238,7 +229,7 @@ def test_after_destroy_they_are_plain_again() -> None:
     model, plain = net(), net()
     train_plainly(plain, both(plain.parameters()))
     optimizers = both(model.parameters())
-    with engine_with(model, optimizers, config_of(ACCUMULATION)) as engine:
+    with engine_with(model, optimizers) as engine:
         train(engine, groups()[:2])
     for x in groups()[2]:
         (model(x).pow(2).mean() / ACCUMULATION).backward()

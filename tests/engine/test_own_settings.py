@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harmony_ds import UnsupportedError
 from harmony_ds.runtime.executor import Executor
-from tests.engine.drive import config_of, engine_for, seed_of, weights_of
+from tests.engine.drive import config_of, engine_for, loop_plainly, loop_with, weights_of
 from tests.families import build_seeded
 from tests.oracle import assert_same
 
@@ -212,6 +212,7 @@ class Evaluating(Stack):
         self.dropout = nn.Dropout(0.5)
         for layer in self.layers:
             layer.adapters["a"] = nn.Sequential(layer.adapters["a"], nn.Dropout(0.3))
+        self.eval()  # so that the model is measured in the mode that forward leaves
 
     def forward(self, x: Tensor) -> Tensor:
         self.eval()
@@ -274,26 +275,24 @@ def left_by(model: Stack) -> Any:
     return flags, of_layers, [getattr(model, name, None) for name in ("micro_batches", "rows", "mode", "training")]
 
 
-def plainly(build: Callable[[], Stack], steps: int) -> Stack:
+def steps_of(count: int, make: Callable[[int], Tensor] = inputs) -> list[list[Tensor]]:
+    return [[make(step * ACCUMULATION + number) for number in range(ACCUMULATION)] for step in range(count)]
+
+
+def plainly(build: Callable[[], Stack], steps: list[list[Tensor]]) -> Stack:
     model = build_seeded(build)
-    optimizer = sgd([parameter for parameter in model.parameters() if parameter.requires_grad])
-    for step in range(steps):
-        for number in range(ACCUMULATION):
-            torch.manual_seed(seed_of(step, number))
-            (model(inputs(step * ACCUMULATION + number)) / ACCUMULATION).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    batches = [x for group in steps for x in group]
+    loop_plainly(model, batches, ACCUMULATION, lambda call, x: call(x), sgd, seeded=True)
     return model
 
 
 @plans
 @pytest.mark.parametrize("build", EVERY)
 def test_a_micro_batch_has_its_own_settings(build: type[Stack], plan: dict[str, Any]) -> None:
-    steps = 3
-    plain, model = plainly(build, steps), build_seeded(build)
+    plain, model = plainly(build, steps_of(3)), build_seeded(build)
     with engine_for(model, sgd, config_of(ACCUMULATION, None, plan)) as engine:
-        for step in range(steps):
-            engine.train_batch([inputs(step * ACCUMULATION + number) for number in range(ACCUMULATION)])
+        for group in steps_of(3):
+            engine.train_batch(group)
             assert engine.swap_report().ratio <= 1.0  # unused adapters have no gradients
         assert_same(weights_of(model), weights_of(plain), bitwise=True)
         found, expected = left_by(model), left_by(plain)
@@ -321,24 +320,6 @@ def later(index: int) -> Tensor:
     if index in (4, 7):
         x[0, 0] = 99.0
     return x
-
-
-@plans
-def test_what_was_not_seen_before_is_found_in_its_step(plan: dict[str, Any]) -> None:
-    plain = build_seeded(Later)
-    optimizer = sgd(p for p in plain.parameters() if p.requires_grad)
-    for step in range(3):
-        for number in range(ACCUMULATION):
-            (plain(later(step * ACCUMULATION + number)) / ACCUMULATION).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model = build_seeded(Later)
-    with engine_for(model, sgd, config_of(ACCUMULATION, None, plan)) as engine:
-        for step in range(3):
-            engine.train_batch([later(step * ACCUMULATION + number) for number in range(ACCUMULATION)])
-        assert_same(weights_of(model), weights_of(plain), bitwise=True)
-        assert engine.swap_report().ratio <= 1.0  # unused adapters have no gradients
-        assert left_by(model) == left_by(plain)
 
 
 class LeftLater(Stack):
@@ -372,30 +353,30 @@ class CountingLater(Stack):
         return self.body(x).mean()
 
 
-@pytest.mark.parametrize("build", [LeftLater, CountingLater], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("by_loop", [False, True])
+@pytest.mark.parametrize("build", [Later, LeftLater, CountingLater], ids=lambda build: build.__name__)
 @plans
-def test_what_is_set_first_in_a_later_step_is_as_in_plain_training(build: type[Stack], plan: dict[str, Any]) -> None:
-    plain, model = build_seeded(build), build_seeded(build)
-    optimizer = sgd(p for p in plain.parameters() if p.requires_grad)
-    for step in range(4):
-        for number in range(ACCUMULATION):
-            (plain(later(step * ACCUMULATION + number)) / ACCUMULATION).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def test_what_is_set_first_in_a_later_step_is_as_in_plain_training(
+    build: type[Stack], plan: dict[str, Any], by_loop: bool
+) -> None:
+    steps = steps_of(4, later)
+    plain, model = plainly(build, steps), build_seeded(build)
     with engine_for(model, sgd, config_of(ACCUMULATION, None, plan)) as engine:
-        for step in range(4):
-            for number in range(ACCUMULATION):
-                engine.backward(engine(later(step * ACCUMULATION + number)))
-                engine.step()
+        for group in steps:
+            if by_loop:
+                loop_with(engine, group, lambda call, x: call(x))
+            else:
+                engine.train_batch(group)
+        assert engine.swap_report().ratio <= 1.0  # unused adapters have no gradients
         assert_same(weights_of(model), weights_of(plain), bitwise=True)
         assert left_by(model) == left_by(plain)
 
 
 def test_it_is_joined_with_its_likes() -> None:
-    plain, model = plainly(TakenBack, 2), build_seeded(TakenBack)
+    plain, model = plainly(TakenBack, steps_of(2)), build_seeded(TakenBack)
     with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1, "micro_batch": 6})) as engine:
-        for step in range(2):
-            engine.train_batch([inputs(step * ACCUMULATION + number) for number in range(ACCUMULATION)])
+        for group in steps_of(2):
+            engine.train_batch(group)
         for name, weight in weights_of(plain).items():
             torch.testing.assert_close(weights_of(model)[name], weight, rtol=1e-5, atol=1e-6)
 
@@ -420,10 +401,10 @@ class ThawedWithoutGradients(FrozenReference, PolicyFirst):
 
 
 def test_a_reference_that_is_not_trained_is_switched_to_without_gradients() -> None:
-    plain, model = plainly(ThawedWithoutGradients, 2), build_seeded(ThawedWithoutGradients)
+    plain, model = plainly(ThawedWithoutGradients, steps_of(2)), build_seeded(ThawedWithoutGradients)
     with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
-        for step in range(2):
-            engine.train_batch([inputs(step * ACCUMULATION + number) for number in range(ACCUMULATION)])
+        for group in steps_of(2):
+            engine.train_batch(group)
         assert_same(weights_of(model), weights_of(plain), bitwise=True)
 
 
@@ -432,7 +413,7 @@ def test_gradients_of_what_is_not_trained_are_refused_by_name() -> None:
     before = weights_of(model)
     with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
         with pytest.raises(UnsupportedError, match=r"layers\.\d\.adapters\.b\.\w+, which is not trained"):
-            engine.train_batch([inputs(number) for number in range(ACCUMULATION)])
+            engine.train_batch(*steps_of(1))
         engine.finish_updates()
         assert_same(weights_of(model), before, bitwise=True)
 
@@ -449,7 +430,7 @@ def test_an_error_leaves_settings_as_they_were() -> None:
 
     model = build_seeded(Failing)
     with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
-        engine.train_batch([inputs(number) for number in range(ACCUMULATION)])
+        engine.train_batch(*steps_of(1))
         with pytest.raises(ValueError, match="too large"):
             engine.train_batch([later(number) for number in (3, 4, 5)])
         assert all(layer.active == ["a"] for layer in model.layers)
@@ -525,4 +506,4 @@ def test_to_freeze_what_code_between_layers_uses_is_refused_by_name() -> None:
         engine_for(build_seeded(Outside), sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine,
         pytest.raises(UnsupportedError, match="forward sets requires_grad of scale"),
     ):
-        engine.train_batch([inputs(number) for number in range(ACCUMULATION)])
+        engine.train_batch(*steps_of(1))

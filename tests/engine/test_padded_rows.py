@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from harmony_ds import BatchError
 from harmony_ds.step.pending import PendingTensor
-from tests.engine.drive import config_of, engine_for, sgd
+from tests.engine.drive import config_of, engine_for, loop_plainly, loop_with, sgd
+from tests.oracle import assert_same
 
 pytestmark = pytest.mark.fixed_times
 
@@ -50,23 +51,12 @@ def padded(count: int, rows: Callable[[int], int] = lambda number: ROWS) -> list
     ]
 
 
-def loss_of(outputs: dict[str, Any], ids: Tensor) -> Tensor:
+def loss_of(call: Any, ids: Tensor) -> Tensor:
+    outputs = call(ids)
     scores = outputs["scores"]
     loss = F.cross_entropy(scores.reshape(-1, scores.shape[-1]), ids[:, : scores.shape[1]].reshape(-1))
     regular: Tensor = outputs["hidden"][1].pow(2).mean()
     return loss + 0.1 * regular
-
-
-def plainly(model: nn.Module, data: list[Tensor], accumulation: int) -> list[float]:
-    optimizer, losses = sgd(model.parameters()), []
-    for number, ids in enumerate(data, start=1):
-        loss = loss_of(model(ids), ids)
-        (loss / accumulation).backward()
-        losses.append(loss.item())
-        if number % accumulation == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
@@ -74,18 +64,16 @@ def plainly(model: nn.Module, data: list[Tensor], accumulation: int) -> list[flo
 def test_rows_of_any_length_are_grouped_after_the_first_steps(rows: Callable[[int], int], before: int) -> None:
     accumulation, data = 4, padded(40, rows)
     plain, model = Tagger(), Tagger()
-    expected = plainly(plain, data, accumulation)
-    ratios, losses = [], []
+    expected = loop_plainly(plain, data, accumulation, loss_of)
     with engine_for(model, sgd, config_of(accumulation, None, ONE_PACK_EACH)) as engine:
-        for number, ids in enumerate(data, start=1):
-            losses.append(loss_of(engine(ids), ids))
-            engine.backward(losses[-1])
-            engine.step()
-            if number % accumulation == 0:
-                ratios.append(engine.swap_report().ratio)
-    assert [loss.item() for loss in losses] == expected
-    assert all(torch.equal(p, q.data) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        losses, ratios = loop_with(engine, data, loss_of)
+    assert losses == expected
+    assert_same(model, plain, bitwise=True)
     assert ratios[before // accumulation :] == [1.0] * len(ratios[before // accumulation :]), ratios
+
+
+def ones(length: int) -> Tensor:
+    return torch.ones(ROWS, length, dtype=torch.long)
 
 
 def halved_where_16(length: int) -> int:
@@ -96,29 +84,23 @@ def halved_where_16(length: int) -> int:
 def test_a_length_that_does_not_follow_is_right_unless_the_program_has_used_it() -> None:
     plain, model = Tagger(halved_where_16), Tagger(halved_where_16)
     with engine_for(model, sgd, config_of(1, None, ONE_PACK_EACH)) as engine:
-        for length in (20, 12, 8):
-            ids = torch.ones(ROWS, length, dtype=torch.long)
-            engine.backward(loss_of(engine(ids), ids))
-            engine.step()
+        loop_with(engine, [ones(length) for length in (20, 12, 8)], loss_of)
         plain.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        ids = torch.ones(ROWS, 16, dtype=torch.long)
+        ids = ones(16)
         scores = engine(ids)["scores"]
         assert isinstance(scores, PendingTensor)
         loss = scores.square().mean()
         engine.backward(loss)
         engine.step()
         assert loss.item() == plain(ids)["scores"].square().mean().item()
-        assert engine(torch.ones(ROWS, 17, dtype=torch.long))["scores"].shape == (ROWS, 17, WORDS)  # no rule: computed
+        assert engine(ones(17))["scores"].shape == (ROWS, 17, WORDS)  # no rule: computed
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
 def test_a_shape_that_the_program_has_used_and_that_is_another_one_is_an_error() -> None:
     with engine_for(Tagger(halved_where_16), sgd, config_of(1, None, ONE_PACK_EACH)) as engine:
-        for length in (20, 12, 8):
-            ids = torch.ones(ROWS, length, dtype=torch.long)
-            engine.backward(loss_of(engine(ids), ids))
-            engine.step()
-        scores = engine(torch.ones(ROWS, 16, dtype=torch.long))["scores"]
+        loop_with(engine, [ones(length) for length in (20, 12, 8)], loss_of)
+        scores = engine(ones(16))["scores"]
         engine.backward(scores.reshape(scores.shape[0] * scores.shape[1], -1).square().mean())
         with pytest.raises(BatchError, match=r"told the shape \(2, 16, 13\)"):
             engine.step()

@@ -267,27 +267,6 @@ def test_an_input_changed_in_place_after_its_layer_that_was_not_when_the_model_w
 # ---- micro-batches that end early
 
 
-class Tower(Net):
-    """A model that runs the blocks which the call asks for, and no head."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda number: nn.Sequential(Block(number), nn.Dropout(0.2)))
-
-    def forward(self, x: Tensor, y: Tensor, depth: int = 4) -> Any:
-        for block in self.blocks[:depth]:
-            x = block(x)
-        return {"loss": F.mse_loss(x, y)}
-
-
-@pytest.mark.parametrize(
-    ("depths", "harmony"),
-    [((4, 2, 3), {"pack_layers": 1}), ((2, 4, 1), {"pack_layers": 2}), ((1, 2, 3), {"pack_layers": 2})],
-)
-def test_each_micro_batch_as_deep_as_it_asks(depths: tuple[int, ...], harmony: Any) -> None:
-    groups = [[{**batch, "depth": depth} for batch, depth in zip(group, depths, strict=True)] for group in GROUPS]
-    assert_equals_plain(Tower, groups=groups, layers=["blocks.?"], **harmony)
-
-
 # ---- layers that change something when they run
 
 

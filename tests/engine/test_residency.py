@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
 
 from harmony_ds import ConfigError, DoesNotFitError, EngineFailedError, HarmonyEngine, OptimizerError
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
@@ -139,31 +138,6 @@ def test_a_pack_that_shares_a_weight_with_one_that_is_not_resident_is_not_reside
         last = engine.plan.packs[-1].index
         assert engine.plan.policy.resident == (last - 1,)
     assert f"pack {last} is not resident: it shares transformer.wte.weight with pack 0" in caplog.text
-
-
-def decaying_matrices_only(model: nn.Module) -> list[dict[str, Any]]:
-    return [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1, "lr": 1e-2},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-2},
-    ]
-
-
-def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_parameter_groups_and_a_schedule(clip: float | None) -> None:
-    plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
-    optimizer = torch.optim.AdamW(decaying_matrices_only(plain))
-    train_plainly(plain, GROUPS, optimizer, clip=clip, seed_of=seed_of, scheduler=schedule_of(optimizer))
-
-    def make(_: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(decaying_matrices_only(model))
-
-    with engine_for(model, make, config_with(3, clip), lr_scheduler=schedule_of) as engine:
-        train_groups(engine, GROUPS)
-    assert_same(model, plain, bitwise=True)
 
 
 @pytest.mark.parametrize(("residency", "clip", "first"), [(2, 0.5, False), (2, None, True), (EVERY, None, False)])

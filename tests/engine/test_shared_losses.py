@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from harmony_ds import DoesNotFitError, HarmonyEngine, ModelError
 from tests.engine.drive import config_of, engine_for, seed_of, sgd
+from tests.oracle import assert_same
 
 pytestmark = pytest.mark.fixed_times
 
@@ -148,9 +149,9 @@ def by_engine(
     return [loss.item() for loss in losses]
 
 
-def assert_equal(found: nn.Module, expected: nn.Module) -> None:
-    for (name, own), (_, other) in zip(found.state_dict().items(), expected.state_dict().items(), strict=True):
-        assert torch.equal(own, other), (name, (own - other).abs().max().item())
+def assert_close(found: nn.Module, expected: nn.Module, relative: float = 1e-6) -> None:
+    for own, other in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=relative, atol=1e-7)
 
 
 LOOKING = pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
@@ -165,17 +166,10 @@ def _nothing_is_looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("accumulation", [1, ACCUMULATION])
-@pytest.mark.parametrize("name", LOSSES)
-def test_passes_that_meet_in_a_loss_are_grouped_and_exact(name: str, accumulation: int) -> None:
-    plain, model = Encoder(0.2), Encoder(0.2)
-    expected = plainly(plain, LOSSES[name], data(), accumulation, 0.0)
-    with engine_for(model, sgd, config_of(accumulation, None, {"pack_layers": 1})) as engine:
-        assert by_engine(engine, LOSSES[name], data()) == expected
-    assert_equal(model, plain)
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "a micro-batch each": {"accumulation": 1},
+    "the program's own backward": {"by_hand": True},
     "clipped": {"clip": 0.3},
     "two devices": {"harmony": {"devices": 2}},
     "two devices, clipped": {"harmony": {"devices": 2}, "clip": 0.3},
@@ -186,26 +180,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", ["triplet", "one_and_two"])
-def test_settings_change_no_bit(name: str, setting: str) -> None:
-    settings = dict(SETTINGS[setting])
-    clip, ratio = settings.get("clip"), settings.get("ratio", 1.0)
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        *((name, setting) for name in LOSSES for setting in list(SETTINGS)[:3]),
+        *((name, setting) for name in ("triplet", "one_and_two") for setting in list(SETTINGS)[3:]),
+    ],
+)
+def test_passes_that_meet_in_a_loss_are_grouped_and_exact(name: str, setting: str) -> None:
+    settings = SETTINGS[setting]
+    accumulation, clip = settings.get("accumulation", ACCUMULATION), settings.get("clip", 0.0)
     plain, model = Encoder(0.2), Encoder(0.2)
-    expected = plainly(plain, LOSSES[name], data(), ACCUMULATION, clip or 0.0)
-    harmony = {"pack_layers": 1, **settings.get("harmony", {})}
-    with engine_for(model, sgd, config_of(ACCUMULATION, clip, harmony)) as engine:
-        assert by_engine(engine, LOSSES[name], data(), ratio) == expected
-    assert_equal(model, plain)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_programs_own_backward_divides_such_a_loss_once(name: str) -> None:
-    plain, model = Encoder(0.2), Encoder(0.2)
-    expected = plainly(plain, LOSSES[name], data()[:8], 4, 0.0)
-    with engine_for(model, sgd, config_of(4, None, {"pack_layers": 1})) as engine:
-        assert by_engine(engine, LOSSES[name], data()[:8], by_hand=True) == expected
-    assert_equal(model, plain)
+    expected = plainly(plain, LOSSES[name], data(), accumulation, clip)
+    config = config_of(accumulation, clip, {"pack_layers": 1, **settings.get("harmony", {})})
+    with engine_for(model, sgd, config) as engine:
+        ratio, by_hand = settings.get("ratio", 1.0), settings.get("by_hand", False)
+        assert by_engine(engine, LOSSES[name], data(), ratio, by_hand) == expected
+    assert_same(model, plain, bitwise=True)
 
 
 LOOKS: dict[str, Loss] = {}
@@ -252,8 +243,7 @@ def test_looking_early_changes_no_gradient(name: str, by_hand: bool) -> None:
     with engine_for(model, sgd, config_of(4, None, {"pack_layers": 1})) as engine:
         found = by_engine(engine, LOOKS[name], data()[:8], None, by_hand)
     assert found == pytest.approx(expected, rel=1e-6)
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+    assert_close(model, plain)
 
 
 @LOOKING
@@ -271,8 +261,7 @@ def test_looking_after_backward_propagates_all_passes_of_the_loss(by_hand: bool)
             if number % 3 == 1:
                 assert loss.item() > 0.0
             engine.step()
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+    assert_close(model, plain)
 
 
 def test_gradients_that_are_read_in_mid_group_are_those_of_the_losses_so_far() -> None:
@@ -298,7 +287,7 @@ def test_gradients_that_are_read_in_mid_group_are_those_of_the_losses_so_far() -
                     assert own.grad is not None
                     assert torch.equal(own.grad, other.grad)
             engine.step()
-    assert_equal(model, plain)
+    assert_same(model, plain, bitwise=True)
 
 
 def test_batch_normalization_sees_the_passes_in_order() -> None:
@@ -306,7 +295,7 @@ def test_batch_normalization_sees_the_passes_in_order() -> None:
     expected = plainly(plain, triplet, data(), ACCUMULATION, 0.0)
     with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
         assert by_engine(engine, triplet, data()) == expected
-    assert_equal(model, plain)
+    assert_same(model, plain, bitwise=True)
 
 
 def test_losses_that_share_passes_in_turn_are_exact() -> None:
@@ -329,8 +318,7 @@ def test_losses_that_share_passes_in_turn_are_exact() -> None:
             assert engine.swap_report().ratio == 1.0
             found.append((losses[0] + losses[1]).item())
         assert found == pytest.approx(expected, rel=1e-5)
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-7)
+    assert_close(model, plain, 1e-5)
 
 
 class Remembering(Encoder):
@@ -387,7 +375,7 @@ def test_the_memory_of_a_shared_loss_is_planned() -> None:
     for budget in (planned - 30_000, planned - 100_000):  # in which less may stay on the device from step to step
         peak, below, model = steps_of(of_two, budget)
         assert peak <= below <= budget
-        assert_equal(model, expected)
+        assert_same(model, expected, bitwise=True)
     with pytest.raises(DoesNotFitError, match="device memory"):
         steps_of(of_two, 600_000)
 
@@ -438,26 +426,3 @@ def test_outputs_and_what_was_made_of_them_are_there_after_the_step() -> None:
         assert torch.equal(torch.tensor(distances.tolist()), (one - other).square().mean(-1))
         assert torch.equal(torch.tensor(first.tolist()), one)
         assert torch.equal(torch.tensor(second.tolist()), other)
-
-
-@LOOKING
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_loss_of_two_engines_passes_is_exact(by_hand: bool) -> None:
-    plain, models = [Encoder(), Encoder()], [Encoder(), Encoder()]
-    for batch in data()[:2]:
-        (F.mse_loss(plain[0](batch[0]), plain[1](batch[1])) / 2).backward()
-    for one in plain:
-        sgd(one.parameters()).step()
-    config = config_of(2, None, {"pack_layers": 1})
-    with engine_for(models[0], sgd, config) as first, engine_for(models[1], sgd, config) as second:
-        for batch in data()[:2]:
-            loss = F.mse_loss(first(batch[0]), second(batch[1]))
-            if by_hand:
-                loss.backward()
-            else:
-                first.backward(loss)
-            first.step()
-            second.step()
-    for model, one in zip(models, plain, strict=True):
-        for own, expected in zip(model.parameters(), one.parameters(), strict=True):
-            torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-8)

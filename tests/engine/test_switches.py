@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -19,14 +18,12 @@ from tests.engine.drive import (
     WHOLE,
     Groups,
     adamw,
-    assert_trains_like_plain,
     config_of,
     engine_for,
     family,
     groups_of,
     means_of,
     plainly,
-    small_sgd,
     train_groups,
 )
 from tests.engine.test_ledger import layer_bytes, packed
@@ -57,14 +54,6 @@ def executed(clip: float = 0.0, **harmony: Any) -> ExecutedStep:
         with engine.record_steps() as steps:
             engine.train_batch(iter(GROUPS[1]))
         return steps[0]
-
-
-def kinds(step: ExecutedStep) -> str:
-    return "".join(task.kind.value for task in step.tasks)
-
-
-def times(step: ExecutedStep) -> Counter[TaskKind]:
-    return Counter(task.kind for task in step.tasks)
 
 
 # ---- the same bits
@@ -99,13 +88,6 @@ def test_the_search_finds_a_plan_within_a_budget(ablation: Ablation) -> None:
         assert Plan.from_json(engine.plan.to_json()) == engine.plan
         assert max(map(len, format_plan(engine.plan).splitlines())) <= 120
     assert_same(model, plain, bitwise=True)
-
-
-@pytest.mark.parametrize("name", ["T5", "SkipNet", "BatchNormNet", "LayerDropNet", "mixtral"])
-def test_models_with_habits(name: str) -> None:
-    one = family(name.lower() if name == "T5" else name)
-    config = EVERYTHING.applied(config_of(COUNT, 0.5, {"pack_layers": 1}))
-    assert_trains_like_plain(one, 0.0, groups_of(one, 2, COUNT), config, small_sgd)
 
 
 def test_bf16_sums_are_those_of_plain_mixed_precision() -> None:
