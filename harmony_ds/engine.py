@@ -6,10 +6,10 @@ import weakref
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +56,6 @@ from harmony_ds.step.steps import Steps
 from harmony_ds.step.transitions import StepEvent
 
 __all__ = ["HarmonyEngine", "add_config_arguments", "initialize"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def initialize(
@@ -134,28 +131,14 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     return added
 
 
-def _refused_after_destroy(
-    method: Callable[Concatenate[HarmonyEngine, P], T],
-) -> Callable[Concatenate[HarmonyEngine, P], T]:
-    """Make a method of the engine raise UsageError after `destroy`.
-
-    In a program that is compiled it runs uncompiled: dynamo cannot follow a forward pass that runs later.
-    """
-
-    @_disable_dynamo
-    def checked(self: HarmonyEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        self.check_alive()
-        return method(self, *args, **kwargs)
-
-    wrapped: Callable[Concatenate[HarmonyEngine, P], T] = wraps(method)(checked)
-    return wrapped
-
-
 class HarmonyEngine(nn.Module):
     """The engine that trains one model. Attributes that it does not have are the model's.
 
     Every method says which object does the work: `_steps` has the step that micro-batches are queued for, the optimizer,
     the schedule and the counters; `_checkpoints` saves and loads, `_reporter` reports.
+
+    Methods that need a live engine begin with `check_alive()`. A program that is compiled runs them uncompiled
+    (`_disable_dynamo`), since dynamo cannot follow a forward pass that runs later.
     """
 
     is_compiled = False
@@ -207,7 +190,7 @@ class HarmonyEngine(nn.Module):
 
     # ---- one micro-batch at a time
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs for one micro-batch. While gradients are on, outputs with a loss stay pending.
 
@@ -215,6 +198,7 @@ class HarmonyEngine(nn.Module):
             BatchError: there is no tensor among the arguments.
             DoesNotFitError: nothing fits this micro-batch in the device memory budget.
         """
+        self.check_alive()
         if self._is_running():
             return self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -229,13 +213,14 @@ class HarmonyEngine(nn.Module):
         """Return whether the caller is a function that this engine runs, such as `compute_loss`."""
         return self._state.runtime.contract.is_running and is_between_layers() and not self._state.streamer.is_open
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Propagate back from `loss`, or note that the group has to when it runs.
 
         Returns:
             The loss divided by the number of accumulation steps (unless not `scale_wrt_gas`).
         """
+        self.check_alive()
         self._steps.context.check_can_propagate()
         if self._is_running():
             raise UsageError(
@@ -261,9 +246,10 @@ class HarmonyEngine(nn.Module):
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach()
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def scale(self, loss: Tensor) -> Tensor:
         """Return `loss` times the loss scale, for the caller's own `backward()` (instead of `engine.backward(loss)`)."""
+        self.check_alive()
         self._steps.require_optimizer("scale")
         _need_scalar(
             loss, "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
@@ -271,9 +257,10 @@ class HarmonyEngine(nn.Module):
         self._steps.scaler.announce_backward()
         return self._steps.scaler.scaled(loss)
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Run the queued group, update the weights, and step the scheduler, at an accumulation boundary."""
+        self.check_alive()
         if self.inside_no_sync_ctxt:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager")
         self._steps.require_optimizer("step")
@@ -287,9 +274,10 @@ class HarmonyEngine(nn.Module):
             self._steps.finish_step(step, lr_kwargs or {})
         counters.begin_step(counters.micro_steps + 1)
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that have gathered since the last step."""
+        self.check_alive()
         self._steps.open.handle(StepEvent.ZERO_GRAD)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -302,9 +290,10 @@ class HarmonyEngine(nn.Module):
         called = counters.micro_steps + 1 - counters.group_began  # train_batch may end a group early
         return called % self.gradient_accumulation_steps() == 0
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set the boundary by hand; a group ends at the next `step()` at a boundary, whatever its size."""
+        self.check_alive()
         if not self._manages_accumulation():
             raise UsageError(
                 "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False; "
@@ -316,10 +305,17 @@ class HarmonyEngine(nn.Module):
         """Return whether the engine counts micro-batches to find the boundary, as the ds_config says."""
         return bool(self._settings.now.values["managed_gradient_accumulation"])
 
-    @_refused_after_destroy
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    @_disable_dynamo
+    def no_sync(self) -> AbstractContextManager[None]:
         """Refuse `step()` inside. Allowed with every ZeRO stage: gradients are exchanged once a step anyway."""
+        self.check_alive()
+        return self._refusing_steps()
+
+    coalesce_grad_reduction = no_sync
+
+    @contextmanager
+    def _refusing_steps(self) -> Iterator[None]:
+        """Refuse `step()` while open."""
         if self.inside_no_sync_ctxt:
             raise UsageError("no_sync context manager reentry is unsupported")
         self.inside_no_sync_ctxt = True
@@ -328,11 +324,9 @@ class HarmonyEngine(nn.Module):
         finally:
             self.inside_no_sync_ctxt = False
 
-    coalesce_grad_reduction = no_sync
-
     # ---- a group at once
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def train_batch(
         self,
         data_iter: Iterator[Any] | Sequence[Any] | None = None,
@@ -356,6 +350,7 @@ class HarmonyEngine(nn.Module):
         Raises:
             StopIteration: `data_iter` is at its end.
         """
+        self.check_alive()
         self._steps.require_optimizer("train_batch")
         if loss_fn is not None and compute_loss is not None:
             raise UsageError(
@@ -381,7 +376,7 @@ class HarmonyEngine(nn.Module):
         self._log.write_loss("train_loss", loss, self.global_samples)
         return loss
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def train_group(
         self,
         batches: Sequence[Any],
@@ -403,6 +398,7 @@ class HarmonyEngine(nn.Module):
         Returns:
             The losses, detached, 0-dim, on the device.
         """
+        self.check_alive()
         self._steps.require_optimizer("train_group")
         step, counters = self._steps.open, self._steps.counters
         queued = len(step.micro_batches) if step.is_open else 0
@@ -427,13 +423,14 @@ class HarmonyEngine(nn.Module):
         counters.begin_step(counters.micro_steps + len(given))
         return [loss.node.materialize().detach() for loss in losses]
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def end_group(self, *, clip: bool = True) -> None:
         """Take the optimizer step over the gradients that `train_group(..., boundary=False)` has left.
 
         Args:
             clip: whether gradients are clipped as the ds_config says; False: the program has done it.
         """
+        self.check_alive()
         with self._world.reporting_failures():
             step = self._steps.open
             step.handle(StepEvent.BOUNDARY, {}, clip)
@@ -458,13 +455,14 @@ class HarmonyEngine(nn.Module):
 
     # ---- without gradients
 
-    @_refused_after_destroy
+    @_disable_dynamo
     @torch.inference_mode(False)  # the model may be measured, with gradients
     def eval_batch(self, data_iter: Iterator[Any] | Sequence[Any], loss_fn: LossFunction | None = None) -> Tensor:
         """Return the mean loss over the next `gradient_accumulation_steps()` micro-batches, without gradients.
 
         The model is in evaluation mode meanwhile; every pack is swapped in once for all of them.
         """
+        self.check_alive()
         modes = [(module, module.training) for module in self.module.modules()]
         with self._world.reporting_failures():
             batches = self._data.next_group(data_iter)
@@ -479,16 +477,22 @@ class HarmonyEngine(nn.Module):
         self._log.write_loss("eval_loss", loss, self.global_samples)
         return loss
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `generate`, its weights streamed layer by layer."""
+        self.check_alive()
         with self.streaming():
             return self._steps.context.model_calls.run(self.module.generate, CallInputs(args, kwargs))  # type: ignore[arg-type]
 
-    @_refused_after_destroy
-    @contextmanager
-    def streaming(self) -> Iterator[None]:
+    @_disable_dynamo
+    def streaming(self) -> AbstractContextManager[None]:
         """Open a context to call the model's methods in, without gradients, under the device memory budget."""
+        self.check_alive()
+        return self._streamed()
+
+    @contextmanager
+    def _streamed(self) -> Iterator[None]:
+        """Stream the weights of layers that are called while open."""
         self._steps.open.run_due_forwards()
         with self._state.ledger.beside(), self._state.streaming():
             yield
@@ -599,18 +603,20 @@ class HarmonyEngine(nn.Module):
         """Return batch size, micro-batch size, accumulation steps."""
         return self._settings.get_batch_info()
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches in a group.
 
         Raises:
             ConfigError: `train_batch_size` is no multiple of the micro-batch size.
         """
+        self.check_alive()
         self._settings.set_train_batch_size(train_batch_size)
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the size of micro-batches, and of batches with it."""
+        self.check_alive()
         self._settings.set_train_micro_batch_size(micro_batch_size)
 
     def get_data_parallel_rank(self) -> int:
@@ -711,7 +717,7 @@ class HarmonyEngine(nn.Module):
 
     # ---- checkpoints and weights
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -731,6 +737,7 @@ class HarmonyEngine(nn.Module):
         Raises:
             CheckpointError: it cannot be written, or `client_state` holds something else.
         """
+        self.check_alive()
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         folder = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -739,7 +746,7 @@ class HarmonyEngine(nn.Module):
         )
         return True
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def load_checkpoint(
         self,
         load_dir: str | Path,
@@ -758,6 +765,7 @@ class HarmonyEngine(nn.Module):
         Raises:
             CheckpointError: it is torn, foreign, or of another model or optimizer; the engine is as it was.
         """
+        self.check_alive()
         options = LoadOptions(
             strict=load_module_strict,
             optimizer=load_optimizer_states,
@@ -767,7 +775,7 @@ class HarmonyEngine(nn.Module):
         )
         return self._checkpoints.load(Path(load_dir), tag, options)
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
@@ -776,6 +784,7 @@ class HarmonyEngine(nn.Module):
         Raises:
             CheckpointError: it cannot be written.
         """
+        self.check_alive()
         self._checkpoints.save_weights(Path(save_dir) / save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
 
@@ -796,7 +805,7 @@ class HarmonyEngine(nn.Module):
                     state.pop(prefix + name, None)
         return state
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def load_module_state_dict(
         self,
         /,
@@ -806,6 +815,7 @@ class HarmonyEngine(nn.Module):
         **_: Any,
     ) -> None:
         """Load `checkpoint["module"]` into the model; masters follow."""
+        self.check_alive()
         if custom_load_fn is not None:
             custom_load_fn(src=checkpoint["module"], dst=self.module)
         else:
@@ -843,7 +853,7 @@ class HarmonyEngine(nn.Module):
         """Return the device peak of the last step, the plan's and the budget, and host bytes by kind."""
         return self._reporter.memory_report()
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def record_steps(self) -> AbstractContextManager[list[ExecutedStep]]:
         """Record when each task of every optimizer step in the context ran, on each stream.
 
@@ -854,6 +864,7 @@ class HarmonyEngine(nn.Module):
         Raises:
             RuntimeError: steps are being recorded already.
         """
+        self.check_alive()
         return self._reporter.record_steps()
 
     def trace(self, executed: ExecutedStep | None = None) -> dict[str, Any]:
@@ -864,9 +875,10 @@ class HarmonyEngine(nn.Module):
         """
         return self._reporter.trace(executed)
 
-    @_refused_after_destroy
+    @_disable_dynamo
     def on_progress(self, callback: Callable[[int, int, Task], None] | None) -> None:
         """Have `callback(done, total, task)`, and no other, called after each task of a step."""
+        self.check_alive()
         self._state.executor.on_progress(callback)
 
     @property
