@@ -81,6 +81,7 @@ class CallOutputs:
         leaves: of its result, of collected tensors and of containers that it has written into.
         written: indices of arguments that are containers and have changed.
         altered: indices of `inputs` that the layer has changed in place, so that their graph leads into it.
+        inputs_changed: whether it has written into any of `inputs`, with a graph or without.
     """
 
     inputs: list[Tensor]
@@ -88,6 +89,7 @@ class CallOutputs:
     shape: TreeStructure
     written: list[int]
     altered: list[int]
+    inputs_changed: bool = False
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -111,7 +111,8 @@ class CalledLayer:
         if self.buffered:
             self._look_at_buffers(before)
         altered, written = [], []
-        if written_to != [tensor._version for tensor in tracked]:
+        inputs_changed = written_to != [tensor._version for tensor in tracked]
+        if inputs_changed:
             altered = [place for place, tensor in enumerate(inputs) if _leads_into_layer(tensor)]
         if held:
             written = [p for p, one in zip(arguments.containers, held, strict=True) if has_changed(values[p], one)]
@@ -123,7 +124,7 @@ class CalledLayer:
                 collection.clear()  # the call's context is kept
         else:  # the common case
             leaves, shape = flatten_all((result,))
-        return CallOutputs(inputs, leaves, shape, written, altered)
+        return CallOutputs(inputs, leaves, shape, written, altered, inputs_changed)
 
     def call_forward(self, request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], copies: Leaves) -> Any:
         """Call the layer's own forward: with these arguments, on `copies`, in the modes and context of the caller.

@@ -36,6 +36,7 @@ _COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
 Attributes = dict[Key, tuple[Any, int]]
 """The attributes, buffers and submodules of all modules at one time, each with its version if it is a tensor."""
 _ABSENT = object(), 0
+_NOTHING_TO_SET = nullcontext()  # one for all: each task enters it
 
 
 class UnseenError(ModelError):
@@ -135,7 +136,7 @@ class Contract:
 
     def entered(self, state: CallState) -> AbstractContextManager[None]:
         """Return a context in which the modes of `state` are set."""
-        return nullcontext() if self.is_current(state) else self._with_modes(state)
+        return _NOTHING_TO_SET if self.is_current(state) else self._with_modes(state)
 
     @contextmanager
     def _with_modes(self, state: CallState) -> Iterator[None]:

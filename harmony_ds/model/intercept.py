@@ -29,6 +29,7 @@ from harmony_ds.errors import UnsupportedError
 from harmony_ds.model.own_settings import LaneSettings
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+_NOTHING_TO_SET = nullcontext()  # one for all: each task enters it
 ContextFactory = Callable[[], AbstractContextManager[object]]
 """Function that makes a context, to be entered once."""
 
@@ -52,7 +53,7 @@ class Autocast:
     def entered(state: Autocast | None) -> AbstractContextManager[Any]:
         """Return the context of `state`, without a weight cache: that is keyed by tensors that are swapped."""
         if state is None or not state.matters:
-            return nullcontext()
+            return _NOTHING_TO_SET
         return torch.autocast(state.device_type, state.dtype, state.enabled, cache_enabled=False)
 
     @property
@@ -94,7 +95,8 @@ class Request:
         """Whether the modes of the caller are in force already, as in most calls."""
         if self.around is not None or torch.is_grad_enabled() is not self.grad:
             return False
-        return self.autocast is None or not self.autocast.matters
+        autocast = self.autocast
+        return autocast is None or not (autocast.enabled or torch.is_autocast_enabled(autocast.device_type))
 
     @contextmanager
     def callers_modes(self) -> Iterator[None]:

@@ -147,7 +147,6 @@ class LayerCalls:
         given, call = self._record(request, number, inter_layer)
         call.slicing = self._slicing(request.layer, given, rows)
         self._save_inputs(layer, call, given.tensors)
-        before = [tensor._version for tensor in given.tensors]
         detached = [tensor.detach() for tensor in given.tensors]
         try:
             if call.slicing is None:
@@ -162,7 +161,7 @@ class LayerCalls:
         if self.checks_recomputation and call.slicing is None:
             call.norms = norms_of(outcome.tensors)
         outputs = self._cut_outputs(layer, call, given, outcome, copies)
-        self._check_seen(layer, call, before != [tensor._version for tensor in given.tensors])
+        self._check_seen(layer, call, outcome.inputs_changed)
         return outputs, self._unless_without_gradient(call)
 
     def forward_with_graph(
@@ -253,8 +252,13 @@ class LayerCalls:
     def _propagate_through(
         self, call: RecordedCall, copies: Leaves, replay: SetState, gather: Callable[[], None]
     ) -> None:
-        gradients = [None if gradient is None else gradient.pop() for gradient in call.output_gradients]
-        if all(gradient is None for gradient in gradients):
+        gradients: list[Tensor | None] = []
+        some_arrived = False
+        for target in call.output_gradients:
+            gradient = None if target is None else target.pop()
+            some_arrived |= gradient is not None
+            gradients.append(gradient)
+        if not some_arrived:
             return
         layer = self.layers[call.request.layer]
         if call.graph:
@@ -327,6 +331,7 @@ class LayerCalls:
             outcome = layer.run(call, slicing.inputs_of(part, tensors), copies, ends)
             whole.add(part, outcome.inputs, outcome.leaves)
             first = first or CallOutputs(tensors, whole.leaves, outcome.shape, outcome.written, [])
+            first.inputs_changed |= outcome.inputs_changed
             del outcome
         assert first is not None
         if not slicing.draws and states_differ(call.states[0], read_state()):

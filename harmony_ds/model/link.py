@@ -123,7 +123,7 @@ class ParameterLink:
     @property
     def has_aliases(self) -> bool:
         """Whether another living tensor shares its memory."""
-        return len(self._aliases) > 0
+        return self.is_watched and len(self._aliases) > 0  # watched from the first one to the last
 
     @property
     def may_be_newer(self) -> bool:

@@ -41,6 +41,7 @@ NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_fla
 SCALARS = (bool, int, float, complex, str, bytes)
 CONTAINERS = (list, dict, set, OrderedDict)
 _AS_ENGINE: TrainedFlags = {}
+_NOTHING_TO_SET = nullcontext()  # one for all: each layer call enters it
 _IGNORED = (NOT_PLAIN | {SET_ONCE, "_is_hf_initialized"}) - {"training"}  # the last: transformers', of each module
 _IGNORED_IN_LINEAR = _IGNORED | {"in_features", "out_features"}
 """In torch's own linear layers, the most numerous modules: the shape of the weight, which forward does not read."""
@@ -106,7 +107,7 @@ class LaneSettings:
 
 def in_force(own: LaneSettings | None) -> AbstractContextManager[None]:
     """Return a context in which the attributes of `own` are set; None: there are none to set."""
-    return nullcontext() if own is None else own.in_force()
+    return _NOTHING_TO_SET if own is None else own.in_force()
 
 
 @dataclass(slots=True, eq=False)

@@ -279,8 +279,10 @@ class Residency:
                 trained = parameter.requires_grad
                 if own:
                     trained = own.get(id(parameter), trained)
-                new = [key for key in attributes if known.get(key) is not attributes[key]]
-                if leaf.requires_grad is not trained or new:
+                are_new = False
+                for key in attributes:
+                    are_new |= known.get(key) is not attributes[key]
+                if leaf.requires_grad is not trained or are_new:
                     leaf.requires_grad_(trained)
                     known.update(attributes)
                     copy.leaves.cache.clear()
@@ -337,8 +339,13 @@ class Residency:
 
 
 def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes that the program has put on `parameter`: mostly none."""
+    found: dict[str, Any] = {}
     own = parameter.__dict__
-    return {key: own[key] for key in own if key != "_hp_mapping"}  # the engine's
+    for key in own:
+        if key != "_hp_mapping":  # the engine's
+            found[key] = own[key]
+    return found
 
 
 def _own_parts(total: int, rank: int, devices: int) -> tuple[slice, ...]:

@@ -37,10 +37,11 @@ class JointLane:
 
     def start(self) -> None:
         """Run each lane up to its first layer call."""
+        engines = self.lanes[0].read_thread()
         with self._streams.of_members():
             for number, lane in enumerate(self.lanes):
                 self._streams.start(number)
-                lane.resume()
+                lane.resume(engines=engines)
 
     @property
     def finished(self) -> bool:
@@ -49,7 +50,7 @@ class JointLane:
 
     def waiting_tensors(self) -> list[Tensor]:
         """Return the tensors among the arguments of the calls to be made, which are joined."""
-        requests = [lane.request for lane in self.lanes if lane.request is not None]
+        requests = self._waiting_requests()
         return tensors_in([(call.request.args, call.request.kwargs) for call in self._joined(requests)])
 
     def run_on(self, place: Place, answer: LayerCallRunner, last: int | None = None) -> None:
@@ -58,10 +59,10 @@ class JointLane:
         Raises:
             CannotJoinError: they take different ways, or something went wrong, and must run one by one.
         """
+        engines = self.lanes[0].read_thread()
         try:
-            while not self.finished:
-                requests = [lane.request for lane in self.lanes if lane.request is not None]
-                if any(request.own is not None and request.own.trained for request in requests):
+            while requests := self._waiting_requests():
+                if _set_requires_grad(requests):
                     raise self._joins.refuse("the code between layers sets requires_grad")
                 if len(requests) < len(self.lanes) or len({request.layer for request in requests}) > 1:
                     raise self._joins.refuse("micro-batches take different ways through the model")
@@ -73,11 +74,19 @@ class JointLane:
                 with self._streams.of_members():
                     for number, lane in enumerate(self.lanes):
                         self._streams.switch(number)
-                        lane.resume(replies.pop(0))
+                        lane.resume(replies.pop(0), engines)
         except (OffPlanError, UnseenError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise self._joins.refuse(f"the model raised {error!r}", RAISED) from error
+
+    def _waiting_requests(self) -> list[Request]:
+        """Return the layer calls that lanes wait at; none when all have come to their ends."""
+        requests: list[Request] = []
+        for lane in self.lanes:
+            if lane.request is not None:
+                requests.append(lane.request)
+        return requests
 
     def _joined(self, requests: list[Request]) -> list[Joined]:
         if not self._calls and requests:
@@ -108,6 +117,14 @@ class JointLane:
         self._calls = []
         for lane in self.lanes:
             lane.close()
+
+
+def _set_requires_grad(requests: list[Request]) -> bool:
+    """Return whether the code that makes one of `requests` has set `requires_grad` of parameters for itself."""
+    for request in requests:
+        if request.own is not None and request.own.trained:
+            return True
+    return False
 
 
 class MemberStreams:

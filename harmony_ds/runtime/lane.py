@@ -107,13 +107,22 @@ class Lane:
             self._take_settings(settings)
         self._leave_settings()
 
-    def resume(self, reply: Any = None) -> None:
-        """Run on, with `reply` as the outputs of the layer call it waits at, until the next one or the end."""
+    def read_thread(self) -> tuple[Any, ...]:
+        """Return what torch keeps for the thread, as the engine has set it, for `resume`."""
+        return self._thread.read()
+
+    def resume(self, reply: Any = None, engines: tuple[Any, ...] | None = None) -> None:
+        """Run on until the next layer call or the end.
+
+        Args:
+            reply: the outputs of the layer call that it waits at.
+            engines: what `read_thread` has returned, if the engine has changed nothing of it since; None: read it now.
+        """
         self._reply = reply
         del reply
         settings = self._put_settings()
         try:
-            self._go_on(self._thread.read(), self._greenlet.switch)
+            self._go_on(self._thread.read() if engines is None else engines, self._greenlet.switch)
             self._note_arrival(settings)
         finally:
             self._take_settings(settings)

@@ -24,6 +24,9 @@ from harmony_ds.scheduler.spans import HOST, UPDATE, Span, of_device
 from harmony_ds.scheduler.trace import ExecutedStep
 
 
+_NOT_RECORDED = nullcontext()  # one for all: each task enters it
+
+
 @dataclass(slots=True)
 class _Entry:
     """What is written down of one task.
@@ -96,7 +99,7 @@ class StepTimeline:
 
     def task(self, task: Task) -> AbstractContextManager[None]:
         """Return the context in which the handler of `task` runs."""
-        return nullcontext() if self._step is None else self._recorded_task(self._step, task)
+        return _NOT_RECORDED if self._step is None else self._recorded_task(self._step, task)
 
     @contextmanager
     def _recorded_task(self, step: _StepEntries, task: Task) -> Iterator[None]:
