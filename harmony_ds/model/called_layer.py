@@ -182,7 +182,8 @@ def cut_outputs(call: RecordedCall, outcome: CallOutputs, inputs: list[Tensor], 
     call.output_gradients = [gradients.get(id(leaf)) for leaf in tensors]
     if memories:
         shared = _shared([*memories.values()], outcome)
-        call.views = [SharedOutput(name, made[key]) for key, memory in memories.items() if memory in shared]
+        if shared:
+            call.views = [SharedOutput(name, made[key]) for key, memory in memories.items() if memory in shared]
     return [made[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in outcome.leaves]
 
 

@@ -129,6 +129,8 @@ class DeviceTransfers:
 
     def check_input_copies(self, layer: str) -> None:
         """Mark tensors whose copies `layer` has just changed in place: reading them is refused (`device_of`)."""
+        if not self._input_copies:  # as on one device
+            return
         for tensor, copy, version in self._input_copies:
             if copy._version != version:
                 setattr(tensor, _CHANGED, layer)

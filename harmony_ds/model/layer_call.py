@@ -215,11 +215,13 @@ class LayerCalls:
 
     def _save_inputs(self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor]) -> None:
         """Save the inputs of a call, and buffers that it depends on and changes, for its recomputation."""
-        if sparse := [t.layout for t in tensors if t.layout is not torch.strided]:
-            raise UnsupportedError(
-                f"layer {layer.name} is given a tensor of layout {sparse[0]}, which the engine cannot keep for backward. "
-                "Give it a dense one, or indices and values of a sparse one, to be put together in the layer's forward."
-            )
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"layer {layer.name} is given a tensor of layout {tensor.layout}, which the engine cannot keep for "
+                    "backward. Give it a dense one, or indices and values of a sparse one, to be put together in the "
+                    "layer's forward."
+                )
         call.buffers = clone_buffers(layer.buffered) if layer.replayed else None
         saved = tensors
         if layer.changes_inputs or layer.inputs_change:

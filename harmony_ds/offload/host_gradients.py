@@ -33,7 +33,7 @@ from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess, World
 from harmony_ds.distributed.slots import HostSum
 from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
-from harmony_ds.offload.layout import layout_of
+from harmony_ds.offload.layout import Region, layout_of
 from harmony_ds.offload.ledger import Ledger, TrafficKind
 
 _NORMS_BYTES = 2**16
@@ -98,6 +98,8 @@ class HostGradients(GradientSums):
         self._device = device
         self._ledger = ledger
         self._dtype = dtype
+        # By names and shapes of gradients: where they lie in a buffer, and how many elements it has.
+        self._layouts: dict[tuple[tuple[str, torch.Size], ...], tuple[dict[str, Region], int]] = {}
         self._limit = limit
         self._buffers = HostBuffers(device, exact=True)
         self._transfers: dict[str, list[GradientTransfer]] = {}  # parameter -> transfers that have a gradient of it
@@ -159,7 +161,7 @@ class HostGradients(GradientSums):
                 parameters have no gradient now, so that each pack finds the buffer that `reserve` made for it.
         """
         device = self._device
-        places, numel = layout_of(gradients, self._dtype.itemsize)
+        places, numel = self._layout_of(gradients)
         nbytes = numel * self._dtype.itemsize
         # The copies are to read finished sums.
         device.wait(Stream.SWAP_OUT, device.record(after))
@@ -177,6 +179,14 @@ class HostGradients(GradientSums):
                 self._ledger.book_out(TrafficKind.RESIDENT, norms.nbytes)
         self._ledger.book_out(TrafficKind.GRADIENTS, nbytes)
         return GradientTransfer(on_host, device.record(Stream.SWAP_OUT), buffer, norms_on_host)
+
+    def _layout_of(self, gradients: dict[str, Tensor]) -> tuple[dict[str, Region], int]:
+        """Return where `gradients` lie in a buffer, and its number of elements: of a pack, the same in each step."""
+        key = tuple([(name, gradient.shape) for name, gradient in gradients.items()])
+        found = self._layouts.get(key)
+        if found is None:
+            found = self._layouts[key] = layout_of(gradients, self._dtype.itemsize)
+        return found
 
     def copy_to_shared(
         self, gradients: dict[str, Tensor], leaves: Mapping[str, Tensor], check: Callable[[], None]
