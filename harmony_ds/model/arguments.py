@@ -1,6 +1,6 @@
-"""Arguments and results of layer calls.
+"""A layer call's arguments and results, taken apart into tensors and everything else.
 
-Tensors are taken out of a call's arguments, so that the call can be repeated with others. Besides returning results,
+A call can so be repeated with other tensors. Besides returning results,
 layers write into tensors and containers that they are given (Gemma 3n's keys and values, which later layers read), and
 transformers' layers append tensors (router logits, attentions) to a collector.
 """
@@ -34,7 +34,7 @@ Collector = dict[str, Any]
 
 @dataclass(slots=True, eq=False)
 class Arguments:
-    """Arguments of a layer call without their tensors."""
+    """The arguments of a layer call, with gaps where their tensors were: `rebuild` puts other tensors there."""
 
     leaves: list[Any]
     shape: TreeStructure  # of positional arguments, then of keyword arguments

@@ -1,9 +1,11 @@
-"""The state that a forward pass may depend on besides its arguments (docs/contract.md), checked and restored later.
+"""What a forward pass depends on besides its arguments: modes, switches of torch, attributes of modules (docs/contract.md).
 
-take       at the call: record its modes, and the plain attributes of the model's modules
-check      before its micro-batch runs: those attributes must be unchanged
-entered    around all that runs for the call: set its modes
-running    around the engine's runs: attributes that change meanwhile were set by forward
+A micro-batch runs later than the program calls the model, so its call's state is recorded, and found again when it runs:
+
+    take       at the call: record its modes, and the plain attributes of the model's modules
+    check      before its micro-batch runs: those attributes must be unchanged
+    entered    around all that runs for the call: set its modes
+    running    around the engine's runs: attributes that change meanwhile were set by forward
 """
 
 from __future__ import annotations
@@ -59,9 +61,13 @@ class CallModes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallState:
-    """State of the model at a call. Calls with the same attributes share one `attributes` object. `own`: its `vars`.
+    """State of the model when the program called it.
 
-    `settings`: those that its lane may make.
+    Attributes:
+        attributes: of all modules; calls between which nothing has changed share one object.
+        trained_now: reads `requires_grad` of all parameters as it is now.
+        own: the `vars` of the model itself.
+        settings: those of its modules that the code of a lane may make.
     """
 
     modes: CallModes
@@ -77,7 +83,7 @@ class CallState:
 
 
 class Contract:
-    """Records the state of one model at each call, checks it, and restores its modes."""
+    """Recorder of one model's state at each call, which is checked and set again when the call's micro-batch runs."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer] = ()) -> None:
         names = dict(model.named_modules())

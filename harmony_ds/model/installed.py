@@ -1,4 +1,4 @@
-"""Exchange of modules' parameters while the engine runs them: host parameters, phantoms, device copies for a layer call.
+"""What modules hold as their parameters: the host's, stand-ins without memory while a model runs, device copies in a call.
 
 Every module's `_parameters` dictionary is exchanged as a whole, which costs one assignment per module:
 
@@ -136,7 +136,7 @@ def belongs_to_engine(model: nn.Module) -> bool:
 
 
 class Installation:
-    """Installs phantoms, device copies and buffers in the modules of one model."""
+    """The modules of one model, and what they hold while the engine runs them: phantoms, device copies, device buffers."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class Installation:
 
 
 class LayerParameters:
-    """Dictionaries of the parameters of a layer's modules."""
+    """The modules of one layer with the names of their parameters, which hold device copies for the time of a call."""
 
     def __init__(self, names: Mapping[nn.Module, Mapping[str, str]]) -> None:
         self._names = names  # canonical, of each module's parameters

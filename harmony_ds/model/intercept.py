@@ -1,4 +1,4 @@
-"""Interception of layer calls, without changing the class or signature of the model or its layers.
+"""How the engine gets hold of layer calls: each layer's `forward` is replaced, and its class and signature stay.
 
 Each layer's `forward` becomes an `InterceptedForward`, which hands calls to the handler that is active on the calling
 thread: a `Lane` waits, a `Streamer` runs the layer at once. Without a handler the layer runs as it is. `torch.compile`
@@ -68,7 +68,7 @@ _autocast = functools.cache(Autocast)  # a frozen object takes as long to make a
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A layer call that a model is about to make.
+    """A layer call that the model's code has begun, and that the engine is to answer with outputs.
 
     Attributes:
         layer: index of the layer.

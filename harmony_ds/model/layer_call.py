@@ -201,8 +201,9 @@ class LayerCalls:
 
     def _unless_without_gradient(self, call: RecordedCall) -> RecordedCall | None:
         """Return `call`; or, if none of its outputs requires a gradient, discard it and return None."""
-        if any(call.output_gradients):
-            return call
+        for target in call.output_gradients:
+            if target is not None:
+                return call
         self.discard(call)
         return None
 
@@ -299,7 +300,7 @@ class LayerCalls:
         layer = self.layers[request.layer]
         request = replace(request, context=request.context.copy())  # gets a collector of its own
         given = LayerInputs.from_request(request)
-        targets: Targets = [GradientSum() if t.requires_grad else None for t in given.tensors]
+        targets: Targets = [GradientSum(t) if t.requires_grad else None for t in given.tensors]
         call = RecordedCall(request, 0, given.arguments, targets, slicing)
         detached = [t.detach() for t in given.tensors]
         if slicing is None:

@@ -1,4 +1,4 @@
-"""Records of layer calls, for their backward passes: data that `layer_call` works with."""
+"""The record of one layer call, from its forward pass to its backward pass; `layer_call` fills it and uses it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class RecordedCall:
         are_alike = len(outputs) == len(self.output_gradients)
         for expected, output in zip(self.output_gradients, outputs, strict=False):
             if expected is not None:
-                is_alike = expected.dtype == output.dtype and (self.slicing is not None or expected.shape == output.shape)
+                is_alike = expected.dtype == output.dtype and (
+                    self.slicing is not None or expected.shape == output.shape
+                )
                 are_alike = are_alike and is_alike
         if not are_alike:
             self._refuse_recomputed(outputs, name)
@@ -113,7 +115,7 @@ def _alike(one: float, other: float, output: Tensor) -> bool:
 
 
 class WriteCheck:
-    """Tells whether a tensor has been written to since this was made."""
+    """The version of a tensor when this was made, by which a later write is found; it does not keep the tensor's memory."""
 
     __slots__ = "_counter", "_version"
 

@@ -136,24 +136,24 @@ class SliceAssembler:
 
 
 class SliceTarget(GradientSum):
-    """Assembles the gradient of an input from those of its slices, for the target of the whole."""
+    """The gradient of a whole input, assembled from those of its slices when a call is propagated through in slices."""
 
-    __slots__ = ("_dim", "_tensor", "_whole", "part")
+    __slots__ = ("_dim", "_whole", "part")
 
     def __init__(self, whole: GradientTarget, tensor: Tensor, dim: int) -> None:
-        super().__init__()
+        super().__init__(tensor)
         self._whole = whole
-        self._tensor = tensor
         self._dim = dim
         self.part: RowSlice | None = None  # the slice that is propagated through
 
     def add(self, gradient: Tensor) -> None:
         assert self.part is not None
         if self.gradient is None:
-            self.gradient = torch.zeros(self._tensor.shape, dtype=gradient.dtype, device=gradient.device)
+            self.gradient = torch.zeros(self.shape, dtype=gradient.dtype, device=gradient.device)
         self.part.narrow(self.gradient, self._dim).add_(gradient)
 
     def finish(self) -> None:
+        """Hand the gradient of the whole input to its own target, after the last slice."""
         gradient = self.pop()
         if gradient is not None:
             self._whole.add(gradient)

@@ -1,4 +1,11 @@
-"""Targets of gradients at Boundaries: each takes the gradients of one tensor."""
+"""Where gradients go that leave one piece of a cut graph: the targets of Boundaries, one for each tensor.
+
+OutputGradient       an output of a layer call: its gradient is kept until the call's backward pass, which begins from it
+InterLayerGradient   an input that code between layers has computed: kept until that code's graph is propagated through
+SliceTarget          an input of a call in slices (`slices`): puts the slices' gradients together for one of the above
+GradientSum          only adds up; what the others are made of, and the inputs of a call that is run to be measured
+RejectGradient       an end of a graph that is discarded: a gradient that arrives there is an error
+"""
 
 from __future__ import annotations
 
@@ -10,23 +17,31 @@ from harmony_ds.errors import ModelError
 
 
 class GradientTarget(Protocol):
-    """Takes gradients of one tensor."""
+    """What a Boundary hands the gradients of one tensor to, one from each use of the tensor."""
 
-    def add(self, gradient: Tensor) -> None: ...
+    def add(self, gradient: Tensor) -> None:
+        """Receive a gradient, during a backward pass."""
 
-    def pop(self) -> Tensor | None: ...
+    def pop(self) -> Tensor | None:
+        """Return the sum of what was received, and keep it no longer; None: nothing was."""
 
 
 Targets = list[GradientTarget | None]
 
 
 class GradientSum:
-    """The gradient of one tensor: the sum of its consumers' gradients."""
+    """The gradient of one tensor, added up from the gradients of its uses; it has the tensor's shape and dtype."""
 
-    __slots__ = ("gradient",)
+    __slots__ = ("dtype", "gradient", "shape")
 
-    def __init__(self) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.gradient: Tensor | None = None
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
     def add(self, gradient: Tensor) -> None:
         # Out of place: autograd may hand the same tensor to several targets.
@@ -37,23 +52,8 @@ class GradientSum:
         return gradient
 
 
-class TensorGradient(GradientSum):
-    """The gradient of one tensor, which has the tensor's shape and dtype."""
-
-    __slots__ = ("dtype", "shape")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.gradient = None
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
-class OutputGradient(TensorGradient):
-    """The gradient of one output of a layer call.
+class OutputGradient(GradientSum):
+    """The gradient of one output of a layer call, with which the backward pass of that call begins.
 
     Attributes:
         call: the number of the call in its micro-batch.
@@ -77,8 +77,8 @@ class OutputGradient(TensorGradient):
         super().add(gradient)
 
 
-class InterLayerGradient(TensorGradient):
-    """The gradient of a layer input made by inter-layer operations; it is due before the backward of call `deadline`."""
+class InterLayerGradient(GradientSum):
+    """The gradient of a layer input that code between layers has computed; due before the backward of call `deadline`."""
 
     __slots__ = ("deadline",)
 
@@ -88,7 +88,7 @@ class InterLayerGradient(TensorGradient):
 
 
 class RejectGradient:
-    """The target at the ends of a graph that is discarded, which refuses gradients: they bypassed the layer's outputs."""
+    """Target that raises, at the ends of a graph that is discarded: a gradient there has bypassed the layer's outputs."""
 
     def __init__(self, layer: str) -> None:
         self.layer = layer

@@ -20,7 +20,7 @@ from harmony_ds.model.checkpointing import checkpoints_bypassed
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Request, handled_by
 from harmony_ds.model.recorded_call import RecordedCall
-from harmony_ds.model.targets import GradientTarget, TensorGradient
+from harmony_ds.model.targets import GradientSum, GradientTarget
 from harmony_ds.model.untouched import Untouched, untouched
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiling.sample import Sample
@@ -171,6 +171,6 @@ class ModelPasses(LayerCallObserver):
             self.switch_to_own_random_numbers()
             reached += [target for target in call.targets if target is not None and target.pop() is not None]
 
-    def make_up(self, target: TensorGradient) -> None:
+    def make_up(self, target: GradientSum) -> None:
         """Give `target` a gradient of ones."""
         target.gradient = torch.ones(target.shape, dtype=target.dtype, device=self.device.torch_device)

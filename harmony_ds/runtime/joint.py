@@ -82,11 +82,7 @@ class JointLane:
 
     def _waiting_requests(self) -> list[Request]:
         """Return the layer calls that lanes wait at; none when all have come to their ends."""
-        requests: list[Request] = []
-        for lane in self.lanes:
-            if lane.request is not None:
-                requests.append(lane.request)
-        return requests
+        return [lane.request for lane in self.lanes if lane.request is not None]
 
     def _joined(self, requests: list[Request]) -> list[Joined]:
         if not self._calls and requests:
@@ -121,10 +117,7 @@ class JointLane:
 
 def _set_requires_grad(requests: list[Request]) -> bool:
     """Return whether the code that makes one of `requests` has set `requires_grad` of parameters for itself."""
-    for request in requests:
-        if request.own is not None and request.own.trained:
-            return True
-    return False
+    return any(request.own is not None and request.own.trained for request in requests)
 
 
 class MemberStreams:

@@ -33,7 +33,9 @@ class LaneAborted(BaseException):
 
 
 class Lane:
-    """Suspended run of `function`, from layer call to layer call, on the thread that made the lane.
+    """The forward pass of one micro-batch, which stops at each layer call until the engine lets it run on.
+
+    It runs `function` on the thread that made the lane.
 
     Attributes:
         request: the layer call that it waits at.

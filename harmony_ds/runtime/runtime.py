@@ -1,4 +1,4 @@
-"""What runs the model of an engine, made once and handed on together."""
+"""The objects that run the model of an engine, made once by `assemble` and handed on together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from harmony_ds.runtime.timeline import StepTimeline
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Runtime that run a model. Without an optimizer, no gradients come and nothing is updated."""
+    """The objects that run one engine's model. Without an optimizer, no gradients come and nothing is updated."""
 
     device: Device
     residency: Residency

@@ -64,7 +64,7 @@ class ThreadState:
 
     def read(self) -> tuple[Any, ...]:
         """Return the settings as they are now."""
-        depths = [depth() for depth, _, _ in _STACKS]
+        depths = _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()  # of _STACKS
         return torch.is_inference_mode_enabled(), _innermost_hooks(), depths, [read() for read in self._reads]
 
     def restore(self, engines: tuple[Any, ...]) -> SuspendedModes | None:

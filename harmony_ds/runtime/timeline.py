@@ -23,7 +23,6 @@ from harmony_ds.scheduler.plan import Plan, Task
 from harmony_ds.scheduler.spans import HOST, UPDATE, Span, of_device
 from harmony_ds.scheduler.trace import ExecutedStep
 
-
 _NOT_RECORDED = nullcontext()  # one for all: each task enters it
 
 

@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 _TOP = 10
 _GRAINS = 64
-"""Runtime of the budget, by which the room for shared losses grows where it has been too small."""
+"""Part of the budget, by which the room for shared losses grows where it has been too small."""
 
 
 class Planner:
