@@ -28,7 +28,7 @@ import torch
 
 
 class HarmonyError(Exception):
-    """Base of all of them."""
+    """Base of every exception that harmony_ds raises of its own."""
 
 
 class ConfigError(HarmonyError, ValueError, AssertionError):

@@ -1,4 +1,4 @@
-"""The names of `deepspeed.utils` that read and change masters, gradients and optimizer state.
+"""Read and change masters, gradients and optimizer state by the names that `deepspeed.utils` has for it.
 
 Weights and state are whole here. The "full" functions are DeepSpeed's own; the "local" ones, which DeepSpeed has for ZeRO-3
 alone, give and take the same, flat, as DeepSpeed's partitions are. Parameters that no engine trains give None and stay as

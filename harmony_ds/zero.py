@@ -1,4 +1,4 @@
-"""The names of `deepspeed.zero` for code that is written for ZeRO-3: parameters are whole here, at any time."""
+"""Stand-ins for the names of `deepspeed.zero`: code written for ZeRO-3 runs on, though no parameter is partitioned here."""
 
 from __future__ import annotations
 

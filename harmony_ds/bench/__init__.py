@@ -1,4 +1,4 @@
-"""Head to head: one model, one data stream, one ds_config, several engines (`harmony-ds bench`).
+"""Compare engines on one model, with the same data and ds_config (`harmony-ds bench`).
 
     results = Results.empty({"harmony": Row("harmony", workload)}, Rounds())
     run(results, Path("bench.json"), tell=print)  # a process for each engine

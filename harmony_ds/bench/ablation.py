@@ -1,4 +1,4 @@
-"""Worth of every mechanism: harmony as it is, and with each one switched off."""
+"""Compare harmony_ds as it is with itself, each of its mechanisms switched off in turn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ablated(task: Workload) -> dict[str, Row]:
 
 
 def differing(results: Results) -> list[str]:
-    """Return the labels of rows whose losses are not harmony's, bit for bit; those that may round are not asked."""
+    """Return the labels of rows whose losses are not harmony's, bit for bit, except rows that may round differently."""
     ours = results.rows[AS_IT_IS]
     rounding = {one.name for one in ABLATIONS if one.rounds_on_cuda and ours.task.device == "cuda"}
     return [

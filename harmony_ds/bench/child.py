@@ -1,4 +1,4 @@
-"""Process of one engine: a server that is asked for steps, counts and reports."""
+"""Run one engine in a process of its own, and answer the driver (processes.py), which asks for steps and reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChildFailedError(Exception):
 
 
 class Server:
-    """An engine; the public methods answer requests."""
+    """An engine in its process; each public method answers one kind of request."""
 
     def __init__(self, name: str, task: Workload) -> None:
         torch.set_num_threads(task.threads)
@@ -49,7 +49,7 @@ class Server:
         self._step = 0
 
     def run(self, count: int) -> dict[str, Any]:
-        """Take the next steps back to back. The clock stops when nothing is under way any longer."""
+        """Take the next `count` steps back to back, and time them until their last update has ended."""
         first, self._step = self._step, self._step + count
         groups = [self.task.batches(step, self._rank) for step in range(first, self._step)]
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Figure of a comparison: throughput, memory, and bytes of one step."""
+"""Draw a comparison of engines: throughput, memory, and bytes moved in one step."""
 
 from __future__ import annotations
 

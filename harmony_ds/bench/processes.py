@@ -1,4 +1,4 @@
-"""Processes of an engine, seen by the driver: they are started, asked, and tell how they ended."""
+"""Start the processes of an engine, ask them for steps and reports, and find out how they ended."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ class Child(AbstractContextManager["Child"]):
 
 
 class _EngineProcess:
+    """One process of an engine, which `child.serve` runs in, with its pipe and the file of what it prints."""
+
     def __init__(self, engine: str, task: Workload, rank: Mapping[str, str]) -> None:
         self._log = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - lives as long as the process
         context = get_context("spawn")

@@ -1,4 +1,4 @@
-"""Report of a comparison, as Markdown that reads well on a terminal: setting, verdict, two tables, notes."""
+"""Write the report of a comparison as Markdown that reads well on a terminal: setting, verdict, two tables, notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements, as JSON: saved after every turn, so that an interrupted comparison can be resumed."""
+"""Measurements of a comparison, saved as JSON after every turn, so that an interrupted comparison can be resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of engines: each in a process of its own, repeats interleaved, warm-up apart.
+"""Time engines in turns, round by round, each in a process of its own and after its warm-up.
 
 On the CPU all processes live at once and take their steps by turns, so that a slow phase of the machine slows neighbours
 alike. On CUDA, where each needs the host memory and the device for itself, a process lives for one turn.
@@ -79,7 +79,7 @@ def choose_micro_batch(label: str, row: Row, tell: Tell) -> None:
 
 
 class _Race(ExitStack):
-    """Processes that are alive, and the results they add to; it closes them when it is left."""
+    """The engines whose processes are alive, and the results that they add to; the processes end with this context."""
 
     def __init__(self, results: Results, tell: Tell) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Summary of an engine's rounds: medians, spreads, ratios of rounds, agreement of losses."""
+"""Sum up the rounds of each engine: medians, spreads, ratios to harmony, and whether losses agree."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _TOLERANCES = {(4, "cpu"): 1e-5, (4, "cuda"): 1e-3, (2, "cpu"): 2e-3, (2, "cuda"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
+    """Median, least and largest of several values."""
+
     median: float
     low: float
     high: float

@@ -1,4 +1,4 @@
-"""Workload that every engine gets: the same model, the same samples in the same order, the same ds_config."""
+"""Describe what every engine trains: the same model, the same samples in the same order, the same ds_config."""
 
 from __future__ import annotations
 

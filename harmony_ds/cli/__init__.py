@@ -1,4 +1,4 @@
-"""The command `harmony-ds`: will it fit, how fast will it be, and what would help."""
+"""The command `harmony-ds`: say whether a model fits a machine, how fast it trains there, and what would help."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """Run the console script; garbage is looked for neither among what is imported nor when the process ends."""
+    """Run the console script, without garbage collection while modules are imported and when the process ends."""
     gc.disable()
     from harmony_ds.cli.app import run
 

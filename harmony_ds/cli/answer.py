@@ -1,11 +1,10 @@
-"""Answers of `estimate` and `plan`: a forecast, or why there is none and what to do about it."""
+"""Answer `harmony-ds estimate` and `harmony-ds plan`: make a forecast, or say what is missing and what to do; print it."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from harmony_ds.scheduler.swaps import lower_bound_bytes
 
 DOES_NOT_FIT, _LABEL = 3, 13
 SurveyUnder = Callable[[Config], Survey]
-"""Surveys the model on some machine under a ds_config."""
+"""Function of a command that surveys the model on its machine under a ds_config."""
 _BF16_STATE = {"bf16.enabled": True, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}
 _LESS_ON_HOST: tuple[tuple[Mapping[str, object], str], ...] = (
     ({"data_types.grad_accum_dtype": "bf16"}, ""),
@@ -41,7 +40,7 @@ _LESS_ON_HOST: tuple[tuple[Mapping[str, object], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """Memory that does not suffice, and the ways out, the cheapest first."""
+    """Shortage of device or host memory, with ways out of it: the one that costs least comes first."""
 
     what: str
     needed_bytes: int
@@ -57,11 +56,13 @@ class Lack:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer about a model on a machine.
+    """What a command found out about a model on a machine.
 
     Attributes:
-        forecast: None where no plan fits the device.
-        joining: joined layer calls that would be much faster.
+        forecast: how the model trains; None: no plan fits the device.
+        changes: tokens or samples per second after each of several changes, by what is changed; empty: not asked for.
+        lack: the memory that is short; None: everything fits.
+        joining: advice to join layer calls of several micro-batches, if that would be much faster.
     """
 
     survey: Survey
@@ -116,7 +117,13 @@ def _forecast_json(now: Forecast) -> dict[str, Any]:
 
 
 def answer(args: argparse.Namespace, survey_under: SurveyUnder, host_bytes: int | None) -> Answer:
-    """Answer `estimate` or `plan`; `host_bytes` are the machine's, unless the options name others."""
+    """Survey the model, forecast its training, and return the answer of `estimate` or `plan`.
+
+    Args:
+        args: the options of the command.
+        survey_under: surveys the model on the command's machine.
+        host_bytes: the machine's host memory, if the options name no other; None: not known.
+    """
     config = config_of(args, args.processes)
     host_bytes = int(args.host_memory_gib * 2**30) if args.host_memory_gib else host_bytes
 
@@ -144,36 +151,66 @@ def answer(args: argparse.Namespace, survey_under: SurveyUnder, host_bytes: int 
     return Answer(survey, now, changes(now), lack, joining(now))
 
 
-def _ways_to_less_on_device(config: Config, needed: int, budget: int, survey_of: SurveyUnder) -> Iterator[str]:
+def _ways_to_less_on_device(
+    config: Config, needed_bytes: int, budget_bytes: int, survey_of: SurveyUnder
+) -> Iterator[str]:
+    """Yield what helps where the device's memory does not suffice: first the largest micro-batch that fits."""
     rows = config.micro_batch
     while rows > 1:
         rows //= 2
-        peak = smallest_peak_bytes(survey_of(replace(config, micro_batch=rows)))
-        if peak <= budget:
-            yield f"a micro-batch of {rows} rows (--micro-batch {rows}), which needs {amount(peak)} at least"
+        peak_bytes = smallest_peak_bytes(survey_of(replace(config, micro_batch=rows)))
+        if peak_bytes <= budget_bytes:
+            yield f"a micro-batch of {rows} rows (--micro-batch {rows}), which needs {amount(peak_bytes)} at least"
             break
-    yield f"at least {amount(needed)} of device memory (--device-memory-gib, harmony.device_memory_gib)"
+    yield f"at least {amount(needed_bytes)} of device memory (--device-memory-gib, harmony.device_memory_gib)"
     yield "shorter rows (--sequence), or smaller layers (harmony.layers)"
 
 
 def _ways_to_less_on_host(now: Forecast) -> Iterator[str]:
-    """Yield settings that need less, those that suffice alone first; then more memory."""
-    config, missing = now.survey.config, now.host_missing_bytes
-    steps = config.gradient_accumulation_steps
-    sizes, half = {MICRO_BATCH: config.micro_batch, STEPS: steps}, {STEPS: steps // 2}
-    stage = {"zero_optimization.stage": config.values["zero_optimization.stage"] or 1}  # 16-bit state asks for one
-    saved: dict[str, int] = {}
-    for values, remark in (*_LESS_ON_HOST, ({**_BF16_STATE, **stage}, " (which rounds every update)"), (half, "")):
-        if "harmony.split_masters" in values and now.plan.policy.servers > 1:
-            continue
-        with suppress(ConfigError, DoesNotFitError):  # not every value goes with the others
-            changed = load_config(config.raw, instead={**sizes, **values})
-            quick = forecast(now.survey.under(changed), now.host_budget_bytes)
-            saved[json.dumps(with_values({}, values))[1:-1] + remark] = now.host_total_bytes - quick.host_total_bytes
-    for way in sorted(saved, key=lambda way: (saved[way] < missing, -saved[way])):
-        if saved[way] > 0:
-            yield f"{way}: {amount(saved[way])} less, {'enough' if saved[way] >= missing else 'not enough alone'}"
+    """Yield what helps where host memory does not suffice: settings that suffice alone, other settings, more memory.
+
+    Each setting is tried by itself, by a forecast under a ds_config that has it.
+    """
+    missing_bytes = now.host_missing_bytes
+    saved_bytes: dict[str, int] = {}  # by setting
+    for values, remark in _settings_with_less_on_host(now):
+        total_bytes = _host_bytes_with(now, values)
+        if total_bytes is not None:
+            setting = json.dumps(with_values({}, values))[1:-1] + remark  # as in a ds_config, without its braces
+            saved_bytes[setting] = now.host_total_bytes - total_bytes
+    most_first = sorted(saved_bytes, key=lambda setting: -saved_bytes[setting])
+    enough = [setting for setting in most_first if saved_bytes[setting] >= missing_bytes]
+    others = [setting for setting in most_first if 0 < saved_bytes[setting] < missing_bytes]
+    for setting in enough:
+        yield f"{setting}: {amount(saved_bytes[setting])} less, enough"
+    for setting in others:
+        yield f"{setting}: {amount(saved_bytes[setting])} less, not enough alone"
     yield f"{amount(now.host_total_bytes)} of host memory"
+
+
+def _settings_with_less_on_host(now: Forecast) -> Iterator[tuple[Mapping[str, object], str]]:
+    """Yield values of a ds_config that may need less host memory than `now`, by path, each with a remark."""
+    config = now.survey.config
+    for values, remark in _LESS_ON_HOST:
+        if "harmony.split_masters" not in values or now.plan.policy.servers == 1:
+            yield values, remark
+    stage = config.values["zero_optimization.stage"] or 1  # 16-bit optimizer state asks for a stage
+    yield {**_BF16_STATE, "zero_optimization.stage": stage}, " (which rounds every update)"
+    yield {STEPS: config.gradient_accumulation_steps // 2}, ""
+
+
+def _host_bytes_with(now: Forecast, values: Mapping[str, object]) -> int | None:
+    """Return the host bytes of training with `values` in the ds_config; None: they contradict it, or no plan fits."""
+    config = now.survey.config
+    sizes = {
+        MICRO_BATCH: config.micro_batch,
+        STEPS: config.gradient_accumulation_steps,
+    }  # options may have changed them
+    try:
+        changed = load_config(config.raw, instead={**sizes, **values})
+        return forecast(now.survey.under(changed), now.host_budget_bytes).host_total_bytes
+    except (ConfigError, DoesNotFitError):
+        return None
 
 
 def reply(answer: Answer, as_json: bool, note: str = "") -> int:
@@ -212,29 +249,48 @@ def _show(answer: Answer, note: str) -> None:
 
 
 def _show_forecast(now: Forecast, unit: str) -> None:
-    budgets = (now.survey.request.budget_bytes, now.host_budget_bytes)
-    device, host = (", without a bound" if nbytes is None else f" of {amount(nbytes)}" for nbytes in budgets)
+    """Print the forecast, one labelled paragraph for each thing that it says."""
+    _show_line("device", f"{amount(now.plan.peak_bytes)}{_bound(now.survey.request.budget_bytes)}: fits")
     fits = "does not fit" if now.host_missing_bytes else "fits"
     kinds = ", ".join(f"{kind} {amount(nbytes)}" for kind, nbytes in now.host_bytes.items() if nbytes)
+    _show_line("host", f"{amount(now.host_total_bytes)}{_bound(now.host_budget_bytes)}: {fits} ({kinds})")
+    if now.disk_bytes:
+        _show_line("disk", f"{amount(now.disk_bytes)} of what is offloaded to it")
+    _show_line("plan", now.choice.reason)
+    sizes = Sizes.from_policy(now.plan.policy)
+    if sizes.cut:
+        _show_line("pieces", str(sizes))
+    step_s, computing_share = now.prediction.step_ms / 1e3, 1 - now.prediction.idle_share
+    rate = f"{now.items_per_s:,.0f} {unit}/s"
+    _show_line("one step", f"{step_s:,.2f} s: {rate}, the device computes {computing_share:.0%} of the time")
     busy = ", ".join(
         f"{name.replace('_', ' ')} {share:.0%}" for name, share in now.busy_share.items() if share >= 0.005
     )
-    swaps, sizes = now.prediction.swaps, Sizes.from_policy(now.plan.policy)
-    moved, stash = swaps.weights_in + swaps.gradients_out, swaps.stash_in + swaps.stash_out
-    versus = "" if now.plan.policy.devices > 1 else f"; ZeRO-3 offload moves {amount(now.zero3_offload_bytes)}"
-    between = f", {amount(swaps.sent)} to other devices" if swaps.sent else ""
-    between += f", {amount(swaps.moved)} from device to device" if swaps.moved else ""
-    lines = {
-        "device": f"{amount(now.plan.peak_bytes)}{device}: fits",
-        "host": f"{amount(now.host_total_bytes)}{host}: {fits} ({kinds})",
-        **({"disk": f"{amount(now.disk_bytes)} of what is offloaded to it"} if now.disk_bytes else {}),
-        "plan": now.choice.reason,
-        **({"pieces": str(sizes)} if sizes.cut else {}),
-        "one step": f"{now.prediction.step_ms / 1e3:,.2f} s: {now.items_per_s:,.0f} {unit}/s, the device computes "
-        f"{1 - now.prediction.idle_share:.0%} of the time",
-        "bottleneck": f"{now.prediction.bottleneck.replace('_', ' ')} (busy: {busy})",
-        "swaps": f"{amount(moved)} of weights and gradients = {moved / max(1, lower_bound_bytes(now.plan)):.2f} x the "
-        f"lower bound, {amount(stash)} of stash{between}{versus}",
-    }
-    for label, text in lines.items():
-        print(wrapped(f"{label:<{_LABEL}}{text}", " " * _LABEL))
+    _show_line("bottleneck", f"{now.prediction.bottleneck.replace('_', ' ')} (busy: {busy})")
+    _show_line("swaps", _swaps_text(now))
+
+
+def _show_line(label: str, text: str) -> None:
+    """Print a label, and beside it a text that may take several lines."""
+    print(wrapped(f"{label:<{_LABEL}}{text}", " " * _LABEL))
+
+
+def _bound(budget_bytes: int | None) -> str:
+    """Return the budget as it follows the bytes that are used of it."""
+    return ", without a bound" if budget_bytes is None else f" of {amount(budget_bytes)}"
+
+
+def _swaps_text(now: Forecast) -> str:
+    """Say what a step moves between host and device, and between devices, and what ZeRO-3 offload would move."""
+    swaps = now.prediction.swaps
+    weights_and_gradients = swaps.weights_in + swaps.gradients_out
+    times = weights_and_gradients / max(1, lower_bound_bytes(now.plan))
+    text = f"{amount(weights_and_gradients)} of weights and gradients = {times:.2f} x the lower bound, "
+    text += f"{amount(swaps.stash_in + swaps.stash_out)} of stash"
+    if swaps.sent:
+        text += f", {amount(swaps.sent)} to other devices"
+    if swaps.moved:
+        text += f", {amount(swaps.moved)} from device to device"
+    if now.plan.policy.devices == 1:
+        text += f"; ZeRO-3 offload moves {amount(now.zero3_offload_bytes)}"
+    return text

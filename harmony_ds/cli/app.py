@@ -1,4 +1,4 @@
-"""Command line of harmony_ds: one module for each command, which registers its arguments on a parser.
+"""Parse the command line of `harmony-ds` and run the command: each is a module here that registers its arguments.
 
 Exit codes: 0 done (a model fits), 1 wrong input, 2 wrong command line (argparse's), 3 the model does not fit, 4 the losses
 of compared engines differ, 130 interrupted. A closed pipe (`| head`) ends a command with 0.

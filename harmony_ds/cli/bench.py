@@ -1,4 +1,4 @@
-"""`harmony-ds bench`: which engine to use for a model, on this machine, under a memory cap."""
+"""`harmony-ds bench`: compare harmony_ds with other engines on one model, on this machine, under a memory cap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`harmony-ds convert`: a checkpoint of DeepSpeed or harmony_ds, in another layout."""
+"""`harmony-ds convert`: write a checkpoint of DeepSpeed or harmony_ds anew, in another layout."""
 
 from __future__ import annotations
 

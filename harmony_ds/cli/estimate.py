@@ -1,4 +1,4 @@
-"""`harmony-ds estimate`: a model of any size on a machine that is only described, in seconds and without allocating it."""
+"""`harmony-ds estimate`: forecast the training of a model on a machine that is only described; allocates nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`harmony-ds machines`: names for `estimate --machine`, with the sources of their numbers."""
+"""`harmony-ds machines`: list the machines that `estimate --machine` knows, with the sources of their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`harmony-ds plan`: the answers of `estimate` for this machine as measured now, or as a profile of it says."""
+"""`harmony-ds plan`: forecast as `estimate` does, for this machine, measured now or by a saved profile."""
 
 from __future__ import annotations
 

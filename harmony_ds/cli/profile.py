@@ -1,4 +1,4 @@
-"""`harmony-ds profile`: measures a model on this machine's device and saves the result."""
+"""`harmony-ds profile`: measure a model on this machine's device and save the result."""
 
 from __future__ import annotations
 

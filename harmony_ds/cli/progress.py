@@ -1,4 +1,4 @@
-"""Lines about work that takes long."""
+"""Tell the user of a command what it is busy with."""
 
 from __future__ import annotations
 

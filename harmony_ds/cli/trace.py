@@ -1,4 +1,4 @@
-"""`harmony-ds trace`: a step as a picture, as it is predicted and, with --run, as it is executed."""
+"""`harmony-ds trace`: draw one step as a timeline, as it is predicted and, with --run, as it is executed."""
 
 from __future__ import annotations
 

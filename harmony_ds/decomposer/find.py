@@ -1,12 +1,12 @@
-"""Layers of any `nn.Module`: the repeated blocks, and every other module that owns parameters directly.
+"""Find the layers of any `nn.Module`: its repeated blocks, and every other module that owns parameters directly.
 
-A module enters; `Layer`s leave in registration order, since the order of calls is only known after a forward pass. No
-architecture is named here.
+`find_layers` takes a model and returns its `Layer`s in registration order, since the order of their calls is only known
+after a forward pass. No architecture is named here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -21,7 +21,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One module whose call is run with device copies of its parameters.
+    """A module whose calls run with copies of its parameters on the device: the smallest unit that is swapped.
 
     Attributes:
         index: its number in registration order.
@@ -47,11 +47,11 @@ class Decomposition:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Device memory for layers, and what a layer takes of it while its gradients are computed.
+    """Device memory for layers, and how much of it a layer takes while its gradients are computed.
 
     Attributes:
-        budget_bytes: of the device.
-        weight_bytes, gradient_bytes: of one number, there.
+        budget_bytes: device memory that may be used.
+        weight_bytes, gradient_bytes: device bytes of one weight, and of one gradient element.
     """
 
     budget_bytes: int
@@ -67,14 +67,14 @@ class Room:
 
 
 def find_layers(model: nn.Module, patterns: tuple[str, ...] = (), room: Room | None = None) -> Decomposition:
-    """Decompose `model`.
+    """Return the layers of `model`, and the parameters that belong to none.
 
     Args:
         model: any module.
         patterns: shell patterns over qualified module names ("model.layers.*") of the blocks. By default, blocks are the
             top-most gradient-checkpointing layers of transformers, else the elements of the outermost `ModuleList`s and
             `Sequential`s. A pattern's star matches points, too; of nested matches the outermost is the block.
-        room: on the device; elements that are too large for it are replaced by those of the lists inside them.
+        room: of the device; a block of a list that is too large for it is replaced by the elements of the lists inside it.
 
     Raises:
         ConfigError: a pattern matches no module.
@@ -88,17 +88,22 @@ def find_layers(model: nn.Module, patterns: tuple[str, ...] = (), room: Room | N
     layers: list[Layer] = []
     unlayered: list[str] = []
     seen: set[nn.Module] = set()  # a model may hold one module in several places
-    for name, module, bare in _walk(model, "", blocks):
-        if module in seen:
+    for owner in _parameter_owners(model, "", blocks):
+        if owner.module in seen:
             continue
-        seen.add(module)
-        parameters = module._parameters.values() if bare else module.parameters()
-        names = tuple(dict.fromkeys(canonical[id(p)] for p in parameters if p is not None))
-        if bare:
-            unlayered.extend(names)
-        elif names:
-            layers.append(Layer(len(layers), name, module, names))
+        seen.add(owner.module)
+        if owner.is_layer:
+            names = _canonical_names(owner.module.parameters(), canonical)
+            if names:
+                layers.append(Layer(len(layers), owner.name, owner.module, names))
+        else:
+            unlayered.extend(_canonical_names(owner.module._parameters.values(), canonical))
     return Decomposition(tuple(layers), tuple(dict.fromkeys(unlayered)), canonical)
+
+
+def _canonical_names(parameters: Iterable[nn.Parameter | None], canonical: dict[int, str]) -> tuple[str, ...]:
+    """Return the canonical names of `parameters`, each once."""
+    return tuple(dict.fromkeys(canonical[id(parameter)] for parameter in parameters if parameter is not None))
 
 
 def _refuse_torchscript(model: nn.Module) -> None:
@@ -112,6 +117,7 @@ def _refuse_torchscript(model: nn.Module) -> None:
 
 
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Module]:
+    """Return the outermost modules whose qualified names match a pattern; refuse a pattern that is of no use."""
     blocks: set[nn.Module] = set()
     names = [(name, module) for name, module in model.named_modules() if name]
     for pattern in patterns:
@@ -132,11 +138,13 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> set[nn.Module]:
 
 
 def _topmost(modules: set[nn.Module]) -> set[nn.Module]:
+    """Return the modules that are inside no other one of them."""
     nested = {inner for module in modules for inner in module.modules() if inner is not module}
     return modules - nested
 
 
 def _repeated_blocks(model: nn.Module, room: Room | None) -> set[nn.Module]:
+    """Return the outermost checkpointing layers of transformers, and the elements of the outermost lists without one."""
     checkpointing = {m for m in model.modules() if _is_checkpointing_layer(m)}
     blocks = _topmost(checkpointing)
     covered = {inner for block in blocks for inner in block.modules()}
@@ -168,32 +176,47 @@ def _outermost_elements(module: nn.Module, covered: set[nn.Module]) -> Iterator[
         if child in covered:
             continue
         is_list = isinstance(child, (nn.ModuleList, nn.Sequential)) and not any(m in covered for m in child.modules())
-        for element in child.children() if is_list else ():
+        if not is_list:
+            yield from _outermost_elements(child, covered)
+            continue
+        for element in child.children():
             if isinstance(element, _CONTAINERS):
                 yield from _outermost_elements(nn.ModuleList([element]), covered)
             elif any(True for _ in element.parameters()):
                 yield element
-        if not is_list:
-            yield from _outermost_elements(child, covered)
 
 
-def _walk(module: nn.Module, name: str, blocks: set[nn.Module]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (name, module, bare): layers, and containers whose own parameters (`bare`) no call covers."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _ParameterOwner:
+    """A module with parameters, as `_parameter_owners` finds it.
+
+    Attributes:
+        name: its qualified name in the model.
+        is_layer: True: a layer, which covers its descendants' parameters, too. False: a module that is no layer (a list, or
+            one with blocks inside), and whose own parameters no layer's call covers.
+    """
+
+    name: str
+    module: nn.Module
+    is_layer: bool
+
+
+def _parameter_owners(module: nn.Module, name: str, blocks: set[nn.Module]) -> Iterator[_ParameterOwner]:
+    """Yield the modules at or below `module` that have parameters, in registration order, nothing inside a layer."""
     if module in blocks:
-        yield name, module, False
+        yield _ParameterOwner(name, module, is_layer=True)
         return
-    owns = any(p is not None for p in module._parameters.values())
-    if owns:
+    if any(parameter is not None for parameter in module._parameters.values()):
         is_layer = not isinstance(module, _CONTAINERS) and not any(inner in blocks for inner in module.modules())
-        yield name, module, not is_layer
+        yield _ParameterOwner(name, module, is_layer)
         if is_layer:
             return
     for child_name, child in module.named_children():
-        yield from _walk(child, f"{name}.{child_name}" if name else child_name, blocks)
+        yield from _parameter_owners(child, f"{name}.{child_name}" if name else child_name, blocks)
 
 
 def layer_graph(decomposition: Decomposition, parameters: dict[str, nn.Parameter]) -> LayerGraph:
-    """Return the graph of a model whose call order is not known yet."""
+    """Return the layer graph of a decomposed model; its `calls` are empty, since no forward pass has run yet."""
     return LayerGraph(
         tuple(LayerSpec(layer.index, layer.name, layer.parameters) for layer in decomposition.layers),
         tuple(ParameterSpec(name, tuple(p.shape), p.requires_grad) for name, p in parameters.items()),

@@ -1,4 +1,4 @@
-"""The layer graph: layers of a model, and the order in which a forward pass calls them. Pure data."""
+"""The layer graph: the layers of a model, their parameters, and the order in which a forward pass calls the layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Forecast of a plan: time, tokens per second, memory on both sides, its bottleneck, and changes that would help.
+"""Forecast how a surveyed model trains: step time, tokens per second, memory of device and host, and what would help.
 
-Arithmetic over a survey: nothing runs.
+Everything is arithmetic over a `Survey` (survey.py), with the planner and the simulator that also serve training: no model
+runs here.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from harmony_ds.scheduler.swaps import zero3_offload_bytes
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One optimizer step, as planned.
+    """Prediction of one optimizer step under the plan that was chosen.
 
     Attributes:
-        survey: of the model and the machine.
-        choice: the plan, its prediction and its reason.
+        survey: the model and the machine that the plan is for.
+        choice: the plan, its simulated times, and why it was chosen.
         host_budget_bytes: host memory that may be used (None: not known).
     """
 
@@ -48,7 +49,7 @@ class Forecast:
 
     @property
     def items_per_step(self) -> int:
-        """Tokens or samples, of all devices."""
+        """Tokens or samples that all devices train on in one optimizer step."""
         return (
             self.survey.subject.items
             * self.plan.micro_batches
@@ -62,7 +63,7 @@ class Forecast:
 
     @property
     def host_bytes(self) -> Mapping[str, int]:
-        """Host memory while the plan runs, by kind, for all devices (weights and state are there once)."""
+        """Host bytes while the plan runs, by kind; weights and optimizer state once, the rest for each process."""
         waiting, devices = waiting_of(self.plan, self.survey.costs), self.plan.policy.devices
         waits = {"gradients": devices * waiting.gradient_bytes, "stash": devices * waiting.stash_bytes}
         return {**_state_bytes(self.survey), **waits}
@@ -73,13 +74,13 @@ class Forecast:
 
     @property
     def host_missing_bytes(self) -> int:
-        """Host memory that lacks; 0 where everything fits."""
+        """Host bytes that are needed beyond the budget; 0 where everything fits."""
         budget = self.host_budget_bytes
         return 0 if budget is None else max(0, self.host_total_bytes - budget)
 
     @property
     def disk_bytes(self) -> int:
-        """Weights, masters and optimizer state on a disk."""
+        """Bytes of the weights, masters and optimizer state that the ds_config keeps on a disk."""
         update, parameters = update_cost(self.survey.config), self.survey.graph.parameters
         trained = sum(spec.numel for spec in parameters if spec.trainable)
         return update.disk_bytes * trained + sum(slab_bytes(p.numel, update.disk_weight_bytes) for p in parameters)
@@ -92,15 +93,15 @@ class Forecast:
 
     @property
     def busy_share(self) -> Mapping[str, float]:
-        """By stream: the part of the step in which it works."""
+        """The share of the step's time in which each stream works, by the stream's name."""
         return {name: ms / self.prediction.step_ms for name, ms in self.prediction.busy_ms.items()}
 
 
 def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
-    """Return the forecast of the fastest plan that the host has room for, or the fastest of all if it has none for any.
+    """Return the forecast of the fastest plan that host memory holds; if it holds none, of the fastest plan of all.
 
     Raises:
-        DoesNotFitError: nothing fits the device.
+        DoesNotFitError: no plan fits the device.
     """
     request = survey.request
     if host_budget_bytes is not None:
@@ -111,7 +112,7 @@ def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
 
 
 def _state_bytes(survey: Survey) -> dict[str, int]:
-    """Return the bytes that every plan needs."""
+    """Return the host bytes that every plan needs, by kind: weights, masters, optimizer state and the buffers of casts."""
     weight, parameters = survey.element.weight, survey.graph.parameters
     update = update_cost(survey.config)
     weights = sum(slab_bytes(spec.numel, weight) for spec in parameters)
@@ -128,7 +129,7 @@ def _state_bytes(survey: Survey) -> dict[str, int]:
 
 
 def smallest_peak_bytes(survey: Survey) -> int:
-    """Return the least device memory that a plan needs: every call a pack, no prefetch, the stash on the host."""
+    """Return the device bytes of the most frugal plan: every layer call a pack, no prefetch, the stash on the host."""
     request = survey.request
     early = request.policy.prefetch and request.is_manual and not survey.profile.machine.copies_overlap
     packer = Packer(survey.graph, survey.costs, survey.element, request.policy)
@@ -138,12 +139,15 @@ def smallest_peak_bytes(survey: Survey) -> int:
 
 
 def _stash_away(request: PlanRequest) -> int:
-    """Return of how many packs the stash may wait on the host."""
+    """Return how many packs may have their stash on the host."""
     return 0 if request.settings.stash == "device" else ALL_PACKS
 
 
 def joining(now: Forecast) -> Advice | None:
-    """Return joined layer calls that would be much faster than `now`, where the ds_config keeps single ones."""
+    """Return the advice to let layer calls take the rows of several micro-batches; None: that would not be much faster.
+
+    Where the ds_config already lets the search join calls, there is no advice either.
+    """
     survey = now.survey
     if survey.request.settings.micro_batch != "config" or not survey.may_join:
         return None
@@ -152,31 +156,66 @@ def joining(now: Forecast) -> Advice | None:
 
 
 def changes(now: Forecast) -> dict[str, float]:
-    """Return the items per second that changes would make, one thing at a time, best first.
+    """Return the items per second after each of several changes of the machine or the step, best first.
 
-    Each is a lower bound: other rates and longer steps are simulated with this plan's packs, more memory with a plan that a
-    quick search finds.
+    Each rate is a lower bound: faster hardware and longer steps are simulated with the packs of the plan that `now` has,
+    more device memory with a plan that a quick search finds.
     """
-    found = [*_other_rates(now), *_longer_step(now), *_more_memory(now)]
+    found = [*_with_faster_hardware(now), *_with_longer_step(now), *_with_more_memory(now)]
     return dict(sorted(found, key=lambda change: -change[1]))
 
 
-def _other_rates(now: Forecast) -> Iterator[tuple[str, float]]:
+def _with_faster_hardware(now: Forecast) -> Iterator[tuple[str, float]]:
+    """Yield the items per second with a faster link, faster host memory and a faster device."""
     costs, machine = now.survey.costs, now.survey.profile.machine
-    link = _twice(machine, "swap_in_bytes_per_ms", "swap_out_bytes_per_ms", "link_bytes_per_ms")
-    host = _twice(machine, "host_bytes_per_ms", "update_elements_per_ms", "norm_elements_per_ms")
-    host = replace(host, update_bytes_per_element=machine.update_bytes_per_element / 2)  # updates are faster with it
-    for what, changed_costs, changed_machine in (
-        ("a link twice as fast", costs, link),
-        ("host memory twice as fast", costs, host),
-        ("a device that computes twice as fast", _faster(costs), machine),
-    ):
-        prediction = simulate(now.plan, changed_costs, changed_machine)
-        yield what, now.items_per_step / prediction.step_ms * 1e3
+    yield "a link twice as fast", _items_per_s(now, costs, _with_link_twice_as_fast(machine))
+    yield "host memory twice as fast", _items_per_s(now, costs, _with_host_twice_as_fast(machine))
+    yield "a device that computes twice as fast", _items_per_s(now, _computed_twice_as_fast(costs), machine)
 
 
-def _longer_step(now: Forecast) -> Iterator[tuple[str, float]]:
-    """Yield twice the micro-batches, with less memory in use where the plan's is too much."""
+def _items_per_s(now: Forecast, costs: CostTable, machine: Machine) -> float:
+    """Return the items per second of the plan that `now` has, at other costs or rates."""
+    return now.items_per_step / simulate(now.plan, costs, machine).step_ms * 1e3
+
+
+def _with_link_twice_as_fast(machine: Machine) -> Machine:
+    return replace(
+        machine,
+        swap_in_bytes_per_ms=2 * machine.swap_in_bytes_per_ms,
+        swap_out_bytes_per_ms=2 * machine.swap_out_bytes_per_ms,
+        link_bytes_per_ms=2 * machine.link_bytes_per_ms,
+    )
+
+
+def _with_host_twice_as_fast(machine: Machine) -> Machine:
+    return replace(
+        machine,
+        host_bytes_per_ms=2 * machine.host_bytes_per_ms,
+        update_elements_per_ms=2 * machine.update_elements_per_ms,
+        update_bytes_per_element=machine.update_bytes_per_element / 2,  # updates are faster with it
+        norm_elements_per_ms=2 * machine.norm_elements_per_ms,
+    )
+
+
+def _computed_twice_as_fast(costs: CostTable) -> CostTable:
+    calls = tuple(
+        replace(
+            call,
+            forward_ms=call.forward_ms / 2,
+            backward_ms=call.backward_ms / 2,
+            fused_ms=call.fused_ms / 2,
+            propagate_ms=call.propagate_ms / 2,
+        )
+        for call in costs.costs
+    )
+    return replace(costs, costs=calls, head_ms=costs.head_ms / 2, tail_ms=costs.tail_ms / 2)
+
+
+def _with_longer_step(now: Forecast) -> Iterator[tuple[str, float]]:
+    """Yield the items per second with twice the micro-batches in a step.
+
+    Where the plan's policy then takes too much device memory, it is simulated with more frugal ones.
+    """
     survey, policy = now.survey, now.plan.policy
     request = replace(survey.request, micro_batches=2 * survey.request.micro_batches)
     frugal = replace(policy, stash_on_host=_stash_away(request), kept=(), graphs=())
@@ -189,19 +228,10 @@ def _longer_step(now: Forecast) -> Iterator[tuple[str, float]]:
             return
 
 
-def _more_memory(now: Forecast) -> Iterator[tuple[str, float]]:
+def _with_more_memory(now: Forecast) -> Iterator[tuple[str, float]]:
+    """Yield the items per second with twice the device memory, where it is bounded."""
     request = now.survey.request
     if request.budget_bytes is not None:
         wish = replace(request, budget_bytes=2 * request.budget_bytes, thorough=False)
         quick = forecast(replace(now.survey, request=wish), now.host_budget_bytes)
         yield "twice the device memory", max(now.items_per_s, quick.items_per_s)
-
-
-def _twice(machine: Machine, *rates: str) -> Machine:
-    return replace(machine, **{rate: 2 * getattr(machine, rate) for rate in rates})
-
-
-def _faster(costs: CostTable) -> CostTable:
-    times = ("forward_ms", "backward_ms", "fused_ms", "propagate_ms")
-    calls = tuple(replace(call, **{name: getattr(call, name) / 2 for name in times}) for call in costs.costs)
-    return replace(costs, costs=calls, head_ms=costs.head_ms / 2, tail_ms=costs.tail_ms / 2)

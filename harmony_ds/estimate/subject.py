@@ -1,4 +1,4 @@
-"""Load MODEL of a command line: a module and one micro-batch of inputs.
+"""Load the MODEL that a command line names: a module, and inputs for one micro-batch.
 
     path of a config.json, or of a directory with one    a Hugging Face model
     module:function                                       a function that returns a module, or (module, inputs)
@@ -27,7 +27,7 @@ _DEFAULT_SEQUENCE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Model that is to be trained, and keyword arguments of one micro-batch, for which it returns a loss."""
+    """A model that is to be trained, and the keyword arguments of one micro-batch, for which it returns a loss."""
 
     model: nn.Module
     inputs: dict[str, Any]
@@ -42,7 +42,7 @@ class Subject:
 
     @property
     def items(self) -> int:
-        """Tokens, or samples, of one micro-batch."""
+        """The number of tokens (or samples, see `unit`) in one micro-batch."""
         if "input_ids" in self.inputs:
             return int(self.inputs["input_ids"].numel())
         return next((len(value) for value in self.inputs.values() if isinstance(value, Tensor)), 1)

@@ -1,9 +1,13 @@
-"""Survey of a model on a machine, before it is trained: its layers, their costs, and the request for a plan.
+"""Survey a model on a machine before it is trained: find its layers, what they cost, and what a plan has to heed.
 
-`measure` runs one micro-batch on the device. `estimate` does the same on a device that does not exist: model and inputs
-are on torch's meta device, so that nothing is allocated or computed, and a clock says what a described machine would
-take (`profiler.roofline`). Layers are found, intercepted and cut by the code that trains, in both. Costs that depend on
-values (how many tokens an expert gets) cannot be estimated.
+There are three ways to a `Survey`. In each of them, layers are found, intercepted and cut by the code that trains:
+
+    measure        runs one micro-batch on this machine's device, and times it
+    estimate       runs it on torch's meta device, where nothing is allocated or computed; a clock says what a machine
+                   that is only described would take (profiling/roofline.py)
+    with_profile   runs it there, too, to find the layers; their costs are those of a profile that was saved before
+
+Costs that depend on values (how many tokens an expert gets) cannot be estimated.
 """
 
 from __future__ import annotations
@@ -43,15 +47,15 @@ _NO_RATES = KernelRates(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Knowledge of a model on a machine.
+    """A model on a machine: all that a search for a plan needs to know of them.
 
     Attributes:
-        subject, config: as they were given.
+        subject, config: the model with its inputs, and the ds_config, as they were given.
         graph: layers, parameters and the call order.
         profile: costs of the configured micro-batch (in slices of several sizes, where the search may choose), and the
             machine's rates.
         costs: of the configured micro-batch, in the slices that its layer calls are cut into.
-        request: the ds_config's wishes for a plan.
+        request: what the ds_config asks of a plan: memory budgets, policy, number of micro-batches.
         may_join: whether layer calls may take the rows of several micro-batches.
     """
 
@@ -65,11 +69,11 @@ class Survey:
 
     @property
     def element(self) -> ElementBytes:
-        """Bytes per element on the link."""
+        """Bytes of one weight and of one gradient element on the link between host and device."""
         return ElementBytes(self.config.compute_dtype.itemsize, self.config.accumulation_dtype.itemsize)
 
     def among(self, devices: int) -> Survey:
-        """Return the survey of each of so many such devices that train the model on one host."""
+        """Return the survey of one of `devices` such devices on one host, each trained on by a process of its own."""
         if devices == 1:
             return self
         request, residency = self.request, self.request.settings.residency
@@ -83,7 +87,10 @@ class Survey:
         return replace(self, profile=profile, request=request, may_join=False)
 
     def under(self, config: Config) -> Survey:
-        """Return the survey for a quick search under a ds_config of other gradients, stash or length of a step."""
+        """Return the survey for a quick search under a ds_config with other gradients, stash, or micro-batches in a step.
+
+        Layers and costs stay as they are: `config` must leave model, dtype and micro-batch as they were surveyed.
+        """
         request, steps = self.request, config.gradient_accumulation_steps
         request = replace(
             request,
@@ -96,7 +103,7 @@ class Survey:
 
 
 def estimate(subject: Subject, config: Config, hardware: Hardware) -> Survey:
-    """Survey a machine that is only described, with `subject` on the meta device; it is left in the compute dtype.
+    """Survey a machine that is only described. The model of `subject`, on the meta device, is cast to the compute dtype.
 
     Raises:
         ModelError: the model cannot be decomposed, or not run without data.
@@ -113,36 +120,37 @@ def estimate(subject: Subject, config: Config, hardware: Hardware) -> Survey:
             'offload_optimizer or offload_param has "device": "nvme", and how fast that disk is cannot be measured here: '
             "say what it reads or writes in a second (--nvme-gb-per-s 3)."
         )
-    return _on_meta(subject, config, hardware.machine(update_cost(config)), hardware.kernels())
+    machine = hardware.machine(update_cost(config))
+    return _survey_on_meta(subject, config, machine, hardware.kernels(), chooses_sizes=True)
 
 
 def measure(subject: Subject, config: Config) -> Survey:
-    """Survey this machine, with `subject` in host memory.
+    """Survey this machine by running one micro-batch; `subject` is in host memory.
 
     Raises:
         ModelError: the model cannot be decomposed.
-        BaseException: the model raised it.
+        BaseException: the model's own code raised it.
     """
     config = _in_dtype_of(subject, config)
     measured = replace(config, optimizer=config.optimizer or _ADAM, harmony=replace(config.harmony, profile=None))
     state = assemble(subject.model, measured, None, None, None)
     try:
         moved = map_tensors(state.runtime.device.upload, subject.inputs)
-        return _see(state, replace(subject, inputs=moved), config, None)
+        return _survey(state, replace(subject, inputs=moved), config, machine=None, chooses_sizes=True)
     finally:
         state.destroy()
 
 
 def with_profile(subject: Subject, config: Config, profile: Profile) -> Survey:
-    """Survey a machine that was measured before, of which `profile` was saved, with `subject` on the meta device.
+    """Survey the machine that `profile` was measured on, without it; `subject` is on the meta device.
 
     Raises:
         ProfileError: `profile` is of another model, or of smaller micro-batches.
         ModelError: the model cannot be decomposed, or not run without data.
     """
     config = _in_dtype_of(subject, config)
-    found = _on_meta(subject, config, profile.machine, None)
-    Profile(profile.machine, profile.tables, _of_model(profile)).check(_of_model(found.profile))
+    found = _survey_on_meta(subject, config, profile.machine, _NO_RATES, chooses_sizes=False)
+    Profile(profile.machine, profile.tables, _key_of_model(profile)).check(_key_of_model(found.profile))
     if profile.calls != found.graph.calls:
         raise ProfileError("the profile's layers are called in another order than this model's: profile again.")
     if profile.key.get("pieces") != found.profile.key.get("pieces"):
@@ -153,40 +161,54 @@ def with_profile(subject: Subject, config: Config, profile: Profile) -> Survey:
     if profile.key.get("pieces") != SEVERAL:
         costs = profile.at(config.micro_batch)
         return replace(found, profile=replace(profile, tables=((config.micro_batch, costs),)), costs=costs)
-    return _sized(replace(found, profile=profile), config.micro_batch)
+    return _with_fastest_slices(replace(found, profile=profile), config.micro_batch)
 
 
 def _in_dtype_of(subject: Subject, config: Config) -> Config:
+    """Return the ds_config as it trains a model that was loaded in the dtype that `subject` has."""
     return for_loaded_model(config, {parameter.dtype for parameter in subject.model.parameters()})
 
 
-def _of_model(profile: Profile) -> dict[str, str]:
+def _key_of_model(profile: Profile) -> dict[str, str]:
     """Return the part of a profile's key that does not depend on the machine."""
     return {name: profile.key[name] for name in _MODEL_KEYS if name in profile.key}
 
 
 def update_cost(config: Config) -> UpdateCost:
-    """Return the bytes that the configured optimizer moves in host memory per parameter."""
+    """Return the bytes that an update of one parameter moves in host memory and on a disk, as configured."""
     section = config.optimizer
-    states = 2 if section is None else state_numbers(section.type, section.params)
-    states = 2 if states is None else states  # taken for Adam-like
-    master = config.master_bytes or config.master_dtype.itemsize
-    copy = config.compute_dtype.itemsize if config.master_bytes else 0
-    weight, state = config.compute_dtype.itemsize, config.state_dtype.itemsize
-    kept = states * state + (master if weight < master else 0)
-    disk = 0 if config.disk_folder is None else kept
-    disk_weight = 0 if config.weights_folder is None else weight
-    return UpdateCost(states, config.accumulation_dtype.itemsize, copy, master, state, disk, disk_weight)
+    states = None if section is None else state_numbers(section.type, section.params)
+    if states is None:  # the optimizer is not known: taken for one like Adam
+        states = 2
+    weight_bytes, state_bytes = config.compute_dtype.itemsize, config.state_dtype.itemsize
+    master_bytes = config.master_bytes or config.master_dtype.itemsize
+    kept_bytes = states * state_bytes + (master_bytes if weight_bytes < master_bytes else 0)
+    return UpdateCost(
+        states=states,
+        gradient_bytes=config.accumulation_dtype.itemsize,
+        copy_bytes=weight_bytes if config.master_bytes else 0,
+        master_bytes=master_bytes,
+        state_bytes=state_bytes,
+        disk_bytes=0 if config.disk_folder is None else kept_bytes,
+        disk_weight_bytes=0 if config.weights_folder is None else weight_bytes,
+    )
 
 
-def _on_meta(subject: Subject, config: Config, machine: Machine, rates: KernelRates | None) -> Survey:
-    """Survey on the meta device; `rates`: that times are computed with (None: they are known from elsewhere)."""
+def _survey_on_meta(
+    subject: Subject, config: Config, machine: Machine, rates: KernelRates, chooses_sizes: bool
+) -> Survey:
+    """Survey `machine` by running one micro-batch on the meta device.
+
+    Args:
+        rates: what the clock computes the times of kernels with.
+        chooses_sizes: see `_survey`.
+    """
     budget = config.harmony.budget_bytes or machine.device_bytes
-    with on_meta(rates or _NO_RATES) as clock:
+    with on_meta(rates) as clock:
         device = _meta_devices(config, clock, budget, "cuda" if machine.copies_overlap else "cpu")
-        state = assemble(subject.model, _bare(config), None, None, device)
+        state = assemble(subject.model, _config_on_meta(config), None, None, device)
         try:
-            return _see(state, subject, config, machine, ranks_sizes=rates is not None)
+            return _survey(state, subject, config, machine, chooses_sizes)
         except DoesNotFitError:
             raise
         except (NotImplementedError, RuntimeError) as error:
@@ -196,7 +218,7 @@ def _on_meta(subject: Subject, config: Config, machine: Machine, rates: KernelRa
 
 
 def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, optimizer_device: str) -> Device:
-    """Return as many as are wanted."""
+    """Return a meta device, or a group of as many as the ds_config's `harmony.devices` says."""
     wanted = config.harmony.devices
     if wanted == "all":
         raise ConfigError('harmony.devices is "all", and the machine is only described: say how many (--devices).')
@@ -205,30 +227,51 @@ def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, opti
     return made[0] if count == 1 else DeviceGroup(made)
 
 
-def _bare(config: Config) -> Config:
-    """Return the config without files, and with an optimizer."""
+def _config_on_meta(config: Config) -> Config:
+    """Return the ds_config for an engine on the meta device: with an optimizer, and without any file or disk."""
     optimizer, residency = config.optimizer or _ADAM, config.harmony.residency
     options = optimizer.params
-    as_given = options.get("bias_correction") is not False or options.get("torch_adam")
-    if config.disk_folder is not None or not as_given:  # the device would not step as the host does
+    device_steps_alike = options.get("bias_correction") is not False or options.get("torch_adam")
+    if config.disk_folder is not None or not device_steps_alike:  # then packs are not updated on the device
         residency = "kept" if residency == "auto" else "off"
     settings = replace(config.harmony, plan=None, profile=None, residency=residency)
     return replace(config, optimizer=optimizer, harmony=settings, disk_folder=None, weights_folder=None)
 
 
-def _see(
-    state: EngineState, subject: Subject, config: Config, machine: Machine | None, ranks_sizes: bool = True
+def _survey(
+    state: EngineState, subject: Subject, config: Config, machine: Machine | None, chooses_sizes: bool
 ) -> Survey:
-    """Survey with one micro-batch.
+    """Profile one micro-batch with an engine's parts, and return what was found.
 
     Args:
-        machine: its rates, if they need not be measured.
-        ranks_sizes: whether sizes of layer calls are chosen where the ds_config leaves them open.
+        state: the parts of an engine that trains the subject's model.
+        machine: the machine's rates; None: they are measured, too.
+        chooses_sizes: whether the fastest sizes of layer calls are chosen here where the ds_config leaves them open; if
+            not, the costs are those of whole micro-batches.
     """
     planner = state.planner
-    profiler, wanted = planner.profiler, planner.sizes.wanted
-    profiler.machine = machine
+    planner.profiler.machine = machine
+    wanted = planner.sizes.wanted
+    sample = _sample_of(subject, config, state)
+    joined = planner.sizes.joined(sample)
+    if joined is not None:
+        sized, profile = joined
+    else:
+        profile = planner.profiler.profile(sample, wanted)
+        sized = SizedCosts(wanted or WHOLE, profile.tables[-1][1])
+    if wanted is None and chooses_sizes:
+        try:
+            sized = next(planner.sizes.ranked(sample, profile))
+        except DoesNotFitError:
+            smallest = _smallest_slices(profile)
+            sized = SizedCosts(smallest, combined(profile, smallest, sample.rows))
+    graph = planner.graph_with(profile.calls)
+    request = planner.request(graph, config.gradient_accumulation_steps, sized.sizes)
+    return Survey(subject, config, graph, profile, sized.table, request, planner.sizes.may_join)
 
+
+def _sample_of(subject: Subject, config: Config, state: EngineState) -> Sample:
+    """Return the micro-batch of `subject` for the profiler, to be called under the ds_config's autocast."""
     dtype = config.autocast_dtype
     autocast = None if dtype is None else Autocast(state.device.torch_device.type, dtype)
 
@@ -236,27 +279,21 @@ def _see(
         with Autocast.entered(autocast):
             return subject.model(**named)
 
-    sample = Sample(subject.inputs, call, loss_of, seed=0)
-    sized, profile = planner.sizes.joined(sample) or (None, profiler.profile(sample, wanted))
-    sized = sized or SizedCosts(wanted or WHOLE, profile.tables[-1][1])
-    if ranks_sizes and wanted is None:
-        try:
-            sized = next(planner.sizes.ranked(sample, profile))
-        except DoesNotFitError:
-            sized = SizedCosts(*_smallest(profile, sample.rows))
-    graph = planner.graph_with(profile.calls)
-    request = planner.request(graph, config.gradient_accumulation_steps, sized.sizes)
-    return Survey(subject, config, graph, profile, sized.table, request, planner.sizes.may_join)
+    return Sample(subject.inputs, call, loss_of, seed=0)
 
 
-def _smallest(profile: Profile, rows: int) -> tuple[Sizes, CostTable]:
-    """Return the smallest slices, and their costs."""
-    sizes = Sizes(profile.tables[0][0], profile.tables[0][0])
-    return sizes, combined(profile, sizes, rows)
+def _smallest_slices(profile: Profile) -> Sizes:
+    """Return the smallest size of slices that was profiled, for both passes."""
+    rows, _ = profile.tables[0]
+    return Sizes(rows, rows)
 
 
-def _sized(survey: Survey, rows: int) -> Survey:
-    """Return the survey with the slices of the fastest plan; with the smallest if nothing fits."""
+def _with_fastest_slices(survey: Survey, rows: int) -> Survey:
+    """Return the survey with the slices of the fastest plan; with the smallest if no plan fits the device.
+
+    Args:
+        rows: the rows of a micro-batch.
+    """
     profile = survey.profile
 
     def with_sizes(sizes: Sizes) -> Survey:
@@ -271,4 +308,4 @@ def _sized(survey: Survey, rows: int) -> Survey:
     try:
         return with_sizes(rank_sizes(profile, rows, choose)[0])
     except DoesNotFitError:
-        return with_sizes(_smallest(profile, rows)[0])
+        return with_sizes(_smallest_slices(profile))

@@ -1,4 +1,4 @@
-"""Text for a terminal of 80 columns."""
+"""Format text and tables for a terminal of 80 columns."""
 
 from __future__ import annotations
 

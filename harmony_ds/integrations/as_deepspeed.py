@@ -1,4 +1,4 @@
-"""harmony_ds in DeepSpeed's place, for code that calls `deepspeed.initialize` itself: accelerate, Trainer, scripts."""
+"""Put harmony_ds in DeepSpeed's place, for code that calls `deepspeed.initialize` itself: accelerate, Trainer, scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKPOINT_READERS = tuple(name for name in vars(zero_to_fp32) if "zero_checkpoi
 def install_as_deepspeed() -> None:
     """Replace `deepspeed.initialize` by `harmony_ds.initialize` for the rest of this process.
 
-    So are `deepspeed.DeepSpeedEngine` (accelerate unwraps models by it), `deepspeed.init_distributed`,
+    Replaced as well are `deepspeed.DeepSpeedEngine` (accelerate unwraps models by it), `deepspeed.init_distributed`,
     `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`, `safe_get_local_*` and `safe_set_local_*` of
     `deepspeed.utils`, and the functions of `deepspeed.utils.zero_to_fp32`; every parameter's `ds_status` says that it is
     gathered, and `torch.distributed` is initialized, as the launcher says. Call it before the training code imports any of

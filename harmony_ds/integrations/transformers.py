@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer over harmony_ds: `class MyTrainer(HarmonyMixin, AnyTrainer)`, or `HarmonyTrainer`.
+"""Train by Hugging Face's Trainer over harmony_ds: `class MyTrainer(HarmonyMixin, AnyTrainer)`, or `HarmonyTrainer`.
 
     Trainer                           engine
     get_batch_samples                 -> the group is remembered
@@ -7,8 +7,8 @@
     training_step of the others       -> returns their losses
     clip, optimizer.step              -> done already: returns the norm
 
-Data that end within a group, without having said how much they are: the Trainer takes the step in the next epoch, and these
-micro-batches run then, with that step's own. Their losses are added to the Trainer's sum before it is read.
+If the data of an epoch end in the middle of a group (data without a length), the Trainer takes that step in the next epoch.
+These micro-batches wait and run then, with that step's own; their losses are added to the Trainer's sum before it is read.
 
 So what a Trainer subclass does in `compute_loss` or `training_step` runs unchanged, once for each micro-batch. Weights
 are new from the group's first `training_step` on, not from `optimizer.step`; unless a callback has an
@@ -59,7 +59,7 @@ _STEPS_IN_BACKWARD = (
 
 
 class _GradientState(GradientState):  # type: ignore[misc]
-    """accelerate's state, in which every micro-batch of a group finds whether it is the last one."""
+    """accelerate's gradient state, from which code in a micro-batch learns whether that is the last one of its group."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -76,7 +76,7 @@ _with_engines: weakref.WeakValueDictionary[int, HarmonyMixin] = weakref.WeakValu
 
 
 class _TrainerOptimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
-    """Optimizer whose step takes the engine's, if that waits for a callback to see the gradients first."""
+    """The Trainer's optimizer: its `step` takes the engine's step, if that waits for callbacks to see gradients."""
 
     def __init__(self, optimizer: Any, step: Callable[[], None]) -> None:
         super().__init__(optimizer)
@@ -97,7 +97,7 @@ class _TrainerMicroBatch:
 
 
 class HarmonyMixin(Trainer):  # type: ignore[misc]
-    """Base that makes a Trainer train by harmony_ds; the first one of the class."""
+    """First base of a Trainer subclass: makes it train by harmony_ds."""
 
     harmony_engine: HarmonyEngine | None = None
     """The engine, for its reports; None before training or evaluation has begun."""
