@@ -511,3 +511,14 @@ def test_losses_of_tokens_that_are_kept_do_not_keep_logits(no_collections: None)
             engine.step()
         assert alive() == before
         assert all(one.sum() > 0 for one in kept)
+
+
+def test_logits_of_a_micro_batch_are_gone_before_the_next_one_runs(no_collections: None) -> None:
+    def alive() -> int:
+        return sum(type(o) is torch.Tensor and o.shape[-1:] == (VOCABULARY,) and o.dim() == 3 for o in gc.get_objects())
+
+    with engine_for(LLAMA.build(0.0), adamw, config_of(4)) as engine:
+        before, seen = alive(), []
+        engine.on_progress(lambda *_: seen.append(alive()))
+        engine.train_batch(LLAMA.batch(index) for index in range(4))
+        assert set(seen) == {before}
