@@ -19,10 +19,8 @@ pytestmark = pytest.mark.fixed_times
 class Resnet(nn.Module):
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
-        self.conv, self.skip = (
-            nn.Conv2d(channels_in, channels_out, 3, padding=1),
-            nn.Conv2d(channels_in, channels_out, 1),
-        )
+        self.conv = nn.Conv2d(channels_in, channels_out, 3, padding=1)
+        self.skip = nn.Conv2d(channels_in, channels_out, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.conv(x)) + self.skip(x)
@@ -31,10 +29,8 @@ class Resnet(nn.Module):
 class Attention(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.q, self.to_out = (
-            nn.Linear(channels, channels),
-            nn.ModuleList([nn.Linear(channels, channels), nn.Dropout(0.1)]),
-        )
+        self.q = nn.Linear(channels, channels)
+        self.to_out = nn.ModuleList([nn.Linear(channels, channels), nn.Dropout(0.1)])
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(2).transpose(1, 2)
@@ -130,12 +126,10 @@ def test_less_than_its_weights_and_gradients_is_enough() -> None:
     assert "up_blocks.0.resnets.0" in names
 
 
-def test_where_there_is_room_blocks_stay_whole() -> None:
-    for budget_bytes in (None, 2**30):
-        _, names, _, _ = layers_under(budget_bytes)
-        assert names == ["conv_in", "conv_out", "down_blocks.0", "down_blocks.1", "up_blocks.0", "up_blocks.1"]
+PATTERNS = {"layers": ["down_blocks.*", "up_blocks.*"]}
 
 
-def test_a_pattern_keeps_blocks_whole_though_they_hold_lists() -> None:
-    _, names, _, _ = layers_under(None, layers=["down_blocks.*", "up_blocks.*"])
+@pytest.mark.parametrize(("budget_bytes", "harmony"), [(None, {}), (2**30, {}), (None, PATTERNS)], ids=str)
+def test_where_there_is_room_or_a_pattern_says_so_blocks_stay_whole(budget_bytes: int | None, harmony: Any) -> None:
+    _, names, _, _ = layers_under(budget_bytes, **harmony)
     assert names == ["conv_in", "conv_out", "down_blocks.0", "down_blocks.1", "up_blocks.0", "up_blocks.1"]
