@@ -184,6 +184,8 @@ def mark_deep(items: Sequence[pytest.Item], root: Path) -> None:
     for item in items:
         tests[item.path, getattr(item, "originalname", item.name)].append(item)
     for (path, name), instances in tests.items():
+        if not path.is_relative_to(root):  # somebody's own test beside ours
+            continue
         kept = set(map(id, rule_of(path.relative_to(root), name)(instances)))
         for item in instances:
             if id(item) not in kept:

@@ -87,9 +87,10 @@ class RecordedCall:
             self._refuse_recomputed(outputs, name)
         if self.norms and not all(map(_alike, self.norms, norms_of(outputs), outputs)):
             raise ModelError(
-                f"layer {name} gave something else when it was run again in the backward pass of the first step: it "
-                "reads what another micro-batch's forward has set meanwhile (an attribute, a global variable). Pass such "
-                "values as arguments: docs/contract.md."
+                f"layer {name} gave something else when it was run again in the backward pass of the first step: it reads "
+                "what another micro-batch's forward has set meanwhile (an attribute, a global variable), or draws random "
+                "numbers of a generator that is not torch's, Python's or NumPy's own. Pass such values as arguments: "
+                "docs/contract.md."
             )
 
     def _refuse_recomputed(self, outputs: list[Tensor], name: str) -> NoReturn:

@@ -197,6 +197,7 @@ class Executor:
 
         What earlier plans of the same step have left stays as it was.
         """
+        assert not self.backward_begun, "gradients of this run lie among those of earlier ones"
         for pack, copy in list(self._copies.items()):
             if copy not in self._copies_at_begin:
                 self._evict_copy(pack)

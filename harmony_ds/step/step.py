@@ -898,7 +898,10 @@ class Step:
             self.handle(self._event_of(error), error)
 
     def _undo_run(self) -> None:
-        """Free what the run has brought to the device, and what earlier ones of the step did if it cannot be kept."""
+        """Free what the run has brought to the device.
+
+        Once its backward pass has begun, its gradients lie among those of earlier runs of the step: then all are dropped.
+        """
         run, executor = self._run, self.context.executor
         assert run is not None
         may_keep = run.kind in (RunKind.FORWARD, RunKind.PART, RunKind.EVALUATION)
