@@ -78,6 +78,9 @@ WAYS_OFF = [
     ("bert", Way(0.0, 0.5, 1, "host"), "without everything"),
     ("t5", Way(0.0, 0.5, 2, "host"), "without everything"),
     ("mixtral", Way(0.0, 0.5, EVERY, "device"), "without everything"),
+    ("SkipNet", Way(0.0, 0.5, 1, "host"), "without everything"),
+    ("BatchNormNet", Way(0.0, 0.0, 1, "device"), "without everything"),
+    ("LayerDropNet", Way(0.0, 0.5, 2, "host"), "without everything"),
 ]
 
 
