@@ -359,9 +359,11 @@ class HarmonyEngine(nn.Module):
             )
         step = self._steps.open
         if queued := len(step.micro_batches):
+            way_out = (
+                "call backward() and step() for them" if step.is_open else "take their step by step() or end_group()"
+            )
             raise BatchError(
-                f"micro-batches of engine(...) are still queued ({queued}): call backward() and step() for them before "
-                "train_batch()."
+                f"micro-batches of engine(...) are still queued ({queued}): {way_out} before train_batch()."
             )
         call = None if compute_loss is None else partial(compute_loss, self)
         with self._world.reporting_failures():
@@ -390,7 +392,8 @@ class HarmonyEngine(nn.Module):
         Args:
             batches: one for each micro-batch, however many.
             loss_fn: from a batch, on the device, to the scalar to propagate back from; the gradients are those of the sum.
-                It is called on a thread of its own for each micro-batch, and a few times more to measure the model. It may
+                It runs in a greenlet for each micro-batch, on the caller's thread, where the calls of several micro-batches
+                take turns; and a few times more to measure the model. It may
                 call `engine.module` any number of times, with and without gradients, and must not call backward.
             profiling_context: makes the context that measuring runs in, which may undo side effects of `loss_fn`.
             boundary: without it nothing is updated, and the gradients are part of the next step (one process alone).

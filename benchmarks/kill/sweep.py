@@ -20,13 +20,13 @@ import torch
 from benchmarks.kill.forked import Forked, Moments, Tell
 from benchmarks.kill.run import check_tidy, warm_up
 from harmony_ds.checkpoint import Progress, Snapshot, folders, read_any, write
-from harmony_ds.checkpoint.snapshot import OptimizerState, ParameterGroup, TensorSource
+from harmony_ds.checkpoint.snapshot import ParameterGroup, SavedOptimizer, TensorSource
 
 
 def state(number: int) -> Snapshot:
     """Make a state that is told apart by its number."""
     values = {f"layer{i}": TensorSource.from_tensor(torch.full((40, 30), float(number + i))) for i in range(4)}
-    optimizer = OptimizerState(
+    optimizer = SavedOptimizer(
         "SGD", (ParameterGroup(tuple(values), {"lr": 0.1}),), {n: {"m": v} for n, v in values.items()}
     )
     return Snapshot(Progress(number, number, 0), values, {}, optimizer=optimizer)

@@ -106,8 +106,10 @@ class LayerCalls:
         held = snapshot_caches(caches.values())
         values = self._device_transfers.values_to_current(values)
         kwargs = dict(zip(request.kwargs, values[len(request.args) :], strict=True))
-        outputs = layer.call_forward(request, values[: len(request.args)], kwargs, copies)
-        restore_caches(held)
+        try:
+            outputs = layer.call_forward(request, values[: len(request.args)], kwargs, copies)
+        finally:
+            restore_caches(held)  # after an error, too, which the model's code may catch
         self._device_transfers.check_input_copies(layer.name)
         own = layer.parameter_storages(copies)
         if not own.isdisjoint(storages_of(tensors_in(outputs))):

@@ -164,7 +164,7 @@ class Step:
     def _event_of(self, error: BaseException) -> StepEvent:
         """Return the event that `error`, raised in a run or around it, is to the step."""
         context = self.context
-        outcome = Outcome() if self._run is None else context.executor.updates.outcome
+        outcome = self.outcome if self._run is None else context.executor.updates.outcome
         if context.health.failed is not None or outcome.updates_issued or outcome.others_update:
             return StepEvent.UPDATE_FAILED
         if isinstance(error, OffPlanError | UnseenError) and self._run is not None:
@@ -854,12 +854,12 @@ class Step:
         self._undo_run()
         budget.lower(error)
 
-    def undo_alone(self, error: BaseException, _: RetryBudget) -> NoReturn:
+    def undo_alone(self, error: BaseException, _: RetryBudget | None = None) -> NoReturn:
         """Undo forward passes that ran by themselves; the rest of the step goes on."""
         self._undo_run()
         raise error
 
-    def refuse_another_forward(self, error: BaseException, _: RetryBudget) -> NoReturn:
+    def refuse_another_forward(self, error: BaseException, _: RetryBudget | None = None) -> NoReturn:
         """Undo forward passes that ran by themselves, and that several processes cannot run again."""
         self._undo_run()
         if self._run is not None and self._run.kind is RunKind.FORWARD:
