@@ -1,4 +1,4 @@
-"""Random streams of micro-batches: their numbers depend on seed, step and micro-batch alone, not on the plan.
+"""Random streams of micro-batches: their numbers depend on seed, step and micro-batch alone; joined calls draw as one.
 
 Each micro-batch draws from streams of its own: torch's (the host's and the device's), Python's and NumPy's. To get the
 same numbers in plain PyTorch, seed all of them before the micro-batch's forward pass, with `s = micro_batch_seed(...)`:

@@ -44,7 +44,7 @@ from harmony_ds.optim.cores import set_threads
 from harmony_ds.optim.host_optimizer import HostOptimizer, Hyper
 
 _FIRST = -1
-"""Priority of jobs that are no updates. That of an update is its pack's: the number of the pack that needs it first."""
+"""Priority of jobs that are no updates, and of the unlayered pack's update; another's is the call that needs it first."""
 _LAST = 2**31
 """Priority of the norm that follows all updates of its step."""
 _Result = TypeVar("_Result")
@@ -154,11 +154,11 @@ class Updater:
         self._order = {name: place for place, name in enumerate(store.parameters)}
         self._gradients = gradients
         self._world = gradients.world
-        self._last_names: dict[int, tuple[str, ...]] = {}  # pack -> parameters of its last update
+        self._last_names: dict[int, tuple[str, ...]] = {}  # needed_at -> parameters of its last update
         self._jobs: list[_UpdateJob] = []  # a heap; the first may be running
         self._step = 0  # number of the step that queues jobs now
         self._job_numbers = itertools.count()
-        self._pending: Counter[int] = Counter()  # pack -> updates that are queued or running
+        self._pending: Counter[int] = Counter()  # needed_at -> updates that are queued or running
         self._updating: Counter[str] = Counter()  # parameter -> the same
         self.failure: BaseException | None = None  # the error that has ended the thread
         self._raised = False  # whether `failure` has been raised in the engine's thread
@@ -222,34 +222,34 @@ class Updater:
         self._step += 1
         return promised
 
-    def update(self, pack: int, names: tuple[str, ...], hyper: Hyper, norm: Future[GradientNorm] | None) -> None:
-        """Queue the update of `names`, the parameters that `pack` owns.
+    def update(self, needed_at: int, names: tuple[str, ...], hyper: Hyper, norm: Future[GradientNorm] | None) -> None:
+        """Queue the update of `names`, parameters that one pack owns.
 
         Args:
-            pack: number of the pack that needs them first: that is waited for, and its place in the queue.
+            needed_at: the first layer call that needs them (`Pack.needed_at`), by which they are queued and waited for.
             hyper: hyper-parameters of this step.
             norm: of all gradients, if updates wait for it; if it says overflow, the gradients are dropped instead.
         """
         assert self._optimizer is not None
-        run = partial(self._update, pack, names, hyper, norm, self._timed(), self._optimizer)
+        run = partial(self._update, needed_at, names, hyper, norm, self._timed(), self._optimizer)
         with self._changed:
             self._raise_failure()
-            self._pending[pack] += 1
+            self._pending[needed_at] += 1
             self._updating.update(names)
-            self._last_names[pack] = names
+            self._last_names[needed_at] = names
             self._world.count_issued(names)
-            heapq.heappush(self._jobs, _UpdateJob(self._step, pack, next(self._job_numbers), run))
+            heapq.heappush(self._jobs, _UpdateJob(self._step, needed_at, next(self._job_numbers), run))
             self._changed.notify_all()
 
     def is_updating(self, name: str) -> bool:
         """Return whether an update of `name` is pending, so that its `.grad` belongs to that."""
         return self._updating[name] > 0
 
-    def is_pending(self, pack: int) -> bool:
-        """Return whether an update of `pack` is queued or running in any process; False after a failure."""
+    def is_pending(self, needed_at: int) -> bool:
+        """Return whether what is needed there first is being updated in any process, or will be; False after a failure."""
         if self.failure is not None:
             return False
-        return self._pending[pack] > 0 or not self._world.all_updated(self._last_names.get(pack, ()))
+        return self._pending[needed_at] > 0 or not self._world.all_updated(self._last_names.get(needed_at, ()))
 
     def raise_failure(self) -> None:
         """Raise a failure that has not been raised yet."""
@@ -257,11 +257,11 @@ class Updater:
             with self._changed:
                 self._raise_failure()
 
-    def wait(self, pack: int) -> None:
-        """Wait until `pack` has been updated; raise the failure of the thread as it was raised there."""
-        self._wait_for(lambda: not self._pending[pack])
+    def wait(self, needed_at: int) -> None:
+        """Wait until what is needed there is updated; raise the failure of the thread as it was raised there."""
+        self._wait_for(lambda: not self._pending[needed_at])
         if threading.current_thread() is not self._thread:
-            self._world.wait_updated(self._last_names.get(pack, ()))
+            self._world.wait_updated(self._last_names.get(needed_at, ()))
 
     def wait_all(self) -> None:
         """Wait until nothing is pending; raises as `wait` does."""
@@ -357,7 +357,7 @@ class Updater:
 
     def _update(
         self,
-        pack: int,
+        needed_at: int,
         names: tuple[str, ...],
         hyper: Hyper,
         norm: Future[GradientNorm] | None,
@@ -376,7 +376,7 @@ class Updater:
         self._world.post_updated(names)
         with self._changed:
             self._updating.subtract(names)
-            self._pending -= Counter([pack])
+            self._pending -= Counter([needed_at])
 
     def _add(self, transfer: GradientTransfer, timed: AbstractContextManager[object]) -> None:
         several = self._gradients.add(transfer)
