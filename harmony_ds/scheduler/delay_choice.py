@@ -17,7 +17,7 @@ from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.delays import delay_swap_ins
 from harmony_ds.scheduler.plan import RUNS, Plan, Task, TaskKind
 from harmony_ds.scheduler.profile import Machine
-from harmony_ds.scheduler.simulate import run_steps, step_ms
+from harmony_ds.scheduler.simulate import last_step_ms, run_steps, step_ms
 from harmony_ds.scheduler.spans import COMPUTE, HOST
 
 _FASTER, _CLEARLY_FASTER = 1 - 1e-6, 1 - 2e-3
@@ -32,21 +32,22 @@ def choose_delays(plan: Plan, costs: CostTable, machine: Machine) -> tuple[int, 
     """
     if plan.policy.shared or not machine.copies_overlap:
         return ()
-    as_composed = _waits(plan, costs, machine)
+    as_composed = _simulate_waits(plan, costs, machine)
     if not any(as_composed.is_held_up(pack.index) for pack in plan.packing.covering):
         return ()
     # One that is not held up may be as soon as another one before it no longer is.
     latest = tuple(
         len(plan.tasks) if pack.positions and pack.index in as_composed.updated_ms else 0 for pack in plan.packs
     )
-    waits = _waits(_with_delays(plan, latest), costs, machine)
-    by_time = tuple(_runs_before(plan, waits, pack) if delay else 0 for pack, delay in enumerate(latest))
+    at_latest = _simulate_waits(_with_delays(plan, latest), costs, machine)
+    by_time = tuple(_runs_before(plan, at_latest, pack) if delay else 0 for pack, delay in enumerate(latest))
     best: tuple[int, ...] = ()
-    best_ms = step_ms(plan, costs, machine)
-    for delays, share in ((by_time, _FASTER), (latest, _CLEARLY_FASTER)):
-        ms = step_ms(_with_delays(plan, delays), costs, machine)
-        if ms < share * best_ms:
-            best, best_ms = delays, ms
+    best_ms = as_composed.step_ms
+    by_time_ms = step_ms(_with_delays(plan, by_time), costs, machine)
+    if by_time_ms < _FASTER * best_ms:
+        best, best_ms = by_time, by_time_ms
+    if at_latest.step_ms < _CLEARLY_FASTER * best_ms:
+        best = latest
     return best
 
 
@@ -62,24 +63,26 @@ class _Waits:
         reached_ms: by pack, when the host came to its first swap-in.
         updated_ms: by pack, when the update had ended which that swap-in comes after.
         issued_by_ms: by task, when a run had to be issued at the latest, to begin to compute when it did.
+        step_ms: how long the step takes.
     """
 
     reached_ms: Mapping[int, float]
     updated_ms: Mapping[int, float]
     issued_by_ms: Mapping[Task, float]
+    step_ms: float
 
     def is_held_up(self, pack: int) -> bool:
         """Return whether the host had to wait at the first swap-in of `pack`."""
         return pack in self.updated_ms and self.updated_ms[pack] > self.reached_ms[pack]
 
 
-def _waits(plan: Plan, costs: CostTable, machine: Machine) -> _Waits:
-    lowering, (_, second), timeline = run_steps(plan, costs, machine)
+def _simulate_waits(plan: Plan, costs: CostTable, machine: Machine) -> _Waits:
+    lowering, steps, timeline = run_steps(plan, costs, machine)
     reached_ms: dict[int, float] = {}
     updated_ms: dict[int, float] = {}
     issued_by_ms: dict[Task, float] = {}
     host_free_ms = 0.0
-    for job in second:
+    for job in steps[-1]:
         stream, tasks = lowering.work[job]
         first = tasks[0]
         if stream == HOST:
@@ -93,7 +96,7 @@ def _waits(plan: Plan, costs: CostTable, machine: Machine) -> _Waits:
             for number, task in enumerate(tasks):
                 begin_ms = timeline.begin_ms[job] + number * share_ms
                 issued_by_ms[task] = begin_ms - machine.task_ms * len(tasks)  # those of one job are issued together
-    return _Waits(reached_ms, updated_ms, issued_by_ms)
+    return _Waits(reached_ms, updated_ms, issued_by_ms, last_step_ms(lowering, steps, timeline))
 
 
 def _runs_before(plan: Plan, waits: _Waits, pack: int) -> int:

@@ -68,7 +68,7 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
         for stream, tasks in (lowering.work[job],)
         if timeline.end_ms[job] > timeline.begin_ms[job]
     )
-    return Prediction(_step_ms(lowering, steps, timeline), busy, swaps_of(plan, costs), tuple(spans))
+    return Prediction(last_step_ms(lowering, steps, timeline), busy, swaps_of(plan, costs), tuple(spans))
 
 
 def run_steps(plan: Plan, costs: CostTable, machine: Machine) -> tuple[Lowering, list[range], Timeline]:
@@ -94,17 +94,18 @@ def step_ms(
     lowering = Lowering(plan, costs, machine, counts, pieces)
     steps = [lowering.step() for _ in range(_STEPS)]
     if wanted_ms < float("inf"):  # jobs that slow each other down end later, never earlier
-        alone_ms = _step_ms(lowering, steps, run_alone(lowering.jobs))
+        alone_ms = last_step_ms(lowering, steps, run_alone(lowering.jobs))
         if alone_ms > _ROUNDED * wanted_ms:
             return float("inf")
-    return _step_ms(lowering, steps, _run(lowering, machine, plan.policy.pipeline))
+    return last_step_ms(lowering, steps, _run(lowering, machine, plan.policy.pipeline))
 
 
 def _run(lowering: Lowering, machine: Machine, devices: int) -> Timeline:
     return run_jobs(lowering.jobs, _capacities(machine, devices), crowded=("cores",))
 
 
-def _step_ms(lowering: Lowering, steps: Sequence[range], timeline: Timeline) -> float:
+def last_step_ms(lowering: Lowering, steps: Sequence[range], timeline: Timeline) -> float:
+    """Return how long the second of two steps takes: what `run_steps` returns enters."""
     before, end = (
         max((timeline.end_ms[job] for job in jobs if lowering.work[job][0] != UPDATE), default=0.0) for jobs in steps
     )
