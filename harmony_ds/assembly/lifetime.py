@@ -39,7 +39,7 @@ class _EndingEngine:
         self._thread = thread
         self._parameters = parameters  # plain ones once the thread has ended
 
-    def finish(self) -> None:
+    def wait_for_updates(self) -> None:
         self._thread.join()
 
     def before_write(self, name: str) -> None:

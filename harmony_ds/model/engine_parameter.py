@@ -151,7 +151,7 @@ class ParameterLinks:
         """Copy what the user wrote into weights to masters."""
         newer = [link for link in self._links if link.may_be_newer]
         if newer:
-            self._owner.finish()
+            self._owner.wait_for_updates()
         for link in newer:
             link.update_master()
         for link in self._links:
@@ -169,7 +169,7 @@ class ParameterLinks:
         """Make tensors that share a parameter's memory show the update of a step, as in plain PyTorch."""
         for link in self._links:
             if link.has_aliases:
-                self._owner.finish()
+                self._owner.wait_for_updates()
                 link.follow_update()
 
     def hand_over(self, owner: Owner) -> None:

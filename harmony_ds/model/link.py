@@ -21,7 +21,7 @@ class Owner(Protocol):
     before it returns, and calls nothing of the link.
     """
 
-    def finish(self) -> None:
+    def wait_for_updates(self) -> None:
         """Before a value is read, wait for all updates on the host, and for copies that still read its memory."""
 
     def before_write(self, name: str) -> None:
@@ -62,7 +62,7 @@ class ParameterLink:
         """Wait for the parameter's update before its values are read or changed (`writes`)."""
         if writes:
             self.owner.before_write(self.name)
-        self.owner.finish()
+        self.owner.wait_for_updates()
         self._resident.weight_to_host(self.name)
         self._is_touched = True
         if self._kept() is None:
@@ -190,7 +190,7 @@ class ParameterLink:
             self._resident.note_state_written(self.name)
 
     def _trained(self, key: str | None) -> Tensor | None:
-        self.owner.finish()
+        self.owner.wait_for_updates()
         if self._master is None or self._optimizer is None:
             return None
         if key is None:

@@ -475,9 +475,7 @@ class Step:
         """Run forward and backward of a frozen model, so that gradients reach what its inputs are made of."""
         self.gather()
         self.context.counters.frozen_passes += 1
-        self._drop_what_ran()
-        self.micro_batches.clear()
-        self._release_context()
+        self._end()
         return False
 
     def gather_before_write(self, name: str) -> None:
@@ -931,17 +929,17 @@ class Step:
         if (self.has_gathered or context.executor.begun) and not context.health.is_destroyed:
             self._drop_gradients_and_copies()
 
-    def _end(self, keeps_outputs: bool = True) -> None:
+    def _end(self) -> None:
         """Forget all micro-batches, and what of the step is on the device."""
         self._drop_what_ran()
+        self._close(keeps_outputs=True)
+
+    def _close(self, keeps_outputs: bool) -> None:
+        """Forget all micro-batches and the engine's objects, since losses that the program keeps hold the step."""
         for pending in self.micro_batches:
             pending.close(keeps_outputs)
         self.micro_batches.clear()
         self.buffers_before = {}
-        self._release_context()
-
-    def _release_context(self) -> None:
-        """Let go of the engine's objects: losses that the program keeps hold the step."""
         self._context = None
 
     # ---- after the boundary: the norm
@@ -954,7 +952,7 @@ class Step:
         counters, settings = context.counters, context.settings
         try:
             if self.before is not None:
-                self.before.settle_if_promised(context)  # its updates are done
+                self.before.settle_if_updating(context)  # its updates are done
                 self.before = None
             counters.global_steps += 1
             counters.norm = self.outcome.norm
@@ -992,8 +990,8 @@ class Step:
         if self.state is StepState.UPDATING and self.outcome.may_skip:
             self.handle(StepEvent.NORM_KNOWN, context)
 
-    def settle_if_promised(self, context: StepContext) -> None:
-        """Settle the step if it is not."""
+    def settle_if_updating(self, context: StepContext) -> None:
+        """Settle the step if its updates are issued, and it has not been settled."""
         if self.state is StepState.UPDATING:
             self.handle(StepEvent.NORM_KNOWN, context)
 
@@ -1002,7 +1000,7 @@ class Step:
 
         Raises:
             PeerFailedError: another process has not said its part of the norm.
-            BaseException: what has ended this process's update thread before the norm was known.
+            Exception: what has ended this process's update thread before the norm was known.
         """
         outcome, counters = self.outcome, context.counters
         try:
@@ -1044,11 +1042,7 @@ class Step:
                 "boundary of a group (or engine.set_gradient_accumulation_boundary(True) before it) to use them.",
                 lost,
             )
-        for pending in self.micro_batches:
-            pending.close(keeps_outputs=False)
-        self.micro_batches.clear()
-        self.buffers_before = {}
-        self._release_context()
+        self._close(keeps_outputs=False)
 
     # ---- without gradients
 

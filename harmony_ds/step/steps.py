@@ -66,7 +66,10 @@ class Steps:
         override: OptimizerOverride | None = None
         if state.optimizer is not None:
             override = OptimizerOverride(  # may refuse: nothing is changed yet
-                state.optimizer, while_alive(self.step_by_hand), gradients.zero_by_hand, while_alive(self.finish)
+                state.optimizer,
+                while_alive(self.step_by_hand),
+                gradients.zero_by_hand,
+                while_alive(self.wait_for_updates),
             )
         links = ParameterLinks(state.store, state.runtime.resident_packs, state.host_optimizer, weakref.proxy(self))
         config, device = settings.now, state.device
@@ -175,7 +178,7 @@ class Steps:
         """Wait for the norm of the last step, and note whether the step was skipped."""
         for step in (self._current.before, self._current):
             if step is not None:
-                step.settle_if_promised(self.context)
+                step.settle_if_updating(self.context)
 
     def settle_skip(self) -> None:
         """Settle the last step if it may have been skipped."""
@@ -236,8 +239,8 @@ class Steps:
 
     # ---- what the program does to the model's parameters, see `model.link.Owner`
 
-    def finish(self) -> None:
-        """Wait for all updates."""
+    def wait_for_updates(self) -> None:
+        """Wait for all updates on the host."""
         self.state.wait_for_updates()
 
     def before_write(self, name: str) -> None:
@@ -255,5 +258,5 @@ class Steps:
         if self.open.handle(StepEvent.READ_GRADIENT):
             self.state.executor.discard_gathered((name,))
         if value is not None:
-            self.finish()  # a pending update would take it
+            self.wait_for_updates()  # a pending update would take it
         self.state.runtime.user_gradients.put(name, value)
