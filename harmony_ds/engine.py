@@ -699,12 +699,13 @@ class HarmonyEngine(nn.Module):
     ) -> Any:
         """Return a loader of `dataset`: shuffled as DeepSpeed does for `route` "train", in order for "eval", "predict".
 
+        Args:
+            pin_memory: accepted for DeepSpeed's sake: inputs are copied to the device once, and a step is long.
+
         Raises:
             ValueError: `dataset` is no torch Dataset.
         """
-        return self._data.deepspeed_io(
-            dataset, batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers
-        )
+        return self._data.make_loader(dataset, batch_size, route, data_sampler, collate_fn, num_local_io_workers)
 
     def set_dataloader(self, loader: Any) -> None:
         """Take micro-batches for `train_batch()` without an iterator from `loader`, epoch after epoch."""

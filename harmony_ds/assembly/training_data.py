@@ -27,7 +27,7 @@ class TrainingData:
         self.collate_fn = collate_fn
         self.training_dataloader: Any = None
         if dataset is not None:
-            self.training_dataloader = ResumableLoader(self.deepspeed_io(dataset), world.size)
+            self.training_dataloader = ResumableLoader(self.make_loader(dataset), world.size)
 
     def resumable_loader(self) -> ResumableLoader | None:
         """Return the engine's own loader, whose position a checkpoint holds; None without one, or with the program's."""
@@ -55,21 +55,16 @@ class TrainingData:
             self._batches = _repeated(self.training_dataloader)
         return self._batches
 
-    def deepspeed_io(
+    def make_loader(
         self,
         dataset: Any,
         batch_size: int | None = None,
         route: str = "train",
-        pin_memory: bool = True,
         data_sampler: Any = None,
         collate_fn: Callable[[Any], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """Return a loader of `dataset`: shuffled as DeepSpeed does for `route` "train", in order for "eval", "predict".
-
-        Raises:
-            ValueError: `dataset` is no torch Dataset.
-        """
+        """Return DeepSpeed's loader of `dataset`, as `HarmonyEngine.deepspeed_io` says."""
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) and not hasattr(dataset, "__iter__"):
             raise ValueError("Training data must be a torch Dataset")
         if data_sampler is None and route in ("eval", "predict"):
@@ -81,7 +76,7 @@ class TrainingData:
         return DeepSpeedDataLoader(
             dataset=dataset,
             batch_size=self._settings.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
-            pin_memory=False,  # inputs are copied once, and a step is long
+            pin_memory=False,
             local_rank=self._world.local_rank,
             tput_timer=None,
             collate_fn=collate_fn or self.collate_fn,
