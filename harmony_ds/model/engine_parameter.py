@@ -48,7 +48,7 @@ _gate = threading.local()
 
 
 def gate(passed: bool) -> patched:
-    """Return a context in which uses of parameters on this thread wait at the gate, or not: they are a link's own."""
+    """Return a context for uses of parameters on this thread. `passed`: they skip the links, which use them so."""
     return patched([(vars(_gate), "passed", passed)])
 
 

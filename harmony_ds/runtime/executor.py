@@ -67,9 +67,8 @@ class Executor:
         self._plan = EMPTY_PLAN
         self._first_run = 0  # the place of its first task that is a micro-batch's
         self._needs_backward: dict[int, bool] = {}  # position of a layer call -> whether gradients flow through it
-        self._buffer_devices: dict[
-            nn.Module, int
-        ] = {}  # where there are several devices: the one with a module's buffers
+        # Where there are several devices: module -> the one that has its buffers.
+        self._buffer_devices: dict[nn.Module, int] = {}
         self._micro_batches: Mapping[int, MicroBatch] = {}  # by the numbers that tasks have
         self._tasks_done = 0
         # Of the step:
@@ -247,9 +246,8 @@ class Executor:
         """Prepare for the packs of `plan`, which are not those of the plan before it."""
         # The updater knows an update by its pack's first position: none may be pending from other packs.
         self._runtime.updater.wait_all()
-        unlayered = (
-            self._unlayered
-        )  # on the device between two plans of a step: the one copy that the next one goes on with
+        # Between two plans of a step these are on the device, and the next plan goes on with them.
+        unlayered = self._unlayered
         self._copies.clear()
         for pack, copy in zip(plan.packing.unlayered_packs, unlayered, strict=False):
             self._copies[pack.index] = copy

@@ -37,11 +37,11 @@ class JointLane:
 
     def start(self) -> None:
         """Run each lane up to its first layer call."""
-        engines = self.lanes[0].read_thread()
+        engine_thread = self.lanes[0].read_thread()
         with self._streams.of_members():
             for number, lane in enumerate(self.lanes):
                 self._streams.start(number)
-                lane.resume(engines=engines)
+                lane.resume(engine_thread=engine_thread)
 
     @property
     def finished(self) -> bool:
@@ -59,7 +59,7 @@ class JointLane:
         Raises:
             CannotJoinError: they take different ways, or something went wrong, and must run one by one.
         """
-        engines = self.lanes[0].read_thread()
+        engine_thread = self.lanes[0].read_thread()
         try:
             while requests := self._waiting_requests():
                 if _set_requires_grad(requests):
@@ -74,7 +74,7 @@ class JointLane:
                 with self._streams.of_members():
                     for number, lane in enumerate(self.lanes):
                         self._streams.switch(number)
-                        lane.resume(replies.pop(0), engines)
+                        lane.resume(replies.pop(0), engine_thread)
         except (OffPlanError, UnseenError, torch.OutOfMemoryError):
             raise
         except Exception as error:

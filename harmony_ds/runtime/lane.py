@@ -85,9 +85,10 @@ class Lane:
     def run_on(self, place: Place, answer: LayerCallRunner, last: int | None = None) -> None:
         """Run on to the first layer call after the position `last`, or to the end; `answer` answers the calls before it.
 
-        What a layer has raised, the model's code gets; what else comes up in an answer is raised here.
+        An error of the layer's own forward is thrown into the model's code, which may catch it. Any other error of an
+        answer is raised here.
         """
-        engines = self._thread.read()
+        engine_thread = self._thread.read()
         settings = self._put_settings()
         try:
             while self.request is not None:
@@ -100,10 +101,12 @@ class Lane:
                     if id(error) not in self.request.raised:
                         raise
                     self._note_return(settings)
-                    self._go_on(engines, self._greenlet.throw, error)  # the model's code may know what to do about it
+                    self._go_on(
+                        engine_thread, self._greenlet.throw, error
+                    )  # the model's code may know what to do about it
                 else:
                     self._note_return(settings)
-                    self._go_on(engines, self._greenlet.switch)
+                    self._go_on(engine_thread, self._greenlet.switch)
                 self._note_arrival(settings)
         finally:
             self._take_settings(settings)
@@ -113,18 +116,18 @@ class Lane:
         """Return what torch keeps for the thread, as the engine has set it, for `resume`."""
         return self._thread.read()
 
-    def resume(self, reply: Any = None, engines: tuple[Any, ...] | None = None) -> None:
+    def resume(self, reply: Any = None, engine_thread: tuple[Any, ...] | None = None) -> None:
         """Run on until the next layer call or the end.
 
         Args:
             reply: the outputs of the layer call that it waits at.
-            engines: what `read_thread` has returned, if the engine has changed nothing of it since; None: read it now.
+            engine_thread: what `read_thread` has returned, if the engine has changed nothing of it since; None: read now.
         """
         self._reply = reply
         del reply
         settings = self._put_settings()
         try:
-            self._go_on(self._thread.read() if engines is None else engines, self._greenlet.switch)
+            self._go_on(self._thread.read() if engine_thread is None else engine_thread, self._greenlet.switch)
             self._note_arrival(settings)
         finally:
             self._take_settings(settings)
@@ -146,51 +149,51 @@ class Lane:
         """Let modules be as the lane has set them; return how they are to the engine."""
         return None if self._settings is None else self._settings.enter_lane(self.own)
 
-    def _take_settings(self, engines: OutsideSettings | None) -> None:
+    def _take_settings(self, outside: OutsideSettings | None) -> None:
         """Let modules be as they are to the engine."""
-        if self._settings is not None and engines is not None and not self._settings.no_lane_sets_any:
-            self.own = self._settings.read_lane(engines, self.own)
-            self._settings.leave_lane(engines)
+        if self._settings is not None and outside is not None and not self._settings.no_lane_sets_any:
+            self.own = self._settings.read_lane(outside, self.own)
+            self._settings.leave_lane(outside)
 
     def _leave_settings(self) -> None:
         """Note what the lane has set, if it has come to its end."""
         if self._settings is not None and self.finished:
             self._settings.end_lane(self.own)
 
-    def _note_arrival(self, engines: OutsideSettings | None) -> None:
+    def _note_arrival(self, outside: OutsideSettings | None) -> None:
         """Note what the lane has set before the call that it waits at.
 
         Raises:
             UnseenError: it was not known to set that.
         """
         settings, request = self._settings, self.request
-        if settings is None or engines is None or request is None:
+        if settings is None or outside is None or request is None:
             return
         unseen = settings.find_unseen(request.layer)
         if unseen:
             names = ", ".join(sorted({name for _, name in unseen}))
             raise UnseenError(f"the code between layers sets {names}, which was not seen when it was measured.")
         if not settings.no_lane_sets_any:
-            self.own = settings.read_lane(engines, self.own)
+            self.own = settings.read_lane(outside, self.own)
         request.own = self.own
 
-    def _note_return(self, engines: OutsideSettings | None) -> None:
+    def _note_return(self, outside: OutsideSettings | None) -> None:
         """Note what the call that it waits at has set."""
         settings, request = self._settings, self.request
-        if settings is None or engines is None or request is None:
+        if settings is None or outside is None or request is None:
             return
         settings.note_return(request.layer)
         if not settings.no_lane_sets_any:
-            self.own = settings.read_lane(engines, self.own)
+            self.own = settings.read_lane(outside, self.own)
 
-    def _go_on(self, engines: tuple[Any, ...], switch: Callable[..., Any], *values: Any) -> None:
+    def _go_on(self, engine_thread: tuple[Any, ...], switch: Callable[..., Any], *values: Any) -> None:
         if self._between_layers is None:
-            self._switch(engines, switch, *values)
+            self._switch(engine_thread, switch, *values)
         else:
             with self._between_layers():
                 self._switch(self._thread.read(), switch, *values)
 
-    def _switch(self, engines: tuple[Any, ...], switch: Callable[..., Any], *values: Any) -> None:
+    def _switch(self, engine_thread: tuple[Any, ...], switch: Callable[..., Any], *values: Any) -> None:
         self._greenlet.parent = getcurrent()
         try:
             with handled_by(self):
@@ -199,7 +202,7 @@ class Lane:
                 switch(*values)
         finally:
             del values  # an error that was thrown would keep itself and the tensors of its frames
-            self._on_top = self._thread.restore(engines)
+            self._on_top = self._thread.restore(engine_thread)
         if self._on_top is not None and self.request is not None:
             self.request.around = self._on_top.around_layer
 

@@ -152,9 +152,8 @@ class Updates:
         self._extra_transfers: int | None = None  # that may wait on the host beyond the limit; None: any number
         self._swap_outs: Counter[int] = Counter()  # pack -> its SWAP_OUT tasks in the plan
         self._swap_outs_left: Counter[int] = Counter()  # pack -> those that have not been run
-        self._reduced: dict[
-            int, dict[str, Tensor]
-        ] = {}  # pack -> this process's pieces of the mean gradients, on the device
+        # pack -> this process's pieces of the mean gradients, on the device
+        self._reduced: dict[int, dict[str, Tensor]] = {}
         self._shared: dict[int, SharedGradients] = {}  # pack -> gradients in shared memory, not summed yet
         self._copies_out: dict[int, _CopiesOut] = {}  # pack -> gradients that are being copied to the host
         self._hyper: Hyper = ()

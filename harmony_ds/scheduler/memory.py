@@ -95,8 +95,8 @@ class MemoryWalks:
         """Return the bytes alive while each task runs.
 
         Args:
-            counts: how many micro-batches each one stands for; empty: for itself. While one runs that stands for
-                several, no more is counted than while they wait: those before and after it show what running takes.
+            counts: how many micro-batches each one stands for; empty: for itself. A task of one that stands for several
+                takes 0 bytes: the micro-batches before and after it in the plan show what running takes.
             others, sharing: see `walk_memory`.
         """
         device_count = 1 + max(pack.device for pack in packs)

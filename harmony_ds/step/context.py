@@ -49,7 +49,7 @@ class FirstSteps:
     grouping_is_exact: bool = False
     recomputation_is_exact: bool = False
     loss_uses_more: dict[frozenset[Key], bool] = field(default_factory=dict)
-    told_forward_at_calls: bool = False
+    logged_forward_at_calls: bool = False
 
 
 @dataclass(slots=True)
@@ -131,9 +131,9 @@ class StepContext:
         return False
 
     def _log_forward_at_calls(self, layer: int, calls: int) -> None:
-        if self.first_steps.told_forward_at_calls:
+        if self.first_steps.logged_forward_at_calls:
             return
-        self.first_steps.told_forward_at_calls = True
+        self.first_steps.logged_forward_at_calls = True
         _logger.warning(
             "layer %s is called %d times in each forward pass and changes its buffers: the forward passes of a group "
             "run one by one, and each swaps the whole model in; their backward passes share swaps as always. Name a "

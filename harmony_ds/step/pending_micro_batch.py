@@ -1,8 +1,9 @@
-"""One micro-batch of a step, whose loss is known now, later, or never.
+"""One queued micro-batch. Its loss is computed when it is read, or at the boundary, or (if it is dropped) never.
 
 The program may start backward passes itself: `loss.backward()` in the place of `engine.backward(loss)`, which divides its
 loss. As in DeepSpeed, gradients that come to a model's outputs from outside are then divided by the accumulation steps.
-Each is divided once, where it enters (`_without_view`): another output may be made of one (`logits` and their `loss`).
+Each gradient is divided once, at the output that it arrives at. An output that another one was made of (`logits` and their
+`loss`) must not divide what comes by that one again: `forward_ran` chooses the tensors that get the hook.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class StepOfMicroBatch(Protocol):
 
 
 class PendingMicroBatch:
-    """One micro-batch whose loss is known now, later, or never.
+    """One queued micro-batch, with what the program has of its outputs and does with them.
 
     Attributes:
         nodes: its outputs, and what the program makes of them.
@@ -70,8 +71,8 @@ class PendingMicroBatch:
         passes: those that have run.
         is_pending: whether the caller of the engine was given stand-ins for its outputs.
         received: whether a gradient has come to outputs that were computed by a forward pass alone.
-        divided_by: accumulation steps by which engines have divided the gradients that it hands on to what is before it.
-        inputs_require_grad: whether who propagates back expects gradients of its inputs as soon as that is done.
+        divided_by: accumulation steps by which this engine or others have divided the gradients of its inputs.
+        inputs_require_grad: whether any argument requires a gradient: then its backward pass cannot wait for the boundary.
         runs_at_call: whether its forward pass runs when the program has its outputs, see `FirstSteps.loss_uses_more`.
         is_of_outputs: whether the loss that autograd propagates back from now is made of its outputs.
         uses_more: whether a loss that it was propagated back from is made of more than its outputs.
@@ -108,7 +109,7 @@ class PendingMicroBatch:
 
     @property
     def resolved(self) -> bool:
-        """Whether its forward pass has run."""
+        """Whether its forward pass has run, or has failed: its outputs are not pending any more."""
         return self.passes is not Passes.NONE
 
     @property

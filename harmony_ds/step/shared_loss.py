@@ -95,7 +95,7 @@ class SharedLoss:
         return total
 
     def propagate_now(self) -> None:
-        """Propagate back at once, since a forward pass of a member has run alone; those of the others do so first."""
+        """Run the backward pass now, since a member's forward pass ran alone. The others run theirs first."""
         if self._is_propagating:
             return
         self._is_propagating = True

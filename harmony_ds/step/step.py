@@ -99,7 +99,7 @@ class PlannedRun:
 
     Attributes:
         micro_batches: those whose layer calls are joined count as one.
-        rest: of a part: the plan from its gradients on, which updates.
+        rest: after a PART: the tasks that remain (norm and updates), which run at the boundary.
         records: whether the timeline records it as a step.
         watches_peak: whether its peak of device memory is to be that of the plan.
         others_bytes: device memory that was in use before.
@@ -647,9 +647,10 @@ class Step:
         return wanted
 
     def _run_forwards_before(self, is_boundary: bool) -> None:
-        """Run forward passes that are not propagated back from, if they change buffers or the program holds their outputs.
+        """Run forward passes without a backward pass that are needed all the same.
 
-        Before the boundary, calls after the last one that is propagated back from may wait.
+        They are those that change buffers and, at the boundary, those whose outputs the program still has. Before the
+        boundary, calls after the last one with a backward pass may wait.
         """
         wanted = [place for place, pending in enumerate(self.micro_batches) if pending.needs_backward]
         end = len(self.micro_batches)
