@@ -15,10 +15,10 @@ from harmony_ds.optim.resident_packs import ResidentPacks
 
 
 class Owner(Protocol):
-    """The open step of an engine, as the links of its parameters see it.
+    """The steps of an engine, as the links of its parameters see them. They call nothing of a link.
 
-    Each method is one event: the program does something to the parameter `name`. The step brings host memory up to date
-    before it returns, and calls nothing of the link.
+    Each method but `wait_for_updates` passes one event on to the open step: the program does something to the parameter
+    `name`. After that wait, the link itself brings the value of a resident parameter to the host.
     """
 
     def wait_for_updates(self) -> None:
@@ -59,7 +59,7 @@ class ParameterLink:
         self._before: tuple[int, Tensor] | None = None  # version and weight when a split master's was touched
 
     def before(self, writes: bool = False) -> None:
-        """Wait for the parameter's update before its values are read or changed (`writes`)."""
+        """Wait for all pending updates, and bring this weight on the host up to date: it is read now, or written."""
         if writes:
             self.owner.before_write(self.name)
         self.owner.wait_for_updates()

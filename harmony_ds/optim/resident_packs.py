@@ -4,9 +4,9 @@
 until they are synchronized. What is copied when:
 
     first use                 weights, masters, optimizer state    host -> device
-    a step                    nothing
+    a step                    nothing but norms, if it clips       device -> host
     one of the host's is read that one, if a step came before      device -> host, and the reader waits
-    next use after a read     nothing
+    next use after a read     nothing; of state that was handed out, that state: host -> device
     next use after a write    what was written                     host -> device
     drop                      all that a step has changed          device -> host; the memory is freed
 

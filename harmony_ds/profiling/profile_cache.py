@@ -1,6 +1,6 @@
 """Keep a profile in a file: times measured once are used again for the same model on the same machine.
 
-Bytes are measured anew by every engine, in one pass; what is kept are the times and the machine's rates, which take
+Bytes are measured anew by every engine; what is kept are the times and the machine's rates, which take
 longer to measure and decide the plan. A file that was measured on something else is noticed, named, and replaced.
 """
 

@@ -8,7 +8,7 @@
 2. `Timing`: two passes over the same micro-batch, for the milliseconds of each call -> the same `CostTable` with times.
 3. `measure_rates`, once for each process: the links, the host's memory and optimizer -> `Machine`.
 4. `ProfileFile`: table and machine together are a `Profile`, which is saved. Times and rates may come from a file that an
-   earlier run left, instead of 2 and 3; bytes are always measured anew.
+   earlier run left, instead of 2 and 3; the bytes of a plan are measured anew (saved ones rank sizes of slices).
 
 Where layer calls are to be cut into slices of rows, `RowProbe` runs before 1, once for each mode of the model: it finds
 where tensors hold the rows. 1 and 2 then run with the calls cut; for several sizes, once with each.

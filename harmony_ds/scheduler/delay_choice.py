@@ -1,7 +1,8 @@
 """Chooses how many runs later swap-ins are issued whose weights the host is still updating (see `delays`).
 
 What enters: a plan without delays, and what predicts its step. What leaves: delays by pack, for `Policy.swap_in_delays`;
-none where no update is under way when its swap-in is issued, or where issuing it later does not make the step shorter.
+empty where no pack has to wait for its update, or where delays do not make the step shorter. Else they are, for every pack
+whose first swap-in follows an update, by time (0 where none is needed) or, if that is clearly faster, as late as may be.
 
 The places come from a simulated step in which every such swap-in is issued as late as it may be, so that no run and no
 update is held up. A swap-in then comes after the runs that had to be issued there before its update ended. While the host

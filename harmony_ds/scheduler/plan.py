@@ -206,8 +206,9 @@ class Policy:
         shared: of several devices, each swaps in a share of every pack, and has the rest from the others.
         reduce_on_host: several devices swap out all of their gradients, which are added up on the host.
         pipeline: how many devices one process drives, to which packs are dealt in turn.
-        swap_in_delays: by pack, how many runs of micro-batches a step issues before the pack's first swap-in that could
-            come after it, because the host is still updating the pack's weights; empty: none.
+        swap_in_delays: by pack, at most how many runs of micro-batches later its first swap-in is issued than composed,
+            because the host is still updating the pack's weights; empty: none. The pack's own first run and the next
+            eviction on its device end a delay, so that a larger number means: as late as it may be.
     """
 
     grouping: bool = True

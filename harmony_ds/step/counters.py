@@ -17,7 +17,8 @@ class Counters:
         global_steps: optimizer steps, skipped ones included.
         global_samples: samples of all processes.
         skipped_steps: optimizer steps that were skipped for inf or NaN in their gradients.
-        micro_steps: calls of `engine.step()`, at a boundary or not.
+        micro_steps: micro-batches so far, as DeepSpeed counts them: one for each call of `engine.step()`, and as many as a
+            group has that is handed over at once, or that `optimizer.step()` uses.
         group_began: `micro_steps` when the open step began.
         backwards: backward passes of the open step.
         frozen_passes: backward passes through a frozen model, which has no steps; each has its own random numbers.

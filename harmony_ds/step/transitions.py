@@ -96,10 +96,19 @@ _WRITE = Transition(
 )
 _ZERO_GRAD = Transition("drop_gradients", None, "Gather first, as READ_GRADIENT does, and drop all gradients.")
 _TAKE = Transition(
-    "take", U, "Run forward, backward and updates of all that is queued, as one plan; issue the updates and return."
+    "take",
+    U,
+    "Run forward, backward and updates of what was propagated back from, and return when the updates are issued: one plan, "
+    "unless gradients have gathered before or the optimizer steps as a whole. Forget the other micro-batches.",
 )
 _ALONE = Transition(
     "undo_alone", None, "Undo that forward pass only; its caller gets the error, and the rest goes on.", "runs_alone"
+)
+_ALONE_AND_LAST = Transition(
+    "undo_alone",
+    None,
+    "Undo that forward pass only; its caller gets the error. The engine cannot go on, which the next run says.",
+    "runs_alone",
 )
 _DROP = Transition("drop", FAILED, "Drop the step: no weight has changed, and the caller gets the error.")
 _AGAIN = Transition(
@@ -153,7 +162,7 @@ TRANSITIONS: dict[tuple[StepState, StepEvent], Cell] = {
     **{(state, E.OUT_OF_MEMORY): (_LESS, _ALONE_AGAIN_REFUSED, _DROP) for state in (Q, F, G)},
     **{(state, E.PEER_DIVERGED): (_AGAIN, _ALONE_AGAIN_REFUSED, _DROP) for state in (Q, F, G)},
     **{(state, E.PEER_FAILED): (_ALONE, _DROP) for state in (Q, F, G)},
-    **{(state, E.UPDATE_FAILED): (_ALONE, _GIVE_UP) for state in (Q, F, G)},
+    **{(state, E.UPDATE_FAILED): (_ALONE_AND_LAST, _GIVE_UP) for state in (Q, F, G)},
     **{
         (state, E.DESTROY): (Transition("discard", DESTROYED, "Drop the step; warn if gradients are lost by that."),)
         for state in (Q, F, G)
@@ -161,7 +170,12 @@ TRANSITIONS: dict[tuple[StepState, StepEvent], Cell] = {
     **{(state, E.LOAD_CHECKPOINT): (_FORGET,) for state in (Q, F, G)},
     # ---- after the boundary
     (U, E.NORM_KNOWN): (
-        Transition("settle", DONE, "Wait for the norm; a step with inf or NaN is counted as skipped, and undone."),
+        Transition(
+            "settle",
+            DONE,
+            "Wait for the norm. If it is inf or NaN and such steps are skipped, no weight has changed: count the step as "
+            "skipped, and undo the scheduler's step. Else warn.",
+        ),
     ),
     (U, E.PEER_FAILED): (
         Transition("give_up_norm", FAILED, "Another process has not said its part of the norm: the caller is told."),
