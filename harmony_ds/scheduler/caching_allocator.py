@@ -326,7 +326,7 @@ class CachingAllocator:
         """Return a block for `nbytes`, which work of `stream` may use at once (malloc).
 
         Raises:
-            SimulatedOutOfMemoryError: the cap, or the device, does not hold it, even with everything given back that is free.
+            SimulatedOutOfMemoryError: the cap, or the device, does not hold it, even after a retry.
         """
         self._requests += 1
         self.stats.requests += 1
