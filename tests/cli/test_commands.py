@@ -222,9 +222,11 @@ def test_a_model_too_large_for_the_device_exits_with_3_and_names_ways_out(tiny: 
     assert any("--micro-batch" in way for way in data["lack"]["ways_out"])
 
 
-def test_a_model_too_large_for_the_host_exits_with_3_and_is_forecast_all_the_same(tiny: str, tmp_path: Path) -> None:
+def test_a_model_too_large_for_the_host_exits_with_3_and_is_forecast_all_the_same(tmp_path: Path) -> None:
+    wide = {**TINY, "hidden_size": 512, "intermediate_size": 1024}  # gradients take more than the buffer of their casts
+    (tmp_path / "config.json").write_text(json.dumps(wide), encoding="utf-8")
     file = written(tmp_path, train_micro_batch_size_per_gpu=1, bf16={"enabled": True}, harmony={"pack_layers": 1})
-    arguments = ("estimate", tiny, "--ds-config", file, "--host-memory-gib", "0.001", "--no-advice")
+    arguments = ("estimate", str(tmp_path), "--ds-config", file, "--host-memory-gib", "0.05", "--no-advice")
     data = run_json(*arguments)
 
     assert run(*arguments).exit_code == 3
