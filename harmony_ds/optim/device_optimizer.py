@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _get_scalar_dtype
 
 from harmony_ds.config.optimizers import OptimizerRow, state_numbers
 from harmony_ds.offload.native import native_of
@@ -97,15 +98,39 @@ class DeviceOptimizer:
         return self._host.watch_replaced_state()
 
     def copy_state_to_device(self, name: str, parameter: nn.Parameter) -> int:
-        """Copy the host's state of `name`, if there is any, to that of `parameter`; return the bytes copied."""
+        """Copy the host's state of `name` to that of `parameter`, or make it where there is none yet.
+
+        Returns:
+            The bytes copied.
+        """
         known = self._host.state_of(name)
         self.state.pop(parameter, None)
         if known:
             copied = {key: self._on_device(key, value, parameter) for key, value in known.items()}
             self.state[parameter] = {self._state_names.get(key, key): value for key, value in copied.items()}
-        elif self._replaced and self._torch_class == "Adagrad":  # torch's makes its state when it is constructed
-            self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
+        elif not self._on_host:
+            state = self._first_state(name, parameter)
+            if state:
+                self.state[parameter] = state
         return sum(map(_bytes, (known or {}).values()))
+
+    def _first_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return what torch's optimizer begins with, as far as that is zeros, which its first step would make.
+
+        That step runs among activations: what it made would stay between them when they are freed, and the allocator could
+        not use the gaps for larger tensors.
+        """
+        if self._torch_class == "Adagrad" and self._replaced:
+            return {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
+        if self._torch_class not in ("Adam", "AdamW"):
+            return {}
+        step_device = parameter.device if self._fused else "cpu"
+        state = {"step": torch.zeros((), dtype=_get_scalar_dtype(self._fused), device=step_device)}
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+        if self._options(name).get("amsgrad"):
+            state["max_exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
 
     def copy_state_to_host(self, name: str, parameter: nn.Parameter) -> int:
         """Copy the state of `parameter` to the host's state of `name`; return the bytes copied."""

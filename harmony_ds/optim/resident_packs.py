@@ -3,7 +3,7 @@
 `make_resident` returns device copies like those of a swap-in. The host's tensors stay the same objects, and are out of date
 until they are synchronized. What is copied when:
 
-    first use                 weights, masters, optimizer state    host -> device
+    first use                 weights, masters, optimizer state    host -> device; state that the host has not got is made
     a step                    nothing but norms, if it clips       device -> host
     one of the host's is read that one, if a step came before      device -> host, and the reader waits
     next use after a read     nothing; of state that was handed out, that state: host -> device

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests import simdevice
 from tests.oracle import assert_same
@@ -136,3 +137,67 @@ def test_gradients_of_resident_packs_are_read_and_set_as_those_of_others() -> No
             engine.step()
         engine.destroy()
     assert_same(models[1], models[0], bitwise=False, relative=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "residency"),
+    [(torch.optim.AdamW, 3), (lambda p: torch.optim.Adam(p, amsgrad=True), EVERY), (None, 1)],
+    ids=["adamw", "amsgrad", "deepspeed"],
+)
+def test_the_first_step_takes_as_much_device_memory_as_later_ones(make: Any, residency: int) -> None:
+    """Optimizer state comes with its pack, and is not made among the activations of the first update."""
+    more = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}} if make is None else {}
+    engine, _ = engine_with(make, residency, clip=0.5, **more)
+    data, taken = batches(), []
+    for _ in range(3):
+        engine.train_batch(data)
+        taken.append(engine.memory_report().device_peak_bytes)
+    engine.destroy()
+    assert taken[0] == taken[1] == taken[2]
+
+
+class Scaled(nn.Module):
+    """A layer with a scale that it may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, inputs: Tensor, scaled: bool) -> Tensor:
+        outputs = torch.tanh(self.linear(inputs))
+        return outputs * self.scale if scaled else outputs
+
+
+class ScaledLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, inputs: Tensor, scaled: bool = False) -> Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs, scaled)
+        return inputs.square().mean()
+
+
+def test_a_parameter_without_a_gradient_has_no_state_until_it_gets_one() -> None:
+    """As in plain PyTorch, also where its state waits on the device."""
+    torch.manual_seed(0)
+    model = ScaledLayers()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    engine, _ = engine_of(model, lambda p: torch.optim.AdamW(p, lr=1e-2), 1, harmony={"residency": EVERY})
+    inputs = torch.randn(4, 8)
+    for scaled in (False, False, True, True):
+        optimizer.zero_grad()
+        plain(inputs, scaled).backward()
+        optimizer.step()
+        engine.backward(engine(inputs, scaled))
+        engine.step()
+        ours, theirs = engine.optimizer.state_dict()["state"], optimizer.state_dict()["state"]
+        assert ours.keys() == theirs.keys()
+        for key, state in theirs.items():
+            assert ours[key]["step"] == state["step"]
+            torch.testing.assert_close(ours[key]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-4, atol=0)
+    engine.destroy()
+    assert_same(model, plain, bitwise=False, relative=1e-4)
