@@ -253,6 +253,19 @@ class Device(ABC):
     def reset_peak(self) -> None:
         """Begin to measure a peak. It may reset statistics that the program reads: call it only while measuring a model."""
 
+    def reserved_bytes(self) -> int | None:
+        """Return the most bytes that a caching allocator has held since the last `reset_peak`, in use or not.
+
+        None: the device has no such allocator.
+        """
+        return None
+
+    def allocator_retries(self) -> int:
+        """Return how often, since this device was made, the caching allocator had no room for a request until it gave back
+        all memory that it held and nothing used.
+        """
+        return 0
+
     def watch_peak(self) -> None:
         """Begin to watch the peak of a step; statistics that the program reads stay."""
         self.reset_peak()

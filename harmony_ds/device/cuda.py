@@ -49,6 +49,7 @@ class CudaDevice(Device):
         self._scattered_bytes = (budget_bytes or 0) // (_GROWING if self._may_grow_segments() else _FIXED)
         self._limits = self._grows = False
         self._peak_before = 0  # when the step began
+        self._retries_before = self._process_retries()  # those of the program before this device was made
         self.pins_host = pin
         self._registered: dict[int, int] = {}  # address to bytes
         self._mapped: dict[int, mmap.mmap] = {}  # address to the memory of `host_empty`
@@ -279,6 +280,19 @@ class CudaDevice(Device):
         # torch has one peak a process, which the program may read, too: it is not reset, so that a step that stays below it
         # has no peak of its own.
         self._peak_before = torch.cuda.max_memory_allocated(self.torch_device)
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.torch_device) // self._logical
+
+    def allocator_retries(self) -> int:
+        retries = self._process_retries()
+        # The program may have set the count to zero (torch.cuda.reset_accumulated_memory_stats).
+        self._retries_before = min(self._retries_before, retries)
+        return retries - self._retries_before
+
+    def _process_retries(self) -> int:
+        retries: int = torch.cuda.memory_stats_as_nested_dict(self.torch_device).get("num_alloc_retries", 0)
+        return retries
 
     def peak_has_risen(self) -> bool:
         return torch.cuda.max_memory_allocated(self.torch_device) > self._peak_before

@@ -134,6 +134,14 @@ class DeviceGroup(Device):
     def peak_bytes(self) -> int:
         return max(self.peaks())
 
+    def reserved_bytes(self) -> int | None:
+        return max((n for member in self.members if (n := member.reserved_bytes()) is not None), default=None)
+
+    def allocator_retries(self) -> int:
+        # Logical devices of one GPU have one allocator.
+        retries = {member.torch_device: member.allocator_retries() for member in self.members}
+        return sum(retries.values())
+
     def peaks(self) -> tuple[int, ...]:
         return tuple(member.peak_bytes() for member in self.members)
 

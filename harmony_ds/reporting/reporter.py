@@ -92,6 +92,8 @@ class Reporter:
             host_bytes=self._state.host_bytes(),
             counted="plan" if device.torch_device.type == "cpu" else "allocator",
             beside_bytes=self._planner.beside_bytes,
+            reserved_bytes=device.reserved_bytes(),
+            allocator_retries=device.allocator_retries(),
             disk_bytes=sum(disk.file.nbytes for disk in (store.disk, store.disk_weights) if disk is not None),
         )
 

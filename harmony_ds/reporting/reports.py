@@ -100,6 +100,10 @@ class MemoryReport:
         device_peaks: the most in use on each device that this process drives.
         beside_bytes: of the budget, but of no plan: libraries' workspaces, bytes that the allocator cannot hand out,
             tensors that were on the device before.
+        reserved_bytes: the most that torch's caching allocator has held on a device, in use or not, since the same time as
+            `device_peak_bytes`; None: the device has no such allocator.
+        allocator_retries: how often, since the engine was made, that allocator had no room for a request until it gave back
+            all memory that nothing used.
     """
 
     device_peak_bytes: int
@@ -110,15 +114,20 @@ class MemoryReport:
     beside_bytes: int = 0
     device_peaks: tuple[int, ...] = ()
     disk_bytes: int = 0
+    reserved_bytes: int | None = None
+    allocator_retries: int = 0
 
     def __str__(self) -> str:
         budget = "unlimited" if self.budget_bytes is None else f"{self.budget_bytes:,}"
         host = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.host_bytes.items())
         several = len(self.device_peaks) > 1
         each = f"\neach device {', '.join(f'{peak:,}' for peak in self.device_peaks)}" if several else ""
+        reserved = ""
+        if self.reserved_bytes is not None:
+            reserved = f"\nreserved by the allocator {self.reserved_bytes:,} bytes, retries {self.allocator_retries:,}"
         return (
             f"device peak {self.device_peak_bytes:,} bytes ({self.counted}), planned {self.planned_peak_bytes:,}, "
-            f"budget {budget}{each}\nhost {sum(self.host_bytes.values()):,} bytes: {host}"
+            f"budget {budget}{each}{reserved}\nhost {sum(self.host_bytes.values()):,} bytes: {host}"
             f"{f', disk {self.disk_bytes:,}' if self.disk_bytes else ''}"
         )
 

@@ -17,6 +17,7 @@ from harmony_ds.optim.optimizer_override import OptimizerOverride
 from harmony_ds.optim.updater import Clipping
 from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.runtime import Runtime
+from harmony_ds.step.allocator_retries import AllocatorRetries
 from harmony_ds.step.counters import Counters
 from harmony_ds.step.engine_state import EngineState
 from harmony_ds.step.group_plans import GroupPlans
@@ -80,8 +81,9 @@ class StepContext:
     replaced_forward: ReplacedForward
     plans: GroupPlans
     seed: int
+    warnings: OneTimeWarnings
+    allocator_retries: AllocatorRetries
     counters: Counters = field(default_factory=Counters)
-    warnings: OneTimeWarnings = field(default_factory=OneTimeWarnings)
     output_kinds: OutputKinds = field(default_factory=OutputKinds)
     first_steps: FirstSteps = field(default_factory=FirstSteps)
 

@@ -38,6 +38,8 @@ _logger = logging.getLogger(__name__)
 _TOP = 10
 _GRAINS = 64
 """Part of the budget, by which the room for shared losses grows where it has been too small."""
+_FREE_PARTS, _MOST_FREE_PARTS = 32, 4
+"""Parts of the budget; how many of them plans leave free at most for an allocator that is short of room again and again."""
 
 
 class Planner:
@@ -69,6 +71,8 @@ class Planner:
         self._measured: list[tuple[InputShapes, bytes]] = []
         self._outgrown = False  # a step took more than planned
         self._shared_loss_bytes = 0  # of the budget: for groups whose micro-batches share losses
+        self._left_free_bytes = 0  # of the budget: for an allocator that has been short of room
+        self._may_leave_free = saved is None  # whether a plan may fit beside more of it
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
         self.choices: tuple[Choice, ...] = ()
@@ -193,14 +197,23 @@ class Planner:
         self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes, thorough: bool = True
     ) -> tuple[Choice, ...]:
         """Return the best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
+        if self._left_free_bytes:
+            less = self.request(graph, group_size, sizes, self._left_free_bytes)
+            with suppress(DoesNotFitError):
+                return self._search(graph, costs, replace(less, thorough=thorough))
+            if thorough:  # else it is one of several that are compared
+                self._left_free_bytes, self._may_leave_free = 0, False
+        return self._search(graph, costs, replace(self.request(graph, group_size, sizes), thorough=thorough))
+
+    def _search(self, graph: LayerGraph, costs: CostTable, request: PlanRequest) -> tuple[Choice, ...]:
+        """Return the best plans for what is asked, see `_choose`."""
         machine = self._machine()
-        request = replace(self.request(graph, group_size, sizes), thorough=thorough)
 
         def found() -> tuple[Choice, ...]:
             if self._saved is not None:
                 return (adopt(self._saved, graph, costs, machine, self._element, request),)
-            choices = search(graph, costs, machine, self._element, request, top=_TOP if thorough else 1)
-            if thorough and self._settings.parallel == "auto" and self._runtime.device.count > 1:
+            choices = search(graph, costs, machine, self._element, request, top=_TOP if request.thorough else 1)
+            if request.thorough and self._settings.parallel == "auto" and self._runtime.device.count > 1:
                 choices += tuple(self._of_replicas(graph, costs, machine, request))
                 _tell_of_replicas(choices)
             if isinstance(self._settings.residency, int):
@@ -236,9 +249,12 @@ class Planner:
             machine = machine.with_peers(*world.reduce_rates(self._runtime.device))
         return reduce(Machine.slower, world.gather_values("rates", machine))
 
-    def request(self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE) -> PlanRequest:
-        """Return what is asked of the search for a plan."""
-        budget, beside = self._runtime.device.budget_bytes, self._set_aside_bytes + self._shared_loss_bytes
+    def request(
+        self, graph: LayerGraph, group_size: int, sizes: Sizes = WHOLE, left_free_bytes: int = 0
+    ) -> PlanRequest:
+        """Return what is asked of the search for a plan, which is to leave `left_free_bytes` of the budget free."""
+        budget = self._runtime.device.budget_bytes
+        beside = self._set_aside_bytes + self._shared_loss_bytes + left_free_bytes
         return PlanRequest(
             settings=self._settings,
             micro_batches=-(-group_size // sizes.joined_count),
@@ -254,8 +270,10 @@ class Planner:
 
     @property
     def beside_bytes(self) -> int:
-        """Device memory that is no part of the plan: set aside, and tensors that were there before the first plan."""
-        return self._set_aside_bytes + (0 if self.plan is None else self.exchange_bytes(self.plan))
+        """Device memory that is no part of the plan: set aside, left free, and tensors from before the first plan."""
+        return (
+            self._set_aside_bytes + self._left_free_bytes + (0 if self.plan is None else self.exchange_bytes(self.plan))
+        )
 
     def exchange_bytes(self, plan: Plan) -> int:
         """Return the device memory that is set aside for exchanging gradients as `plan` does."""
@@ -299,6 +317,22 @@ class Planner:
         grain = 1 if self._runtime.device.budget_bytes is None else self._runtime.device.budget_bytes // _GRAINS
         self._shared_loss_bytes = max(nbytes, self._shared_loss_bytes + grain)
         self._outgrown = True
+
+    def leave_more_free(self) -> bool:
+        """Leave one part more of the budget to the allocator, from the next group on, if a plan fits beside it.
+
+        Returns:
+            Whether it is tried: not where a plan was given or did not fit, and not beyond an eighth of the budget.
+        """
+        budget_bytes = self._runtime.device.budget_bytes
+        if budget_bytes is None or not self._may_leave_free:
+            return False
+        more_bytes = budget_bytes // _FREE_PARTS
+        if self._left_free_bytes + more_bytes > _MOST_FREE_PARTS * more_bytes:
+            return False
+        self._left_free_bytes += more_bytes
+        self._outgrown = True
+        return True
 
     # ---- what became of it
 

@@ -807,6 +807,7 @@ class Step:
         planned = PlannedRun(plan, micro_batches, records=True, watches_peak=is_as_planned)
         planned.others_bytes = others_bytes(context.runtime)
         context.runtime.device.watch_peak()
+        context.allocator_retries.begin_step()
         return planned
 
     @contextmanager
@@ -836,6 +837,7 @@ class Step:
                 set_aside_bytes = device.reserve_bytes() + context.planner.exchange_bytes(planned.plan)
                 peak_bytes = device.peak_bytes() - planned.others_bytes - set_aside_bytes
             context.planner.check_peak(peak_bytes)
+            context.allocator_retries.finish_step()
         elif run.kind is RunKind.UPDATE and context.steps_whole:
             assert run.clipping is not None
             context.executor.updates.step_whole(run.clipping)

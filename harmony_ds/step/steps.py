@@ -16,11 +16,13 @@ from harmony_ds.model.intercept import Autocast
 from harmony_ds.optim.optimizer_override import OptimizerOverride
 from harmony_ds.optim.schedules import build_scheduler
 from harmony_ds.optim.zero_optimizer import ZeroOptimizer
+from harmony_ds.step.allocator_retries import AllocatorRetries
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.engine_state import EngineState
 from harmony_ds.step.group_plans import GroupPlans
 from harmony_ds.step.loss_scaling import LossScaler
 from harmony_ds.step.model_calls import ModelCalls
+from harmony_ds.step.one_time_warnings import OneTimeWarnings
 from harmony_ds.step.replaced_forward import ReplacedForward
 from harmony_ds.step.step import Step
 from harmony_ds.step.step_gradients import StepGradients
@@ -72,7 +74,7 @@ class Steps:
                 while_alive(self.wait_for_updates),
             )
         links = ParameterLinks(state.store, state.runtime.resident_packs, state.host_optimizer, weakref.proxy(self))
-        config, device = settings.now, state.device
+        config, device, warnings = settings.now, state.device, OneTimeWarnings()
         dtype, seed = config.autocast_dtype, config.harmony.seed
         autocast = None if dtype is None else Autocast(device.torch_device.type, dtype)
         casts = bool(config.values["fp16.enabled"] and config.values["fp16.auto_cast"])
@@ -91,6 +93,8 @@ class Steps:
             replaced_forward=ReplacedForward(model),
             plans=GroupPlans(state.runtime, state.planner),
             seed=state.world.compute_on_first("seed", torch.initial_seed) if seed is None else seed,
+            warnings=warnings,
+            allocator_retries=AllocatorRetries(device, state.world, state.planner, warnings),
         )
         self.counters = self.context.counters
         self._current = Step(self.context)

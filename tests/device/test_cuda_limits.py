@@ -142,6 +142,32 @@ def test_a_step_resets_no_peak_that_the_program_reads(
     assert device.peak_has_risen() and device.peak_bytes() == 300
 
 
+def test_retries_of_the_allocator_are_counted_from_the_engine_on(
+    shares: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retries = {0: 5, 1: 0}  # of the process, by GPU
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_stats_as_nested_dict",
+        lambda device: {"num_alloc_retries": retries[torch.device(device).index]},
+    )
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 100 * (1 + torch.device(device).index))
+    device = CudaDevice(0)
+    logical = DeviceGroup([CudaDevice(0, logical=2), CudaDevice(0, logical=2)])
+    both = DeviceGroup([CudaDevice(0), CudaDevice(1)])
+    assert device.allocator_retries() == 0 and both.allocator_retries() == 0
+    retries |= {0: 7, 1: 3}
+    assert device.allocator_retries() == 2
+    assert logical.allocator_retries() == 2  # they have one allocator
+    assert both.allocator_retries() == 5
+    assert [one.reserved_bytes() for one in (device, logical, both)] == [100, 50, 200]
+    retries[0] = 1  # the program has set the count to zero
+    assert device.allocator_retries() == 0
+    retries[0] = 2
+    assert device.allocator_retries() == 1
+    assert CpuDevice().reserved_bytes() is None and CpuDevice().allocator_retries() == 0
+
+
 def test_a_device_without_a_budget_of_its_own_limits_nothing(shares: dict[int, float]) -> None:
     device = CudaDevice(1)
     device.limit_process()
