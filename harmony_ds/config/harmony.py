@@ -54,6 +54,9 @@ class HarmonySettings:
     ] = "config"
     """Rows that go through a layer at a time: `"config"` (one micro-batch), `"auto"` (the fastest), a number of at
     least 1, or `{"forward": 8, "backward": 4}`. See [planning.md](planning.md#batch-sizes-of-layer-calls)."""
+    tokens: Literal["auto", "off"] | _Count = "auto"
+    """Tokens that go through the model's last layer and the loss at a time: `"auto"` (all, or fewer where nothing fits
+    otherwise), `"off"` (all), or a number of at least 1. See [long_context.md](long_context.md)."""
     pin_memory: StrictBool = True
     """Page-lock host memory (CUDA). By default what DeepSpeed's offload blocks say."""
     seed: StrictInt | None = None

@@ -93,5 +93,9 @@ def tensors_among(value: object) -> Iterator[Tensor]:
         yield from tensors_among(tuple(value.values()))
 
 
+_WITHOUT_MEMORY = ("PhantomParameter", "TokenTensor")
+"""Classes of tensors, by name, that stand for others."""
+
+
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and type(tensor).__name__ != "PhantomParameter"
+    return type(tensor).__name__ not in _WITHOUT_MEMORY and tensor.layout is torch.strided

@@ -11,8 +11,10 @@ they pass the inputs' gradients on to where those came from.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -57,6 +59,7 @@ _apply: Any = super(torch.autograd.Function, _BoundaryNode).apply  # past what i
 with torch.inference_mode(False), torch.enable_grad():
     _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
 """An input of every Boundary, so that autograd takes its outputs to require gradients; it never gets one itself."""
+_AUTOGRAD_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _EXPLANATIONS = {
     "modified by an inplace operation": "a tensor that a micro-batch's backward pass needs was changed in place after its "
     "forward pass had used it: by the model, or by the forward pass of a later micro-batch of the step, which comes before "
@@ -85,6 +88,16 @@ def on_one_thread() -> AbstractContextManager[None]:
     Autograd has a thread for each accelerator: several would add up gradients of one tensor in their order of arrival.
     """
     return torch.autograd.set_multithreading_enabled(False)
+
+
+def in_autograd_function() -> bool:
+    """Return whether the forward of an `autograd.Function` runs on this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _AUTOGRAD_FUNCTION:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:

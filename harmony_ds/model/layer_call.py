@@ -32,6 +32,9 @@ from harmony_ds.model.random_streams import RandomState, states_differ
 from harmony_ds.model.recorded_call import RecordedCall, norms_of
 from harmony_ds.model.slices import Piece, SliceAssembler, Slicing, slicing_of
 from harmony_ds.model.targets import GradientSum, OutputGradient, Targets
+from harmony_ds.model.token_expression import HeadCall
+from harmony_ds.model.token_tensor import TokenTensor
+from harmony_ds.model.token_tiles import TokenTiles
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.offload.residency import Leaves
 from harmony_ds.offload.stash import Stash, StashEntry
@@ -39,6 +42,8 @@ from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
 ReadState = Callable[[], RandomState]
 SetState = Callable[[RandomState], None]
+TokenProbe = Callable[[Callable[[Tensor], Any], Tensor, int], bool]
+"""Return whether a function of a tensor treats alike the tokens that lie in one of its dimensions."""
 
 
 class LayerCalls:
@@ -46,6 +51,7 @@ class LayerCalls:
 
     Attributes:
         layers: by index, with what has been seen of them.
+        tiles: which calls are made in tiles of tokens.
         checks_recomputation: outputs of a recomputation are compared with those of forward.
     """
 
@@ -53,8 +59,10 @@ class LayerCalls:
         self, layers: Sequence[Layer], installation: Installation, stash: Stash, device_transfers: DeviceTransfers
     ) -> None:
         self.layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
+        self.tiles = TokenTiles()
         self._stash = stash
         self._device_transfers = device_transfers
+        self._open_heads: list[HeadCall] = []
         self.checks_recomputation = False
         self._unseen: list[str] | None = None  # None: not collected
 
@@ -117,6 +125,69 @@ class LayerCalls:
                 outputs = map_tensors(lambda t: copy_with_gradient(t) if storage_of(t) in own else t, outputs)
         self._device_transfers.mark(outputs)
         return outputs
+
+    def begin_head(self, request: Request, copies: Leaves, gather: Callable[[], None]) -> TokenTensor | None:
+        """Return the output of a head's call, which is computed with the loss, in tiles of tokens; None: it is not so cut.
+
+        `copies` must stay on the device until `close_heads`.
+
+        Args:
+            gather: called after each tile of the loss's backward pass: adds up the gradients that have reached `copies`.
+        """
+        if not (request.grad and self.tiles.has_head(request.layer)):
+            return None
+        opened = self._open_head(request, copies)
+        if opened is None:
+            return None
+        hidden, run = opened
+        if hidden.shape[:-1].numel() <= self.tiles.size:
+            return None
+        (hidden,) = self._device_transfers.to_current([hidden])
+        head = HeadCall(hidden, run, self.tiles.size, gather)
+        with torch.enable_grad():
+            output = TokenTensor.of_head(head)
+        if output is not None:
+            self._open_heads.append(head)
+            request.args, request.kwargs = (), {}  # not kept
+        return output
+
+    def _open_head(self, request: Request, copies: Leaves) -> tuple[Tensor, Callable[[Tensor], Any]] | None:
+        """Return the (..., H) hidden states that a call is given, and its forward as a function of such; None: it is given
+        something else.
+        """
+        layer, given = self.layers[request.layer], LayerInputs.from_request(request)
+        if len(given.tensors) != 1 or not layer.may_be_sliced(given.arguments):
+            return None
+        (hidden,) = given.tensors
+        if not hidden.is_floating_point() or hidden.dim() < 2:
+            return None
+        arguments = given.arguments
+
+        def run(part: Tensor) -> Any:
+            values = arguments.rebuild([part])
+            kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
+            return layer.call_forward(request, values[: arguments.positional], kwargs, copies)
+
+        return hidden, run
+
+    def may_be_head(self, request: Request, copies: Leaves, treats_tokens_alike: TokenProbe) -> bool:
+        """Return whether a call gives each token, by itself, more values than it has: if it is the last, it is a head."""
+        opened = self._open_head(request, copies)
+        if opened is None or opened[0].numel() == 0:
+            return False
+        hidden, run = opened
+        one_token = hidden.detach().reshape(-1, hidden.shape[-1])[:1].view(*[1] * (hidden.dim() - 1), hidden.shape[-1])
+        if not treats_tokens_alike(run, one_token, hidden.dim() - 2):
+            return False
+        with torch.no_grad():
+            made = run(one_token)
+        return isinstance(made, Tensor) and made.dim() == hidden.dim() and made.shape[-1] > hidden.shape[-1]
+
+    def close_heads(self) -> None:
+        """Compute nothing of heads' outputs any more: their weights leave the device."""
+        for head in self._open_heads:
+            head.close()
+        self._open_heads.clear()
 
     def _run_without_grad(self, request: Request, copies: Leaves, rows: Rows) -> Any:
         """Run a call that no gradient goes through, in slices of its rows if `rows` says so; return its outputs."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,16 +26,18 @@ from harmony_ds.model.intercept import Request
 from harmony_ds.model.recorded_call import RecordedCall, WriteCheck
 from harmony_ds.model.sameness import comparison
 from harmony_ds.model.targets import InterLayerGradient, OutputGradient
+from harmony_ds.model.token_tensor import TokenTensor, is_not_computed
 from harmony_ds.model.trees import tensors_in
-from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.profiling.call_measurement import CallMeasurement, MicroBatchMeasurement
 from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
+from harmony_ds.profiling.token_probe import treats_tokens_alike
 from harmony_ds.profiling.watches import FlowWatch, RoutingWatch, extremes
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.streaming import LayerCallObserver
-from harmony_ds.scheduler.costs import CostTable, ForwardBytes, StashBytes, WaitingBytes
+from harmony_ds.scheduler.costs import BackwardBytes, CostTable, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
 _logger = logging.getLogger(__name__)
@@ -136,6 +139,7 @@ class Measurement(LayerCallObserver):
 
     def call_reached(self, request: Request) -> None:
         """Note the bytes of the code since the last call; release that call's inputs."""
+        self._check_last_call()
         calls, interval, lead = self._measured.calls, self._interval, 0
         if calls:
             graph = calls[-1].cost.forward.graph_bytes
@@ -162,7 +166,10 @@ class Measurement(LayerCallObserver):
             call.note_forward(graph_bytes=interval.left(), peak_bytes=interval.peak())
             return outputs
 
+        head = self._begin_head(request, copy)
         interval.begin()
+        if head is not None:  # what it takes, the loss takes
+            return head
         with RoutingWatch() as watch:
             outputs, recorded = self._passes.record(replace(request, forward=forward), copy)
         call.note_forward(peak_bytes=interval.peak())
@@ -175,6 +182,32 @@ class Measurement(LayerCallObserver):
             if not self._surprises:
                 self._propagate(call, recorded, copy, watch.seen)
         return outputs
+
+    def _begin_head(self, request: Request, copy: DeviceCopy) -> TokenTensor | None:
+        """Return the output of a call that is computed in tiles of tokens with the loss; None: it runs now, whole."""
+        tiles, residency = self._runtime.layer_calls.tiles, self._runtime.residency
+        if tiles.size and request.layer not in tiles.heads and request.grad:
+            tiles.heads[request.layer] = self._runtime.layer_calls.may_be_head(
+                request, copy.leaves, treats_tokens_alike
+            )
+        head = self._passes.begin_head(request, copy, partial(_gather, residency, copy))
+        if head is None:
+            return None
+        if residency.accumulates_in_place:
+            _gather_from_zero(copy)
+        trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
+        summed = [slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained if residency.accumulates_in_place]
+        self._measured.calls[-1].note(
+            needs_backward=True, backward=BackwardBytes(summed_bytes=sum(summed)), runs_with_loss=True
+        )
+        return head
+
+    def _check_last_call(self) -> None:
+        """Raise UnseenError if a layer is called after one that was taken for the head."""
+        tiles, calls = self._runtime.layer_calls.tiles, self._measured.calls
+        if calls and calls[-1].cost.runs_with_loss:
+            tiles.heads[calls[-1].layer] = False
+            raise UnseenError(f"layer {self._layers[calls[-1].layer].name} is not the last one that is called.")
 
     def call_finished(self) -> None:
         """Begin to measure the code after the call."""
@@ -293,10 +326,7 @@ class Measurement(LayerCallObserver):
         copy.leaves.drop_gradients()
 
     def _backward(self, call: CallMeasurement, recorded: RecordedCall, copy: DeviceCopy) -> None:
-        def gather() -> None:  # what is of another dtype than its sum leaves the parameters
-            if not self._runtime.residency.accumulates_in_place:
-                copy.leaves.drop_gradients()
-
+        gather = partial(_gather, self._runtime.residency, copy)
         with self._passes.made_up_gradients(recorded) as reached:
             self._interval.begin()
             if recorded.slicing is None:
@@ -401,6 +431,12 @@ class MemoryInterval:
         return self.alive() - self._before
 
 
+def _gather(residency: Residency, copy: DeviceCopy) -> None:
+    """Let gradients of another dtype than their sums leave the parameters."""
+    if not residency.accumulates_in_place:
+        copy.leaves.drop_gradients()
+
+
 def _gather_from_zero(copy: DeviceCopy) -> None:
     for leaf in copy.leaves.values():
         if leaf.requires_grad:
@@ -409,7 +445,8 @@ def _gather_from_zero(copy: DeviceCopy) -> None:
 
 def _storage_bytes(tree: Any) -> int:
     """Return the bytes of the memory that the tensors of `tree` are in."""
-    storages = [tensor.untyped_storage() for tensor in tensors_in(tree) if tensor.layout is torch.strided]
+    tensors = [tensor for tensor in tensors_in(tree) if not is_not_computed(tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
     return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
 
 

@@ -6,7 +6,7 @@ outlives them. All that measures layer calls runs the model with them, and obser
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Request, handled_by
 from harmony_ds.model.recorded_call import RecordedCall
 from harmony_ds.model.targets import GradientSum, GradientTarget
+from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.untouched import Untouched, untouched
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.profiling.sample import Sample
@@ -52,6 +53,7 @@ class ModelPasses(LayerCallObserver):
         self.untouched = Untouched()
         self.inter_layer = InterLayerGraph()
         self.call_number = 0
+        self._weights_of_head: Collection[Tensor] = ()
 
     # ---- passes
 
@@ -101,6 +103,8 @@ class ModelPasses(LayerCallObserver):
         """
         self.call_number = 0
         self.inter_layer = InterLayerGraph()
+        self._streamer.release_kept()
+        self._weights_of_head = ()
         self._runtime.random.start(self, sample.seed)
         settings = self._runtime.contract.settings
         settings.begin()
@@ -125,11 +129,14 @@ class ModelPasses(LayerCallObserver):
         self.untouched.layer = copy.leaves.values()
 
     def call_finished(self) -> None:
-        """Forget the parameters of the layer that was called."""
-        self.untouched.layer = ()
+        """Forget the parameters of the layer that was called, unless its output is computed with the loss."""
+        self.untouched.layer = self._weights_of_head
 
     def run_and_discard(self, request: Request, copy: DeviceCopy) -> Any:
         """Run a layer call without keeping what is needed to propagate through it; return its outputs."""
+        head = self.begin_head(request, copy, copy.leaves.drop_gradients)
+        if head is not None:
+            return head
         outputs, recorded = self.record(request, copy)
         if recorded is not None:
             self._runtime.layer_calls.discard(recorded)
@@ -142,6 +149,20 @@ class ModelPasses(LayerCallObserver):
         return self._runtime.layer_calls.forward(
             request, number, copy.leaves, self.inter_layer, self._runtime.random.snapshot, self.rows
         )
+
+    def begin_head(self, request: Request, copy: DeviceCopy, gather: Callable[[], None]) -> TokenTensor | None:
+        """Return the output of a head, which is computed with the loss, with its weights on the device until then.
+
+        None: the call is to be run now. `gather`: see `LayerCalls.begin_head`.
+        """
+        if self.rows.cuts:
+            return None
+        head = self._runtime.layer_calls.begin_head(request, copy.leaves, gather)
+        if head is not None:
+            self.call_number += 1
+            self._streamer.keep(copy)
+            self._weights_of_head = copy.leaves.values()
+        return head
 
     def switch_to_own_random_numbers(self) -> None:
         """Go on with the pass's random numbers after those of a replayed call."""

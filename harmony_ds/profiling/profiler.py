@@ -198,6 +198,9 @@ class Profiler:
         key = self._file.key(calls, shapes_of(sample.inputs))
         if sizes is None or sizes.cut:
             key["pieces"] = SEVERAL if sizes is None else str(sizes)
+        tiles = self._runtime.layer_calls.tiles
+        if tiles.size:
+            key["tokens"] = f"tiles of {tiles.size}"
         return key
 
     def _load(self, key: dict[str, str]) -> Profile | None:

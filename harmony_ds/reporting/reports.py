@@ -188,6 +188,8 @@ class PlanReport:
             f"({self.peak_error:+.1%})",
             f"  swapped       {self.planned.total:,} bytes planned, {self.swapped_bytes:,} counted",
         ]
+        if best.policy.tile_tokens:
+            lines.append(f"  tiles         the last layer and the loss take {best.policy.tile_tokens} tokens at a time")
         sent, moved = self.planned.sent, self.planned.moved
         if sent:
             lines.append(f"  between       {sent:,} bytes to other devices planned, {self.sent_bytes:,} counted")

@@ -137,6 +137,7 @@ class Executor:
                 if not self.backward_begun:
                     runtime.random.check_drawn()
             finally:
+                runtime.layer_calls.close_heads()
                 runtime.device_transfers.finish()
                 runtime.joins.forget()
                 runtime.random.close()
@@ -349,7 +350,8 @@ class Executor:
         """Return the outputs of a layer call as part of the micro-batch's graph."""
         micro_batch.pass_position(position)
         self._train(task.pack, request)
-        return self._runtime.layer_calls.run_attached(request, leaves)
+        head = self._runtime.layer_calls.begin_head(request, leaves, partial(self._accumulate, task.pack))
+        return self._runtime.layer_calls.run_attached(request, leaves) if head is None else head
 
     def _fused(self, task: Task) -> None:
         plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]
@@ -372,6 +374,7 @@ class Executor:
             except ModelError:  # a loss that is not its own, of calls that should not have been joined
                 self._runtime.joins.check()
                 raise
+        self._runtime.layer_calls.close_heads()
         self._runtime.random.check_drawn()
         self._runtime.joins.issue_checks()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):

@@ -57,6 +57,7 @@ class Streamer:
         self._next_layer: dict[int, int] = {}
         self._prefetched: dict[int, DeviceCopy] = {}  # by layer
         self._used_between_calls: dict[str, DeviceCopy] = {}  # by name of the parameter
+        self._kept: list[DeviceCopy] = []  # of heads, until their outputs have been computed
         # Held while open only: an observer may hold this streamer.
         self._run_call: RunCall | None = None
         self._observers: Sequence[LayerCallObserver] = ()
@@ -110,6 +111,7 @@ class Streamer:
             self._runtime.installation.fetch = None
             self.is_open = False
             self._run_call, self._observers = None, ()
+            self.release_kept()
             for left in (copy, *self._used_between_calls.values(), *self._prefetched.values()):
                 self._runtime.residency.evict(left)
             self._used_between_calls.clear()
@@ -129,10 +131,21 @@ class Streamer:
                 self._wait_for(copy)
                 return self._run_call(request, copy)
             finally:
-                self._runtime.residency.evict(copy)
+                if copy not in self._kept:
+                    self._runtime.residency.evict(copy)
                 del copy  # or its memory would be there until this returns
                 for observer in self._observers:
                     observer.call_finished()
+
+    def keep(self, copy: DeviceCopy) -> None:
+        """Keep the weights of the call that runs now until `release_kept`: what it gives is computed later."""
+        self._kept.append(copy)
+
+    def release_kept(self) -> None:
+        """Evict the weights that were kept, of which nothing is computed any more."""
+        self._runtime.layer_calls.close_heads()
+        while self._kept:
+            self._runtime.residency.evict(self._kept.pop())
 
     def _run_without_gradients(self, request: Request, copy: DeviceCopy) -> Any:
         return self._runtime.layer_calls.run_attached(request, copy.leaves)

@@ -123,6 +123,7 @@ class CallCost:
     Attributes:
         waiting, stash, forward, backward: the bytes, see there.
         needs_backward: whether a gradient flows through this call at all.
+        runs_with_loss: whether it runs in tiles of tokens with the loss, whose bytes and time are its own, too.
         keeps_graph: whether a fused pack that begins here keeps all its graphs until its backward is done, because
             the code before it and the code in it share theirs.
         forward_ms: running it forward, and the code between it and the next call.
@@ -137,6 +138,7 @@ class CallCost:
     backward: BackwardBytes = field(default_factory=BackwardBytes)
     needs_backward: bool = False
     keeps_graph: bool = False
+    runs_with_loss: bool = False
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     fused_ms: float = 0.0
@@ -156,6 +158,7 @@ class CallCost:
             backward=_larger(self.backward, other.backward),
             needs_backward=self.needs_backward or other.needs_backward,
             keeps_graph=self.keeps_graph or other.keeps_graph,
+            runs_with_loss=self.runs_with_loss or other.runs_with_loss,
             forward_ms=max(self.forward_ms, other.forward_ms),
             backward_ms=max(self.backward_ms, other.backward_ms),
             fused_ms=max(self.fused_ms, other.fused_ms),

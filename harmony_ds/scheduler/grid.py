@@ -97,6 +97,8 @@ def _head(plan: Plan) -> Iterator[str]:
             f"micro-batches go through layers in slices of {policy.forward_rows or 'all'} rows forward and "
             f"{policy.backward_rows or 'all'} rows backward"
         )
+    if policy.tile_tokens:
+        yield f"the last layer and the loss run in tiles of {policy.tile_tokens} tokens"
     updates = "when the norm of all gradients is known" if policy.deferred_update else "as gradients arrive"
     yield f"stash {stash}; updates {updates}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
 

@@ -180,12 +180,14 @@ class PackBytes:
 
     def _missing_sums(self, pack: Pack) -> list[int]:
         """Return the sums of gradients that are not there yet while the first micro-batch is propagated through each call,
-        and, as the last number, before that: the pack's, less those of this call and of the later ones.
+        and, as the last number, before that: the pack's, less those of this call and of the later ones. Those of calls that
+        run with the loss come with the loss.
         """
         summed = [call.backward.summed_bytes for call in self._calls]
         if sum(summed) < pack.gradient_bytes:  # sums of another dtype: they come when the micro-batch is through
             return [0] * (len(summed) + 1)
-        missing = [pack.gradient_bytes]
+        with_loss = sum(call.backward.summed_bytes for call in self._calls if call.runs_with_loss)
+        missing = [pack.gradient_bytes - min(with_loss, pack.gradient_bytes)]
         there = 0
         for nbytes in reversed(summed):
             there += nbytes

@@ -189,7 +189,8 @@ class Packing:
 class Policy:
     """Places and times of tasks: as the ds_config says (the first three), and as the search decides.
 
-    Of one kind of update (`deferred_update`), size of slices and number of devices, every policy gives the same bits.
+    Of one kind of update (`deferred_update`), size of slices and tiles, and number of devices, every policy gives the same
+    bits.
 
     Attributes:
         stash_on_host: how many of the first forward packs have their stashed inputs wait on the host between forward
@@ -201,6 +202,7 @@ class Policy:
             forward to backward, so that nothing is recomputed; empty: of none. Packs that are kept or resident alone.
         joined_count: how many micro-batches' rows go through a layer at a time, as one micro-batch of the plan.
         forward_rows, backward_rows: how many rows of such a one go through a layer at a time; 0: all of them.
+        tile_tokens: how many tokens go through the model's last layer and the loss at a time; 0: all of a micro-batch's.
         devices: how many of one server train the model, each with such a plan and micro-batches of its own.
         servers: how many do so, each with so many devices, and with all weights and updates for itself.
         shared: of several devices, each swaps in a share of every pack, and has the rest from the others.
@@ -222,6 +224,7 @@ class Policy:
     joined_count: int = 1
     forward_rows: int = 0
     backward_rows: int = 0
+    tile_tokens: int = 0
     devices: int = 1
     servers: int = 1
     shared: bool = False

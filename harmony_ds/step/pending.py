@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +26,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from harmony_ds.errors import BatchError, UnsupportedError
-from harmony_ds.model.boundary import next_nodes, reachable_nodes, targets_of
+from harmony_ds.model.boundary import in_autograd_function, next_nodes, reachable_nodes, targets_of
 from harmony_ds.model.intercept import Autocast
 
 _VIEWS = frozenset(
@@ -66,7 +64,6 @@ _ENTRANCE = "harmony_ds: an output as the program was given it"
 """Key in the metadata of its node in autograd's graph."""
 _MOST_PARTS = 16
 """Results of one function that may wait; where there are more (rows of a batch), they are computed at once."""
-_AUTOGRAD_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _SHAPE = frozenset("shape ndim dim size numel nbytes __len__".split())
 _METADATA = _SHAPE.union(
     "dtype device layout is_floating_point is_complex is_cuda is_cpu is_meta is_sparse is_quantized element_size".split()
@@ -343,7 +340,7 @@ def _defer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             "elsewhere (an attribute of a module, or what a hook has kept). Let the model return that tensor; or read a "
             "value of the outputs first (loss.item()): then forward has run, and has left the one of this call."
         )
-    if not nodes or elsewhere or (not grad and _in_autograd_function()):
+    if not nodes or elsewhere or (not grad and in_autograd_function()):
         return None
     autocast = Autocast.current(nodes[0].device.type)
 
@@ -382,16 +379,6 @@ def _defer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 def _part(func: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> Any:
     """Return one of several results of `func`, which runs once for each of them."""
     return func(*args, **kwargs)[place]
-
-
-def _in_autograd_function() -> bool:
-    """Return whether the forward of an `autograd.Function` runs on this thread."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _AUTOGRAD_FUNCTION:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _predicted_result(function: Callable[[Iterable[Any]], Any], operands: Sequence[Any]) -> Any:

@@ -15,6 +15,7 @@ from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, positions_of, slab_bytes
 from harmony_ds.distributed.exchange import buffer_bytes
 from harmony_ds.errors import DoesNotFitError, ModelError
+from harmony_ds.model.trees import tensors_in
 from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.profiling.profile_cache import ProfileFile
 from harmony_ds.profiling.profiler import Profiler
@@ -36,6 +37,9 @@ from harmony_ds.step.call_sizes import CallSizes
 _logger = logging.getLogger(__name__)
 
 _TOP = 10
+_TILES = (1024, 256, 64, 16, 4)
+"""Tokens of a tile, as "auto" tries them. With more the loss is hardly faster: it computes most of the time, and the last
+layer's gradient is added up once for each tile."""
 _GRAINS = 64
 """Part of the budget, by which the room for shared losses grows where it has been too small."""
 _FREE_PARTS, _MOST_FREE_PARTS = 32, 4
@@ -65,6 +69,11 @@ class Planner:
         )
         self.graph = graph
         """Layers, and their call order once a micro-batch has been seen."""
+        tiles = runtime.layer_calls.tiles
+        if saved is not None:
+            tiles.size = saved.policy.tile_tokens
+        elif isinstance(config.harmony.tokens, int):
+            tiles.size = config.harmony.tokens
         self._sized: SizedCosts | None = None
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
@@ -127,10 +136,42 @@ class Planner:
         if self._before_bytes is None:
             self._before_bytes = others_bytes(self._runtime)
             self._host_bytes = host_room_bytes(self._runtime)
-        moved = self._plan_with(sample)
+        moved = self._plan_that_fits(sample)
         shapes = shapes_of((sample.inputs, sample.inputs_beside))
         self._measured.append((shapes, sample.modes if sample.trains else b""))
         return moved
+
+    def _plan_that_fits(self, sample: Sample) -> tuple[int, ...]:
+        """Plan with whole calls; where nothing fits, with the model's last layer and the loss in tiles of tokens."""
+        tiles = self._runtime.layer_calls.tiles
+        sizes = self._smaller_tiles(sample) if self._settings.tokens == "auto" and self._saved is None else []
+        before, failure = tiles.size, None
+        for size in (before, *sizes):
+            tiles.size = size
+            try:
+                moved = self._plan_with(sample)
+            except DoesNotFitError as error:
+                failure = failure or error.with_traceback(None)
+                if size and not any(tiles.heads.values()):
+                    break
+                continue
+            if size != before:
+                _logger.warning(
+                    "%s and the loss run in tiles of %d tokens, since no plan for all %s of a micro-batch at once fits "
+                    "(harmony.tokens)",
+                    ", ".join(self.graph.layers[layer].name for layer, is_head in tiles.heads.items() if is_head),
+                    size,
+                    f"{_most_tokens(sample):,}",
+                )
+            return moved
+        tiles.size = before
+        assert failure is not None
+        raise failure
+
+    def _smaller_tiles(self, sample: Sample) -> list[int]:
+        """Return the sizes of tiles to try where those in force do not fit."""
+        now = self._runtime.layer_calls.tiles.size or _most_tokens(sample)
+        return [size for size in _TILES if size < now]
 
     def _choose_quickly(self, costs: CostTable, sizes: Sizes) -> Choice:
         return self._choose(self.graph_with(costs.calls), costs, self._group_size, sizes, thorough=False)[0]
@@ -263,10 +304,19 @@ class Planner:
             resident_bytes=self._resident_bytes(graph),
             exchange_bytes=self._runtime.world.reduce_bytes(self._runtime.device),
             policy=replace(
-                self._policy, joined_count=sizes.joined_count, forward_rows=sizes.forward, backward_rows=sizes.backward
+                self._policy,
+                joined_count=sizes.joined_count,
+                forward_rows=sizes.forward,
+                backward_rows=sizes.backward,
+                tile_tokens=self._tile_tokens,
             ),
             host_bytes=self._host_bytes,
         )
+
+    @property
+    def _tile_tokens(self) -> int:
+        tiles = self._runtime.layer_calls.tiles
+        return tiles.size if any(tiles.heads.values()) else 0
 
     @property
     def beside_bytes(self) -> int:
@@ -379,6 +429,11 @@ def host_room_bytes(runtime: Runtime) -> int | None:
     free = free_host_bytes()
     coming = 0 if runtime.optimizer is None else runtime.optimizer.unallocated_bytes()
     return None if free is None else max(0, free - coming) // runtime.world.local_size
+
+
+def _most_tokens(sample: Sample) -> int:
+    """Return how many tokens a micro-batch has at most: the largest number of places in two dimensions of its tensors."""
+    return max((t.shape[:2].numel() for t in tensors_in(sample.inputs) if t.dim() > 1), default=0)
 
 
 def _dominates(known: InputShapes, shapes: InputShapes) -> bool:

@@ -88,6 +88,7 @@ def test_the_harmony_block_is_read() -> None:
         "keep_graphs": False,
         "split_masters": True,
         "reduce": "host",
+        "tokens": 512,
     }
     settings = load(harmony=block, bf16={"enabled": True}).harmony
 

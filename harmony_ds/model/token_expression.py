@@ -1,0 +1,425 @@
+"""Functions of the values that a model's head gives each token, evaluated a tile of tokens at a time.
+
+    hidden states of a tile --head--> values of its tokens --the program's functions--> what is left of each token
+
+An `Expression` says what the program has computed of the head's output, for each token by itself. `compute_in_tiles` runs
+it tile by tile and puts together what is left of each token; its backward pass runs head and expression again, tile by
+tile, so that neither pass ever holds the values of all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from harmony_ds.errors import ModelError
+from harmony_ds.model.boundary import propagate
+from harmony_ds.model.intercept import Autocast, handled_by
+
+with torch.inference_mode(False), torch.enable_grad():
+    _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
+"""An input of every tiled function, so that autograd takes its outputs to require gradients; it never gets one itself."""
+
+
+class HeadCall:
+    """The call of a model's head, made for some of its tokens at a time: the layer that gives each token many values.
+
+    Attributes:
+        hidden: (tokens, H) its argument, with its graph; the tokens of all rows, one after the other.
+        rank: how many dimensions of the argument count tokens.
+        tile: how many tokens run at a time.
+        gather: called after each tile of a backward pass: adds up the gradients that the tile has left on parameters.
+    """
+
+    def __init__(self, hidden: Tensor, run: Callable[[Tensor], Tensor], tile: int, gather: Callable[[], None]) -> None:
+        """`hidden`: (..., H). `run` makes the output of (1, ..., n, H) hidden states of n tokens, on the head's weights."""
+        with torch.enable_grad():
+            self.hidden = hidden.reshape(-1, hidden.shape[-1])
+        self.rank = hidden.dim() - 1
+        self.token_shape = hidden.shape[:-1]
+        self.tile = tile
+        self.gather = gather
+        self._run: Callable[[Tensor], Tensor] | None = run
+
+    def run(self, hidden: Tensor) -> Tensor:
+        """Return the (n, V) output for (n, H) hidden states.
+
+        Raises:
+            ModelError: the head's weights have left the device.
+        """
+        if self._run is None:
+            raise ModelError(
+                "the output of the model's last layer is used after its step, and has not been computed: it is computed "
+                "in tiles of tokens, while the weights are on the device. Use it before engine.step(), keep what is made "
+                'of it (a loss, the largest values), or set "harmony": {"tokens": "off"}.'
+            )
+        made = self._run(hidden.view(*[1] * (self.rank - 1), *hidden.shape))
+        return made.view(hidden.shape[0], made.shape[-1])
+
+    def close(self) -> None:
+        """Let go of the head's weights, which leave the device."""
+        self._run = None
+        self.gather = _nothing
+
+
+def _nothing() -> None:
+    """Add up no gradients."""
+
+
+# ---- expressions
+
+
+class Expression(Protocol):
+    """Values of tokens, or what the program has made of them, at places that are numbered from 0."""
+
+    def evaluate(self, places: Tensor, tile: Tile) -> Tensor:
+        """Return (n, W): the values at n `places`."""
+
+
+class HeadOutput:
+    """The expression of the head's output itself; its places are the tokens."""
+
+    def evaluate(self, places: Tensor, tile: Tile) -> Tensor:
+        return tile.head_output(places)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """An operand of a function: the values of `expression` at `of`, (tokens' shape) places of the expression."""
+
+    expression: Expression
+    of: Tensor
+
+    def at(self, places: Tensor, tile: Tile, rank: int) -> Tensor:
+        """Return its values at `places` of the function that it is an operand of: (1, ..., n, W), `rank` + 1 dimensions."""
+        values = tile.evaluate(self.expression, self.of.reshape(-1)[places])
+        return values.view(*[1] * (rank - 1), *values.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """An operand of a function: a tensor beside the tokens' values, such as labels, a mask, or a teacher's logits.
+
+    Attributes:
+        value: the tensor.
+        token_shape: of the tokens, if it has values for each; None: all tokens share it.
+    """
+
+    value: Tensor
+    token_shape: torch.Size | None
+
+    def at(self, places: Tensor, tile: Tile, rank: int) -> Tensor:
+        """Return its part for `places`: (1, ..., n, W)."""
+        value = tile.beside(self)
+        if self.token_shape is None:
+            return value
+        whole = value.expand(*self.token_shape, value.shape[-1])
+        taken = whole[torch.unravel_index(places.to(value.device), self.token_shape)]
+        return taken.view(*[1] * (rank - 1), *taken.shape)
+
+
+@dataclass(slots=True, eq=False)
+class Applied:
+    """The expression of a function that the program has applied to values of tokens, to each token by itself.
+
+    Attributes:
+        function: is called with tensors of the program's number of dimensions, whose tokens all lie in the last but one.
+        operands: its arguments, flat: `Placed`, `Beside`, and what is no tensor.
+        structure: how the arguments are put together again.
+        rank: how many dimensions counted tokens where the program called it.
+        grad, autocast: the modes that it was called in.
+    """
+
+    function: Callable[..., Any]
+    operands: Sequence[Any]
+    structure: TreeSpec
+    rank: int
+    grad: bool
+    autocast: Autocast | None
+
+    def evaluate(self, places: Tensor, tile: Tile) -> Tensor:
+        (values,) = self.results(places, tile)
+        return values
+
+    def results(self, places: Tensor, tile: Tile) -> list[Tensor]:
+        """Return all that the function gives at n `places`, each as (n, ...)."""
+
+        def stands_in(operand: Any) -> Any:
+            return operand.at(places, tile, self.rank) if isinstance(operand, Placed | Beside) else operand
+
+        made = self.call(stands_in)
+        several = made if isinstance(made, tuple) else (made,)
+        return [one.reshape(places.numel(), *one.shape[self.rank :]) for one in several]
+
+    def call(self, stands_in: Callable[[Any], Any]) -> Any:
+        """Call the function with what `stands_in` returns for each operand, in the modes that the program called it in."""
+        args, kwargs = tree_unflatten([stands_in(operand) for operand in self.operands], self.structure)
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()), Autocast.entered(self.autocast):
+            return self.function(*args, **kwargs)
+
+
+def tensors_beside(expression: Expression) -> list[Beside]:
+    """Return the operands of `expression` that may get gradients of their own, each once."""
+    found: dict[Beside, None] = {}
+    seen: set[int] = set()
+    todo = [expression]
+    while todo:
+        one = todo.pop()
+        if not isinstance(one, Applied) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        found |= {own: None for own in one.operands if isinstance(own, Beside) and own.value.requires_grad}
+        todo += [own.expression for own in one.operands if isinstance(own, Placed)]
+    return list(found)
+
+
+# ---- tiles
+
+
+class Tile:
+    """Some tokens, or all, while an expression is evaluated for them: what is known of it, and where its graph begins.
+
+    Attributes:
+        hidden: per run of the head: the tokens, and their hidden states.
+        known_beside: by operand, what stands for it.
+    """
+
+    def __init__(self, head: HeadCall, hidden: Tensor, known_beside: dict[Beside, Tensor], is_cut: bool) -> None:
+        """`hidden`: of all tokens. `is_cut`: the graph of the tile begins at the hidden states of its tokens."""
+        self._head = head
+        self._all_hidden = hidden
+        self._is_cut = is_cut
+        self.known_beside = known_beside
+        self.hidden: list[tuple[Tensor, Tensor]] = []
+        self._known: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def evaluate(self, expression: Expression, places: Tensor) -> Tensor:
+        """Return the values of `expression` at `places`: those that are known, if it has been evaluated there already."""
+        known = self._known.setdefault(id(expression), [])
+        for others, values in known:
+            if torch.equal(others, places):
+                return values
+        values = expression.evaluate(places, self)
+        known.append((places, values))
+        return values
+
+    def head_output(self, tokens: Tensor) -> Tensor:
+        """Run the head on the hidden states of `tokens`."""
+        hidden = _taken(self._all_hidden, tokens)
+        if self._is_cut:
+            hidden = hidden.detach().requires_grad_(self._all_hidden.requires_grad and torch.is_grad_enabled())
+        self.hidden.append((tokens, hidden))
+        return self._head.run(hidden)
+
+    def beside(self, operand: Beside) -> Tensor:
+        """Return the tensor of `operand`."""
+        return self.known_beside.get(operand, operand.value)
+
+
+def _taken(hidden: Tensor, tokens: Tensor) -> Tensor:
+    """Return the hidden states of `tokens`: a view, if they lie one after the other."""
+    first = _first_of_run(tokens)
+    return hidden[tokens.to(hidden.device)] if first is None else hidden.narrow(0, first, tokens.numel())
+
+
+def _first_of_run(tokens: Tensor) -> int | None:
+    """Return the first of `tokens` (on the host), if each is the one after the one before; else None."""
+    if not tokens.numel():
+        return 0
+    first = int(tokens[0])
+    return first if torch.equal(tokens, torch.arange(first, first + tokens.numel())) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledWork:
+    """An expression to be evaluated at places, tile by tile.
+
+    Attributes:
+        places: (n), on the host.
+        has_graph: whether gradients flow through it.
+    """
+
+    head: HeadCall
+    expression: Expression
+    places: Tensor
+    has_graph: bool
+
+    def tiles(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number of the first place of each tile among all, and the tile's places."""
+        for first in range(0, self.places.numel(), self.head.tile):
+            yield first, self.places[first : first + self.head.tile]
+
+    def results(self, tile: Tile, places: Tensor) -> list[Tensor]:
+        """Return what is left of each of `places`."""
+        with self._modes():
+            if isinstance(self.expression, Applied):
+                return self.expression.results(places, tile)
+            return [tile.evaluate(self.expression, places)]
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        # With a graph in forward, too: whether one is built decides which kernels run, and both passes must agree.
+        with torch.set_grad_enabled(self.has_graph), handled_by(None):
+            yield
+
+    def compute(self, hidden: Tensor) -> list[Tensor]:
+        """Return what is left of each place: (n, ...) tensors without a graph."""
+        whole: list[Tensor] = []
+        for first, places in self.tiles():
+            made = [one.detach() for one in self.results(Tile(self.head, hidden, {}, is_cut=True), places)]
+            if not whole:
+                shapes = [(self.places.numel(), *one.shape[1:]) for one in made]
+                whole = [one.new_empty(shape) for one, shape in zip(made, shapes, strict=True)]
+            for all_places, one in zip(whole, made, strict=True):
+                all_places.narrow(0, first, places.numel()).copy_(one)
+            del made, one
+        return whole
+
+    def propagate(
+        self, hidden: Tensor, beside: dict[Beside, Tensor], gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Run everything again, tile by tile, and propagate `gradients` of the results through each.
+
+        Returns:
+            The gradients of `hidden` and of the tensors `beside`. Those of parameters have been gathered.
+        """
+        total = torch.zeros_like(hidden) if hidden.requires_grad else None
+        sums: list[Tensor | None] = [None] * len(beside)
+        for first, places in self.tiles():
+            with torch.enable_grad():
+                cut = {operand: value.detach().requires_grad_() for operand, value in beside.items()}
+            tile = Tile(self.head, hidden, cut, is_cut=True)
+            made = self.results(tile, places)
+            parts = [None if one is None else one.narrow(0, first, places.numel()) for one in gradients]
+            runs = tile.hidden
+            del tile
+            _propagate(made, parts)
+            del made, parts
+            self.head.gather()
+            if total is not None:
+                _add_of_tile(total, runs)
+            _add_beside(sums, cut)
+            del runs, cut
+        return total, sums
+
+
+def _propagate(made: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    edges, arrived = [], []
+    for one, gradient in zip(made, gradients, strict=True):
+        if gradient is not None and one.requires_grad:
+            edges.append(get_gradient_edge(one))
+            arrived.append(gradient)
+    made.clear()  # autograd frees what it does not need any more on its way
+    if edges:
+        propagate(edges, arrived)
+
+
+def _add_of_tile(total: Tensor, runs: list[tuple[Tensor, Tensor]]) -> None:
+    """Add the gradients of the hidden states of one tile to those of all tokens; `runs`: `Tile.hidden`."""
+    for tokens, hidden in runs:
+        if hidden.grad is None:
+            continue
+        first = _first_of_run(tokens)
+        if first is None:
+            total.index_add_(0, tokens.to(total.device), hidden.grad)
+        else:
+            total.narrow(0, first, tokens.numel()).add_(hidden.grad)
+
+
+def _add_beside(sums: list[Tensor | None], cut: dict[Beside, Tensor]) -> None:
+    """Add the gradients that one tile has left on tensors beside the tokens' values to `sums`."""
+    for place, value in enumerate(cut.values()):
+        known = sums[place]
+        if value.grad is not None:
+            sums[place] = value.grad if known is None else known + value.grad
+
+
+# ---- in autograd's graph
+
+
+def compute_in_tiles(work: TiledWork) -> list[Tensor]:
+    """Return what is left of each place, as (n, ...) tensors whose backward pass runs in tiles, too."""
+    if not work.has_graph:
+        return work.compute(work.head.hidden)
+    beside = tensors_beside(work.expression)
+    made: tuple[Tensor, ...] = _ComputedInTiles.apply(  # type: ignore[no-untyped-call]
+        _ANCHOR, work, beside, work.head.hidden, *[operand.value for operand in beside]
+    )
+    return list(made)
+
+
+def stand_in_with_graph(work: TiledWork, make: Callable[[], Tensor], values_dim: int) -> Tensor:
+    """Return what `make` returns, a stand-in for all results of `work`, as a tensor that gradients may come to.
+
+    Args:
+        values_dim: dimension of the stand-in that holds a token's values.
+    """
+    beside = tensors_beside(work.expression)
+    made: Tensor = _NotComputed.apply(  # type: ignore[no-untyped-call]
+        _ANCHOR, work, make, values_dim, beside, work.head.hidden, *[operand.value for operand in beside]
+    )
+    return made
+
+
+class _ComputedInTiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, work: TiledWork, beside: list[Beside], hidden: Tensor, *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.harmony_work, ctx.harmony_beside = work, beside
+        ctx.save_for_backward(hidden, *values)
+        made = work.compute(hidden)
+        ctx.mark_non_differentiable(*[one for one in made if not one.is_floating_point()])
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        hidden, *values = ctx.saved_tensors
+        beside = dict(zip(ctx.harmony_beside, values, strict=True))
+        total, sums = ctx.harmony_work.propagate(hidden, beside, gradients)
+        return (None, None, None, total, *sums)
+
+
+class _NotComputed(torch.autograd.Function):
+    """Autograd's node of a stand-in: for gradients that come to it by code that took it for a tensor with memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        work: TiledWork,
+        make: Callable[[], Tensor],
+        values_dim: int,
+        beside: list[Beside],
+        hidden: Tensor,
+        *values: Tensor,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.harmony_work, ctx.harmony_beside, ctx.harmony_dim = work, beside, values_dim
+        ctx.save_for_backward(hidden, *values)
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        if gradient is None:
+            return (None,) * (6 + len(ctx.harmony_beside))
+        hidden, *values = ctx.saved_tensors
+        gradient = gradient.movedim(ctx.harmony_dim, -1)
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        beside = dict(zip(ctx.harmony_beside, values, strict=True))
+        total, sums = ctx.harmony_work.propagate(hidden, beside, [gradient])
+        return (None, None, None, None, None, total, *sums)
+
+
+def evaluate_whole(work: TiledWork) -> Tensor:
+    """Return (n, W): the values at all places at once, with their graph."""
+    with torch.set_grad_enabled(work.has_graph), handled_by(None):
+        return Tile(work.head, work.head.hidden, {}, is_cut=False).evaluate(work.expression, work.places)

@@ -1,0 +1,22 @@
+"""What one engine cuts into tiles of tokens, because it does not fit on the device whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class TokenTiles:
+    """Which calls are made a tile of tokens at a time; `Planner` decides whether, and measuring finds which can be.
+
+    Attributes:
+        size: how many tokens a tile has; 0: nothing is cut.
+        heads: by layer, whether its output is computed in tiles, with the loss; those not tried yet are missing.
+    """
+
+    size: int = 0
+    heads: dict[int, bool] = field(default_factory=dict)
+
+    def has_head(self, layer: int) -> bool:
+        """Return whether calls of `layer` are made in tiles of tokens, with the loss."""
+        return self.size > 0 and self.heads.get(layer, False)

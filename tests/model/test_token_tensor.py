@@ -1,0 +1,279 @@
+"""What a program makes of a head's output equals what it makes of a plain tensor; losses never hold all of its tokens."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from harmony_ds.model.token_expression import HeadCall
+from harmony_ds.model.token_tensor import TokenTensor
+
+ROWS, LENGTH, HIDDEN, VOCABULARY = 2, 12, 8, 64
+TILE = 5
+Program = Callable[[Tensor, "Data"], Tensor]
+
+
+class Data:
+    """Tensors beside the logits, the same at every call."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.labels = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+        self.labels[0, :3] = -100
+        self.mask = torch.rand(ROWS, LENGTH, generator=generator) > 0.3
+        self.teacher = torch.randn(ROWS, LENGTH, VOCABULARY, generator=generator)
+        self.advantages = torch.randn(ROWS, 1, generator=generator)
+        self.class_weights = torch.rand(VOCABULARY, generator=generator) + 0.5
+        self.temperature = nn.Parameter(torch.tensor(1.3))
+        self.bias = nn.Parameter(torch.randn(VOCABULARY, generator=generator))
+
+
+def head_of(module: nn.Module, hidden: Tensor) -> HeadCall:
+    return HeadCall(hidden, module, TILE, lambda: None)
+
+
+def hidden_states() -> Tensor:
+    return torch.randn(ROWS, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+def linear() -> nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return nn.Linear(HIDDEN, VOCABULARY)
+
+
+# ---- programs: from logits to a loss
+
+
+def transformers_loss(logits: Tensor, data: Data) -> Tensor:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return ForCausalLMLoss(logits, data.labels, VOCABULARY)
+
+
+def transformers_loss_of_many(logits: Tensor, data: Data) -> Tensor:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return ForCausalLMLoss(logits, data.labels, VOCABULARY, num_items_in_batch=torch.tensor(31))
+
+
+def shifted(logits: Tensor, data: Data) -> Tensor:
+    logits, labels = logits[..., :-1, :].contiguous(), data.labels[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+
+
+def smoothed_and_weighted(logits: Tensor, data: Data) -> Tensor:
+    flat, labels = logits.flatten(0, 1), data.labels.flatten()
+    return F.cross_entropy(flat, labels, weight=data.class_weights, label_smoothing=0.1)
+
+
+def classes_in_dimension_1(logits: Tensor, data: Data) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), data.labels) + F.cross_entropy(logits.permute(0, 2, 1), data.labels)
+
+
+def losses_of_tokens(logits: Tensor, data: Data) -> Tensor:
+    losses = F.cross_entropy(logits.reshape(-1, VOCABULARY), data.labels.reshape(-1), reduction="none")
+    return (losses.view(ROWS, LENGTH) * data.mask).sum() / data.mask.sum()
+
+
+def probabilities_as_targets(logits: Tensor, data: Data) -> Tensor:
+    return F.cross_entropy(logits.view(-1, VOCABULARY), data.teacher.softmax(-1).view(-1, VOCABULARY))
+
+
+def soft_cap(logits: Tensor, data: Data) -> Tensor:
+    return transformers_loss(torch.tanh(logits / 30.0) * 30.0, data)
+
+
+def scaled_by_parameters(logits: Tensor, data: Data) -> Tensor:
+    return transformers_loss(logits / data.temperature + data.bias, data)
+
+
+def log_probabilities_of_labels(logits: Tensor, data: Data) -> Tensor:
+    labels = data.labels[:, 1:].clamp(min=0)
+    log_probabilities = logits[:, :-1].log_softmax(-1).gather(dim=2, index=labels.unsqueeze(2)).squeeze(2)
+    return -F.logsigmoid((log_probabilities * data.mask[:, 1:]).sum(-1)).mean()
+
+
+def log_probabilities_by_logsumexp(logits: Tensor, data: Data) -> Tensor:
+    labels, logits = data.labels[:, 1:].clamp(min=0), logits[:, :-1] / 0.7
+    chosen = torch.gather(logits, dim=-1, index=labels.unsqueeze(-1)).squeeze(-1)
+    ratio = torch.exp(chosen - torch.logsumexp(logits, dim=-1))
+    return -(torch.min(ratio * data.advantages, ratio.clamp(0.8, 1.2) * data.advantages) * data.mask[:, 1:]).sum()
+
+
+def picked_by_indices(logits: Tensor, data: Data) -> Tensor:
+    flat = F.log_softmax(logits.view(-1, VOCABULARY), dim=1)
+    return -flat[torch.arange(ROWS * LENGTH), data.labels.clamp(min=0).view(-1)].mean()
+
+
+def divergence_from_a_teacher(logits: Tensor, data: Data) -> Tensor:
+    return F.kl_div(F.log_softmax(logits / 2, dim=-1), F.softmax(data.teacher / 2, dim=-1), reduction="batchmean")
+
+
+def divergence_of_logs(logits: Tensor, data: Data) -> Tensor:
+    student, teacher = logits.log_softmax(-1), data.teacher.log_softmax(-1)
+    return F.kl_div(teacher, student, log_target=True, reduction="sum") + F.kl_div(
+        student, teacher.exp(), reduction="sum"
+    )
+
+
+def divergence_by_hand(logits: Tensor, data: Data) -> Tensor:
+    probabilities = data.teacher.softmax(-1)
+    return (probabilities * (probabilities.log() - logits.log_softmax(-1))).sum(-1)[data.mask].mean()
+
+
+def divergence_by_tokens(logits: Tensor, data: Data) -> Tensor:
+    each = F.kl_div(logits.log_softmax(-1), data.teacher.softmax(-1), reduction="none")
+    return (each.sum(-1) * data.mask).sum()
+
+
+def entropy(logits: Tensor, data: Data) -> Tensor:
+    probabilities = logits.softmax(-1)
+    return -(probabilities * torch.log(probabilities + 1e-9)).sum(dim=-1).mean()
+
+
+def squares(logits: Tensor, data: Data) -> Tensor:
+    return F.mse_loss(logits, data.teacher) + 1e-4 * logits.logsumexp(-1).pow(2).mean() + logits.float().pow(2).mean()
+
+
+def masked_tokens(logits: Tensor, data: Data) -> Tensor:
+    return F.cross_entropy(logits[data.mask], data.labels.clamp(min=0)[data.mask])
+
+
+def masked_values(logits: Tensor, data: Data) -> Tensor:
+    logits = logits.masked_fill(torch.arange(VOCABULARY) > 50, -1e4)
+    return F.cross_entropy(logits[:, -1], data.labels[:, -1].clamp(max=50))
+
+
+def some_values(logits: Tensor, data: Data) -> Tensor:
+    return F.cross_entropy(logits[..., :60].reshape(-1, 60), data.labels.clamp(0, 59).view(-1)) + logits[:, :, 7].mean()
+
+
+def largest_values(logits: Tensor, data: Data) -> Tensor:
+    best, second = logits.topk(2, dim=-1).values.unbind(-1)
+    return (best - second).mean() + logits.max(dim=-1).values.sum() - logits.max(-1)[0].mean() + logits.std(-1).mean()
+
+
+def negative_log_likelihood(logits: Tensor, data: Data) -> Tensor:
+    return F.nll_loss(F.log_softmax(logits.view(-1, VOCABULARY), dim=-1), data.labels.view(-1))
+
+
+def without_gradient_for_targets(logits: Tensor, data: Data) -> Tensor:
+    with torch.no_grad():
+        targets = logits.softmax(-1)
+    return -(targets * logits.log_softmax(-1)).sum(-1).mean() + (logits.detach().softmax(-1) * logits).sum(-1).mean()
+
+
+def rows_one_by_one(logits: Tensor, data: Data) -> Tensor:
+    losses = [F.cross_entropy(row, labels) for row, labels in zip(logits, data.labels, strict=True)]
+    return torch.stack(losses).sum()
+
+
+IN_TILES: list[Program] = [
+    transformers_loss, transformers_loss_of_many, shifted, smoothed_and_weighted, classes_in_dimension_1,
+    losses_of_tokens, probabilities_as_targets, soft_cap, scaled_by_parameters, log_probabilities_of_labels,
+    log_probabilities_by_logsumexp, picked_by_indices, divergence_from_a_teacher, divergence_of_logs, divergence_by_hand,
+    divergence_by_tokens, entropy, squares, masked_tokens, masked_values, some_values, largest_values,
+    negative_log_likelihood, without_gradient_for_targets, rows_one_by_one,
+]  # fmt: skip
+
+
+def sorted_values(logits: Tensor, data: Data) -> Tensor:
+    return (logits.sort(-1).values * torch.arange(VOCABULARY)).sum()
+
+
+def mean_over_tokens(logits: Tensor, data: Data) -> Tensor:
+    return logits.mean(1).logsumexp(-1).sum()
+
+
+def matrix_product(logits: Tensor, data: Data) -> Tensor:
+    return (logits.softmax(-1) @ data.class_weights).sum()
+
+
+def changed_in_place(logits: Tensor, data: Data) -> Tensor:
+    view, twice = logits[:, 1:], logits * 2
+    logits.div_(3.0)
+    return F.cross_entropy(view.flatten(0, 1), data.labels[:, 1:].flatten()) + twice.logsumexp(-1).mean()
+
+
+def set_in_place(logits: Tensor, data: Data) -> Tensor:
+    logits[:, :, 5] = -3.0
+    return F.cross_entropy(logits.flatten(0, 1), data.labels.flatten())
+
+
+def a_view_changed_in_place(logits: Tensor, data: Data) -> Tensor:
+    logits[:, :2].mul_(2.0)
+    return F.cross_entropy(logits.flatten(0, 1), data.labels.flatten())
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, logits: Tensor) -> Tensor:
+        return logits * 3
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+def a_function_of_the_programs_own(logits: Tensor, data: Data) -> Tensor:
+    scaled: Tensor = _Scaled.apply(logits)
+    return F.cross_entropy(scaled.flatten(0, 1), data.labels.flatten()) + logits.logsumexp(-1).mean()
+
+
+def a_function_of_what_was_made_of_it(logits: Tensor, data: Data) -> Tensor:
+    scaled: Tensor = _Scaled.apply((logits * data.temperature)[:, 1:])
+    return F.cross_entropy(scaled.flatten(0, 1), data.labels[:, 1:].flatten())
+
+
+def joined_with_another(logits: Tensor, data: Data) -> Tensor:
+    return torch.cat([logits, data.teacher]).logsumexp(-1).sum()
+
+
+WHOLE: list[Program] = [
+    sorted_values, mean_over_tokens, matrix_product, changed_in_place, set_in_place, a_view_changed_in_place,
+    a_function_of_the_programs_own, a_function_of_what_was_made_of_it, joined_with_another,
+]  # fmt: skip
+
+
+def run(program: Program, module: nn.Module, tiled: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss, and the gradients of hidden states, weights and what is beside them."""
+    hidden, data = hidden_states(), Data()
+    module = copy.deepcopy(module)
+    logits = TokenTensor.of_head(head_of(module, hidden)) if tiled else module(hidden)
+    assert logits is not None
+    loss = program(logits, data)
+    loss.backward()
+    gradients = {name: own.grad for name, own in module.named_parameters()} | {"hidden": hidden.grad}
+    gradients |= {"temperature": data.temperature.grad, "bias of values": data.bias.grad}
+    return loss.detach(), {name: own for name, own in gradients.items() if own is not None}
+
+
+def assert_same(program: Program, module: nn.Module) -> None:
+    loss, gradients = run(program, module, tiled=True)
+    expected, expected_gradients = run(program, module, tiled=False)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def name_of(program: Program) -> str:
+    return program.__name__
+
+
+@pytest.mark.parametrize("program", IN_TILES, ids=name_of)
+def test_losses_in_tiles_equal_those_of_a_plain_tensor(program: Program, caplog: pytest.LogCaptureFixture) -> None:
+    assert_same(program, linear())
+    assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("program", WHOLE, ids=name_of)
+def test_what_is_not_known_computes_it_whole(program: Program, caplog: pytest.LogCaptureFixture) -> None:
+    assert_same(program, linear())
