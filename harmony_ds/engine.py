@@ -172,7 +172,7 @@ class HarmonyEngine(nn.Module):
         self._reporter = Reporter(state, self._record)
         self._log = StepLog(state, self._settings, self._record, self._reporter)
         # From here on, the model and the optimizer are the engine's.
-        self._steps = Steps(model, state, self._settings, client_lr_scheduler, self._record, self._log.finish_step)
+        self._steps = Steps(model, state, self._settings, client_lr_scheduler, self._record, self._log.report_step)
         # Also for an engine that is dropped, and at exit, when the interpreter would kill the update's thread inside C++.
         self._release = weakref.finalize(self, release, self._steps.context.links, self._steps.context.override, state)
         self._checkpoints = Checkpoints(self._steps, self._data.resumable_loader)
@@ -271,8 +271,7 @@ class HarmonyEngine(nn.Module):
         with self._world.reporting_failures():
             step = self._steps.open
             step.handle(StepEvent.BOUNDARY, lr_kwargs or {})
-            self._steps.finish_step(step, lr_kwargs or {})
-        counters.begin_step(counters.micro_steps + 1)
+            self._steps.count_step(step, lr_kwargs or {}, counters.micro_steps + 1)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -372,8 +371,7 @@ class HarmonyEngine(nn.Module):
                 queued_now = [step.handle(StepEvent.CALL, batch, loss_fn, call) for batch in batches]
                 losses = self._propagate_losses(queued_now, divisor=len(batches))
                 step.handle(StepEvent.BOUNDARY, {})
-                self._steps.finish_step(step, {})
-            self._steps.counters.begin_step(self._steps.counters.micro_steps + len(batches))
+                self._steps.count_step(step, {}, self._steps.counters.micro_steps + len(batches))
             loss = self._world.mean(torch.stack([loss.node.materialize().detach() for loss in losses]).mean())
         self._log.write_loss("train_loss", loss, self.global_samples)
         return loss
@@ -420,10 +418,10 @@ class HarmonyEngine(nn.Module):
             losses = self._propagate_losses(queued_now, divisor=1)
             if boundary:
                 step.handle(StepEvent.BOUNDARY, {})
-                self._steps.finish_step(step, {})
+                self._steps.count_step(step, {}, counters.micro_steps + len(given))
             else:
                 step.handle(StepEvent.READ_GRADIENT)
-        counters.begin_step(counters.micro_steps + len(given))
+                counters.begin_step(counters.micro_steps + len(given))
         return [loss.node.materialize().detach() for loss in losses]
 
     @_disable_dynamo
@@ -437,8 +435,7 @@ class HarmonyEngine(nn.Module):
         with self._world.reporting_failures():
             step = self._steps.open
             step.handle(StepEvent.BOUNDARY, {}, clip)
-            self._steps.finish_step(step, {})
-        self._steps.counters.begin_step(self._steps.counters.micro_steps)
+            self._steps.count_step(step, {}, self._steps.counters.micro_steps)
 
     @contextmanager
     def _group_at_once(self, step: Step) -> Iterator[None]:

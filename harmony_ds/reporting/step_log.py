@@ -56,7 +56,7 @@ class StepLog:
         """Return the milliseconds of the last step, with `wall_clock_breakdown`; `trace()` has those of every task."""
         return {"step": self._record.step_ms} if self._breakdown else {}
 
-    def finish_step(self, steps: Steps) -> None:
+    def report_step(self, steps: Steps) -> None:
         """Report the optimizer step that is over; the counters of `steps` are those after it."""
         size = self._settings.train_micro_batch_size_per_gpu() * self._processes
         number = steps.counters.global_steps

@@ -947,34 +947,39 @@ class Step:
 
     # ---- after the boundary: the norm
 
-    def finish(self, context: StepContext, schedule: dict[str, Any] | None) -> None:
+    def count(self, context: StepContext, schedule: dict[str, Any] | None) -> None:
         """Count the step, which has been taken, and step the scheduler (`schedule` None: the caller does) and loss scale.
 
-        It counts as taken until it is known whether its gradients were finite: see `settle`.
+        It counts as taken until it is known whether its gradients were finite: see `settle`. It counts, too, if the step
+        before it turns out to have failed, or the scheduler raises an error: its updates are issued.
         """
-        counters, settings = context.counters, context.settings
+        before, self.before = self.before, None
         try:
-            if self.before is not None:
-                self.before.settle_if_updating(context)  # its updates are done
-                self.before = None
-            counters.global_steps += 1
-            counters.norm = self.outcome.norm
-            counters.was_applied, counters.has_overflowed = True, False
-            assert context.state.optimizer is not None
-            for optimizer in (context.optimizer, *parts_of(context.state.optimizer)):
-                optimizer._opt_called = True  # torch's schedulers warn without it
-            if context.scaler.own.dynamic:  # the next losses have another scale after an overflow
-                self.settle_if_skippable(context)
+            if before is not None:
+                before.settle_if_updating(context)  # its updates are done
+        finally:
+            self._count_taken(context)
+        counters = context.counters
+        if context.scaler.own.dynamic:  # the next losses have another scale after an overflow
+            self.settle_if_skippable(context)
+        try:
             if schedule is not None and context.lr_scheduler is not None:
                 self._step_schedule(context, schedule)
+        finally:
             context.scaler.update(counters.has_overflowed)
-        except BaseException:
-            counters.rewind()
-            raise
+
+    def _count_taken(self, context: StepContext) -> None:
+        counters, settings = context.counters, context.settings
+        counters.global_steps += 1
         if settings.now.values["managed_gradient_accumulation"]:
             counters.global_samples += settings.train_batch_size()
         else:
             counters.global_samples += counters.backwards * settings.train_micro_batch_size_per_gpu()
+        counters.norm = self.outcome.norm
+        counters.was_applied, counters.has_overflowed = True, False
+        assert context.state.optimizer is not None
+        for optimizer in (context.optimizer, *parts_of(context.state.optimizer)):
+            optimizer._opt_called = True  # torch's schedulers warn without it
 
     def _step_schedule(self, context: StepContext, schedule: dict[str, Any]) -> None:
         """Step the scheduler after a step that was not skipped; it is undone later if that turns out to have been."""

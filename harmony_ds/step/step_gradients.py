@@ -65,7 +65,7 @@ class StepGradients:
             self._executor.discard_gathered(self._store.parameters)
         self._own.pop(self._store.parameters)
 
-    def finish_step(self, by_hand: bool) -> None:
+    def forget_used(self, by_hand: bool) -> None:
         """Forget the gradients that the step which is over has used; `by_hand`: the program has to drop them."""
         stepped: set[str] = set().union(*(sums.pop_received() for sums in self._sums))
         if by_hand and self._optimizer is not None:

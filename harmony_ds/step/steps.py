@@ -107,11 +107,18 @@ class Steps:
             self._current = Step(self.context, unsettled)
         return self._current
 
-    def finish_step(self, step: Step, schedule: dict[str, Any] | None) -> None:
-        """Count a step that has been taken, step the scheduler with `schedule` (None: the caller does), and report it."""
-        step.finish(self.context, schedule)
-        self.context.gradients.finish_step(by_hand=schedule is None)
-        self._after_step(self)
+    def count_step(self, step: Step, schedule: dict[str, Any] | None, micro_steps: int) -> None:
+        """Count a step that has been taken, step the scheduler with `schedule` (None: the caller does), and report it.
+
+        The next step begins after `micro_steps` calls of `engine.step()`, though the scheduler raises an error: the
+        updates of this one are issued, and its micro-batches must not be handed over again.
+        """
+        self.context.gradients.forget_used(by_hand=schedule is None)
+        try:
+            step.count(self.context, schedule)
+            self._after_step(self)
+        finally:
+            self.counters.begin_step(micro_steps)
 
     # ---- optimizer
 
@@ -236,8 +243,7 @@ class Steps:
             return
         unmanaged = context.gradients.pop_unmanaged()
         step.handle(StepEvent.BOUNDARY, None)
-        self.finish_step(step, None)
-        self.counters.begin_step(self.counters.group_began + queued)
+        self.count_step(step, None, self.counters.group_began + queued)
         for parameter, gradient in unmanaged:  # for another optimizer
             parameter.grad = gradient
 
