@@ -206,7 +206,7 @@ class HarmonyEngine(nn.Module):
                 return self._steps.context.model_calls.run(self.module, CallInputs(args, kwargs))
         with self._world.reporting_failures():
             step = self._steps.open
-            self._steps.context.apply_user_edits(step.is_open)
+            self._steps.context.apply_user_edits(step.micro_batches_wait)
             return step.outputs_of(step.handle(StepEvent.CALL, CallInputs(args, kwargs, take_over=True)))
 
     def _is_running(self) -> bool:
@@ -275,9 +275,9 @@ class HarmonyEngine(nn.Module):
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that have gathered since the last step."""
+        """Drop the gradients that have accumulated since the last step."""
         self.check_alive()
-        self._steps.open.handle(StepEvent.ZERO_GRAD)
+        self._steps.zero_grad()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` updates the weights."""
@@ -359,7 +359,9 @@ class HarmonyEngine(nn.Module):
         step = self._steps.open
         if queued := len(step.micro_batches):
             way_out = (
-                "call backward() and step() for them" if step.is_open else "take their step by step() or end_group()"
+                "call backward() and step() for them"
+                if step.micro_batches_wait
+                else "take their step by step() or end_group()"
             )
             raise BatchError(
                 f"micro-batches of engine(...) are still queued ({queued}): {way_out} before train_batch()."
@@ -402,7 +404,7 @@ class HarmonyEngine(nn.Module):
         self.check_alive()
         self._steps.require_optimizer("train_group")
         step, counters = self._steps.open, self._steps.counters
-        queued = len(step.micro_batches) if step.is_open else 0
+        queued = len(step.micro_batches) if step.micro_batches_wait else 0
         if queued or not batches:
             raise BatchError(
                 f"train_group() takes one or more micro-batches (here {len(batches)}) while none is queued (here {queued})."
@@ -440,12 +442,12 @@ class HarmonyEngine(nn.Module):
     @contextmanager
     def _group_at_once(self, step: Step) -> Iterator[None]:
         """Queue micro-batches for `step`, and run them, in this context; an error drops the step."""
-        self._steps.context.apply_user_edits(step.is_open)
+        self._steps.context.apply_user_edits(step.micro_batches_wait)
         try:
             yield
-        except BaseException as error:
-            if not step.is_over:
-                step.handle(StepEvent.USER_ERROR, error)
+        except BaseException:
+            if step.is_open:
+                step.handle(StepEvent.CALLER_FAILED)
             raise
 
     def _propagate_losses(self, queued: list[PendingMicroBatch], *, divisor: int) -> list[PendingTensor]:
@@ -469,7 +471,7 @@ class HarmonyEngine(nn.Module):
             self.module.eval()
             self._state.runtime.updater.wait_all()
             try:
-                losses = self._steps.open.evaluate(batches, loss_fn)
+                losses = self._steps.evaluate(batches, loss_fn)
             finally:
                 for module, mode in modes:  # some may be frozen: `train()` would not leave them so
                     module.training = mode
@@ -493,7 +495,7 @@ class HarmonyEngine(nn.Module):
     @contextmanager
     def _streamed(self) -> Iterator[None]:
         """Stream the weights of layers that are called while open."""
-        self._steps.open.run_due_forwards()
+        self._steps.before_evaluation()
         with self._state.ledger.beside(), self._state.streaming():
             yield
 

@@ -42,7 +42,7 @@ from harmony_ds.runtime.garbage import collection_within_steps
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.runtime import Runtime
-from harmony_ds.runtime.updates import GatheredGradients, Outcome, Updates
+from harmony_ds.runtime.updates import AccumulatedGradients, Outcome, Updates
 from harmony_ds.scheduler.plan import EMPTY_PLAN, Pack, Plan, Task, TaskKind
 
 _GRADIENT_TASKS = (TaskKind.SWAP_OUT, TaskKind.REDUCE, TaskKind.NORM, TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
@@ -55,7 +55,7 @@ class Executor:
 
     Attributes:
         backward_begun: whether a backward pass has begun since `begin`: the gradients of the step are not what they were.
-        gathered: the gradients of a step that runs in parts.
+        accumulated: the gradients of a step that runs in parts.
         updates: the handlers of gradients' tasks.
     """
 
@@ -75,8 +75,8 @@ class Executor:
         self._copies: dict[int, DeviceCopy] = {}  # pack -> its weights that are on the device now
         self._copies_at_begin: list[DeviceCopy] = []  # those that an earlier plan of the step left there
         self.backward_begun = False
-        self.gathered = GatheredGradients(runtime)
-        self.updates = Updates(runtime, self.gathered)
+        self.accumulated = AccumulatedGradients(runtime)
+        self.updates = Updates(runtime, self.accumulated)
         self._handlers: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.SWAP_IN: self._swap_in,
             TaskKind.GATHER: self._gather,
@@ -99,7 +99,7 @@ class Executor:
         }
 
     @property
-    def begun(self) -> bool:
+    def has_unlayered(self) -> bool:
         """Whether an earlier plan of the step has left the unlayered parameters on the device, for the next one to use."""
         return bool(self._unlayered)
 
@@ -192,7 +192,7 @@ class Executor:
         self.backward_begun = False
         self.updates.outcome = Outcome()
 
-    def abandon_run(self) -> None:
+    def undo_run(self) -> None:
         """Free what the plan that failed has brought to the device; its backward pass had not begun.
 
         What earlier plans of the same step have left stays as it was.
@@ -203,8 +203,8 @@ class Executor:
                 self._evict_copy(pack)
         self._runtime.stash.abandon()
 
-    def abandon(self) -> None:
-        """Free everything on the device but resident packs, after a failure; the updater drops gradients on the host."""
+    def drop_step(self) -> None:
+        """Free everything of the step on the device but resident packs; the updater drops gradients on the host."""
         self._runtime.stash.abandon()
         self._runtime.resident_packs.clear_gradients()
         for pack in list(self._copies):
@@ -461,13 +461,13 @@ class Executor:
     def _swap_out(self, task: Task) -> None:
         self.updates.swap_out(task, self._copies[task.pack])
 
-    def gathered_gradient(self, name: str) -> Tensor | None:
-        """Return the gradient of `name` that has gathered in this step: the tensor itself; None: there is none."""
-        return self.gathered.find(name, self._unlayered)
+    def accumulated_gradient(self, name: str) -> Tensor | None:
+        """Return the gradient of `name` that has accumulated in this step: the tensor itself; None: there is none."""
+        return self.accumulated.find(name, self._unlayered)
 
-    def discard_gathered(self, names: Iterable[str]) -> None:
-        """Drop the gradients of `names` that have gathered in this step."""
-        self.gathered.discard(names, self._unlayered)
+    def drop_accumulated(self, names: Iterable[str]) -> None:
+        """Drop the gradients of `names` that have accumulated in this step."""
+        self.accumulated.drop(names, self._unlayered)
 
     # ---- between devices
 

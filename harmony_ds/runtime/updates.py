@@ -57,11 +57,11 @@ class Outcome:
         return self.may_skip and self.norm is not None and self.norm.result().overflow
 
 
-class GatheredGradients:
+class AccumulatedGradients:
     """The gradients of a step so far, which wait for their update on the host or, those of resident packs, on the device.
 
-    A step may run in parts; between them the program may read, change and drop what has gathered. The argument `unlayered`
-    is the device copy of the parameters that no layer has, while it is on the device.
+    A step may run in parts; between them the program may read, change and drop these gradients. The argument `unlayered` is
+    the device copy of the parameters that no layer has, while it is on the device.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -110,7 +110,7 @@ class GatheredGradients:
         gradient = runtime.resident_packs.gradient(name)
         return runtime.updater.gradient(name) if gradient is None else gradient
 
-    def discard(self, names: Iterable[str], unlayered: Sequence[DeviceCopy]) -> None:
+    def drop(self, names: Iterable[str], unlayered: Sequence[DeviceCopy]) -> None:
         """Drop the gradients of `names`."""
         runtime = self._runtime
         runtime.gradients.received.difference_update(names)
@@ -120,7 +120,7 @@ class GatheredGradients:
             for name in names:
                 runtime.residency.clear_gradient(copy, name)
 
-    def finish_step(self) -> None:
+    def note_used(self) -> None:
         """Note that the step which has run in parts is over, and its gradients are used."""
         self._moved_to_host = False
 
@@ -145,9 +145,9 @@ class Updates:
         outcome: of the step that runs.
     """
 
-    def __init__(self, runtime: Runtime, gathered: GatheredGradients) -> None:
+    def __init__(self, runtime: Runtime, accumulated: AccumulatedGradients) -> None:
         self._runtime = runtime
-        self._gathered = gathered
+        self._accumulated = accumulated
         self._plan = EMPTY_PLAN
         self._extra_transfers: int | None = None  # that may wait on the host beyond the limit; None: any number
         self._swap_outs: Counter[int] = Counter()  # pack -> its SWAP_OUT tasks in the plan
@@ -192,13 +192,13 @@ class Updates:
     # ---- updates without a task
 
     def step_whole(self, clipping: Clipping) -> None:
-        """Call the optimizer's own `step` with all gradients that have gathered; they have to be off the device."""
+        """Call the optimizer's own `step` with all gradients that have accumulated; they have to be off the device."""
         optimizer, updater, outcome = self._runtime.optimizer, self._runtime.updater, self.outcome
         assert optimizer is not None
         names = tuple(optimizer.trained)
-        self._gathered.to_host()
+        self._accumulated.to_host()
         self._runtime.resident_packs.drop()
-        self._gathered.collect_user_gradients(names)
+        self._accumulated.collect_user_gradients(names)
         updater.measure(names)
         outcome.norm, outcome.may_skip = updater.norm(clipping), clipping.skip_overflow
         norm = outcome.norm.result()
@@ -221,7 +221,7 @@ class Updates:
         names = tuple(optimizer.trained)
         updater.wait_all()
         self._runtime.resident_packs.drop()
-        self._gathered.collect_user_gradients(names)
+        self._accumulated.collect_user_gradients(names)
         if clipping is not None:
             updater.measure(names)
             self.outcome.norm, self.outcome.may_skip = updater.norm(clipping), clipping.skip_overflow
@@ -280,7 +280,7 @@ class Updates:
         runtime.updater.deposit(transfer)
         self._swap_outs_left[task.pack] -= 1
         if not self._swap_outs_left[task.pack]:
-            self._gathered.collect_user_gradients(pack.owned)
+            self._accumulated.collect_user_gradients(pack.owned)
             if self._clipping is not None and pack.owned:
                 runtime.updater.measure(pack.owned)
 
@@ -296,9 +296,9 @@ class Updates:
         resident_packs, updater = self._runtime.resident_packs, self._runtime.updater
         for pack in self._plan.packs:
             if pack.index in self._plan.policy.resident:
-                self._gathered.to_device(pack.owned)
+                self._accumulated.to_device(pack.owned)
                 resident_packs.measure(pack.owned)
-            elif self._gathered.collect_user_gradients(pack.owned):  # made since the pack's last swap-out
+            elif self._accumulated.collect_user_gradients(pack.owned):  # made since the pack's last swap-out
                 updater.measure(pack.owned)
         updater.add_norms(resident_packs.send_norms())
         self._runtime.world.agree("norm")  # from here on, weights change
@@ -309,7 +309,7 @@ class Updates:
         """UPDATE: queue the update of the parameters that a pack owns, on the update thread."""
         pack = self._plan.packs[task.pack]
         if task.pack == self._plan.packing.uncalled and self.outcome.norm is None:
-            self._gathered.collect_user_gradients(pack.owned)  # no SWAP_OUT of this pack has done it
+            self._accumulated.collect_user_gradients(pack.owned)  # no SWAP_OUT of this pack has done it
         self.outcome.updates_issued += 1
         self._runtime.updater.update(pack.needed_at, pack.owned, self._hyper, self.outcome.norm)
 
@@ -322,7 +322,7 @@ class Updates:
         self.outcome.updates_issued += 1
         coefficient = None
         if self.outcome.norm is None:
-            self._gathered.to_device(owned)
+            self._accumulated.to_device(owned)
         else:
             coefficient = self.outcome.norm.result().coefficient
         self._runtime.timeline.begin_compute()

@@ -54,13 +54,13 @@ class Group:
     Attributes:
         fresh: the micro-batches of which nothing has run yet.
         forwarded: the micro-batches whose forward pass ran earlier, because the program read its result.
-        begun: whether a part of the step has run already, so that the unlayered parameters are on the device.
+        has_unlayered: whether a part of the step has run, and has left the unlayered parameters on the device.
         sharing: sets of fresh micro-batches that share a loss, which is made of the outputs of all of them.
     """
 
     fresh: tuple[int, ...]
     forwarded: tuple[int, ...] = ()
-    begun: bool = False
+    has_unlayered: bool = False
     sharing: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
@@ -116,7 +116,7 @@ def compose_evaluation(packing: Packing, group: Group, policy: Policy) -> tuple[
             pack_pass.before += _weights_in(index, policy)
             pack_pass.after.append(Task(TaskKind.EVICT, index))
         passes.append(pack_pass)
-    end = [Task(TaskKind.EVICT, pack.index) for pack in packing.unlayered_packs if not group.begun]
+    end = [Task(TaskKind.EVICT, pack.index) for pack in packing.unlayered_packs if not group.has_unlayered]
     return (*_begin(packing, group, policy), *order_tasks(passes), *end)
 
 
@@ -126,7 +126,7 @@ def compose_step(packing: Packing, group: Group, policy: Policy) -> tuple[Task, 
     tasks = [*_begin(packing, group, policy)]
     for part in rounds:
         tasks += order_tasks(part.both_passes(is_last=part is rounds[-1]), last_first=not policy.deferred_update)
-    if not group.begun:  # else the part of the step that ran before this one has waited for the updates
+    if not group.has_unlayered:  # else the part of the step that ran before this one has waited for the updates
         tasks = delay_swap_ins(tasks, packing, policy.swap_in_delays)
     return (*tasks, *compose_end(packing, policy))
 
@@ -159,7 +159,7 @@ def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
 def _begin(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
     return (
         ()
-        if group.begun
+        if group.has_unlayered
         else tuple(task for pack in packing.unlayered_packs for task in _weights_in(pack.index, policy))
     )
 

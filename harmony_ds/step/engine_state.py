@@ -59,7 +59,7 @@ class EngineState:
     def free_device(self) -> None:
         """Move what stays on the device from step to step, weights and gradients, to the host."""
         self.runtime.updater.wait_all()
-        self.executor.gathered.to_host()
+        self.executor.accumulated.to_host()
         self.runtime.resident_packs.drop()
 
     @contextmanager
@@ -90,7 +90,7 @@ class EngineState:
         """
         self.runtime.updater.stop()
         self.health.is_destroyed = True
-        self.executor.abandon()
+        self.executor.drop_step()
         self.runtime.resident_packs.destroy()
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch_state()

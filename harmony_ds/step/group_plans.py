@@ -117,44 +117,50 @@ class GroupPlans:
             "train_micro_batch_size_per_gpu."
         )
 
-    def step(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
-        """Return the step over `micro_batches`; `begun`: something of it has run."""
-        policy = self._policy_for(micro_batches, begun, sum(m.count for m in micro_batches))
-        return self._of_group(compose_step, micro_batches, begun, policy)
+    def step(self, micro_batches: Sequence[MicroBatch], has_unlayered: bool) -> Plan:
+        """Return the step over `micro_batches`.
 
-    def part_of_step(self, micro_batches: Sequence[MicroBatch], begun: bool, first: bool) -> tuple[Plan, Plan]:
+        Args:
+            has_unlayered: whether an earlier run has left the unlayered parameters on the device.
+        """
+        policy = self._policy_for(micro_batches, has_unlayered, sum(m.count for m in micro_batches))
+        return self._of_group(compose_step, micro_batches, has_unlayered, policy)
+
+    def part_of_step(self, micro_batches: Sequence[MicroBatch], has_unlayered: bool, first: bool) -> tuple[Plan, Plan]:
         """Return the step over some of its micro-batches, up to their last backward pass, and from there on.
 
         After the `first` part each micro-batch's gradient is added for itself: in the order of plain accumulation.
         """
-        policy = self._policy_for(micro_batches, begun, len(micro_batches))
+        policy = self._policy_for(micro_batches, has_unlayered, len(micro_batches))
         policy = replace(policy, deferred_update=True, grouping=policy.grouping and first)
-        plan = self._of_group(compose_step, micro_batches, begun, policy)
+        plan = self._of_group(compose_step, micro_batches, has_unlayered, policy)
         split = len(plan.tasks) - len(compose_end(plan.packing, policy))
         return plan.part(0, split), plan.part(split)
 
-    def forward(self, micro_batch: MicroBatch, begun: bool) -> Plan:
+    def forward(self, micro_batch: MicroBatch, has_unlayered: bool) -> Plan:
         """Return the forward pass of one micro-batch for itself."""
         policy = replace(self._planner.plan_for(1).policy, shared=False)  # the others may do something else
-        return self._of_group(compose_forward, [micro_batch], begun, policy)
+        return self._of_group(compose_forward, [micro_batch], has_unlayered, policy)
 
-    def evaluation(self, micro_batches: Sequence[MicroBatch], begun: bool) -> Plan:
+    def evaluation(self, micro_batches: Sequence[MicroBatch], has_unlayered: bool) -> Plan:
         """Return the forward passes of a group without gradients, each pack swapped in once for all of them."""
-        return self._of_group(compose_evaluation, micro_batches, begun, self._policy_for(micro_batches, begun, 1))
+        return self._of_group(
+            compose_evaluation, micro_batches, has_unlayered, self._policy_for(micro_batches, has_unlayered, 1)
+        )
 
-    def _policy_for(self, micro_batches: Sequence[MicroBatch], begun: bool, count: int) -> Policy:
+    def _policy_for(self, micro_batches: Sequence[MicroBatch], has_unlayered: bool, count: int) -> Policy:
         """Return the policy for a group of all processes: they share swap-ins unless some of it has run in one."""
         policy = self._planner.plan_for(count).policy
         if not policy.shared:
             return policy
-        alone = begun or any(m.forwarded for m in micro_batches)
+        alone = has_unlayered or any(m.forwarded for m in micro_batches)
         return replace(policy, shared=not self._runtime.world.any("share swap-ins", alone))
 
     def _of_group(
         self,
         compose: _Compose,
         micro_batches: Sequence[MicroBatch],
-        begun: bool,
+        has_unlayered: bool,
         policy: Policy,
         shares: bool = True,
     ) -> Plan:
@@ -162,7 +168,7 @@ class GroupPlans:
         fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
         together = [members for members in _by_loss(micro_batches) if shares and len(members) > 1]
         sharing = tuple(tuple(member.index for member in members) for members in together)
-        group = Group(fresh, forwarded, begun, sharing)
+        group = Group(fresh, forwarded, has_unlayered, sharing)
         joint = frozenset(m.index for m in micro_batches if m.count > 1)
         if self._planner.plan is not self._in_force:
             self._in_force = self._planner.plan

@@ -49,8 +49,8 @@ class StepOfMicroBatch(Protocol):
     """The step that a micro-batch belongs to: it takes events."""
 
     @property
-    def is_over(self) -> bool:
-        """Whether the step takes no micro-batches any more."""
+    def is_open(self) -> bool:
+        """Whether the step takes micro-batches."""
 
     def handle(self, event: StepEvent, *arguments: Any) -> Any:
         """Do what the transition table says about `event`."""
@@ -70,7 +70,7 @@ class PendingMicroBatch:
         loss: what it propagates back from.
         passes: those that have run.
         is_pending: whether the caller of the engine was given stand-ins for its outputs.
-        received: whether a gradient has come to outputs that were computed by a forward pass alone.
+        got_gradient: whether a gradient has come to outputs that were computed by a forward pass alone.
         divided_by: accumulation steps by which this engine or others have divided the gradients of its inputs.
         inputs_require_grad: whether any argument requires a gradient: then its backward pass cannot wait for the boundary.
         runs_at_call: whether its forward pass runs when the program has its outputs, see `FirstSteps.loss_uses_more`.
@@ -99,7 +99,7 @@ class PendingMicroBatch:
         self.loss = SharedLoss(self)
         self.passes = Passes.NONE
         self.is_pending = False
-        self.received = False
+        self.got_gradient = False
         self.divided_by: frozenset[int] = frozenset()
         self.inputs_require_grad = any(tensor.requires_grad for tensor in arguments.tensors)
         self.runs_at_call = False
@@ -115,7 +115,7 @@ class PendingMicroBatch:
     @property
     def needs_backward(self) -> bool:
         """Whether the program propagates back from it, and its backward pass has not run."""
-        return (bool(self.loss.terms) or self.received) and self.passes is not Passes.BOTH
+        return (bool(self.loss.terms) or self.got_gradient) and self.passes is not Passes.BOTH
 
     @property
     def evaluates(self) -> bool:
@@ -146,7 +146,7 @@ class PendingMicroBatch:
     def outputs(self) -> Any:
         """Return the model's outputs, with their graph; computed now if need be."""
         if self.micro_batch.outputs is None:
-            if self.passes is Passes.BOTH and not self.step.is_over:
+            if self.passes is Passes.BOTH and self.step.is_open:
                 self.refuse_read()
             self.step.handle(StepEvent.READ_OUTPUT, self)
         return self.micro_batch.outputs
@@ -205,8 +205,11 @@ class PendingMicroBatch:
             member._note_caller()
         self.loss.terms.append((node, divisor))
         for member in self.loss.members:
-            if not self.step.is_over:  # gradients of the first one's inputs may have run all of them
+            assert isinstance(member, PendingMicroBatch)
+            if self.step.is_open:  # gradients of the first one's inputs may have run all of them
                 self.step.handle(StepEvent.BACKWARD, member)
+                if member.inputs_require_grad:
+                    self.step.handle(StepEvent.READ_GRADIENT)
 
     def backward_from_loss(self, divisor: int, scale: float) -> PendingTensor:
         """Do what `backward(loss / divisor * scale)` does; return the loss."""
@@ -233,9 +236,11 @@ class PendingMicroBatch:
             return gradient
         self.check_not_propagated()
         self._note_caller()
-        self.received = True
+        self.got_gradient = True
         self.uses_more |= not self.is_of_outputs
-        self.step.handle(StepEvent.BACKWARD, self, True)
+        self.step.handle(StepEvent.BACKWARD, self)
+        if self.inputs_require_grad:
+            torch.autograd.Variable._execution_engine.queue_callback(self._read_gradient)
         divisor = self._divisor(frozenset())
         if divisor != 1 and self.joins_others:
             raise UnsupportedError(
@@ -245,9 +250,14 @@ class PendingMicroBatch:
             )
         return gradient if divisor == 1 else gradient / divisor
 
+    def _read_gradient(self) -> None:
+        """Let gradients go on to the micro-batch's inputs, once autograd has brought all to its outputs."""
+        if self.step.is_open:
+            self.step.handle(StepEvent.READ_GRADIENT)
+
     def _receive_of_leaf(self, gradient: Tensor) -> None:
         """Take the gradient of an output that the model was given, or keeps: no gradient of its own comes by it."""
-        if not self.step.is_over:
+        if self.step.is_open:
             self.receive(gradient)
 
     def check_not_propagated(self) -> None:
@@ -257,7 +267,7 @@ class PendingMicroBatch:
             raise UsageError(PROPAGATED_ALREADY)
 
     def _refuse_after_step(self) -> None:
-        if self.step.is_over:
+        if not self.step.is_open:
             self.step.handle(StepEvent.BACKWARD, self)  # which says why that is refused
 
     def _divisor(self, loss_divisors: frozenset[float]) -> int:

@@ -1,19 +1,79 @@
-"""Micro-batches of a step as samples to measure the model with."""
+"""Micro-batches made of calls, and as samples to measure the model with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from harmony_ds.errors import BatchError
 from harmony_ds.model.intercept import Autocast
+from harmony_ds.model.random_streams import micro_batch_seed
 from harmony_ds.model.trees import map_tensors
 from harmony_ds.profiling.sample import Sample
+from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.inputs import CallInputs, Inputs
 from harmony_ds.step.pending_micro_batch import PendingMicroBatch
+
+
+def new_micro_batch(
+    context: StepContext,
+    step_number: int,
+    index: int,
+    arguments: CallInputs,
+    call: Callable[..., Any],
+    reduce: Callable[[Any], Any] | None = None,
+) -> MicroBatch:
+    """Return a micro-batch that calls `call` with `arguments`.
+
+    Args:
+        step_number: of the step whose random numbers it draws.
+        index: among the micro-batches of this process.
+        reduce: of one without gradients, what is kept of its outputs.
+
+    Raises:
+        BatchError: there is no tensor among the arguments.
+    """
+    args, kwargs = inputs = arguments.tree
+    device = context.runtime.device
+    if not arguments.tensors:
+        raise BatchError(
+            f"micro-batch {index} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
+            f"{sorted(kwargs)}): pass what the model's forward takes."
+        )
+    # As if one process had taken the micro-batches of all in turn.
+    position = index * context.world.size + context.world.rank
+    return MicroBatch(
+        index=index,
+        seed=micro_batch_seed(context.seed, step_number, position),
+        forward=lambda: context.model_calls.run(call, arguments),
+        objective=lambda outputs: None,
+        autocast=Autocast.current(device.torch_device.type),
+        state=context.runtime.contract.read_state(),
+        home=device.torch_device,
+        device=device,
+        reduce=reduce,
+        inputs=inputs,
+    )
+
+
+def measure(context: StepContext, pending: PendingMicroBatch, queued: Iterable[PendingMicroBatch]) -> None:
+    """Measure the model with one micro-batch and plan anew; those `queued` whose forward pass ran follow the new plan.
+
+    Raises:
+        DoesNotFitError: no plan fits, or not even one layer at a time.
+    """
+    with called_as(pending, context):
+        context.health.check_usable()
+        context.state.free_device()
+        moved = context.planner.measure(sample_of(pending, context))
+        context.runtime.device.reset_peak()  # steps are not what was measured
+        for one in queued:
+            if one.micro_batch.forwarded:
+                one.micro_batch.move(moved)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class LossMember(Source, Protocol):
     micro_batch: MicroBatch
     loss: SharedLoss
     divided_by: frozenset[int]
-    received: bool
+    got_gradient: bool
 
 
 class SharedLoss:
@@ -111,7 +111,7 @@ class SharedLoss:
             assert total is not None
             total.backward()
         for member in self.members:
-            member.received, member.loss = True, SharedLoss(member)
+            member.got_gradient, member.loss = True, SharedLoss(member)
 
 
 def keep_values(outputs: Mapping[Any, Any], values: Mapping[Node, Tensor]) -> None:

@@ -12,7 +12,7 @@ from harmony_ds.step.used_gradients import UsedGradient
 
 
 class StepGradients:
-    """The gradients that have gathered, shown unscaled, with the program's changes to them.
+    """The gradients that have accumulated, shown unscaled, with the program's changes to them.
 
     Attributes:
         used: names of gradients that `optimizer.step()` by hand has used, and the program has not dropped.
@@ -28,10 +28,10 @@ class StepGradients:
         self.used: set[str] = set()
 
     @torch.no_grad()
-    def read(self, name: str, gathered: bool) -> Tensor | None:
-        """Return the `.grad` of `name`, which is used as the program changes it; `gathered`: some wait for their update."""
-        total: Tensor | None = self._show(name) if gathered else None
-        if not gathered and name in self.used:
+    def read(self, name: str, accumulated: bool) -> Tensor | None:
+        """Return the `.grad` of `name`, which is used as the program changes it; `accumulated`: some wait for updates."""
+        total: Tensor | None = self._show(name) if accumulated else None
+        if not accumulated and name in self.used:
             total = UsedGradient.stand_in_for(name, self._store.parameters[name])
         own = self._own.find(name)
         if total is None or own is None:
@@ -41,7 +41,7 @@ class StepGradients:
         return total
 
     def _show(self, name: str) -> Tensor | None:
-        gradient = self._executor.gathered_gradient(name)
+        gradient = self._executor.accumulated_gradient(name)
         if gradient is not None and name not in self._shown:
             self._shown.add(name)
             if self._scaler.scale != 1.0:
@@ -52,17 +52,17 @@ class StepGradients:
     def hide(self) -> None:
         """Scale those that were shown again, before others are added to them or they are used."""
         for name in self._shown if self._scaler.scale != 1.0 else ():
-            gradient = self._executor.gathered_gradient(name)
+            gradient = self._executor.accumulated_gradient(name)
             if gradient is not None:
                 gradient.mul_(self._scaler.scale)
         if self._shown:
             self._updater.measure(tuple(self._shown))
             self._shown.clear()
 
-    def drop(self, gathered: bool) -> None:
-        """Drop all; `gathered`: some wait for their update."""
-        if gathered:
-            self._executor.discard_gathered(self._store.parameters)
+    def drop(self, accumulated: bool) -> None:
+        """Drop all; `accumulated`: some wait for their update."""
+        if accumulated:
+            self._executor.drop_accumulated(self._store.parameters)
         self._own.pop(self._store.parameters)
 
     def forget_used(self, by_hand: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ from harmony_ds.optim.zero_optimizer import ZeroOptimizer
 from harmony_ds.step.allocator_retries import AllocatorRetries
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.engine_state import EngineState
+from harmony_ds.step.evaluation import evaluate
 from harmony_ds.step.group_plans import GroupPlans
+from harmony_ds.step.inputs import CallInputs
 from harmony_ds.step.loss_scaling import LossScaler
 from harmony_ds.step.model_calls import ModelCalls
 from harmony_ds.step.one_time_warnings import OneTimeWarnings
+from harmony_ds.step.pending_micro_batch import LossFunction
 from harmony_ds.step.replaced_forward import ReplacedForward
 from harmony_ds.step.step import Step
 from harmony_ds.step.step_gradients import StepGradients
@@ -102,7 +105,7 @@ class Steps:
     @property
     def open(self) -> Step:
         """The step that micro-batches are queued for: a new one when the one before is over."""
-        if self._current.is_over:
+        if not self._current.is_open:
             unsettled = self._current if self._current.state is StepState.UPDATING else self._current.before
             self._current = Step(self.context, unsettled)
         return self._current
@@ -224,15 +227,35 @@ class Steps:
         self.counters.begin_step(micro_steps)
         self.scaler.load_state_dict(loss_scaler)
 
+    # ---- without gradients
+
+    def evaluate(self, batches: Sequence[CallInputs], loss_fn: LossFunction | None) -> list[Tensor]:
+        """Return losses of micro-batches without gradients, which are no part of the open step."""
+        self.before_evaluation()
+        return evaluate(self.open, batches, loss_fn)
+
+    def before_evaluation(self) -> None:
+        """Note that the model is about to be called without gradients."""
+        self.open.handle(StepEvent.EVALUATE)
+
     def destroy(self) -> None:
         """Drop the open step with its engine."""
         self.open.handle(StepEvent.DESTROY)
 
     # ---- what the program does to its optimizer
 
+    def zero_grad(self) -> None:
+        """Drop the gradients that have accumulated since the last step."""
+        if self.state.host_optimizer is None:
+            return
+        self.context.gradients.used.clear()
+        self.open.handle(StepEvent.READ_GRADIENT)
+        self.open.handle(StepEvent.ZERO_GRAD)
+
     def step_by_hand(self) -> None:
-        """Update from what has gathered, for `optimizer.step()`. Gradients of parameters that are not the optimizer's
-        stay, for another one to step.
+        """Update from the gradients that have accumulated, for `optimizer.step()`.
+
+        Gradients of parameters that are not the optimizer's stay, for another one to step.
         """
         context, optimizer = self.context, self.state.host_optimizer
         assert optimizer is not None
@@ -254,19 +277,26 @@ class Steps:
         self.state.wait_for_updates()
 
     def before_write(self, name: str) -> None:
-        """Note that the parameter `name` is about to be changed."""
+        """Run what was called with the values of the parameter `name`, which are about to be changed.
+
+        Raises:
+            UnsupportedError: several processes share the parameter.
+            UsageError: a micro-batch is queued that has not been propagated back from.
+        """
+        self.context.world.refuse(f"changing {name} by hand, which every process would do again")
+        self.open.handle(StepEvent.READ_GRADIENT)
         self.open.handle(StepEvent.WRITE_PARAMETER, name)
 
     def gradient(self, name: str) -> Tensor | None:
-        """Return the gradient of `name` itself, not scaled, as it has gathered since the last step."""
-        has_gathered: bool = self.open.handle(StepEvent.READ_GRADIENT)
-        return self.context.gradients.read(name, has_gathered)
+        """Return the gradient of `name` itself, not scaled, as it has accumulated since the last step."""
+        has_accumulated: bool = self.open.handle(StepEvent.READ_GRADIENT)
+        return self.context.gradients.read(name, has_accumulated)
 
     def put_gradient(self, name: str, value: Tensor | None) -> None:
-        """Use `value` in the place of the gradient that has gathered for `name`."""
+        """Use `value` in the place of the gradient that has accumulated for `name`."""
         self.context.gradients.used.discard(name)
         if self.open.handle(StepEvent.READ_GRADIENT):
-            self.state.executor.discard_gathered((name,))
+            self.state.executor.drop_accumulated((name,))
         if value is not None:
             self.wait_for_updates()  # a pending update would take it
         self.state.runtime.user_gradients.put(name, value)

@@ -167,8 +167,8 @@ def test_gradients_of_the_programs_own_are_not_lost() -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_a_step_whose_gathered_gradients_are_lost_is_not_run_again() -> None:
-    """Undoing a backward pass drops the gradients that had gathered before: the rest alone would be another step."""
+def test_a_step_whose_accumulated_gradients_are_lost_is_not_run_again() -> None:
+    """Undoing a backward pass drops the gradients that had accumulated before: the rest alone would be another step."""
     with engine_of(1) as (engine, members):
         train_groups(engine, GROUPS[:1])
         before = {name: tensor.clone() for name, tensor in weights_of(engine.module).items()}

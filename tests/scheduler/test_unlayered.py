@@ -40,18 +40,18 @@ def test_they_are_there_from_the_first_task_to_the_last_backward_pass() -> None:
 
 
 def test_what_is_there_already_is_not_swapped_in_again() -> None:
-    begun = Group((0,), begun=True)
+    second_part = Group((0,), has_unlayered=True)
 
-    assert text(compose_step(TWO, begun, SOON)) == IMMEDIATE.removeprefix("I2 ")
+    assert text(compose_step(TWO, second_part, SOON)) == IMMEDIATE.removeprefix("I2 ")
     assert text(compose_forward(TWO, Group((0,)), LATE)) == "I2 I0 F0.0 E0 I1 F1.0 E1"
-    assert text(compose_forward(TWO, begun, LATE)) == "I0 F0.0 E0 I1 F1.0 E1"
+    assert text(compose_forward(TWO, second_part, LATE)) == "I0 F0.0 E0 I1 F1.0 E1"
 
 
 def test_an_evaluation_leaves_behind_what_it_found() -> None:
     both = "I0 F0.0 F0.1 E0 I1 F1.0 F1.1 E1"
 
     assert text(compose_evaluation(TWO, Group((0, 1)), LATE)) == f"I2 {both} E2"
-    assert text(compose_evaluation(TWO, Group((0, 1), begun=True), LATE)) == both
+    assert text(compose_evaluation(TWO, Group((0, 1), has_unlayered=True), LATE)) == both
 
 
 @pytest.mark.parametrize(

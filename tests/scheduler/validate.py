@@ -77,7 +77,7 @@ class _Walk:
         }
         self._norm_missing = deferred
         self._coming: set[int] = set()  # packs of which each device has its share
-        self._inside: set[int] = {*policy.resident, *(self._always if group.begun else ())}
+        self._inside: set[int] = {*policy.resident, *(self._always if group.has_unlayered else ())}
         self._gathered: set[int] = set()  # packs with gradients that have not been swapped out
         self._reduced: set[int] = set()  # packs whose gradients are the sums of all devices'
         self._apart: set[int] = set()  # packs whose gradients are on the host, those of every device for itself

@@ -1,0 +1,253 @@
+"""What is done about an error in a run: one table, by which `Recovery.recover` acts.
+
+`python -m harmony_ds.step.recovery` prints it. A run is either made again, after which the step goes on as if nothing had
+happened, or it is undone and the error raised. Whether a raised error drops the step is said in `transitions`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from harmony_ds.distributed import PeerDiverged
+from harmony_ds.errors import DoesNotFitError, PeerFailedError, UnsupportedError
+from harmony_ds.model.contract import UnseenError
+from harmony_ds.runtime.micro_batch import OffPlanError
+from harmony_ds.step.context import StepContext
+from harmony_ds.step.retry_budget import RetryBudget
+from harmony_ds.step.run import Run, RunKind
+
+MOST_ATTEMPTS = 8
+"""How often the same micro-batches run, if each time the model calls layers that were not measured."""
+
+
+class ErrorKind(enum.Enum):
+    """What an error that ends a run means for it."""
+
+    USER_ERROR = "the model, a loss, a check or the planner raised an error"
+    OFF_PLAN = "a layer call came that was not measured"
+    OUT_OF_MEMORY = "the device ran out of memory"
+    PEER_DIVERGED = "another process makes its run again"
+    PEER_FAILED = "another process failed, or ended"
+    UPDATE_FAILED = "it came after updates were issued, or an earlier one has ended the engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What is done about an error of some kind.
+
+    Attributes:
+        action: the method of `Recovery` that is called with the error.
+        sentence: what that means, for people.
+        when: a property of `Recovery` that must be true for it; the first remedy of a kind that fits is taken.
+    """
+
+    action: str
+    sentence: str
+    when: str | None = None
+
+
+_AGAIN = Remedy(
+    "measure_again", "Undo the run, measure and plan anew, and run again: no weight has changed.", "can_run_again"
+)
+_ANOTHER_FORWARD = Remedy(
+    "refuse_another_forward",
+    "Undo that forward pass; its caller gets the error: processes would have to run it again together.",
+    "is_forward_alone",
+)
+_RAISE = Remedy("undo_and_raise", "Undo the run; the caller gets the error.")
+REMEDIES: dict[ErrorKind, tuple[Remedy, ...]] = {
+    ErrorKind.USER_ERROR: (_RAISE,),
+    ErrorKind.OFF_PLAN: (
+        _AGAIN,
+        _ANOTHER_FORWARD,
+        Remedy(
+            "refuse_another_way", "Undo the run: what has been read cannot be run again. The error says what to do."
+        ),
+    ),
+    ErrorKind.OUT_OF_MEMORY: (
+        Remedy(
+            "plan_for_less",
+            "Undo the run, lower the device memory budget, plan anew, and run again: no weight has changed.",
+            "can_plan_for_less",
+        ),
+        _ANOTHER_FORWARD,
+        _RAISE,
+    ),
+    ErrorKind.PEER_DIVERGED: (_AGAIN, _ANOTHER_FORWARD, _RAISE),
+    ErrorKind.PEER_FAILED: (_RAISE,),
+    ErrorKind.UPDATE_FAILED: (
+        Remedy("give_up", "The engine cannot go on, since some layers were updated. The caller gets the error."),
+    ),
+}
+"""What is done about each kind of error: the first remedy that fits."""
+
+
+class Recovery:
+    """Recovery of one run from errors."""
+
+    def __init__(self, context: StepContext, run: Run) -> None:
+        self._context = context
+        self._run = run
+        self._budget = RetryBudget(context.runtime.device, context.planner)
+        self._errors = 0  # so far
+
+    def recover(self, error: BaseException) -> None:
+        """Do what the table says about `error`; return if the run is to be made again, else raise."""
+        self._errors += 1
+        remedy = self._remedy(self._kind_of(error))
+        getattr(self, remedy.action)(error)
+
+    def end(self, error: BaseException) -> None:
+        """Restore the budget of device memory, since the run ends with `error`.
+
+        Raises:
+            torch.OutOfMemoryError: the first one, where no smaller plan fits.
+        """
+        self._budget.restore(error)
+
+    def _kind_of(self, error: BaseException) -> ErrorKind:
+        if comes_after_updates(self._context):
+            return ErrorKind.UPDATE_FAILED
+        if isinstance(error, OffPlanError | UnseenError):
+            return ErrorKind.OFF_PLAN
+        if isinstance(error, PeerDiverged):
+            return ErrorKind.PEER_DIVERGED
+        if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DoesNotFitError):
+            return ErrorKind.OUT_OF_MEMORY
+        if isinstance(error, PeerFailedError):
+            return ErrorKind.PEER_FAILED
+        return ErrorKind.USER_ERROR
+
+    def _remedy(self, kind: ErrorKind) -> Remedy:
+        return next(one for one in REMEDIES[kind] if one.when is None or getattr(self, one.when))
+
+    # ---- what the table asks
+
+    @property
+    def is_forward_alone(self) -> bool:
+        """Whether the run is a forward pass without backward, so that the rest of the step goes on without it."""
+        return self._run.kind is RunKind.FORWARD
+
+    @property
+    def can_run_again(self) -> bool:
+        """Whether the run can be measured, planned and made again, with the same results."""
+        run = self._run
+        if run.kind in (RunKind.UPDATE, RunKind.UPDATE_BY_HAND):
+            return False
+        if run.kind is RunKind.FORWARD:
+            return self._context.world.size == 1
+        if run.kind is RunKind.EVALUATION:
+            return True
+        keeps_gradients = not run.follows_part or not self._context.executor.backward_begun
+        return keeps_gradients and not run.cannot_repeat
+
+    @property
+    def can_plan_for_less(self) -> bool:
+        """Whether the run can be planned with a lower budget and made again."""
+        run, runtime = self._run, self._context.runtime
+        if run.kind is RunKind.EVALUATION or not self.can_run_again or self._errors == MOST_ATTEMPTS:
+            return False
+        if run.kind is not RunKind.FORWARD and runtime.user_gradients.popped > run.taken_gradients:
+            return False  # those gradients are gone, and would be missing when the step runs again
+        return runtime.world.size == 1 and runtime.device.budget_bytes is not None
+
+    # ---- what the table does
+
+    def measure_again(self, error: BaseException) -> None:
+        """Undo the run; its micro-batches are measured, planned and run again."""
+        self._undo()
+        if not isinstance(error, PeerDiverged):
+            self._context.world.tell_diverged()
+
+    def plan_for_less(self, error: torch.OutOfMemoryError) -> None:
+        """Undo the run; its micro-batches are planned for a lower budget, and run again."""
+        self._undo()
+        self._budget.lower(error)
+
+    def undo_and_raise(self, error: BaseException) -> NoReturn:
+        """Undo the run, and raise `error`."""
+        self._undo()
+        raise error
+
+    def refuse_another_forward(self, error: BaseException) -> NoReturn:
+        """Undo a forward pass that several processes cannot run again."""
+        self._undo()
+        self._context.world.refuse(
+            "a micro-batch that is looked at before its step takes another way through the model than those before"
+        )
+        raise error
+
+    def refuse_another_way(self, _: BaseException) -> NoReturn:
+        """Undo a run that was to be made again, and cannot."""
+        self._undo()
+        raise UnsupportedError(
+            "a micro-batch takes another way through the model than those that were measured (LayerDrop, or code "
+            "that depends on data), in a step of which losses or outputs were looked at: such a step is not run "
+            "again. Nothing has been updated. Look at losses after engine.step(), or at all of a step's before "
+            "its boundary."
+        ) from None
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """End the engine, since something has been updated, and raise `error`."""
+        end_engine(self._context, error)
+        self.undo_and_raise(error)
+
+    def _undo(self) -> None:
+        """Free what the run has brought to the device.
+
+        Once its backward pass has begun, its gradients lie among those of earlier runs of the step: then all are dropped.
+        """
+        executor = self._context.executor
+        keeps_others = self._run.kind in (RunKind.FORWARD, RunKind.PART, RunKind.EVALUATION)
+        if keeps_others and not executor.backward_begun:
+            executor.undo_run()
+        else:
+            drop_gradients(self._context)
+
+
+def comes_after_updates(context: StepContext) -> bool:
+    """Return whether an error now leaves some layers updated and others not: by this process, by others, or before."""
+    outcome = context.executor.updates.outcome
+    return context.health.failed is not None or bool(outcome.updates_issued) or outcome.others_update
+
+
+def end_engine(context: StepContext, error: BaseException) -> None:
+    """Note that the engine cannot go on, since `error` came after updates of its step."""
+    if context.health.failed is None:
+        packs = context.executor.updates.outcome.updates_issued
+        context.health.fail(f"a step failed after {packs} packs had been updated: {error!r}")
+
+
+def drop_gradients(context: StepContext) -> None:
+    """Drop the gradients of the step, and what its runs have left on the device."""
+    context.executor.drop_step()
+    if context.health.failed is None:
+        context.runtime.updater.discard()
+
+
+def remedies() -> Iterator[tuple[ErrorKind, Remedy]]:
+    """Yield every remedy, by the kind of error."""
+    for kind, row in REMEDIES.items():
+        for remedy in row:
+            yield kind, remedy
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    lines = ["| error | when | what is done |", "|---|---|---|"]
+    last = None
+    for kind, remedy in remedies():
+        name = "" if kind is last else f"{kind.name}: {kind.value}"
+        when = (remedy.when or "").replace("_", " ")
+        lines.append(f"| {name} | {when} | {remedy.sentence} `{remedy.action}` |")
+        last = kind
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())  # noqa: T201 - that is what the module prints

@@ -1,0 +1,145 @@
+"""One run of the executor for micro-batches: what it runs, its plan, and what comes before and after the plan's tasks."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from harmony_ds.optim.host_optimizer import Hyper
+from harmony_ds.optim.updater import Clipping
+from harmony_ds.runtime.micro_batch import MicroBatch
+from harmony_ds.scheduler.plan import EMPTY_PLAN, Plan, TaskKind
+from harmony_ds.step.context import StepContext
+from harmony_ds.step.pending_micro_batch import PendingMicroBatch
+from harmony_ds.step.planner import others_bytes
+
+
+class RunKind(enum.Enum):
+    """What runs at once."""
+
+    FORWARD = "the forward pass of one micro-batch"
+    PART = "forward and backward of some micro-batches of a step; the gradients wait"
+    WHOLE = "forward, backward and updates"
+    UPDATE = "the norm and the updates, from gradients that wait"
+    UPDATE_BY_HAND = "the updates, from gradients that the program has put on parameters"
+    EVALUATION = "forward passes without gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of the executor, which may have to be repeated.
+
+    Attributes:
+        pending: the micro-batches that run.
+        hyper: hyper-parameters for the updates.
+        clipping: how updates depend on the norm of all gradients; None: they do not wait for it.
+        follows_part: whether a PART of the step has run before, whose gradients wait.
+        cannot_repeat: whether in any process a forward pass had run alone, whose outputs the program has.
+        taken_gradients: how many gradients had been taken from the program's parameters before.
+        updates: of an UPDATE: the tasks that the step's PARTs have left.
+    """
+
+    kind: RunKind
+    pending: Sequence[PendingMicroBatch]
+    hyper: Hyper = ()
+    clipping: Clipping | None = None
+    follows_part: bool = False
+    cannot_repeat: bool = False
+    taken_gradients: int = 0
+    updates: Plan | None = None
+
+
+@dataclass(slots=True)
+class PlannedRun:
+    """A run with its plan.
+
+    Attributes:
+        micro_batches: those whose layer calls are joined count as one.
+        rest: after a PART: the tasks that remain (norm and updates), which run at the boundary.
+        records: whether the timeline records it as a step.
+        watches_peak: whether its peak of device memory is to be that of the plan.
+        others_bytes: device memory that was in use before.
+    """
+
+    plan: Plan
+    micro_batches: Sequence[MicroBatch]
+    rest: Plan | None = None
+    records: bool = False
+    watches_peak: bool = False
+    others_bytes: int = 0
+
+
+def plan_run(context: StepContext, run: Run) -> PlannedRun:
+    """Return the plan of a run; refuse what cannot run, before anything does."""
+    context.health.check_usable()
+    if run.kind is RunKind.UPDATE_BY_HAND:
+        return PlannedRun(EMPTY_PLAN, ())
+    if run.kind is RunKind.UPDATE:
+        return _plan_update(context, run)
+    plans, has_unlayered = context.plans, context.executor.has_unlayered
+    micro_batches: Sequence[MicroBatch] = [pending.micro_batch for pending in run.pending]
+    if run.kind is RunKind.EVALUATION:
+        return PlannedRun(plans.evaluation(micro_batches, has_unlayered), micro_batches)
+    context.runtime.contract.check([micro_batch.state for micro_batch in micro_batches])
+    if run.kind is RunKind.FORWARD:
+        return PlannedRun(plans.forward(micro_batches[0], has_unlayered), micro_batches)
+    for micro_batch in micro_batches:
+        context.runtime.layer_calls.check_replayed(call for _, call in micro_batch.calls)
+        micro_batch.check_unwritten()
+    if run.kind is RunKind.PART:
+        plans.make_room(micro_batches)
+        plan, rest = plans.part_of_step(micro_batches, has_unlayered, first=not run.follows_part)
+        return PlannedRun(plan, micro_batches, rest)
+    micro_batches = plans.sets(micro_batches)
+    plans.make_room(micro_batches)
+    plan = plans.step(micro_batches, has_unlayered)
+    # The plan's peak is that of passes whose losses and outputs are not read.
+    is_as_planned = not any(pending.micro_batch.forwarded for pending in run.pending)
+    planned = PlannedRun(plan, micro_batches, records=True, watches_peak=is_as_planned)
+    planned.others_bytes = others_bytes(context.runtime)
+    context.runtime.device.watch_peak()
+    context.allocator_retries.begin_step()
+    return planned
+
+
+def _plan_update(context: StepContext, run: Run) -> PlannedRun:
+    """Return the tasks that the parts of a step have left; an optimizer that steps as a whole does the rest of them."""
+    plan = run.updates
+    assert plan is not None
+    if context.steps_whole:
+        plan = plan.part(0, [task.kind for task in plan.tasks].index(TaskKind.NORM))
+    return PlannedRun(plan, ())
+
+
+@contextmanager
+def running(context: StepContext, planned: PlannedRun) -> Iterator[None]:
+    """Run as the engine, which the user's code is called by; after an error, forget what micro-batches have done."""
+    runtime = context.runtime
+    with runtime.contract.running():
+        try:
+            with runtime.timeline.step(planned.plan) if planned.records else nullcontext():
+                yield
+        except BaseException:
+            for micro_batch in planned.micro_batches:
+                micro_batch.abandon()
+            runtime.contract.settings.undo()
+            raise
+
+
+def finish_run(context: StepContext, run: Run, planned: PlannedRun) -> None:
+    """Do what comes after the plan's tasks: the promise of a norm, the check of the peak, or the optimizer's own step."""
+    device, updates = context.runtime.device, context.executor.updates
+    if run.kind is RunKind.WHOLE:
+        updates.promise_norm()
+        peak_bytes = 0
+        if planned.watches_peak and device.peak_has_risen():
+            # Workspaces are made when a thread first needs one, in some step.
+            set_aside_bytes = device.reserve_bytes() + context.planner.exchange_bytes(planned.plan)
+            peak_bytes = device.peak_bytes() - planned.others_bytes - set_aside_bytes
+        context.planner.check_peak(peak_bytes)
+        context.allocator_retries.finish_step()
+    elif run.kind is RunKind.UPDATE and context.steps_whole:
+        assert run.clipping is not None
+        updates.step_whole(run.clipping)

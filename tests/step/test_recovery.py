@@ -1,0 +1,99 @@
+"""Every remedy for an error in a run is used, driven through the engine with a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from harmony_ds.distributed import PeerDiverged
+from harmony_ds.errors import EngineFailedError, PeerFailedError
+from harmony_ds.runtime.micro_batch import OffPlanError
+from harmony_ds.step.recovery import REMEDIES, ErrorKind, Recovery, Remedy, remedies, table
+from harmony_ds.step.transitions import StepState
+from tests.engine.drive import config_of, engine_for, sgd
+from tests.step.drive import GIB, Before, Drive, Tiny
+
+K = ErrorKind
+ERRORS: dict[ErrorKind, Callable[[], BaseException]] = {
+    K.USER_ERROR: lambda: ValueError("the model's own"),
+    K.OFF_PLAN: OffPlanError,
+    K.OUT_OF_MEMORY: lambda: torch.OutOfMemoryError("out of memory"),
+    K.PEER_DIVERGED: lambda: PeerDiverged("another process"),
+    K.PEER_FAILED: lambda: PeerFailedError(1, "has ended"),
+}
+"""What a forward pass raises; an update that failed is no error of a forward pass."""
+AGAIN = ("measure_again", "plan_for_less")
+RUNS = ("alone", "at the boundary")
+
+
+def is_possible(kind: ErrorKind, remedy: Remedy, run: str) -> bool:
+    if run == "at the boundary":
+        return remedy.action != "refuse_another_forward"
+    followed = [one.action for one in REMEDIES[kind]]  # after a forward pass alone no later remedy is reached
+    return "refuse_another_forward" not in followed[: followed.index(remedy.action)]
+
+
+CASES = [(kind, remedy, run) for (kind, remedy), run in product(remedies(), RUNS) if is_possible(kind, remedy, run)]
+
+
+def prepare(drive: Drive, kind: ErrorKind, remedy: Remedy, run: str) -> None:
+    """Let the conditions of the remedy hold, and those of the ones before it not."""
+    if remedy.action == "refuse_another_forward":
+        drive.several_processes()
+    elif remedy.action == "plan_for_less":
+        drive.engine._state.device.budget_bytes = GIB
+    elif run == "at the boundary" and remedy.action not in AGAIN and kind in (K.OFF_PLAN, K.PEER_DIVERGED):
+        drive.another_has_read()
+
+
+@pytest.mark.parametrize(("kind", "remedy", "run"), CASES, ids=[f"{k.name}-{r.action}-{run}" for k, r, run in CASES])
+@pytest.mark.parametrize("before", list(Before))
+@pytest.mark.filterwarnings("ignore")
+def test_a_remedy_is_used(
+    kind: ErrorKind, remedy: Remedy, run: str, before: Before, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[tuple[ErrorKind, Remedy]] = []
+    choose = Recovery._remedy
+
+    def record(recovery: Recovery, kind: ErrorKind) -> Remedy:
+        chosen = choose(recovery, kind)
+        used.append((kind, chosen))
+        return chosen
+
+    monkeypatch.setattr(Recovery, "_remedy", record)
+    with engine_for(Tiny(), sgd, config_of(1)) as engine, monkeypatch.context() as patch, suppress(EngineFailedError):
+        drive = Drive(engine, patch)
+        drive.come_to(before)
+        step = drive.step
+        prepare(drive, kind, remedy, run)
+        error = ERRORS[kind]() if kind in ERRORS else None
+        if run == "alone":
+            drive.fail_alone(error)
+        else:
+            drive.fail_at_boundary(error)
+        assert (kind, remedy) in used
+        if run == "alone":
+            assert step.is_open and len(step.micro_batches) == (1 if before is Before.NOTHING else 2)
+        elif remedy.action in AGAIN:
+            assert step.state is StepState.UPDATING
+        else:
+            assert step.state is StepState.FAILED and not step.micro_batches
+            assert engine.usable is (remedy.action != "give_up")
+
+
+def test_every_kind_of_error_has_a_remedy() -> None:
+    assert set(REMEDIES) == set(ErrorKind)
+    for row in REMEDIES.values():
+        assert [one.when is None for one in row] == [False] * (len(row) - 1) + [True]
+        for one in row:
+            assert callable(getattr(Recovery, one.action)) and (one.when is None or hasattr(Recovery, one.when))
+
+
+def test_the_table_of_the_docs_is_that_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert table() in page, "run python -m harmony_ds.step.recovery, and put what it prints there"
