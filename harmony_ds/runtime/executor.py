@@ -65,7 +65,7 @@ class Executor:
         self._progress_callback: ProgressCallback | None = None
         # Of the plan that runs, or was run last:
         self._plan = EMPTY_PLAN
-        self._first_run = 0  # the place of its first task that is a micro-batch's
+        self._first_run = 0  # the number of its first task that is a micro-batch's
         self._needs_backward: dict[int, bool] = {}  # position of a layer call -> whether gradients flow through it
         # Where there are several devices: module -> the one that has its buffers.
         self._buffer_devices: dict[nn.Module, int] = {}
@@ -226,9 +226,9 @@ class Executor:
             self._change_packs(plan)
         self._plan = plan
         self._first_run = len(plan.tasks)
-        for place, task in enumerate(plan.tasks):
+        for number, task in enumerate(plan.tasks):
             if task.micro_batch >= 0:
-                self._first_run = place
+                self._first_run = number
                 break
         self._needs_backward = {}
         for index in plan.packing.backward:
@@ -316,7 +316,7 @@ class Executor:
             return
         lane = self._enter(micro_batch)
         lane.run_on(
-            partial(micro_batch.place, self._plan.calls),
+            partial(micro_batch.position_of, self._plan.calls),
             partial(self._answer_cut, task, micro_batch, leaves),
             self._plan.packs[task.pack].positions[-1],
         )
@@ -331,7 +331,7 @@ class Executor:
     def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int) -> Any:
         """Return the outputs, cut from their graph, of a layer call."""
         number = micro_batch.pass_position(position)
-        self._train(task.pack, request)
+        self._apply_own_requires_grad(task.pack, request)
         layer_calls, inter_layer = self._runtime.layer_calls, micro_batch.inter_layer
         read_state = self._runtime.random.snapshot
         if task.kind is TaskKind.FORWARD_FOR_GRAPH:
@@ -349,7 +349,7 @@ class Executor:
     ) -> Any:
         """Return the outputs of a layer call as part of the micro-batch's graph."""
         micro_batch.pass_position(position)
-        self._train(task.pack, request)
+        self._apply_own_requires_grad(task.pack, request)
         head = self._runtime.layer_calls.begin_head(request, leaves, partial(self._accumulate, task.pack))
         return self._runtime.layer_calls.run_attached(request, leaves) if head is None else head
 
@@ -361,8 +361,8 @@ class Executor:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
             self._forward(task)
         elif not micro_batch.forwarded:
-            place = partial(micro_batch.place, plan.calls)
-            self._enter(micro_batch).run_on(place, partial(self._answer_attached, task, micro_batch, leaves))
+            position_of = partial(micro_batch.position_of, plan.calls)
+            self._enter(micro_batch).run_on(position_of, partial(self._answer_attached, task, micro_batch, leaves))
             micro_batch.finish()
         if self._runtime.random.has(micro_batch):  # its lane may have ended in an earlier pack
             self._runtime.random.switch(micro_batch)
@@ -411,7 +411,7 @@ class Executor:
         if micro_batch.sharing and micro_batch is micro_batch.sharing[-1]:
             self._runtime.residency.begin_shared_loss(self._copies[task.pack])
 
-    def _train(self, pack: int, request: Request) -> None:
+    def _apply_own_requires_grad(self, pack: int, request: Request) -> None:
         """Give the pack's copies the `requires_grad` that the caller of a layer has set for itself.
 
         Raises:

@@ -22,7 +22,7 @@ from harmony_ds.model.joined import RAISED, Joined, Joins
 from harmony_ds.model.own_settings import in_force
 from harmony_ds.model.random_streams import RandomStreams, states_differ
 from harmony_ds.model.trees import tensors_in
-from harmony_ds.runtime.lane import Lane, LayerCallRunner, Place
+from harmony_ds.runtime.lane import Lane, LayerCallRunner, PositionOf
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 
 
@@ -53,7 +53,7 @@ class JointLane:
         requests = self._waiting_requests()
         return tensors_in([(call.request.args, call.request.kwargs) for call in self._joined(requests)])
 
-    def run_on(self, place: Place, answer: LayerCallRunner, last: int | None = None) -> None:
+    def run_on(self, position_of: PositionOf, answer: LayerCallRunner, last: int | None = None) -> None:
         """Do what `Lane.run_on` does, with one call for all where they can be joined.
 
         Raises:
@@ -66,7 +66,7 @@ class JointLane:
                     raise self._joins.refuse("the code between layers sets requires_grad")
                 if len(requests) < len(self.lanes) or len({request.layer for request in requests}) > 1:
                     raise self._joins.refuse("micro-batches take different ways through the model")
-                position = place(requests[0])
+                position = position_of(requests[0])
                 if last is not None and position > last:
                     return
                 replies = self._answered(requests, position, answer)
@@ -99,7 +99,7 @@ class JointLane:
             with torch.enable_grad():
                 replies.update(zip(call.places, self._joins.part(call, result), strict=True))
         self._calls = []
-        return [replies[place] for place in range(len(requests))]
+        return [replies[number] for number in range(len(requests))]
 
     own = None  # each lane has its own
 

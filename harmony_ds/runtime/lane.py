@@ -22,7 +22,7 @@ from harmony_ds.model.own_settings import LaneSettings, ModuleSettings, OutsideS
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.runtime.thread_state import SuspendedModes, ThreadState
 
-Place = Callable[[Request], int]
+PositionOf = Callable[[Request], int]
 """Return the position of a layer call, by which it is for this task or a later one."""
 LayerCallRunner = Callable[[Request, int], Any]
 """Make the outputs of a layer call at a position."""
@@ -82,7 +82,7 @@ class Lane:
         """Return the tensors among the arguments of the layer call that it waits at."""
         return [] if self.request is None else tensors_in((self.request.args, self.request.kwargs))
 
-    def run_on(self, place: Place, answer: LayerCallRunner, last: int | None = None) -> None:
+    def run_on(self, position_of: PositionOf, answer: LayerCallRunner, last: int | None = None) -> None:
         """Run on to the first layer call after the position `last`, or to the end; `answer` answers the calls before it.
 
         An error of the layer's own forward is thrown into the model's code, which may catch it. Any other error of an
@@ -92,7 +92,7 @@ class Lane:
         settings = self._put_settings()
         try:
             while self.request is not None:
-                position = place(self.request)
+                position = position_of(self.request)
                 if last is not None and position > last:
                     return
                 try:

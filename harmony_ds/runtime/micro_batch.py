@@ -36,7 +36,7 @@ class MicroBatch:
     """State of one micro-batch.
 
     Attributes:
-        index: place in the group.
+        index: among the micro-batches of the group.
         seed: of its random stream.
         forward: runs the model on its inputs; called in the lane.
         objective: called with the outputs, by the engine, where forward and backward are fused.
@@ -93,7 +93,7 @@ class MicroBatch:
         settings = self.state.settings
         return Lane(self.forward, self.reduce is None, self.autocast, thread, self.context, between_layers, settings)
 
-    def place(self, order: tuple[int, ...], request: Request) -> int:
+    def position_of(self, order: tuple[int, ...], request: Request) -> int:
         """Return the position of `request`, its next layer call, in the call order.
 
         Raises:
@@ -121,7 +121,7 @@ class MicroBatch:
 
     def move(self, positions: tuple[int, ...]) -> None:
         """Follow a call order that has grown: `positions[p]` is where the call once at `p` is now."""
-        self.calls = [(positions[place], call) for place, call in self.calls]
+        self.calls = [(positions[position], call) for position, call in self.calls]
 
     def finish(self) -> None:
         """Take the outputs from a lane that ran to its end."""

@@ -165,14 +165,14 @@ class _BytesByOwner:
         self.total = 0
         self._by_owner: dict[object, tuple[int, int]] = {}
 
-    def hold(self, owner: object, nbytes: int, times: int = 1) -> None:
-        """Let `owner` hold `nbytes`, in place of what it held; they count so many times."""
+    def set(self, owner: object, nbytes: int, times: int = 1) -> None:
+        """Set the bytes of `owner` to `nbytes`, whatever they were; they count so many `times`."""
         before, counted = self._by_owner.get(owner, (0, 0))
         self.total += times * nbytes - counted * before
         self._by_owner[owner] = nbytes, times
 
     def release(self, owner: object) -> int:
-        """Release what `owner` holds; return its bytes, counted once."""
+        """Set the bytes of `owner` to none; return what they were, counted once."""
         nbytes, times = self._by_owner.pop(owner, (0, 0))
         self.total -= times * nbytes
         return nbytes
@@ -261,10 +261,10 @@ class DeviceMemory:
         """Hold the weights of a pack; of a pack without calls its gradients, too, which any call may add to."""
         pack = self._packs[index]
         if pack.positions:
-            self._weights.hold(index, self._view.packs[index].weight_bytes)
+            self._weights.set(index, self._view.packs[index].weight_bytes)
         else:
-            self._weights.hold(index, pack.weight_bytes)
-            self._gradients.hold(index, pack.gradient_bytes)
+            self._weights.set(index, pack.weight_bytes)
+            self._gradients.set(index, pack.gradient_bytes)
 
     # ---- tasks that compute: they return the peak, without weights, gradients and the margin
 
@@ -275,15 +275,15 @@ class DeviceMemory:
         self._waiting.release(micro_batch)
         peak = self._all_bytes + pack.forward_peak_bytes(keeps_graph)
         if keeps_graph:
-            self._graphs.hold((task.pack, micro_batch), pack.kept_graph_bytes, times)
+            self._graphs.set((task.pack, micro_batch), pack.kept_graph_bytes, times)
         following, calls = pack.last + 1, self._view.costs.costs
         if following < len(calls):
-            self._waiting.hold(micro_batch, calls[following].waiting.alive_bytes, times)
+            self._waiting.set(micro_batch, calls[following].waiting.alive_bytes, times)
         else:  # the end of its forward pass
-            self._waiting.hold(micro_batch, self._between_passes(task), times)
-            self._outputs.hold(micro_batch, self._view.costs.output_bytes, times)
+            self._waiting.set(micro_batch, self._between_passes(task), times)
+            self._outputs.set(micro_batch, self._view.costs.output_bytes, times)
         stashed = self._stash.release(micro_batch)
-        self._stash.hold(micro_batch, stashed + pack.stash_bytes, times)
+        self._stash.set(micro_batch, stashed + pack.stash_bytes, times)
         return max(peak, self._all_bytes)
 
     def _run_fused(self, task: Task, pack: PackBytes) -> int:
@@ -321,9 +321,9 @@ class DeviceMemory:
         While the micro-batches of a shared loss add up theirs, the sums of the others are kept apart.
         """
         sums_exist = task.pack in self._gradients
-        self._gradients.hold(task.pack, pack.gradient_bytes)
+        self._gradients.set(task.pack, pack.gradient_bytes)
         if sums_exist and task.micro_batch in self._first_to_propagate:
-            self._set_aside.hold(task.pack, pack.set_aside_bytes)
+            self._set_aside.set(task.pack, pack.set_aside_bytes)
         return sums_exist
 
     def _take_stash(self, task: Task, pack: PackBytes) -> int:
@@ -333,7 +333,7 @@ class DeviceMemory:
         stashed = self._stash.release(task.micro_batch)
         if task.micro_batch not in self._has_run:  # its forward pass ran before the first task: all of it is there
             stashed = self._view.stash_before[pack.last + 1]
-        self._stash.hold(task.micro_batch, max(0, stashed - pack.stash_bytes), self._times(task))
+        self._stash.set(task.micro_batch, max(0, stashed - pack.stash_bytes), self._times(task))
         return pack.stash_bytes
 
     def _wait_after_backward(self, task: Task, pack: PackBytes) -> None:
@@ -342,7 +342,7 @@ class DeviceMemory:
             waiting = self._view.loss_bytes
         else:
             waiting = self._between_passes(task) + pack.input_gradient_bytes
-        self._waiting.hold(task.micro_batch, waiting, self._times(task))
+        self._waiting.set(task.micro_batch, waiting, self._times(task))
 
     # ---- tasks that compute nothing
 
@@ -356,19 +356,19 @@ class DeviceMemory:
                 pack = self._view.packs[task.pack]
                 self._leaving_bytes = pack.stash_bytes
                 stashed = self._stash.release(task.micro_batch)
-                self._stash.hold(task.micro_batch, max(0, stashed - pack.stash_bytes), self._times(task))
+                self._stash.set(task.micro_batch, max(0, stashed - pack.stash_bytes), self._times(task))
             case TaskKind.STASH_IN:
                 self._has_run.add(task.micro_batch)
                 self._leaving_bytes = 0
                 returning_bytes = self._view.packs[task.pack].returning_bytes
-                self._returned_stash.hold((task.pack, task.micro_batch), returning_bytes)
+                self._returned_stash.set((task.pack, task.micro_batch), returning_bytes)
             case TaskKind.MOVE:
                 first = self._view.costs.costs[self._view.packs[task.pack].first]
-                self._waiting.hold(task.micro_batch, first.waiting.alive_bytes)
+                self._waiting.set(task.micro_batch, first.waiting.alive_bytes)
             case TaskKind.MOVE_BACK:
                 following = self._view.costs.costs[self._view.packs[task.pack].last + 1]
                 gradient_bytes = following.backward.input_gradient_bytes
-                self._waiting.hold(task.micro_batch, self._between_passes(task) + gradient_bytes)
+                self._waiting.set(task.micro_batch, self._between_passes(task) + gradient_bytes)
             case TaskKind.FREE_GRADIENTS:
                 self._gradients.release(task.pack)
             case TaskKind.UPDATE_ON_DEVICE:
