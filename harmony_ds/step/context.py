@@ -12,7 +12,6 @@ from harmony_ds.config.engine_settings import EngineSettings
 from harmony_ds.distributed import SingleProcess
 from harmony_ds.errors import ModelError, UsageError
 from harmony_ds.model.engine_parameter import ParameterLinks
-from harmony_ds.model.own_settings import Key
 from harmony_ds.optim.optimizer_override import OptimizerOverride
 from harmony_ds.optim.updater import Clipping
 from harmony_ds.runtime.executor import Executor
@@ -20,6 +19,7 @@ from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.step.allocator_retries import AllocatorRetries
 from harmony_ds.step.counters import Counters
 from harmony_ds.step.engine_state import EngineState
+from harmony_ds.step.first_steps import FirstSteps
 from harmony_ds.step.group_plans import GroupPlans
 from harmony_ds.step.health import EngineHealth
 from harmony_ds.step.loss_scaling import LossScaler
@@ -32,25 +32,6 @@ from harmony_ds.step.step_gradients import StepGradients
 from harmony_ds.step.step_record import StepRecord
 
 _logger = logging.getLogger("harmony_ds")
-
-
-@dataclass(slots=True)
-class FirstSteps:
-    """What the first steps of an engine have shown of its model.
-
-    Attributes:
-        grouping_is_exact: micro-batches that ran together have given the losses that they give alone.
-        recomputation_is_exact: layers have given the same when they ran again after other micro-batches had run.
-        loss_uses_more: whether the program makes its losses of more than the model's outputs; by the hooks and attributes
-            in which forward leaves tensors (see `Contract.leaves_more`). Without an entry it is not known yet: such
-            micro-batches run at their calls, so that hooks and attributes hold what is theirs when the program makes
-            its loss.
-    """
-
-    grouping_is_exact: bool = False
-    recomputation_is_exact: bool = False
-    loss_uses_more: dict[frozenset[Key], bool] = field(default_factory=dict)
-    logged_forward_at_calls: bool = False
 
 
 @dataclass(slots=True)

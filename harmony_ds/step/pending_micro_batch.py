@@ -37,12 +37,12 @@ PROPAGATED_ALREADY = (
 
 
 class Passes(enum.Enum):
-    """The passes of a micro-batch that have run."""
+    """The passes of a micro-batch that have run: NONE, then BOTH in one run; or NONE, FORWARD, BOTH; or NONE, FAILED."""
 
-    NONE = enum.auto()
-    FORWARD = enum.auto()  # by itself: the program read its loss or outputs
-    FAILED = enum.auto()  # its forward pass raised an error, which its caller has got
-    BOTH = enum.auto()
+    NONE = "neither"
+    FORWARD = "forward, alone: the program read its loss or outputs"
+    FAILED = "forward, alone, and it raised an error, which the program has got"
+    BOTH = "forward and backward"
 
 
 class StepOfMicroBatch(Protocol):
@@ -199,21 +199,18 @@ class PendingMicroBatch:
         if self is not members[0]:  # which has noted it for all of them
             return
         self._refuse_after_step()
-        for member in self.loss.members:
-            assert isinstance(member, PendingMicroBatch)
-            divisor = member._divisor(node.divisors)
-            member._note_caller()
-        self.loss.terms.append((node, divisor))
-        for member in self.loss.members:
-            assert isinstance(member, PendingMicroBatch)
-            if self.step.is_open:  # gradients of the first one's inputs may have run all of them
-                self.step.handle(StepEvent.BACKWARD, member)
-                if member.inputs_require_grad:
-                    self.step.handle(StepEvent.READ_GRADIENT)
+        self._note_term(node)
+        if any(member.inputs_require_grad for member in self.loss.members):
+            self.step.handle(StepEvent.READ_GRADIENT)
 
-    def backward_from_loss(self, divisor: int, scale: float) -> PendingTensor:
-        """Do what `backward(loss / divisor * scale)` does; return the loss."""
-        self._note_caller()
+    def backward_from_own_loss(self, divisor: int, scale: float) -> PendingTensor:
+        """Note that the engine propagates back from the loss of its outputs, over `divisor` and times `scale`.
+
+        Gradients of its inputs come when the step is taken, at once.
+
+        Returns:
+            The loss, which is not computed.
+        """
         device = self.micro_batch.home
         loss = PendingTensor(Node((self,), torch.Size(), torch.float32, device, read=self.loss_fn))
 
@@ -222,11 +219,20 @@ class PendingMicroBatch:
             made: Tensor = value / divisor * scale
             return made
 
-        term = Node((self,), torch.Size(), torch.float32, device, function=scaled, operands=[loss.node])
-        self.loss.terms.append((term, 1))
+        self._note_term(Node((self,), torch.Size(), torch.float32, device, function=scaled, operands=[loss.node]))
         if self.passes is Passes.FORWARD:
             self.loss.propagate_now()
         return loss
+
+    def _note_term(self, node: Node) -> None:
+        """Add `node` to the loss that it shares, as one more term to propagate back from when the group runs."""
+        for member in self.loss.members:
+            assert isinstance(member, PendingMicroBatch)
+            divisor = member._divisor(node.divisors)
+            member._note_caller()
+        self.loss.terms.append((node, divisor))
+        for member in self.loss.members:
+            self.step.handle(StepEvent.BACKWARD, member)
 
     def receive(self, gradient: Tensor) -> Tensor:
         """Take a gradient of one of its outputs, which a forward pass alone has computed; return what goes on."""

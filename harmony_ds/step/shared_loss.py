@@ -23,6 +23,7 @@ class LossMember(Source, Protocol):
     loss: SharedLoss
     divided_by: frozenset[int]
     got_gradient: bool
+    inputs_require_grad: bool
 
 
 class SharedLoss:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from harmony_ds.errors import ModelError, UnsupportedError, UsageError
 from harmony_ds.model.buffers import persistent_buffers
-from harmony_ds.model.contract import is_hook
 from harmony_ds.model.engine_parameter import gate
 from harmony_ds.optim.host_optimizer import Hyper
 from harmony_ds.optim.optimizer_chain import parts_of
@@ -369,7 +368,7 @@ class Step:
             hyper, clipping = self._check_before_update(clips)
             with self._propagating():
                 # Choose what runs, measure what is new, check it, and run it as planned.
-                self._note_what_losses_use()
+                context.first_steps.note_what_losses_use(context.runtime.contract, self.micro_batches)
                 kind = RunKind.WHOLE
                 if self.has_accumulated or context.steps_whole:
                     kind, clipping = RunKind.PART, clipping or Clipping()
@@ -447,32 +446,6 @@ class Step:
             self.drop()
             raise
 
-    def _note_what_losses_use(self) -> None:
-        """Note whether losses of micro-batches that ran at their calls are made of their outputs alone."""
-        context = self.context
-        tried = [pending for pending in self.micro_batches if pending.runs_at_call and pending.got_gradient]
-        left = context.runtime.contract.leaves_more
-        if not tried or not left:
-            return
-        uses_more = any(pending.uses_more for pending in tried)
-        known = context.first_steps.loss_uses_more
-        hooks = {key for key in left if is_hook(key)}
-        if hooks and not uses_more and False not in known.values():
-            _logger.warning(
-                "micro-batches are grouped from now on, and the model has forward hooks (%s), that run when the step runs: "
-                "a value that a hook keeps is of an earlier step when the program computes a loss. If the loss uses such "
-                "values (without their graphs), let the model return them: docs/loops.md.",
-                context.runtime.contract.name_all(hooks),
-            )
-        known[left] = uses_more
-        if uses_more:
-            _logger.warning(
-                "forward hooks or attributes keep tensors (%s), and the loss is made of more than the model's outputs: the "
-                "forward pass of each micro-batch runs alone, and swaps the whole model in. To keep micro-batches grouped, "
-                "let the model return what the loss is made of: docs/loops.md.",
-                context.runtime.contract.name_all(left),
-            )
-
     # ---- what runs
 
     def _prepare(self, hyper: Hyper, is_boundary: bool) -> list[PendingMicroBatch]:
@@ -507,7 +480,7 @@ class Step:
         They are those that change buffers and, at the boundary, those whose outputs the program still has. Before the
         boundary, calls after the last one with a backward pass may wait.
         """
-        wanted = [place for place, pending in enumerate(self.micro_batches) if pending.needs_backward]
+        wanted = [index for index, pending in enumerate(self.micro_batches) if pending.needs_backward]
         end = len(self.micro_batches)
         if wanted and not is_boundary:
             end = wanted[-1] + 1
