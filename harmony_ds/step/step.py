@@ -605,7 +605,7 @@ class Step:
     # ---- its end
 
     def drop(self) -> None:
-        """Drop the step, of which nothing is updated, so that the program can hand its micro-batches over again."""
+        """Drop the step: free what it has, and let the program hand its micro-batches over again."""
         counters = self.context.counters
         self._end()
         counters.rewind()
@@ -645,10 +645,10 @@ class Step:
         It counts as taken until it is known whether its gradients were finite: see `settle`. It counts, too, if the step
         before it turns out to have failed, or the scheduler raises an error: its updates are issued.
         """
-        before, self.before = self.before, None
         try:
-            if before is not None:
-                before.settle_if_updating(context)  # its updates are done
+            if self.before is not None:
+                self.before.settle_if_updating(context)  # its updates are done
+                self.before = None
         finally:
             self._count_taken(context)
         counters = context.counters
