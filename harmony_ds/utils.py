@@ -48,7 +48,7 @@ def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: Tensor, opt
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> Tensor | None:
-    """Return a copy of the gradient of `param` in fp32, as it has gathered since the last step; None without one."""
+    """Return a copy of the gradient of `param` in fp32, as it has accumulated since the last step; None without one."""
     return _flat(param.get_full_hp_grad()) if isinstance(param, EngineParameter) else None
 
 
