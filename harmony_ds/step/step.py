@@ -377,16 +377,7 @@ class Step:
                     with self._divided(run):
                         self.execute(run)
                 self._note_propagated(wanted)
-                ran = bool(wanted)
-                if self.has_accumulated:
-                    ran = True
-                    updates, self._updates = self._updates, None
-                    self.execute(Run(RunKind.UPDATE, (), hyper, clipping, updates=updates))
-                    context.executor.accumulated.note_used()
-                elif not wanted and self._has_gradients_by_hand():
-                    ran = True
-                    self.execute(Run(RunKind.UPDATE_BY_HAND, (), hyper, clipping))
-                if ran:
+                if self._run_updates(wanted, hyper, clipping):
                     self.outcome = context.executor.updates.outcome
             context.links.refresh_aliases()
         self._end()
@@ -411,6 +402,18 @@ class Step:
                 "scaled (fp16): they cannot be told from scaled ones. Add what they are of to the loss, or train in bf16."
             )
         return hyper, clipping
+
+    def _run_updates(self, wanted: Sequence[PendingMicroBatch], hyper: Hyper, clipping: Clipping | None) -> bool:
+        """Issue the updates that the run of the `wanted` has not issued; return whether anything of the step has run."""
+        if self.has_accumulated:
+            updates, self._updates = self._updates, None
+            self.execute(Run(RunKind.UPDATE, (), hyper, clipping, updates=updates))
+            self.context.executor.accumulated.note_used()
+            return True
+        if not wanted and self._has_gradients_by_hand():
+            self.execute(Run(RunKind.UPDATE_BY_HAND, (), hyper, clipping))
+            return True
+        return bool(wanted)
 
     def _has_gradients_by_hand(self) -> bool:
         """Return whether the program's own backward passes have left gradients on parameters of the optimizer."""
