@@ -28,6 +28,24 @@ H200, which ended a step), one in 25 with expandable segments (not measured)."""
 _EXPANDABLE = "expandable_segments:True"
 
 
+def set_aside_bytes(given_bytes: int, capability: tuple[int, int], expandable: bool) -> int:
+    """Return the bytes of cuBLAS workspaces, and of fragments that the caching allocator cannot use.
+
+    workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: the engine's and autograd's.
+                 32 MiB from compute capability 9.0 on, else 8,320 KiB; cuBLASLt uses the same (torch,
+                 aten/src/ATen/cuda/CublasHandlePool.cpp, unless CUBLAS_WORKSPACE_CONFIG says otherwise)
+    segments     for each stream one of small blocks (2 MiB) and one of larger ones (20 MiB), but for PEER and DISK
+                 (torch, c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer), and part of a given budget
+
+    Args:
+        given_bytes: the budget, if one was given; 0: none was.
+        capability: the device's compute capability.
+        expandable: whether segments are expandable.
+    """
+    workspace = 8320 * 2**10 if capability < (9, 0) else 32 * 2**20
+    return 2 * workspace + (len(Stream) - 2) * (2 + 20) * 2**20 + given_bytes // (_GROWING if expandable else _FIXED)
+
+
 class CudaDevice(Device):
     """A CUDA device under a hard budget (None: nine tenths of the memory that this process has or could get now)."""
 
@@ -46,7 +64,8 @@ class CudaDevice(Device):
         _, total_bytes = torch.cuda.mem_get_info(index)
         self.budget_bytes = int(0.9 * self.available_bytes()) if budget_bytes is None else budget_bytes
         self._share = None if budget_bytes is None else min(1.0, logical * budget_bytes / total_bytes)
-        self._scattered_bytes = (budget_bytes or 0) // (_GROWING if self._may_grow_segments() else _FIXED)
+        self._given_bytes = budget_bytes or 0
+        self._grows_at_first = self._may_grow_segments()
         self._limits = self._grows = False
         self._peak_before = 0  # when the step began
         self._retries_before = self._process_retries()  # those of the program before this device was made
@@ -242,16 +261,8 @@ class CudaDevice(Device):
                 torch._C._accelerator_setAllocatorSettings("")
 
     def reserve_bytes(self) -> int:
-        """Return the bytes of cuBLAS workspaces, and of fragments that the caching allocator cannot use.
-
-        workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: the engine's and autograd's.
-                     32 MiB from compute capability 9.0 on, else 8,320 KiB; cuBLASLt uses the same (torch,
-                     aten/src/ATen/cuda/CublasHandlePool.cpp, unless CUBLAS_WORKSPACE_CONFIG says otherwise)
-        segments     for each stream one of small blocks (2 MiB) and one of larger ones (20 MiB), but for PEER and DISK
-                     (torch, c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer), and part of a given budget
-        """
-        workspace = 8320 * 2**10 if torch.cuda.get_device_capability(self.torch_device) < (9, 0) else 32 * 2**20
-        return 2 * workspace + (len(Stream) - 2) * (2 + 20) * 2**20 + self._scattered_bytes
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        return set_aside_bytes(self._given_bytes, capability, self._grows_at_first)
 
     def available_bytes(self) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)

@@ -1,7 +1,7 @@
 """Counter of the bytes of living tensors, for devices without a counting allocator.
 
 A storage counts from the operation that makes it to its finalisation, as in `torch.distributed._tools.mem_tracker`. Memory
-that a kernel allocates and frees within one operation is not seen.
+that a kernel allocates and frees within one operation is not seen; what is known of CUDA's kernels may be counted for them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from harmony_ds.device.kernel_scratch import scratch_bytes
 
 
 class EagerDispatchMode(TorchDispatchMode):
@@ -40,9 +42,11 @@ class EagerDispatchMode(TorchDispatchMode):
 class LiveBytes(EagerDispatchMode):
     """A `MemoryProbe`: bytes of the storages made inside the context and still alive, and their peak."""
 
-    def __init__(self, device_type: str = "cpu") -> None:
+    def __init__(self, device_type: str = "cpu", counts_scratch: bool = False) -> None:
+        """Count tensors of `device_type`; `counts_scratch`: and what CUDA kernels would take for themselves meanwhile."""
         super().__init__()
         self._device_type = device_type
+        self._counts_scratch = counts_scratch
         self._live = 0
         self._peak = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -64,6 +68,8 @@ class LiveBytes(EagerDispatchMode):
         for tensor in tensors_among(result):
             if _is_plain(tensor) and tensor.device.type == self._device_type:
                 self._follow(tensor, known)
+        if self._counts_scratch:
+            self._peak = max(self._peak, self._live + scratch_bytes(func, args))
         return result
 
     def _follow(self, tensor: Tensor, known: set[int]) -> None:

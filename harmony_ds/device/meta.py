@@ -67,4 +67,4 @@ class MetaDevice(HostStreamDevice):
         return None
 
     def probe(self) -> AbstractContextManager[MemoryProbe]:
-        return LiveBytes("meta")
+        return LiveBytes("meta", counts_scratch=self._optimizer_device.type == "cuda")

@@ -102,10 +102,10 @@ class Stash:
             entry.device_tensor = None
 
     def _copy_out(self, tensor: Tensor, buffer: HostBuffer) -> Tensor:
-        # The strides are kept, too: for others, kernels may round differently.
-        strides = torch.empty_like(tensor, device="meta").stride()
-        host = buffer.tensor(tensor.shape, strides, tensor.dtype)
         with torch.no_grad(), self._device.on(Stream.SWAP_OUT):
+            # The strides are kept, too: for others, kernels may round differently.
+            strides = torch.empty_like(tensor, device="meta").stride()
+            host = buffer.tensor(tensor.shape, strides, tensor.dtype)
             host.copy_(tensor, non_blocking=True)
         self._ledger.book_out(TrafficKind.ACTIVATIONS, tensor.numel() * tensor.element_size())
         return host

@@ -1,0 +1,261 @@
+"""One case: a model, a step and a budget. Train three steps of it without a GPU, and replay the third in the allocator."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import harmony_ds
+from benchmarks.allocator.events import Allocated, Event, Freed, StepBegun, TaskDone, Used
+from benchmarks.allocator.recorder import RecordedDevice, Recorder
+from benchmarks.common import GIB, MIB
+from harmony_ds.config import load_config
+from harmony_ds.device.base import Stream
+from harmony_ds.estimate.survey import update_cost
+from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.optim.updater import Clipping, GradientNorm
+from harmony_ds.profiling.hardware import Host, hardware_of
+from harmony_ds.profiling.roofline import on_meta
+from harmony_ds.scheduler.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
+
+STEPS = 3
+WORKSPACES = (32 * MIB, 32 * MIB)
+"""cuBLAS's, of the engine's thread and of autograd's, on a GPU of compute capability 9.0."""
+HOST = Host("16 cores", 128, 1, 7000, 16, "42 GB/s of updates")
+"""The host of the H200 that harmony_ds was measured on."""
+
+
+class Pools(Enum):
+    """Which allocations share a pool of the allocator."""
+
+    STREAMS = "streams"
+    """Those of one stream, as the engine allocates them."""
+    ONE = "one"
+    """Those of compute and of swap-ins."""
+    STASH = "stash"
+    """The same, but stash that comes back from the host has a pool of its own."""
+
+    def pool_of(self, event: Allocated) -> object:
+        """Return the stream that the allocator is to think an allocation is for."""
+        if self is Pools.STREAMS or event.stream is not Stream.SWAP_IN:
+            return event.stream
+        if self is Pools.STASH and not event.is_buffer:
+            return event.stream
+        return Stream.COMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, a step and a budget.
+
+    Attributes:
+        model: path of a configuration of transformers.
+        rows: of a micro-batch.
+        accumulation: micro-batches of a step.
+        sequence: tokens of a row.
+        cap_gib: the budget of device memory.
+        ragged: whether micro-batches but the first have 50 to 100 % of the tokens, drawn by chance.
+        clip: clip gradients to this norm; 0: not at all.
+        harmony: more settings of the ds_config's "harmony".
+    """
+
+    model: Path
+    rows: int
+    accumulation: int
+    sequence: int
+    cap_gib: float
+    ragged: bool = False
+    clip: float = 0.0
+    harmony: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What distinguishes it, for people."""
+        parts = [f"{self.accumulation} x {self.rows} rows of {self.sequence}", f"{self.cap_gib:g} GiB"]
+        if self.ragged:
+            parts.append("ragged")
+        if self.clip:
+            parts.append(f"clipping at {self.clip:g}")
+        if self.harmony:
+            parts.append(json.dumps(self.harmony))
+        return f"{self.model.stem}, {', '.join(parts)}"
+
+    def config(self) -> dict[str, Any]:
+        """Return the ds_config."""
+        return {
+            "train_micro_batch_size_per_gpu": self.rows,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "bf16": {"enabled": True, "check_grad_overflow": False},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.1}},
+            "harmony": {"device_memory_gib": self.cap_gib, **self.harmony},
+        }
+
+    def batches(self, vocabulary: int, chance: random.Random) -> Iterator[dict[str, Tensor]]:
+        """Yield the micro-batches of a step; tokens are all the same."""
+        for number in range(self.accumulation):
+            tokens = self.sequence
+            if self.ragged and number:
+                tokens = chance.randint(self.sequence // 2, self.sequence)
+            ids = torch.full((self.rows, tokens), vocabulary - 1)
+            yield {"input_ids": ids, "labels": ids.clone()}
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What an engine has allocated in three steps, and what it had planned.
+
+    Attributes:
+        events: in their order, since the engine was made.
+        planned_peak_bytes: of the plan.
+        set_aside_bytes: of the budget, for no plan.
+        predicted_step_ms: of the plan.
+        plan: why it was chosen.
+    """
+
+    events: Sequence[Event]
+    planned_peak_bytes: int
+    set_aside_bytes: int
+    predicted_step_ms: float
+    plan: str
+
+
+def record(case: Case) -> Recording:
+    """Train three steps on the meta device, and return what was allocated."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hardware = replace(hardware_of("h200"), host=HOST)
+    shape = AutoConfig.from_pretrained(case.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).train()
+    config, recorder, chance = case.config(), Recorder(), random.Random(0)
+    with _without_updates(), on_meta(hardware.kernels()) as clock, recorder:
+        device = RecordedDevice(clock, int(case.cap_gib * GIB), recorder)
+        with recorder.aside():  # slabs and masters, in host memory
+            engine, *_ = harmony_ds.initialize(model=model, config=config, device=device)
+        engine._state.planner.profiler.machine = hardware.machine(update_cost(load_config(config)))
+        engine._state.executor.on_progress(recorder.end_task)
+        for step in range(STEPS):
+            recorder.begin_step(step)
+            engine.train_batch(case.batches(shape.vocab_size, chance))
+        recorder.begin_step(STEPS)
+        report, plan = engine.plan_report(), engine.plan
+        found = Recording(
+            recorder.events,
+            plan.peak_bytes,
+            engine.memory_report().beside_bytes,
+            report.predicted_step_ms,
+            report.choices[0].reason,
+        )
+        engine.destroy()
+    return found
+
+
+@contextmanager
+def _without_updates() -> Iterator[None]:
+    """Leave out what needs values: updates on the host, the value of a norm, and the fused optimizer's check of devices."""
+    with_clipping = GradientNorm.from_total
+
+    def from_total(total: Tensor, clipping: Clipping) -> GradientNorm:  # noqa: ARG001 - it has no value
+        return with_clipping(torch.ones(()), clipping)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    with (
+        patch.object(HostOptimizer, "step", nothing),
+        patch.object(GradientNorm, "from_total", staticmethod(from_total)),
+        patch.object(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", nothing),
+    ):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What the allocator has done in the third step.
+
+    Attributes:
+        failure: of whichever step was out of memory; empty: none was.
+        allocated_peak_bytes: the most in use, workspaces included.
+        reserved_peak_bytes: the most that was reserved.
+        retries: how often all that was free was given back.
+        host_waits: how often the host waited for a stream.
+        returned_bytes: what was given back, which then had to be taken from CUDA again.
+    """
+
+    failure: str
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    retries: int
+    host_waits: int
+    returned_bytes: int
+
+
+def replay(events: Sequence[Event], cap_bytes: int | None, expandable: bool, pools: Pools) -> Replayed:
+    """Replay what was recorded, in an allocator that may reserve `cap_bytes` (None: any number)."""
+    allocator = CachingAllocator(cap_bytes, expandable)
+    workspaces = [allocator.malloc(nbytes, Stream.COMPUTE) for nbytes in WORKSPACES]
+    blocks: dict[int, Block] = {}
+    step, last_task, failure = -1, "no task", ""
+    for event in events:
+        match event:
+            case Allocated():
+                try:
+                    blocks[event.number] = allocator.malloc(event.nbytes, pools.pool_of(event))
+                except SimulatedOutOfMemoryError as error:
+                    failure = f"in step {step + 1}, after {last_task}: {error}"
+                    break
+            case Freed():
+                allocator.free(blocks.pop(event.number))
+            case Used():
+                allocator.record_stream(blocks[event.number], event.stream)
+            case TaskDone():
+                last_task = event.task
+            case StepBegun():
+                step = event.step
+                if step < STEPS:
+                    allocator.stats.reset()
+    stats = allocator.stats
+    assert all(block.is_allocated for block in workspaces)
+    return Replayed(
+        failure,
+        stats.allocated_peak_bytes,
+        stats.reserved_peak_bytes,
+        stats.retries,
+        stats.host_waits,
+        stats.returned_bytes,
+    )
+
+
+def answer(case: Case, recording: Recording, pools: Pools, expandable: bool) -> dict[str, Any]:
+    """Return what the benchmark says of a case, as JSON."""
+    budget_bytes = int(case.cap_gib * GIB)
+    capped = replay(recording.events, budget_bytes, expandable, pools)
+    free = replay(recording.events, None, expandable, pools)
+    return {
+        "case": case.name,
+        "out_of_memory": bool(capped.failure),
+        "failure": capped.failure,
+        "retries_a_step": capped.retries,
+        "host_waits_a_step": capped.host_waits,
+        "given_back_bytes": capped.returned_bytes,
+        "reserved_peak_bytes": capped.reserved_peak_bytes,
+        "reserved_without_cap_bytes": free.reserved_peak_bytes,
+        "allocated_peak_bytes": capped.allocated_peak_bytes,
+        "planned_peak_bytes": recording.planned_peak_bytes,
+        "set_aside_bytes": recording.set_aside_bytes,
+        "budget_bytes": budget_bytes,
+        "predicted_step_ms": recording.predicted_step_ms,
+        "plan": recording.plan,
+    }

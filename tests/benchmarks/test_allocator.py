@@ -1,0 +1,102 @@
+"""The recorder of device allocations: it sees what the engine has planned; and its replay in the allocator's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.allocator.case import STEPS, WORKSPACES, Case, Pools, Recording, answer, record, replay
+from benchmarks.allocator.events import Allocated, Event, Freed, StepBegun, TaskDone, Used
+from harmony_ds.device.base import Stream
+
+MIB = 2**20
+MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "llama-7m.json"
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case(MODEL, rows=2, accumulation=3, sequence=256, cap_gib=0.22, ragged=True, clip=1.0)
+
+
+@pytest.fixture(scope="module")
+def recording(case: Case) -> Recording:
+    return record(case)
+
+
+def test_an_engine_allocates_what_it_has_planned(recording: Recording) -> None:
+    allocated = replay(recording.events, None, expandable=True, pools=Pools.STREAMS).allocated_peak_bytes
+    in_plan = allocated - sum(WORKSPACES)
+    assert 0.9 * recording.planned_peak_bytes < in_plan <= recording.planned_peak_bytes
+
+
+def test_everything_but_what_stays_on_the_device_is_freed(recording: Recording) -> None:
+    """What is alive at the end of the third step was alive at the end of the second."""
+    alive: dict[int, int] = {}
+    at_boundaries: list[int] = []
+    for event in recording.events:
+        match event:
+            case Allocated():
+                alive[event.number] = event.nbytes
+            case Freed():
+                del alive[event.number]
+            case StepBegun():
+                at_boundaries.append(sum(alive.values()))
+    assert len(at_boundaries) == STEPS + 1
+    assert at_boundaries[0] == 0
+    assert at_boundaries[2] == at_boundaries[3] > 0
+
+
+def test_streams_are_the_engines(recording: Recording) -> None:
+    allocated = [event for event in recording.events if isinstance(event, Allocated)]
+    assert {event.stream for event in allocated} == {Stream.COMPUTE, Stream.SWAP_IN, Stream.UPLOAD}
+    assert any(event.stream is Stream.SWAP_IN and event.is_buffer for event in allocated)  # weights
+    assert any(isinstance(event, Used) for event in recording.events)  # inputs, which another stream has copied
+
+
+def test_the_answer_has_all_numbers_of_the_third_step(case: Case, recording: Recording) -> None:
+    found = answer(case, recording, Pools.STREAMS, expandable=True)
+    assert found["case"] == "llama-7m, 3 x 2 rows of 256, 0.22 GiB, ragged, clipping at 1"
+    assert not found["out_of_memory"]
+    assert found["retries_a_step"] == 0
+    assert found["allocated_peak_bytes"] < found["reserved_peak_bytes"] <= found["budget_bytes"]
+    assert found["planned_peak_bytes"] + found["set_aside_bytes"] <= found["budget_bytes"]
+
+
+def _third_step(*events: Event) -> list[Event]:
+    return [StepBegun(STEPS - 1), *events, StepBegun(STEPS)]
+
+
+def test_pools_decide_who_shares_memory() -> None:
+    """Of three allocations, one after the other, one pool serves those that share it."""
+    events = _third_step(
+        Allocated(1, 40 * MIB, Stream.COMPUTE, is_buffer=False),
+        Freed(1),
+        Allocated(2, 40 * MIB, Stream.SWAP_IN, is_buffer=True),
+        Freed(2),
+        Allocated(3, 40 * MIB, Stream.SWAP_IN, is_buffer=False),
+    )
+    reserved = {}
+    for pools in Pools:
+        peak = replay(events, None, expandable=True, pools=pools).reserved_peak_bytes
+        reserved[pools] = (peak - 80 * MIB) // MIB  # the workspaces take four pages
+    assert reserved == {Pools.STREAMS: 80, Pools.ONE: 40, Pools.STASH: 80}
+
+
+def test_a_step_that_is_out_of_memory_says_where() -> None:
+    events = _third_step(TaskDone("task 1 of 2, F0.0"), Allocated(1, 400 * MIB, Stream.COMPUTE, is_buffer=False))
+    found = replay(events, 300 * MIB, expandable=True, pools=Pools.STREAMS)
+    assert found.failure.startswith("in step 3, after task 1 of 2, F0.0: 419,430,400 bytes do not fit")
+
+
+def test_only_the_third_step_is_counted() -> None:
+    events: list[Event] = [
+        StepBegun(0),
+        Allocated(1, 400 * MIB, Stream.COMPUTE, is_buffer=False),
+        Freed(1),
+        Allocated(2, 400 * MIB, Stream.SWAP_IN, is_buffer=True),  # a retry
+        Freed(2),
+        *_third_step(Allocated(3, 100 * MIB, Stream.SWAP_IN, is_buffer=True), Freed(3)),
+    ]
+    found = replay(events, 500 * MIB, expandable=True, pools=Pools.STREAMS)
+    assert (found.failure, found.retries, found.returned_bytes) == ("", 0, 0)
