@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_iter
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
+from harmony_ds.model.dict_record import DictRecord
 from harmony_ds.model.own_settings import CONTAINERS, NOT_PLAIN, SET_ONCE, Key, ModuleSettings, are_equal, refill
 from harmony_ds.model.trees import LIBRARIES
 from harmony_ds.offload.host_store import bypass_hooks
@@ -32,6 +32,8 @@ from harmony_ds.offload.host_store import bypass_hooks
 _logger = logging.getLogger(__name__)
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
+_NOT_RECORDED = frozenset(nn.Module().__dict__) - {"_buffers", "_modules"}
+"""Attributes that every module has, always; those of them that matter are read apart (`training`, hooks)."""
 _HOOK = "forward hook "
 _COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
 
@@ -232,20 +234,15 @@ class Contract:
 
     def _record(self) -> None:
         self._attributes = self._snapshot()
-        # Were another dictionary put in the place of one, that would be a changed value of its module's.
-        self._held_within = [held[kind] for kind in ("_buffers", "_modules") for held in self._held]
-        self._values = self._all_values()
-        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        compared = [(held, [name for name in held if name not in _NOT_RECORDED]) for held in self._held]
+        tables = [held[kind] for kind in ("_buffers", "_modules") for held in self._held]
+        self._recorded = DictRecord(compared + [(table, list(table)) for table in tables])
+        self._tensors = [value for value in self._recorded.values if isinstance(value, Tensor)]
         self._versions = list(map(_version, self._tensors))
 
     def _is_unchanged(self) -> bool:
         """Compare with the last record. Every call does: it is quick, and may report changes that are none."""
-        values = self._all_values()
-        same = len(values) == len(self._values) and all(map(is_, values, self._values))
-        return same and self._versions == list(map(_version, self._tensors))
-
-    def _all_values(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, chain(self._held, self._held_within)))]
+        return self._recorded.is_unchanged() and self._versions == list(map(_version, self._tensors))
 
     def _snapshot(self) -> Attributes:
         return {

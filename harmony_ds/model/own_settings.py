@@ -21,12 +21,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import getitem, is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.model.dict_record import DictRecord
 from harmony_ds.offload.host_store import bypass_hooks
 
 Key = tuple[int, str]
@@ -357,28 +357,19 @@ class _ComparedModules:
     def record(self) -> None:
         """Compare with what is there now from now on."""
         self._keys: list[Key] = []
-        self._places: list[dict[str, Any]] = []
-        self._names: list[str] = []
+        compared: list[tuple[dict[str, Any], list[str]]] = []
         for number, held in self._all.items():
             ignored = _IGNORED_IN_LINEAR if self._are_linear[number] else _IGNORED
-            for name in held:
-                if name not in ignored and (number, name) not in self._skipped:
-                    self._keys.append((number, name))
-                    self._places.append(held)
-                    self._names.append(name)
-        self._dictionaries = list(self._all.values())
-        self._counts = [*map(len, self._dictionaries)]
-        self._values = [*map(getitem, self._places, self._names)]
-        self._containers = [value for value in self._values if _is_small(value)]
+            names = [name for name in held if name not in ignored and (number, name) not in self._skipped]
+            self._keys += [(number, name) for name in names]
+            compared.append((held, names))
+        self._recorded = DictRecord(compared)
+        self._containers = [value for value in self._recorded.values if _is_small(value)]
         self._contents = [value.copy() for value in self._containers]
 
     def is_unchanged(self) -> bool:
         """Compare with the record. It is quick, and may tell of changes that are none."""
-        try:
-            same = all(map(is_, map(getitem, self._places, self._names), self._values))
-        except KeyError:
-            return False
-        return same and [*map(len, self._dictionaries)] == self._counts and self._containers == self._contents
+        return self._recorded.is_unchanged() and self._containers == self._contents
 
     def record_changes(self) -> None:
         """Record the modules' attributes again if they have changed."""
@@ -399,7 +390,7 @@ class _ComparedModules:
 
     def _settings(self) -> dict[Key, Setting]:
         contents = {id(one): copy for one, copy in zip(self._containers, self._contents, strict=True)}
-        pairs = zip(self._keys, self._values, strict=True)
+        pairs = zip(self._keys, self._recorded.values, strict=True)
         return {key: Setting(value, contents.get(id(value))) for key, value in pairs}
 
 
