@@ -254,7 +254,8 @@ def _signature(request: Request, given: LayerInputs, place: int) -> Any:
     if arguments.containers:
         return place
     plain = [
-        f"{type(leaf)} {leaf!r}" if leaf is None or isinstance(leaf, PLAIN) else id(leaf) for leaf in arguments.leaves
+        leaf if leaf is None else f"{type(leaf)} {leaf!r}" if isinstance(leaf, PLAIN) else id(leaf)
+        for leaf in arguments.leaves  # most are None: a tensor's place
     ]
     tensors = [(t.shape, t.dtype, t.requires_grad) for t in given.tensors]
     own = None if request.own is None else request.own.signature

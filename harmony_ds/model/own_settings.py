@@ -166,7 +166,8 @@ class ModuleSettings:
 
         The model is to be measured again. A key that is found again after that is exchanged from then on.
         """
-        if self._layers[layer].is_unchanged() and self._outside.is_unchanged():  # as at nearly every call
+        is_unchanged = self._layers[layer].recorded.is_unchanged() and self._outside.recorded.is_unchanged()
+        if is_unchanged:  # as at nearly every call
             return set()
         found = self._changes(layer)
         if found:
@@ -180,7 +181,7 @@ class ModuleSettings:
     def note_return(self, layer: int) -> None:
         """Let what a call of `layer` has set on its own modules be shared."""
         group = self._layers[layer]
-        if not group.is_unchanged():
+        if not group.recorded.is_unchanged():
             self._skip(group.changes())
 
     def end_pass(self) -> None:
@@ -202,7 +203,7 @@ class ModuleSettings:
         Other values (a result, a cache) are left for the program, and stay shared: to exchange them would keep them alive.
         """
         for group in (self._outside, *self._layers):
-            if group.is_unchanged():
+            if group.recorded.is_unchanged():
                 continue
             for key, before in group.changes().items():
                 if _is_mode(before.value) and _is_mode(self._held[key[0]].get(key[1], ABSENT)):
@@ -212,7 +213,7 @@ class ModuleSettings:
         """Set again what lanes of a step that has failed have set, as far as it is not exchanged."""
         found, self._unseen = self._unseen, {}
         for group in (self._outside, *self._layers):
-            if not group.is_unchanged():
+            if not group.recorded.is_unchanged():
                 for key, before in group.changes().items():
                     found.setdefault(key, before)
         self.left = None
@@ -223,7 +224,7 @@ class ModuleSettings:
         """Return what has changed since it was compared last, with what was there before."""
         found: dict[Key, Setting] = {}
         for group in (self._outside, self._layers[layer]):
-            if not group.is_unchanged():
+            if not group.recorded.is_unchanged():
                 found |= group.changes()
         return found
 
@@ -346,7 +347,11 @@ def both_trained(at_call: LaneSettings | None, at_end: LaneSettings | None) -> T
 
 
 class _ComparedModules:
-    """Modules whose attributes are compared together; those of `skipped` are not."""
+    """Modules whose attributes are compared together; those of `skipped` are not.
+
+    Attributes:
+        recorded: the attributes and what small containers among them held, when `record` was called last.
+    """
 
     def __init__(self, modules: Mapping[int, nn.Module], skipped: set[Key]) -> None:
         self._all = {number: module.__dict__ for number, module in modules.items()}
@@ -363,17 +368,11 @@ class _ComparedModules:
             names = [name for name in held if name not in ignored and (number, name) not in self._skipped]
             self._keys += [(number, name) for name in names]
             compared.append((held, names))
-        self._recorded = DictRecord(compared)
-        self._containers = [value for value in self._recorded.values if _is_small(value)]
-        self._contents = [value.copy() for value in self._containers]
-
-    def is_unchanged(self) -> bool:
-        """Compare with the record. It is quick, and may tell of changes that are none."""
-        return self._recorded.is_unchanged() and self._containers == self._contents
+        self.recorded = DictRecord(compared, _is_small)
 
     def record_changes(self) -> None:
         """Record the modules' attributes again if they have changed."""
-        if not self.is_unchanged():
+        if not self.recorded.is_unchanged():
             self.record()
 
     def changes(self) -> dict[Key, Setting]:
@@ -389,8 +388,9 @@ class _ComparedModules:
         return found
 
     def _settings(self) -> dict[Key, Setting]:
-        contents = {id(one): copy for one, copy in zip(self._containers, self._contents, strict=True)}
-        pairs = zip(self._keys, self._recorded.values, strict=True)
+        before = self.recorded
+        contents = {id(one): copy for one, copy in zip(before.containers, before.contents, strict=True)}
+        pairs = zip(self._keys, before.values, strict=True)
         return {key: Setting(value, contents.get(id(value))) for key, value in pairs}
 
 

@@ -50,12 +50,12 @@ class Lane:
         autocast: Autocast | None,
         thread: ThreadState,
         context: contextvars.Context,
+        settings: ModuleSettings,
         between_layers: ContextFactory | None = None,
-        settings: ModuleSettings | None = None,
     ) -> None:
         """Make a lane that will run in `context`; `between_layers` makes the context of the code between layer calls.
 
-        `settings`: of modules, which it may make for itself; None: it makes none.
+        `settings`: of modules, which it may make for itself.
         """
         self.device = thread.device
         self.request: Request | None = None
@@ -89,7 +89,7 @@ class Lane:
         answer is raised here.
         """
         engine_thread = self._thread.read()
-        settings = self._put_settings()
+        outside = self._settings.enter_lane(self.own)
         try:
             while self.request is not None:
                 position = position_of(self.request)
@@ -100,17 +100,17 @@ class Lane:
                 except BaseException as error:
                     if id(error) not in self.request.raised:
                         raise
-                    self._note_return(settings)
-                    self._go_on(
-                        engine_thread, self._greenlet.throw, error
-                    )  # the model's code may know what to do about it
+                    self._note_return(self.request.layer, outside)
+                    # The model's code may know what to do about it.
+                    self._go_on(engine_thread, self._greenlet.throw, error)
                 else:
-                    self._note_return(settings)
+                    self._note_return(self.request.layer, outside)
                     self._go_on(engine_thread, self._greenlet.switch)
-                self._note_arrival(settings)
+                self._note_arrival(outside)
         finally:
-            self._take_settings(settings)
-        self._leave_settings()
+            self._take_settings(outside)
+        if self.request is None:
+            self._settings.end_lane(self.own)
 
     def read_thread(self) -> tuple[Any, ...]:
         """Return what torch keeps for the thread, as the engine has set it, for `resume`."""
@@ -125,49 +125,41 @@ class Lane:
         """
         self._reply = reply
         del reply
-        settings = self._put_settings()
+        outside = self._settings.enter_lane(self.own)
         try:
             self._go_on(self._thread.read() if engine_thread is None else engine_thread, self._greenlet.switch)
-            self._note_arrival(settings)
+            self._note_arrival(outside)
         finally:
-            self._take_settings(settings)
-        self._leave_settings()
+            self._take_settings(outside)
+        if self.request is None:
+            self._settings.end_lane(self.own)
 
     def close(self) -> None:
         """End it wherever it is, and unwind what is open in the model's code."""
         self._aborted = True
         if self._greenlet:
-            settings = self._put_settings()
+            outside = self._settings.enter_lane(self.own)
             try:
                 self._go_on(self._thread.read(), self._greenlet.throw, LaneAborted)
             finally:
-                self._take_settings(settings)
+                self._take_settings(outside)
 
     # ---- what it sets on modules
 
-    def _put_settings(self) -> OutsideSettings | None:
-        """Let modules be as the lane has set them; return how they are to the engine."""
-        return None if self._settings is None else self._settings.enter_lane(self.own)
-
-    def _take_settings(self, outside: OutsideSettings | None) -> None:
+    def _take_settings(self, outside: OutsideSettings) -> None:
         """Let modules be as they are to the engine."""
-        if self._settings is not None and outside is not None and not self._settings.no_lane_sets_any:
+        if not self._settings.no_lane_sets_any:
             self.own = self._settings.read_lane(outside, self.own)
             self._settings.leave_lane(outside)
 
-    def _leave_settings(self) -> None:
-        """Note what the lane has set, if it has come to its end."""
-        if self._settings is not None and self.finished:
-            self._settings.end_lane(self.own)
-
-    def _note_arrival(self, outside: OutsideSettings | None) -> None:
-        """Note what the lane has set before the call that it waits at.
+    def _note_arrival(self, outside: OutsideSettings) -> None:
+        """Note what the lane has set before the call that it waits at, if it has not come to its end.
 
         Raises:
             UnseenError: it was not known to set that.
         """
         settings, request = self._settings, self.request
-        if settings is None or outside is None or request is None:
+        if request is None:
             return
         unseen = settings.find_unseen(request.layer)
         if unseen:
@@ -177,14 +169,11 @@ class Lane:
             self.own = settings.read_lane(outside, self.own)
         request.own = self.own
 
-    def _note_return(self, outside: OutsideSettings | None) -> None:
-        """Note what the call that it waits at has set."""
-        settings, request = self._settings, self.request
-        if settings is None or outside is None or request is None:
-            return
-        settings.note_return(request.layer)
-        if not settings.no_lane_sets_any:
-            self.own = settings.read_lane(outside, self.own)
+    def _note_return(self, layer: int, outside: OutsideSettings) -> None:
+        """Note what a call of `layer` has set."""
+        self._settings.note_return(layer)
+        if not self._settings.no_lane_sets_any:
+            self.own = self._settings.read_lane(outside, self.own)
 
     def _go_on(self, engine_thread: tuple[Any, ...], switch: Callable[..., Any], *values: Any) -> None:
         if self._between_layers is None:

@@ -91,7 +91,7 @@ class MicroBatch:
         """Return a lane for its forward pass."""
         thread = ThreadState(device, self.state.own)
         settings = self.state.settings
-        return Lane(self.forward, self.reduce is None, self.autocast, thread, self.context, between_layers, settings)
+        return Lane(self.forward, self.reduce is None, self.autocast, thread, self.context, settings, between_layers)
 
     def position_of(self, order: tuple[int, ...], request: Request) -> int:
         """Return the position of `request`, its next layer call, in the call order.

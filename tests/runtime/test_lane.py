@@ -15,6 +15,7 @@ from harmony_ds.decomposer import find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.device.base import Device
 from harmony_ds.model.intercept import Autocast, Interception, Request
+from harmony_ds.model.own_settings import ModuleSettings
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.thread_state import ThreadState
 
@@ -31,9 +32,10 @@ def model_and_lane(
     """A lane over `forward` of a model with three intercepted layers."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     device = device or CpuDevice()
-    interception = Interception(find_layers(model).layers, model, device)
-    thread = ThreadState(device, vars(model))
-    lane = Lane(lambda: forward(model), grad, autocast, thread, contextvars.copy_context())
+    layers = find_layers(model).layers
+    interception = Interception(layers, model, device)
+    thread, settings = ThreadState(device, vars(model)), ModuleSettings(list(model.modules()), layers)
+    lane = Lane(lambda: forward(model), grad, autocast, thread, contextvars.copy_context(), settings)
     try:
         yield lane
     finally:
