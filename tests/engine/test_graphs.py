@@ -22,12 +22,11 @@ from tests.engine.drive import (
     means_of,
     optimizer_for,
     plainly,
-    seed_of,
     train_groups,
 )
 from tests.engine.test_failures import Mishap, Trap, trapped_llama, unwrapped
 from tests.graphs import graphs_in, keep_graphs
-from tests.oracle import assert_same, train_plainly
+from tests.oracle import assert_same
 
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 3, 3)
@@ -72,61 +71,18 @@ def test_losses_that_are_read_early_are_run_forward_without_a_graph(
     assert means_of(actual) == pytest.approx(means_of(losses), rel=0.0 if one.bitwise else 1e-6)
 
 
-class Scaled(nn.Module):
-    """Takes its input times a buffer, which each call changes in place before that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.scale: Tensor
-        self.register_buffer("scale", torch.ones(8))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.scale.mul_(0.9)
-        return self.linear(hidden) * self.scale
-
-
-class Chain(nn.Module):
-    """Blocks whose outputs are changed in place between them."""
-
-    def __init__(self, block: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(3))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
-        hidden = inputs
-        for block in self.blocks:
-            hidden = block(hidden)
-            hidden += inputs
-        return {"loss": self.head(hidden).square().mean()}
-
-
-def test_a_buffer_that_the_next_micro_batch_changes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that was kept would hold its old version: such layers are recomputed."""
-    keep_graphs(monkeypatch, (3,))
-    torch.manual_seed(0)
-    plain, model = Chain(Scaled), Chain(Scaled)
-    model.load_state_dict(plain.state_dict())
-    groups = [[{"inputs": torch.randn(2, 8)} for _ in range(3)] for _ in range(2)]
-    losses = train_plainly(plain, groups, adamw(plain.parameters()), clip=None, seed_of=seed_of)
-    with engine_for(model, adamw, config_of(3, None, {"pack_layers": 1})) as engine:
-        assert train_groups(engine, groups) == means_of(losses)
-        assert graphs_in(engine.plan)
-    assert_same(model, plain, bitwise=True)
-
-
 def test_generators_stand_in_backward_where_recomputing_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers drawn in a backward pass depend neither on the plan nor on what ran before."""
-    models: list[Any] = []
-    groups = [[{"inputs": torch.randn(2, 8)} for _ in range(3)] for _ in range(2)]
+    models: list[nn.Module] = []
+    groups = [[torch.randn(2, 8) for _ in range(3)] for _ in range(2)]
     for counts in ((0,), (3,), (1, 2)):
         with monkeypatch.context() as patched:
             keep_graphs(patched, counts)
             torch.manual_seed(0)
-            models.append(Chain(Noisy))
+            models.append(nn.Sequential(*(Noisy() for _ in range(3))))
             with engine_for(models[-1], adamw, config_of(3, None, {"pack_layers": 1})) as engine:
-                train_groups(engine, groups)
+                for group in groups:
+                    engine.train_batch(group, loss_fn=lambda output: output.square().mean())
     assert_same(models[1], models[0], bitwise=True)
     assert_same(models[2], models[0], bitwise=True)
 

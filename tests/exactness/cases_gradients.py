@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.exactness.case import ALL, ONE, REGROUPED, Found, case
 from tests.exactness.models import (
     WIDTH,
+    Block,
     Net,
     adamw,
     batches,
@@ -141,6 +142,19 @@ def gradients_read_within_a_group(side: Side) -> Found:
     seen = []
     for x, y in batches(2 * side.accumulation):
         engine.backward(engine(x, labels=y))
+        seen.append(torch.stack([p.grad.norm() for p in model.parameters()]))
+        engine.step()
+    return {**weights(model), "seen": torch.stack(seen)}
+
+
+@case(*ALL)
+def gradients_of_two_passes_read_within_a_group(side: Side) -> Found:
+    """Norms of `p.grad` are logged after every micro-batch, whose loss is of two forwards, with dropout."""
+    model = Net(lambda: Block(dropout=0.2))
+    engine = side.initialize(model, adamw(model))
+    seen = []
+    for x, _ in batches(2 * side.accumulation):
+        engine.backward((engine(x) * engine(-x)).mean())
         seen.append(torch.stack([p.grad.norm() for p in model.parameters()]))
         engine.step()
     return {**weights(model), "seen": torch.stack(seen)}

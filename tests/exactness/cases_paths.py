@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.exactness.case import PAIRS, REGROUPED, Found, case
+from tests.exactness.case import ALL, PAIRS, REGROUPED, Found, Tolerance, case
 from tests.exactness.models import (
     CLASSES,
     WIDTH,
@@ -88,6 +89,35 @@ def result_given_twice_and_written_to(side: Side) -> Found:
 def result_given_with_a_view_and_written_to(side: Side) -> Found:
     """Blocks return a tensor and a view of it; forward writes into the one in place and goes on from both."""
     return by_both_loops(side, Overwriting(lambda given, made: made.view(-1)))
+
+
+@case(*PAIRS, tolerance=Tolerance(1e-5, "sums are regrouped, and blocks enlarge what differs"), micro_batch=1)
+def result_given_twice_in_slices(side: Side) -> Found:
+    """Blocks return one tensor twice, their rows one at a time; forward writes into the one in place."""
+    model = Overwriting(lambda given, made: made)
+    return by_both_loops(side, model, lambda model: torch.optim.SGD(model.parameters(), lr=1e-3))
+
+
+class Halves(Block):
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return x[:, :2], x[:, 2:]
+
+
+class WritingIntoHalves(Net):
+    def body(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            first, second = block(x)
+            first += 1
+            x = torch.tanh(torch.cat([first, second], 1))
+        return x
+
+
+@case(*PAIRS)
+def parts_of_a_result_written_to(side: Side) -> Found:
+    """Blocks return two parts of one tensor; forward writes into one of them in place."""
+    return by_both_loops(side, WritingIntoHalves(Halves))
 
 
 # ---- what the model returns
@@ -204,6 +234,65 @@ def condition_kept_on_an_attribute(side: Side) -> Found:
             return super().body(x)
 
     return by_both_loops(side, Over())
+
+
+class Sharing(Block):
+    """Leaves tensors for later blocks, or reads them."""
+
+    def forward(self, x: Tensor, shared: Any) -> Tensor:  # type: ignore[override]
+        if "keys" in shared:
+            return super().forward(x + shared["keys"][0] * shared["keys"][1])
+        shared["keys"] = torch.tanh(self.linear(x)), x * 2
+        return x + 1
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def tensors_left_in_a_dictionary(side: Side) -> Found:
+    """The first block puts tensors into a dict, or a UserDict, which the later blocks and the model read (Gemma 3n)."""
+
+    class Over(Net):
+        def body(self, x: Tensor) -> Tensor:
+            shared: Any = UserDict() if x[0, 0] > 0 else {}
+            x = self.front(x)
+            for block in self.blocks:
+                x = block(x, shared=shared)
+            return x * shared["keys"][0]
+
+    return by_both_loops(side, Over(Sharing))
+
+
+class Given(Block):
+    """Plain PyTorch saves neither of its arguments for backward."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(self.linear(torch.relu(x)) + shift)
+
+
+class WritingAfterwards(Net):
+    def body(self, x: Tensor) -> Tensor:
+        x, shift = self.front(x), torch.zeros(1)
+        for block in self.blocks:
+            x += block(x, shift)
+            shift += 0.5
+        return x * 2
+
+
+@case(*ALL)
+def inputs_written_in_place_after_the_layer(side: Side) -> Found:
+    """The model's forward writes in place into what it gave to a block, after the call."""
+    return by_both_loops(side, WritingAfterwards(Given))
+
+
+@case(pack_layers=2)
+def inputs_written_in_place_within_a_pack(side: Side) -> Found:
+    """The same with two layers in a pack."""
+    return by_both_loops(side, WritingAfterwards(Given))
+
+
+@case(*PAIRS, tolerance=REGROUPED, micro_batch=1)
+def inputs_written_in_place_in_slices(side: Side) -> Found:
+    """The same with rows that go through the layers one at a time."""
+    return by_both_loops(side, WritingAfterwards(Given))
 
 
 # ---- hooks

@@ -42,6 +42,24 @@ def running_mean_used_in_forward(side: Side) -> Found:
     return by_both_loops(side, Net(Centered), adamw)
 
 
+class Scaled(Block):
+    """Multiplies by a buffer that each call has changed in place before, and backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(0.9)
+        return super().forward(x) * self.scale
+
+
+@case(*PAIRS)
+def buffer_changed_and_kept_for_backward(side: Side) -> Found:
+    """`self.scale.mul_(0.9)` in forward, a registered buffer, and the result is multiplied by it."""
+    return by_both_loops(side, Net(Scaled), adamw)
+
+
 class Replaced(Centered):
     def forward(self, x: Tensor) -> Tensor:
         self.mu = 0.9 * self.mu + 0.1 * x.detach().mean(0)
@@ -247,6 +265,19 @@ def checkpoint_inside_blocks(side: Side) -> Found:
 def reentrant_checkpoint_inside_blocks(side: Side) -> Found:
     """The reentrant kind inside every block's forward, with dropout."""
     return by_both_loops(side, Net(partial(ReentrantInside, dropout=0.3)), adamw)
+
+
+class CheckpointedBlocks(Net):
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+@case(*PAIRS)
+def reentrant_checkpoint_of_the_first_layers(side: Side) -> Found:
+    """The reentrant kind around blocks whose input needs no gradient: plain PyTorch trains none of them."""
+    return by_both_loops(side, CheckpointedBlocks(), adamw)
 
 
 # ---- autocast
