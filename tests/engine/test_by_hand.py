@@ -220,47 +220,6 @@ def test_masters_that_are_read_or_saved_are_those_of_weights_written_by_hand(tmp
         assert torch.equal(safe_get_full_fp32_param(weight), torch.full(weight.shape, 0.5))  # type: ignore[arg-type]
 
 
-def average_for_a_while(weight: Any, value: Tensor) -> None:
-    with torch.no_grad():
-        weight.copy_(value)
-    kept = weight.data
-    weight.data = torch.zeros_like(value)
-    assert not weight.any()
-    weight.data = kept
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda weight, value: setattr(weight, "data", value),
-        lambda weight, value: weight.data.copy_(value),
-        lambda weight, value: nn.init.constant_(weight, float(value.flatten()[0])),
-        average_for_a_while,
-    ],
-    ids=["data=", "data.copy_", "init", "kept and put back"],
-)
-def test_masters_follow_writes_before_a_batch(write: Any) -> None:
-    model = net().bfloat16()
-    with engine_for(model, sgd, config_of(1, None, **BF16)) as engine:
-        half_step(engine, 0)
-        write(model.head.weight, torch.full_like(model.head.weight, 0.5).detach())
-        engine.train_batch([(batch(1)[0].bfloat16(),)], loss_fn=lambda out: out.float().square().mean())
-        master = safe_get_full_fp32_param(model.head.weight)
-        assert master is not None and 0.0 < (master - 0.5).abs().max() < 0.2
-
-
-def test_masters_follow_writes_between_backward_and_step() -> None:
-    model = net().bfloat16()
-    with engine_for(model, sgd, config_of(1, None, **BF16)) as engine:
-        for value in (0.5, 0.25):
-            engine.backward(engine(batch(1)[0].bfloat16()).float().square().mean())
-            with torch.no_grad():
-                model.head.weight.fill_(value)
-            engine.step()
-            master = safe_get_full_fp32_param(model.head.weight)
-            assert master is not None and 0.0 < (master - value).abs().max() < 0.1
-
-
 def test_a_kept_state_dict_is_compared_with_the_masters_once_a_step_however_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -343,39 +302,6 @@ def test_a_gradient_that_waits_for_its_update_is_not_shown_as_the_next_steps(mon
     assert_same(model, plain, bitwise=True)
 
 
-class Branches(nn.Module):
-    """One of two layers, by a number; an AdamW of it decays weights that have a gradient, if only of zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, branch: int) -> Tensor:
-        out: Tensor = self.head(self.branches[branch](x))
-        return out
-
-
-@pytest.mark.parametrize("harmony", [{"pack_layers": 1}, {"pack_layers": 1, "residency": 2}])
-def test_gradients_zeroed_in_place_go_on_and_those_that_never_were_do_not(harmony: Any) -> None:
-    def train(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer) -> None:
-        for step, branch in enumerate((0, 0, 1, 0)):
-            optimizer.zero_grad(set_to_none=False)
-            call(torch.full((2, 8), 1.0 + step), branch).square().mean().backward()
-            if step == 1:
-                model.branches[branch].bias.grad = None  # never came
-            optimizer.step()
-
-    torch.manual_seed(0)
-    plain = Branches()
-    model = copy.deepcopy(plain)
-    train(plain, plain, adamw(plain.parameters()))
-    optimizer = adamw(model.parameters())
-    with engine_for(model, lambda _: optimizer, config_of(1, None, harmony)) as engine:
-        train(model, engine, optimizer)
-    assert_same(model, plain, bitwise=True)
-
-
 def test_a_closure_is_refused() -> None:
     model = net()
     optimizer = sgd(model.parameters())
@@ -396,36 +322,6 @@ def test_gradients_that_a_program_uses_again_after_its_step_are_refused() -> Non
         engine(*batch(1)).backward()
         with pytest.raises(UnsupportedError, match=r"blocks\.0\.bias and 7 other parameters .* optimizer\.step\(\)"):
             optimizer.step()
-
-
-class Remembering(torch.optim.SGD):
-    """Keeps the momentum of each parameter in a dictionary of its own."""
-
-    elementwise = True
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.momentum: dict[Tensor, Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    kept = self.momentum.setdefault(parameter, torch.zeros_like(parameter))
-                    parameter.sub_(kept.mul_(0.9).add_(parameter.grad), alpha=group["lr"])
-
-
-def test_an_optimizer_may_keep_things_by_its_parameters_in_bf16() -> None:
-    trained = []
-    for make in (Remembering, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)):
-        model = net().bfloat16()
-        config = config_of(1, None, **BF16)
-        with engine_for(model, make, config) as engine:
-            for step in range(3):
-                half_step(engine, step)
-        trained.append(model)
-    assert_same(trained[0], trained[1], bitwise=True)
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")

@@ -60,17 +60,6 @@ def inputs(number: int) -> Tensor:
     return torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
 
 
-def test_both_ways_divide_in_one_group() -> None:
-    model, plain = Pair(), Pair()
-    sum(plain(inputs(i)) / 2 for i in range(2)).backward()
-    sgd(plain.parameters()).step()
-    with engine_for(model, sgd, config_of(2)) as engine:
-        for i, propagate in enumerate((engine.backward, lambda loss: loss.backward())):
-            propagate(engine(inputs(i)))
-            engine.step()
-    assert_same(model, plain, bitwise=False)
-
-
 @pytest.mark.filterwarnings(EARLY)
 @pytest.mark.parametrize("managed", [True, False])
 @pytest.mark.parametrize("way", WAYS)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import Tensor
 
 from harmony_ds import BatchError, UsageError
-from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, seed_of, sgd, train_groups, weights_of
-from tests.oracle import assert_same, train_plainly
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, weights_of
+from tests.oracle import assert_same
 
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 3, 4)
@@ -40,15 +38,6 @@ def test_an_iterator_may_yield_one_buffer_again_and_again() -> None:
         with engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine:
             losses.append(engine.train_batch(batches).item())
     assert losses[0] == losses[1]
-
-
-def test_backward_wants_a_scalar() -> None:
-    with engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine:
-        outputs = engine(**{k: v for k, v in GROUPS[0][0].items() if k != "labels"})
-        with pytest.raises(UsageError, match="scalar"):
-            engine.backward(outputs.logits)
-        with pytest.raises(UsageError, match="scalar"):
-            engine.backward(1.0)  # type: ignore[arg-type]
 
 
 def test_a_step_without_any_backward_changes_nothing() -> None:
@@ -97,42 +86,3 @@ def test_backward_and_step_need_an_optimizer() -> None:
             engine.train_batch(iter(GROUPS[0]))
         with pytest.raises(UsageError, match="must provide optimizer"):
             engine.step()
-
-
-# ---- learning rates
-
-
-def warmup(optimizer: Any) -> Any:
-    return WarmupLR(optimizer, **WARMUP["params"])
-
-
-def halving(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-
-
-WARMUP: dict[str, Any] = {
-    "type": "WarmupLR",
-    "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 3, "warmup_type": "linear"},
-}
-
-
-@pytest.mark.parametrize(
-    ("make", "arguments", "more", "clip"),
-    [
-        (warmup, {}, {"scheduler": WARMUP}, None),
-        (warmup, {"lr_scheduler": warmup}, {}, 0.5),
-        (halving, {"lr_scheduler": halving}, {}, None),
-    ],
-    ids=["ds_config", "client's DeepSpeed", "client's torch"],
-)
-def test_learning_rate_schedules(make: Any, arguments: Any, more: Any, clip: float | None) -> None:
-    reference = LLAMA.build(0.0)
-    optimizer = adamw(reference.parameters())
-    scheduler = make(optimizer)
-    train_plainly(reference, GROUPS, optimizer, clip=clip, seed_of=seed_of, scheduler=scheduler)
-    model = LLAMA.build(0.0)
-    with engine_for(model, adamw, config_of(4, clip, **more), **arguments) as engine:
-        train_groups(engine, GROUPS)
-        assert engine.get_lr() == [group["lr"] for group in optimizer.param_groups]
-        assert engine.lr_scheduler is not None
-    assert_same(model, reference, bitwise=True)

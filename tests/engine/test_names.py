@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -83,18 +82,3 @@ def test_a_wrapper_that_is_kept_keeps_no_engine_and_goes_on_in_the_next() -> Non
     train_groups(engine, GROUPS[2:])
     engine.destroy()
     assert_same(model, plain, bitwise=True)
-
-
-def test_a_loaded_checkpoint_shows_its_scale_and_no_overflow(tmp_path: Path) -> None:
-    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}
-    with engine_for(LLAMA.build(0.0), adamw, config_of(2, None, **fp16)) as engine:
-        train_groups(engine, GROUPS[:1])
-        assert engine.optimizer.overflow
-        scale = engine.optimizer.cur_scale
-        assert scale == engine.cur_scale == engine.optimizer.loss_scaler.cur_scale == 2.0**39
-        engine.save_checkpoint(tmp_path)
-    with engine_for(LLAMA.build(0.0), adamw, config_of(2, None, **fp16)) as engine:
-        engine.load_checkpoint(tmp_path)
-        assert engine.optimizer.cur_scale == engine.optimizer.loss_scale == scale
-        assert engine.optimizer.loss_scaler.cur_iter == 1
-        assert not engine.optimizer.overflow

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.exactness.case import ALL, ONE, PAIRS, REGROUPED, Found, case
 from tests.exactness.models import Net, adamw, batches, own_loss, sgd, trained, weights
-from tests.exactness.sides import Side
+from tests.exactness.sides import Setting, Side, Stay
 
 # ---- optimizers
 
@@ -61,11 +61,57 @@ def gradients_zeroed_in_every_way(side: Side) -> Found:
     return weights(model)
 
 
+class Branches(Net):
+    def forward(self, x: Tensor, branch: int) -> Tensor:  # type: ignore[override]
+        return self.head(self.blocks[branch](x)).square().mean()
+
+
+@case(*ONE)
+def gradients_zeroed_in_place_of_branches(side: Side) -> Found:
+    """A plain loop takes branches in turn and zeroes in place: a gradient of zeros decays its weight, and none does not."""
+    model = Branches()
+    optimizer = adamw(model)
+    engine = side.initialize(model, optimizer)
+    for step, branch in enumerate((0, 0, 1, 0)):
+        optimizer.zero_grad(set_to_none=False)
+        engine(batches(1, seed=step)[0][0], branch).backward()
+        if step == 1:
+            model.blocks[branch].linear.bias.grad = None
+        optimizer.step()
+    return weights(model)
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps the momentum of each parameter in a dictionary of its own."""
+
+    elementwise = True  # says that its update of an element needs that element alone
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.momentum: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            momentum = self.momentum.setdefault(p, torch.zeros_like(p))
+            p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=0.1)
+
+
 @case(*PAIRS)
 def plain_loop_in_bf16(side: Side) -> Found:
     """A plain loop with bf16 weights: engine.backward(loss), optimizer.step(), optimizer.zero_grad()."""
+    return by_plain_loop_in_bf16(side, sgd)
+
+
+@case(Setting(4, 0.0), Setting(4, 1.0, Stay.GRAPHS))
+def momenta_by_parameter_in_bf16(side: Side) -> Found:
+    """The same with an optimizer of the user's own, which keeps momenta in a dictionary by parameter."""
+    return by_plain_loop_in_bf16(side, Remembering)
+
+
+def by_plain_loop_in_bf16(side: Side, make: Callable[[nn.Module], torch.optim.Optimizer]) -> Found:
     model = Net()
-    optimizer = sgd(model)
+    optimizer = make(model)
     engine = side.initialize(model, optimizer, clipping=0.0, bf16={"enabled": True})
     for i, (x, y) in enumerate(batches(3 * side.accumulation)):
         engine.backward(engine(x.bfloat16(), y))

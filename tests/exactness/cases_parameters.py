@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from tests.exactness.case import ALL, PAIRS, REGROUPED, Found, Tolerance, case
 from tests.exactness.models import (
@@ -21,6 +22,7 @@ from tests.exactness.models import (
     changed_between_steps,
     evaluated,
     of_logits,
+    own_loss,
     seen_after_steps,
     sgd,
     slow,
@@ -390,6 +392,19 @@ def weight_norm_by_hooks(side: Side) -> Found:
     return trained(side, Net(lambda: under(nn.utils.weight_norm)))
 
 
+@case(*PAIRS)
+def pruned_layer(side: Side) -> Found:
+    """torch.nn.utils.prune of the head, a layer by itself, whose hook makes its weight; losses of both kinds in turn."""
+    model = Net()
+    prune.l1_unstructured(model.head, "weight", 0.4)
+    prune.l1_unstructured(model.head, "bias", 1)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return (own_loss if engine.micro_steps % 2 else of_logits)(engine, x, labels)
+
+    return trained(side, model, sgd, loss, steps=3)
+
+
 class LoRA(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -425,11 +440,11 @@ def adapters_merged_and_unmerged(side: Side) -> Found:
 # ---- bf16
 
 
-def bf16(side: Side, change: Callable[[Tensor], object], model: nn.Module | None = None) -> Found:
-    """Trains in bf16 with fp32 masters; `change` is done to every weight after each step."""
+def bf16(side: Side, changes: Sequence[Callable[[Tensor], object]], model: nn.Module | None = None) -> Found:
+    """Trains in bf16 with fp32 masters, a step for each of `changes`, which is then done to every weight."""
     model = model or Net()
     engine = side.initialize(model, adamw(model), bf16={"enabled": True})
-    for step in range(3):
+    for step, change in enumerate(changes):
         train(engine, [(x.bfloat16(), y) for x, y in batches(side.accumulation, seed=step)])
         for p in model.parameters():
             change(p)
@@ -449,14 +464,44 @@ def bf16_buffers(side: Side) -> Found:
             return super().forward(x * self.scale.to(x.dtype))
 
     model = Net(Scaled)
-    bf16(side, lambda p: None, model)
+    bf16(side, [lambda p: None] * 3, model)
     return {name: p for name, p in weights(model).items() if not name.endswith("scale")}
 
 
 @case()
 def bf16_clamped_by_hand(side: Side) -> Found:
     """bf16 weights are clamped after each step; plain PyTorch has them in fp32 and rounds, and clamps both."""
-    return bf16(side, lambda p: p.data.clamp_(-0.125, 0.125))
+    return bf16(side, [lambda p: p.data.clamp_(-0.125, 0.125)] * 3)
+
+
+@case()
+def bf16_written_by_hand_in_turn(side: Side) -> Found:
+    """bf16 weights are written after each step by `data =`, `data.copy_`, nn.init, and data that are put aside and back."""
+
+    def put_aside(p: Tensor) -> None:
+        with torch.no_grad():
+            p.mul_(0.5)
+        kept, p.data = p.data, torch.zeros_like(p.data)
+        assert not p.any()
+        p.data = kept
+
+    def assign(p: Tensor) -> None:
+        p.data = p.data / 2
+
+    return bf16(side, [assign, lambda p: p.data.copy_(-p.data), lambda p: nn.init.constant_(p, 0.25), put_aside] * 2)
+
+
+@case()
+def bf16_written_between_backward_and_step(side: Side) -> Found:
+    """bf16 weights are written after the backward pass of each micro-batch, and before its step."""
+    model = Net()
+    engine = side.initialize(model, sgd(model), bf16={"enabled": True})
+    for number, (x, y) in enumerate(batches(2 * side.accumulation)):
+        engine.backward(engine(x.bfloat16(), y))
+        with torch.no_grad():
+            model.head.weight.fill_(0.25 + number / 8)
+        engine.step()
+    return weights(model)
 
 
 # ---- the optimizer's own
@@ -476,13 +521,24 @@ def learning_rate_within_a_group(side: Side) -> Found:
 @case()
 def scheduler_by_hand(side: Side) -> Found:
     """scheduler.step() is called by the loop at each boundary, not by the engine."""
+    return scheduled(side, by_engine=False)
+
+
+@case(*ALL)
+def scheduler_given_to_the_engine(side: Side) -> Found:
+    """`lr_scheduler=scheduler` is given to initialize, and the engine steps it."""
+    return scheduled(side, by_engine=True)
+
+
+def scheduled(side: Side, by_engine: bool) -> Found:
     model = Net()
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
-    engine = side.initialize(model, optimizer)
+    engine = side.initialize(model, optimizer, lr_scheduler=scheduler if by_engine else None)
     for step in range(3):
         train(engine, batches(side.accumulation, seed=step))
-        scheduler.step()
+        if not by_engine:
+            scheduler.step()
     return {**weights(model), "lr": scheduler.get_last_lr()[0]}
 
 
