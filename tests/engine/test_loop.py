@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -22,9 +21,10 @@ from tests.engine.drive import (
     family,
     groups_of,
     loop,
+    loop_plainly,
+    loop_with,
     means_of,
     plainly,
-    seed_of,
     sgd,
 )
 from tests.engine.test_ledger import layer_bytes
@@ -135,38 +135,26 @@ OWN: dict[str, tuple[str, Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_loss_of_the_programs_own_is_grouped_and_exact(name: str, devices: int) -> None:
-    """And what the program has of the last micro-batch is there after the step."""
-    form, loss_of = OWN[name]
+    """And what the program has of each micro-batch is there after the last step."""
+    form, scores_and_loss_of = OWN[name]
     source = torch.Generator().manual_seed(7)
-    batches = [(torch.randn(3, 6, generator=source), torch.randint(5, (3,), generator=source)) for _ in range(9)]
-    results = []
-    for engines in (False, True):
-        model, seen = Classifier(form), []
-        with ExitStack() as stack:
-            optimizer = sgd(model.parameters())
-            config = config_of(3, 0.5, {"pack_layers": 1, "devices": devices})
-            engine = stack.enter_context(engine_for(model, lambda _, o=optimizer: o, config)) if engines else None
-            for number, (x, targets) in enumerate(batches):
-                torch.manual_seed(seed_of(number // 3, number % 3))
-                own = targets.clone()
-                scores, loss = loss_of(engine or model, x, own)
-                if engine is not None:
-                    engine.backward(loss)
-                    engine.step()
-                else:
-                    (loss / 3).backward()
-                    if number % 3 == 2:
-                        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                        optimizer.step()
-                        optimizer.zero_grad()
-                seen.append(loss.detach())
-                own.zero_()  # a buffer that is used again
-                if number % 3 == 2:
-                    seen += [scores.argmax(-1), scores.detach().float().sum()]
-            assert engine is None or (engine.swap_report().ratio == 1.0) is (form != "attribute")
-            results.append([torch.tensor(one.tolist()) for one in (*seen, *model.parameters())])
-    rounding = 1e-6 if name == "with a penalty" else 0.0  # its gradient is another summand
-    assert all(torch.allclose(grouped, plain, rounding, rounding) for plain, grouped in zip(*results, strict=True))
+    batches = [(torch.randn(3, 6, generator=source), torch.randint(5, (3,), generator=source)) for _ in range(8)]
+    targets, seen = torch.empty_like(batches[0][1]), []
+
+    def loss_of(call: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        scores, loss = scores_and_loss_of(call, batch[0], targets.copy_(batch[1]))  # a buffer that is used again
+        seen.append(scores.detach())
+        return loss
+
+    plain, model = Classifier(form), Classifier(form)
+    expected = loop_plainly(plain, batches, 4, loss_of, seeded=True)
+    scores, seen = seen, []
+    with engine_for(model, sgd, config_of(4, None, {"pack_layers": 1, "devices": devices})) as engine:
+        losses, ratios = loop_with(engine, batches, loss_of)
+    assert (ratios[-1] == 1.0) is (form != "attribute")
+    assert losses == expected
+    assert all(torch.equal(torch.tensor(mine.tolist()), theirs) for mine, theirs in zip(seen, scores, strict=True))
+    assert_same(model, plain, bitwise=name != "with a penalty")  # its gradient is another summand
 
 
 def test_a_hook_of_a_library_takes_nothing_for_a_loss() -> None:
