@@ -56,6 +56,42 @@ def test_what_a_pass_sets_is_its_own_or_shared(set_it: Act, end: Act, is_own: bo
     assert settings.find_unseen(0) == set()  # it is known, or not looked at
 
 
+PLACES: dict[str, Act] = {
+    "outside layers": lambda m: setattr(m, "name", "b"),
+    "outside layers, in a container": lambda m: m.scaling.update(a=0.1),
+    "on the layer": lambda m: m[1].eval(),
+    "on the layer, new": lambda m: setattr(m[1], "tag", "new"),
+}
+
+
+@pytest.mark.parametrize("set_it", PLACES.values(), ids=PLACES)
+def test_what_a_lane_sets_is_found_when_it_arrives_at_the_layer(set_it: Act) -> None:
+    model, settings = watched()
+    settings.begin()
+    set_it(model)
+    assert settings.find_unseen(1)
+    assert not settings.find_unseen(1)
+
+
+def test_what_a_lane_sets_on_another_layer_is_found_when_it_arrives_there() -> None:
+    model, settings = watched()
+    settings.begin()
+    model[1].eval()
+    assert not settings.find_unseen(0)
+    assert settings.find_unseen(1)
+
+
+def test_what_a_layer_sets_in_a_step_is_not_taken_for_its_callers_doing() -> None:
+    model, settings = watched()
+    settings.begin()
+    model[0].seen = "before"
+    settings.note_return(0)
+    assert not settings.find_unseen(0)
+    model[0].seen = "after"
+    assert not settings.find_unseen(0)
+    assert settings.no_lane_sets_any
+
+
 def test_what_a_layer_sets_is_shared() -> None:
     model, settings = watched()
     settings.begin()

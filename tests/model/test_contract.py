@@ -1,0 +1,62 @@
+"""What the program changes of a model between two calls is found: the state of the second is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harmony_ds import ModelError
+from harmony_ds.model.contract import Contract
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.scale, self.mask = 1.0, torch.ones(2)
+
+
+CHANGES: dict[str, Callable[[Model], object]] = {
+    "an attribute": lambda m: setattr(m, "scale", 2.0),
+    "an attribute of a submodule": lambda m: setattr(m.layer, "tag", "new"),
+    "an attribute that is gone": lambda m: delattr(m, "scale"),
+    "one attribute in the place of another": lambda m: (delattr(m, "scale"), setattr(m, "factor", 1.0)),
+    "a tensor that is written to": lambda m: m.mask.zero_(),
+    "a buffer that is written to": lambda m: m.norm.running_mean.add_(1.0),
+    "another buffer": lambda m: setattr(m.norm, "running_mean", torch.ones(2)),
+    "a buffer of a module that had none": lambda m: m.layer.register_buffer("shift", torch.ones(2)),
+    "another submodule": lambda m: setattr(m, "layer", nn.Linear(2, 2)),
+    "one submodule more": lambda m: setattr(m, "more", nn.Linear(2, 2)),
+    "other buffers as a whole": lambda m: m.norm.__dict__.update(_buffers={"running_mean": torch.zeros(2)}),
+    "a wrapper around forward": lambda m: setattr(m, "_old_forward", m.forward),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_between_two_calls_is_found(change: Callable[[Model], object]) -> None:
+    model: Any = Model()
+    contract = Contract(model)
+    before = contract.read_state()
+    assert contract.read_state().attributes is before.attributes
+    change(model)
+    with pytest.raises(ModelError, match="was changed between the calls of a step"):
+        contract.check([before])
+    now = contract.read_state()
+    assert now.attributes is not before.attributes
+    assert contract.read_state().attributes is now.attributes
+    contract.check([now])
+
+
+@pytest.mark.parametrize("change", [lambda m: m.eval(), lambda m: m.layer.weight.requires_grad_(False)])
+def test_modes_are_found_apart_from_attributes(change: Callable[[Model], object]) -> None:
+    model = Model()
+    contract = Contract(model)
+    before = contract.read_state()
+    change(model)
+    now = contract.read_state()
+    assert now.attributes is before.attributes
+    assert now.modes != before.modes
