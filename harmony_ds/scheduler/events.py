@@ -90,7 +90,11 @@ def run_jobs(
 
 
 def run_alone(jobs: Sequence[Job]) -> Timeline:
-    """Return when each of `jobs` runs if none slows another down: no later than in `run_jobs`."""
+    """Return when each of `jobs` runs if none slows another down: no later than in `run_jobs`, unless by priorities.
+
+    Of jobs with priorities, one may come later here: where the job before it is slowed down, a more urgent one may arrive
+    in time to go first.
+    """
     begin, end = [0.0] * len(jobs), [_UNKNOWN] * len(jobs)
     free: dict[str, float] = {}  # stream -> when it has finished what was queued
     served: dict[str, _ServedByPriority] = {}

@@ -59,7 +59,7 @@ class CostView:
     Attributes:
         measured: the table as it was measured.
         costs: the same; with each pack's own stash, where stashes go to the host.
-        packs: by the index of the pack, of those that have calls.
+        packs: by the index of the pack, of those that have calls (the others come last, see `plan.Packing`).
         stash_before: by position, what the calls before it have stashed on the device.
         backward_ends: the first position that a gradient flows through.
         loss_bytes: a micro-batch's loss and its scaled copy.
@@ -134,6 +134,7 @@ class MemoryWalks:
         found: list[PackBytes] = []
         for pack in packs:
             if pack.positions:
+                assert len(found) == pack.index, "packs without calls come last"
                 key = pack.positions[0], pack.positions[-1], cuts
                 if key not in self._known:
                     self._known[key] = PackBytes(pack, costs)
@@ -364,11 +365,12 @@ class DeviceMemory:
                 self._returned_stash.set((task.pack, task.micro_batch), returning_bytes)
             case TaskKind.MOVE:
                 first = self._view.costs.costs[self._view.packs[task.pack].first]
-                self._waiting.set(task.micro_batch, first.waiting.alive_bytes)
+                self._waiting.set(task.micro_batch, first.waiting.alive_bytes, self._times(task))
             case TaskKind.MOVE_BACK:
                 following = self._view.costs.costs[self._view.packs[task.pack].last + 1]
                 gradient_bytes = following.backward.input_gradient_bytes
-                self._waiting.set(task.micro_batch, self._between_passes(task) + gradient_bytes)
+                waiting = self._between_passes(task) + gradient_bytes
+                self._waiting.set(task.micro_batch, waiting, self._times(task))
             case TaskKind.FREE_GRADIENTS:
                 self._gradients.release(task.pack)
             case TaskKind.UPDATE_ON_DEVICE:

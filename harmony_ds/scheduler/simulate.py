@@ -93,7 +93,9 @@ def step_ms(
     """
     lowering = Lowering(plan, costs, machine, counts, pieces)
     steps = [lowering.step() for _ in range(_STEPS)]
-    if wanted_ms < float("inf"):  # jobs that slow each other down end later, never earlier
+    if wanted_ms < float("inf"):
+        # Jobs that slow each other down end later. Updates need not, by their priorities (see `run_alone`), and the end of
+        # the first step is taken off; but no random plan of tests/scheduler/test_simulate.py takes less than jobs alone.
         alone_ms = last_step_ms(lowering, steps, run_alone(lowering.jobs))
         if alone_ms > _ROUNDED * wanted_ms:
             return float("inf")

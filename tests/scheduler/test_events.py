@@ -102,3 +102,19 @@ def test_alone_is_as_with_room_for_all_and_never_later(jobs: list[Job], capacity
     alone, all_at_once, slowed = run_alone(jobs), run_jobs(jobs), run_jobs(jobs, {"link": capacity})
     assert (*alone.begin_ms, *alone.end_ms) == pytest.approx((*all_at_once.begin_ms, *all_at_once.end_ms))
     assert all(one <= other + 1e-6 for one, other in zip(alone.end_ms, slowed.end_ms, strict=True))
+
+
+def test_where_a_job_is_slowed_down_a_more_urgent_one_may_go_first() -> None:
+    jobs = [
+        Job(("updates",), 2.0, demands=(("link", 1.0),), priority=(2,)),
+        Job(("a",), 1.0),
+        Job(("updates",), 10.0, after=(1,), priority=(1,)),
+        Job(("b",), 2.5, demands=(("link", 1.0),)),
+        Job(("c",), 2.5),
+        Job(("updates",), 1.0, after=(4,), priority=(0,)),
+    ]
+    assert run_alone(jobs).end_ms == (2.0, 1.0, 12.0, 2.5, 2.5, 13.0)
+    slowed = run_jobs(jobs, {"link": 1.0}).end_ms
+    assert slowed[0] == 4.0
+    assert slowed[5] == 5.0  # before the long one, which had arrived before it
+    assert slowed[2] == 15.0

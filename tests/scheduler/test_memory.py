@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from harmony_ds.scheduler.compose import Group, compose_forward, compose_step
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
-from harmony_ds.scheduler.memory import MemoryProfile, walk_memory
+from harmony_ds.scheduler.memory import MemoryProfile, MemoryWalks, walk_memory
 from harmony_ds.scheduler.plan import ALL_PACKS, Pack, Policy
-from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly, packs_of, reused, text
+from tests.scheduler.examples import FP32, costs_of, graph_of, pack_uniformly, packs_of, parse, reused, text
 
 TWO = packs_of(True, True, weight_bytes=1000, gradient_bytes=500)
 COST = CallCost(
@@ -322,6 +322,16 @@ def test_each_tensor_takes_a_grain_of_a_coarse_allocator_more() -> None:
 
     assert profile.weight_bytes[at] == 1000 + 512
     assert profile.activation_bytes[at] == 500 + 512 + 2 * 512  # and the loss, scaled
+
+
+def test_a_micro_batch_that_stands_for_several_is_moved_as_often() -> None:
+    packs = (TWO[0], replace(TWO[1], device=1))
+    costs = replace(costs_of((0, 1), COST), held_bytes=HELD, scalar_bytes=8)
+    tasks = parse("I0 I1 F0.0 M1.0 F0.1 M1.1 E1 W0.1 E0")
+    found = MemoryWalks(costs).walk(packs, tasks, counts=(1, 3)).activation_bytes
+    assert found[6] == (1 + 3) * 10_000  # both wait before call 1
+    # On device 0, micro-batch 0 is as it left; 1 is back from call 1, with the gradient of its inputs.
+    assert found[8] == 10_000 + 3 * (HELD + 2 * 8 + 4_000) + (1 + 3) * 8_000
 
 
 def test_a_margin_is_added_to_whatever_computes() -> None:

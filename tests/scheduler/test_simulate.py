@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.stash_order.run import weights_first
 from harmony_ds.config import HarmonySettings
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
-from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.costs import CostTable, StashBytes
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import Bounds, uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Plan, Policy, TaskKind
@@ -49,6 +50,47 @@ def cases(draw: st.DrawFn) -> tuple[Plan, CostTable, Machine]:
     plan, costs = planned(layers, draw(st.integers(1, 3)), policy, draw(st.integers(1, 4)))
     machine = replace(draw(st.sampled_from([GPU, CPU])), beside_update=draw(st.sampled_from([0.5, 0.8, 1.0])))
     return plan, costs, machine
+
+
+def random_case(choose: Random) -> tuple[Plan, CostTable, Machine]:
+    """A plan of layers of all sizes, which any stream of the machine may hold up."""
+
+    def between(low: float, high: float) -> float:
+        return float(2 ** choose.uniform(low, high))
+
+    layers = choose.randint(3, 8)
+    graph = graph_of(int(between(4, 12)) for _ in range(layers))
+    calls = [
+        replace(COST, stash=StashBytes(int(between(6, 12))), forward_ms=between(-4, 3), backward_ms=between(-3, 3))
+        for _ in range(layers)
+    ]
+    costs = replace(costs_of(graph.calls), costs=tuple(calls))
+    machine = replace(
+        GPU,
+        swap_in_bytes_per_ms=between(8, 12),
+        swap_out_bytes_per_ms=between(8, 12),
+        link_bytes_per_ms=between(8, 12),
+        host_bytes_per_ms=between(9, 13),
+        update_elements_per_ms=between(5, 10),
+        beside_update=choose.choice([0.6, 0.8, 1.0]),
+    )
+    cuts = sorted(choose.sample(range(1, layers), choose.randint(1, layers - 1)))
+    packing = Packer(graph, costs, FP32).packing((0, *cuts, layers))
+    policy = Policy(
+        prefetch=choose.random() < 0.8,
+        stash_on_host=choose.choice([0, len(packing.forward)]),
+        deferred_update=choose.random() < 0.7,
+    )
+    request = PlanRequest(HarmonySettings(), choose.randint(1, 4), None, 0, policy)
+    return make_plan(packing, costs, request, policy), costs, machine
+
+
+def test_no_random_plan_takes_less_than_its_jobs_alone() -> None:
+    choose = Random(3)
+    for _ in range(200):
+        case = random_case(choose)
+        took = step_ms(*case)
+        assert step_ms(*case, wanted_ms=took) == took
 
 
 @given(cases(), st.floats(0.5, 0.999))
