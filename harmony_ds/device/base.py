@@ -237,6 +237,10 @@ class Device(ABC):
         """Return the bytes of the budget that a plan has to leave free, for libraries and fragmentation."""
         return 0
 
+    def peer_reserve_bytes(self) -> int:
+        """Return how many bytes more that are, if the device exchanges tensors with others."""
+        return 0
+
     def available_bytes(self) -> int | None:
         """Return the bytes that this process has or could get now; None: the device does not say."""
         return None

@@ -26,6 +26,11 @@ _FIXED, _GROWING = 10, 25
 """One part in so many of the budget may be lost to fragmentation: one in 10 with fixed segments (9.4 % of 24 GiB were on an
 H200, which ended a step), one in 25 with expandable segments (not measured)."""
 _EXPANDABLE = "expandable_segments:True"
+_ALLOCATING = (Stream.COMPUTE, Stream.SWAP_IN, Stream.UPLOAD)
+"""Streams that allocate device memory in any step. PEER does where there are several devices; SWAP_OUT and DISK never."""
+_SEGMENT_BYTES = (2 + 20) * 2**20
+"""What a stream's segments take that may be next to empty: one of small blocks and one of larger ones (torch,
+c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer)."""
 
 
 def set_aside_bytes(given_bytes: int, capability: tuple[int, int], expandable: bool) -> int:
@@ -34,8 +39,7 @@ def set_aside_bytes(given_bytes: int, capability: tuple[int, int], expandable: b
     workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: the engine's and autograd's.
                  32 MiB from compute capability 9.0 on, else 8,320 KiB; cuBLASLt uses the same (torch,
                  aten/src/ATen/cuda/CublasHandlePool.cpp, unless CUBLAS_WORKSPACE_CONFIG says otherwise)
-    segments     for each stream one of small blocks (2 MiB) and one of larger ones (20 MiB), but for PEER and DISK
-                 (torch, c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer), and part of a given budget
+    segments     one of small blocks and one of larger ones for each stream that allocates, and part of a given budget
 
     Args:
         given_bytes: the budget, if one was given; 0: none was.
@@ -43,7 +47,7 @@ def set_aside_bytes(given_bytes: int, capability: tuple[int, int], expandable: b
         expandable: whether segments are expandable.
     """
     workspace = 8320 * 2**10 if capability < (9, 0) else 32 * 2**20
-    return 2 * workspace + (len(Stream) - 2) * (2 + 20) * 2**20 + given_bytes // (_GROWING if expandable else _FIXED)
+    return 2 * workspace + len(_ALLOCATING) * _SEGMENT_BYTES + given_bytes // (_GROWING if expandable else _FIXED)
 
 
 class CudaDevice(Device):
@@ -263,6 +267,9 @@ class CudaDevice(Device):
     def reserve_bytes(self) -> int:
         capability = torch.cuda.get_device_capability(self.torch_device)
         return set_aside_bytes(self._given_bytes, capability, self._grows_at_first)
+
+    def peer_reserve_bytes(self) -> int:
+        return _SEGMENT_BYTES
 
     def available_bytes(self) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)

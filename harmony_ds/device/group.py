@@ -205,6 +205,9 @@ class DeviceGroup(Device):
     def reserve_bytes(self) -> int:
         return self.active.reserve_bytes()
 
+    def peer_reserve_bytes(self) -> int:
+        return self.active.peer_reserve_bytes()
+
     def allocated_bytes(self) -> int:
         return self.active.allocated_bytes()
 

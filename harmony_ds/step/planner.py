@@ -330,8 +330,14 @@ class Planner:
         return 0 if plan.policy.reduce_on_host else self._runtime.world.reduce_bytes(self._runtime.device)
 
     @property
+    def reserve_bytes(self) -> int:
+        """The bytes of the budget that plans leave to libraries and to the allocator."""
+        device, has_peers = self._runtime.device, self._runtime.device.count > 1 or self._runtime.world.size > 1
+        return device.reserve_bytes() + (device.peer_reserve_bytes() if has_peers else 0)
+
+    @property
     def _set_aside_bytes(self) -> int:
-        return self._runtime.device.reserve_bytes() + (self._before_bytes or 0)
+        return self.reserve_bytes + (self._before_bytes or 0)
 
     def _resident_bytes(self, graph: LayerGraph) -> int:
         """Return bytes of buffers, and of what autograd makes on the way into unlayered parameters' gradients."""

@@ -136,7 +136,7 @@ def finish_run(context: StepContext, run: Run, planned: PlannedRun) -> None:
         peak_bytes = 0
         if planned.watches_peak and device.peak_has_risen():
             # Workspaces are made when a thread first needs one, in some step.
-            set_aside_bytes = device.reserve_bytes() + context.planner.exchange_bytes(planned.plan)
+            set_aside_bytes = context.planner.reserve_bytes + context.planner.exchange_bytes(planned.plan)
             peak_bytes = device.peak_bytes() - planned.others_bytes - set_aside_bytes
         context.planner.check_peak(peak_bytes)
         context.allocator_retries.finish_step()

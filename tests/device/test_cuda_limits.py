@@ -85,6 +85,22 @@ def test_the_allocators_segments_grow_unless_the_program_has_configured_it(
     device.unlimit_process()
 
 
+@pytest.mark.parametrize(("capability", "workspaces"), [((8, 0), 2 * 8320 * 2**10), ((9, 0), 64 * 2**20)])
+def test_segments_are_set_aside_for_streams_that_allocate(
+    capability: tuple[int, int],
+    workspaces: int,
+    shares: dict[int, float],
+    settings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For compute, swap-ins and inputs; and between devices, where there are several."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    device = CudaDevice(0)
+    assert device.reserve_bytes() == workspaces + 3 * 22 * 2**20
+    assert device.peer_reserve_bytes() == 22 * 2**20
+    assert DeviceGroup([device, CudaDevice(1)]).peer_reserve_bytes() == 22 * 2**20
+
+
 @pytest.mark.parametrize("budget_bytes", [None, 500])
 def test_segments_grow_until_the_last_engine_ends(
     budget_bytes: int | None, shares: dict[int, float], settings: list[str]

@@ -9,7 +9,7 @@ import torch
 
 import harmony_ds
 from harmony_ds import BatchError, DoesNotFitError, ModelError, UnsupportedError
-from harmony_ds.device import CpuDevice
+from harmony_ds.device import CpuDevice, DeviceGroup
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
 from tests.oracle import assert_same
 
@@ -67,6 +67,9 @@ class Reserving(CpuDevice):
     def reserve_bytes(self) -> int:
         return 1040
 
+    def peer_reserve_bytes(self) -> int:
+        return 60
+
 
 def test_an_error_of_cuda_says_how_much_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a capacity of 2.00 GiB.")
@@ -93,6 +96,14 @@ def test_memory_of_libraries_is_taken_off_the_budget_and_reported() -> None:
             pytest.raises(DoesNotFitError, match=said),
         ):
             train_groups(engine, GROUPS)
+
+
+def test_several_devices_set_aside_more_for_the_tensors_that_they_exchange() -> None:
+    device = DeviceGroup([Reserving(10**6), Reserving(10**6)])
+    config = config_of(4, None, {"pack_layers": 1, "devices": 2})
+    with engine_for(LLAMA.build(0.0), sgd, config, device=device) as engine:
+        train_groups(engine, GROUPS[:1])
+        assert engine.memory_report().beside_bytes == 1100
 
 
 def test_a_budget_too_small_for_measuring_is_an_error_before_training_that_leaves_nothing() -> None:
