@@ -29,6 +29,7 @@ def fp16(**more: Any) -> dict[str, Any]:
     return {"fp16": {"enabled": True, **more}}
 
 
+# What DeepSpeed refuses in the same words is among the rows of tests/compatibility.
 MALFORMED: list[tuple[dict[Any, Any], str]] = [
     # unknown keys
     ({"gradient_cliping": 1.0}, r'unknown key "gradient_cliping" in the ds_config. Did you mean "gradient_clipping"\?'),
@@ -95,14 +96,11 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ),
     ({"gradient_clipping": "auto"}, '"gradient_clipping" still says "auto": Hugging Face\'s Trainer .* write a value'),
     # precision
-    ({"bf16": {"enabled": True}, **fp16()}, "bfloat16 and fp16 modes cannot be simultaneously enabled"),
     ({"fp16": True}, '"fp16": Input should be an object, not True'),
     ({"bf16": {"enabled": "maybe"}}, "\"bf16.enabled\": Input should be a valid boolean, .*, not 'maybe'"),
-    (fp16(loss_scale=-1), r"fp16.loss_scale must be >= 0 \(0 enables dynamic loss scaling\)"),
     (fp16(loss_scale=True), "fp16.loss_scale must be a number, not bool"),
     (fp16(loss_scale="big"), "fp16.loss_scale must be a number"),
     (fp16(loss_scale=INF), "fp16.loss_scale must be a finite number"),
-    (fp16(loss_scale_window=0), "fp16.loss_scale_window must be > 0 when dynamic loss scaling is enabled"),
     (fp16(min_loss_scale=0), "fp16.min_loss_scale must be > 0 when dynamic loss scaling is enabled"),
     (fp16(initial_scale_power="high"), "\"fp16.initial_scale_power\": Input should be a valid integer, .*, not 'high'"),
     (fp16(fp16_master_weights_and_grads=True), "masters are fp32, or bf16 by"),
@@ -118,7 +116,6 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"data_types": {"param_dtype": "bf16"}}, "param_dtype='bf16' conflicts with the enabled precision mode"),
     ({"data_types": {"buffer_dtype": "bf16"}}, "buffers keep the dtype they have"),
     # zero_optimization
-    (zero(stage=5), '"zero_optimization.stage": Input should be 0, 1, 2 or 3, not 5'),
     ({"zero_optimization": 2}, '"zero_optimization": Input should be an object, not 2'),
     (zero(contiguous_gradients="perhaps"), "zero_optimization.contiguous_gradients.*valid boolean"),
     (zero(reduce_bucket_size=0), '"zero_optimization.reduce_bucket_size": Input should be greater than 0, not 0'),
@@ -128,16 +125,12 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
         'offload_param.device is "nvme": name a folder on the disk in zero_optimization.offload_param.nvme_path',
     ),
     (zero(offload_optimizer={"device": "cpu", "ratio": 1.5}), "Input should be less than or equal to 1, not 1.5"),
-    (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "Partial offloading only supported for ZeRO Stage 3"),
     (zero(offload_optimizer={"device": "cpu", "pin_memory": "x"}), "offload_optimizer.pin_memory.*valid boolean"),
-    (zero(cpu_offload=True, offload_optimizer={"device": "cpu"}), "Cannot provide deprecated parameter 'cpu_offload'"),
-    (zero(stage=3, compute_grad_norm=False), "compute_grad_norm=false is supported only with ZeRO Stage 1 or 2"),
     (zero(zenflow={"topk_ratio": 0.1}), '"zero_optimization.zenflow": its updates are stale'),
     (zero(mics_shard_size=8), '"zero_optimization.mics_shard_size": DeepSpeed 0.19.8 refuses it, too'),
     (zero(zero_quantized_nontrainable_weights=True), "weights are not quantized"),
     # values of other keys
     ({"gradient_allreduce_op": "max"}, "\"gradient_allreduce_op\": Input should be 'mean' or 'sum'"),
-    ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "not supported with ZeRO stage 3"),
     ({"communication_data_type": "fp64"}, r"Supported data types: \['fp16', 'bf16', 'fp32'\]. Got: fp64"),
     ({"checkpoint": {"tag_validation": "sometimes"}}, "Input should be 'WARN', 'IGNORE' or 'FAIL', not 'sometimes'"),
     ({"steps_per_print": "often"}, "\"steps_per_print\": Input should be a valid integer, not 'often'"),

@@ -150,14 +150,7 @@ def as_adamw(parameters: Any) -> torch.optim.Optimizer:
         ("AdamW", ADAM, as_adamw, "DeepSpeedCPUAdam"),
         ("AdamW", {**ADAM, "torch_adam": True}, as_adamw, "AdamW"),
         ("Adagrad", {"lr": 1e-2}, lambda p: torch.optim.Adagrad(p, lr=1e-2), "DeepSpeedCPUAdagrad"),
-        ("SGD", {"lr": 1e-2, "momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), "SGD"),
         ("RMSprop", {"lr": 1e-3, "eps": 1e-4}, lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-4), "RMSprop"),
-        (
-            "Adam",
-            {"lr": 1e-3, "eps": 1e-4, "adam_w_mode": False},
-            lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-4),
-            "DeepSpeedCPUAdam",
-        ),
     ],
 )
 @pytest.mark.parametrize("clip", [None, 0.5])

@@ -205,7 +205,6 @@ def test_training_data_is_handed_over_again_and_again() -> None:
         model=model, optimizer=sgd(model.parameters()), training_data=dataset, config=config_of(2)
     )
     try:
-        assert loader is engine.training_dataloader
         assert len(loader) == 3
         for _ in range(4):
             assert engine.train_batch().isfinite()
@@ -221,8 +220,6 @@ def test_training_data_is_handed_over_again_and_again() -> None:
         engine.set_dataloader(None)
         with pytest.raises(BatchError, match="need an iterator"):
             engine.train_batch()
-        with pytest.raises(ValueError, match="Training data must be a torch Dataset"):
-            engine.deepspeed_io(3)
     finally:
         engine.destroy()
 
