@@ -15,6 +15,7 @@ from tests.exactness.models import (
     CLASSES,
     WIDTH,
     Block,
+    Given,
     Net,
     batches,
     by_both_loops,
@@ -259,13 +260,6 @@ def tensors_left_in_a_dictionary(side: Side) -> Found:
             return x * shared["keys"][0]
 
     return by_both_loops(side, Over(Sharing))
-
-
-class Given(Block):
-    """Plain PyTorch saves neither of its arguments for backward."""
-
-    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.tanh(self.linear(torch.relu(x)) + shift)
 
 
 class WritingAfterwards(Net):
