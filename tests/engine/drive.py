@@ -109,6 +109,7 @@ def loop_plainly(
     loss_of: LossOf,
     make: MakeOptimizer = sgd,
     seeded: bool = False,
+    clip: float = 0.0,
 ) -> list[float]:
     """Train with a loss of the program's own in plain PyTorch; return the losses.
 
@@ -124,6 +125,8 @@ def loop_plainly(
         (loss / accumulation).backward()
         losses.append(loss.item())
         if (number + 1) % accumulation == 0:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
     return losses

@@ -481,44 +481,44 @@ def test_a_process_without_harmony_ds_reads_a_saved_model(tmp_path: Path) -> Non
     assert run.returncode == 0, run.stderr[-2000:]
 
 
-def test_a_loss_that_is_kept_does_not_keep_its_inputs(no_collections: None) -> None:
-    def alive() -> int:
-        return sum(type(o) is torch.Tensor and o.dtype == torch.int64 and o.dim() == 2 for o in gc.get_objects())
+def tokens_alive() -> int:
+    """The number of batches of tokens that there are."""
+    return sum(type(o) is torch.Tensor and o.dtype == torch.int64 and o.dim() == 2 for o in gc.get_objects())
 
+
+def logits_alive() -> int:
+    return sum(type(o) is torch.Tensor and o.shape[-1:] == (VOCABULARY,) and o.dim() == 3 for o in gc.get_objects())
+
+
+def test_a_loss_that_is_kept_does_not_keep_its_inputs(no_collections: None) -> None:
     with engine_for(LLAMA.build(0.0), adamw, CONFIG) as engine:
-        before = alive()
+        before = tokens_alive()
         losses = []
         for index in range(4):
             losses.append(engine(**LLAMA.batch(index)).loss)
             engine.backward(losses[-1])
             engine.step()
-        assert alive() == before
+        assert tokens_alive() == before
         assert all(loss.item() > 0 for loss in losses)
 
 
 def test_losses_of_tokens_that_are_kept_do_not_keep_logits(no_collections: None) -> None:
-    def alive() -> int:
-        return sum(type(o) is torch.Tensor and o.shape[-1:] == (VOCABULARY,) and o.dim() == 3 for o in gc.get_objects())
-
     batch, kept = LLAMA.batch(0), []
     with engine_for(LLAMA.build(0.0), adamw, CONFIG) as engine:
-        before = alive()
+        before = logits_alive()
         for _ in range(4):
             losses = F.cross_entropy(engine(**batch).logits.mT, batch["labels"], reduction="none")
             engine.backward(losses.mean())
             kept.append(losses.detach())
             del losses
             engine.step()
-        assert alive() == before
+        assert logits_alive() == before
         assert all(one.sum() > 0 for one in kept)
 
 
 def test_logits_of_a_micro_batch_are_gone_before_the_next_one_runs(no_collections: None) -> None:
-    def alive() -> int:
-        return sum(type(o) is torch.Tensor and o.shape[-1:] == (VOCABULARY,) and o.dim() == 3 for o in gc.get_objects())
-
     with engine_for(LLAMA.build(0.0), adamw, config_of(4)) as engine:
-        before, seen = alive(), []
-        engine.on_progress(lambda *_: seen.append(alive()))
+        before, seen = logits_alive(), []
+        engine.on_progress(lambda *_: seen.append(logits_alive()))
         engine.train_batch(LLAMA.batch(index) for index in range(4))
         assert set(seen) == {before}

@@ -4,6 +4,7 @@ function that calls the engine itself.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harmony_ds import DoesNotFitError, HarmonyEngine, ModelError, UsageError
-from tests.engine.drive import config_of, engine_for, loop_plainly, means_of, seed_of, sgd
+from tests.engine.drive import config_of, engine_for, loop_plainly, loop_with, means_of, seed_of, sgd
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.fixed_times
@@ -82,26 +83,22 @@ def plainly(
     model: nn.Module, loss_of: Loss, batches: list[list[Tensor]], accumulation: int, clip: float
 ) -> list[float]:
     """Plain PyTorch, in which each forward pass of a step draws from its own seed; the losses."""
-    optimizer, losses, passes = sgd(model.parameters()), [], 0
-    for number, batch in enumerate(batches):
+    micro_batches, seeds = itertools.count(), iter(())
 
-        def call(x: Tensor, step: int = number // accumulation) -> Tensor:
-            nonlocal passes
-            torch.manual_seed(seed_of(step, passes))
-            passes += 1
+    def seeded(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        nonlocal seeds
+        step, within = divmod(next(micro_batches), accumulation)
+        if within == 0:
+            seeds = (seed_of(step, number) for number in itertools.count())
+
+        def call(x: Tensor) -> Tensor:
+            torch.manual_seed(next(seeds))
             made: Tensor = model(x)
             return made
 
-        loss = loss_of(call, batch)
-        losses.append(loss.item())
-        (loss / accumulation).backward()
-        if (number + 1) % accumulation == 0:
-            passes = 0
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
+        return loss_of(call, batch)
+
+    return loop_plainly(model, batches, accumulation, seeded, clip=clip)
 
 
 def by_engine(
@@ -112,20 +109,11 @@ def by_engine(
     by_hand: bool = False,
 ) -> list[float]:
     """The same loop by the engine, whose steps take the swaps of `ratio`; the losses. `by_hand`: `loss.backward()`."""
-    losses = []
-    for batch in batches:
-        loss = loss_of(engine, batch)
-        losses.append(loss.detach())
-        if by_hand:
-            loss.backward()
-        else:
-            engine.backward(loss)
-        engine.step()
-        if engine.was_step_applied():
-            assert ratio is None or engine.swap_report().ratio == ratio
-            memory = engine.memory_report()
-            assert memory.device_peak_bytes <= memory.planned_peak_bytes
-    return [loss.item() for loss in losses]
+    losses, ratios = loop_with(engine, batches, loss_of, by_hand)
+    assert ratio is None or set(ratios) == {ratio}
+    memory = engine.memory_report()
+    assert memory.device_peak_bytes <= memory.planned_peak_bytes
+    return losses
 
 
 def assert_close(found: nn.Module, expected: nn.Module, relative: float = 1e-6) -> None:
