@@ -14,8 +14,8 @@ from harmony_ds.config import Config, load_config
 from harmony_ds.config.check import MICRO_BATCH, STEPS
 from harmony_ds.config.read import with_values
 from harmony_ds.errors import ConfigError, DoesNotFitError
-from harmony_ds.estimate.forecast import Forecast, changes, forecast, joining, smallest_peak_bytes
-from harmony_ds.estimate.survey import Survey
+from harmony_ds.estimate.forecast import Forecast, changes, forecast, joining
+from harmony_ds.estimate.survey import Survey, smallest_peak_bytes
 from harmony_ds.estimate.text import wrapped
 from harmony_ds.scheduler.grid import amount, counted
 from harmony_ds.scheduler.joining import Advice
@@ -260,6 +260,8 @@ def _show_forecast(now: Forecast, unit: str) -> None:
     sizes = Sizes.from_policy(now.plan.policy)
     if sizes.cut:
         _show_line("pieces", str(sizes))
+    if now.plan.policy.tile_tokens:
+        _show_line("tiles", f"the last layer and the loss take {now.plan.policy.tile_tokens:,} tokens at a time")
     step_s, computing_share = now.prediction.step_ms / 1e3, 1 - now.prediction.idle_share
     rate = f"{now.items_per_s:,.0f} {unit}/s"
     _show_line("one step", f"{step_s:,.2f} s: {rate}, the device computes {computing_share:.0%} of the time")

@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from harmony_ds.decomposer.graph import slab_bytes
-from harmony_ds.estimate.survey import Survey, update_cost
+from harmony_ds.estimate.survey import Survey, stash_away, update_cost
 from harmony_ds.offload.disk_weights import HOST_BYTES
-from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.host_room import cast_bytes, waiting_of
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
-from harmony_ds.scheduler.packing import Packer
-from harmony_ds.scheduler.partition import uniform_bounds
-from harmony_ds.scheduler.plan import ALL_PACKS, Plan
+from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.simulate import Prediction, simulate
@@ -128,21 +126,6 @@ def _state_bytes(survey: Survey) -> dict[str, int]:
     }
 
 
-def smallest_peak_bytes(survey: Survey) -> int:
-    """Return the device bytes of the most frugal plan: every layer call a pack, no prefetch, the stash on the host."""
-    request = survey.request
-    early = request.policy.prefetch and request.is_manual and not survey.profile.machine.copies_overlap
-    packer = Packer(survey.graph, survey.costs, survey.element, request.policy)
-    packing = packer.packing(uniform_bounds(len(survey.graph.calls), request.settings.pack_layers or 1))
-    policy = replace(request.policy, prefetch=early, stash_on_host=_stash_away(request))
-    return make_plan(packing, survey.costs, request, policy).peak_bytes
-
-
-def _stash_away(request: PlanRequest) -> int:
-    """Return how many packs may have their stash on the host."""
-    return 0 if request.settings.stash == "device" else ALL_PACKS
-
-
 def joining(now: Forecast) -> Advice | None:
     """Return the advice to let layer calls take the rows of several micro-batches; None: that would not be much faster.
 
@@ -218,7 +201,7 @@ def _with_longer_step(now: Forecast) -> Iterator[tuple[str, float]]:
     """
     survey, policy = now.survey, now.plan.policy
     request = replace(survey.request, micro_batches=2 * survey.request.micro_batches)
-    frugal = replace(policy, stash_on_host=_stash_away(request), kept=(), graphs=())
+    frugal = replace(policy, stash_on_host=stash_away(request), kept=(), graphs=())
     for used in (policy, frugal, replace(frugal, prefetch=False)):
         plan = make_plan(now.plan.packing, survey.costs, request, used)
         if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:

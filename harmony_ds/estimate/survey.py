@@ -12,6 +12,7 @@ Costs that depend on values (how many tokens an expert gets) cannot be estimated
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,9 +32,11 @@ from harmony_ds.profiling.profiler import SEVERAL
 from harmony_ds.profiling.roofline import RooflineClock, on_meta
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.packing import ElementBytes
+from harmony_ds.scheduler.packing import ElementBytes, Packer
+from harmony_ds.scheduler.partition import uniform_bounds
+from harmony_ds.scheduler.plan import ALL_PACKS
 from harmony_ds.scheduler.profile import Machine, Profile
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes, combined, rank_sizes
@@ -149,6 +152,8 @@ def with_profile(subject: Subject, config: Config, profile: Profile) -> Survey:
         ModelError: the model cannot be decomposed, or not run without data.
     """
     config = _in_dtype_of(subject, config)
+    tokens: Any = int(profile.key["tokens"]) if "tokens" in profile.key else "off"
+    config = replace(config, harmony=replace(config.harmony, tokens=tokens))
     found = _survey_on_meta(subject, config, profile.machine, _NO_RATES, chooses_sizes=False)
     Profile(profile.machine, profile.tables, _key_of_model(profile)).check(_key_of_model(found.profile))
     if profile.calls != found.graph.calls:
@@ -162,6 +167,27 @@ def with_profile(subject: Subject, config: Config, profile: Profile) -> Survey:
         costs = profile.at(config.micro_batch)
         return replace(found, profile=replace(profile, tables=((config.micro_batch, costs),)), costs=costs)
     return _with_fastest_slices(replace(found, profile=profile), config.micro_batch)
+
+
+def smallest_peak_bytes(survey: Survey) -> int:
+    """Return the device bytes of the most frugal plan: every layer call a pack, no prefetch, the stash on the host."""
+    overlaps = survey.profile.machine.copies_overlap
+    return _smallest_peak_bytes(survey.graph, survey.costs, survey.element, survey.request, overlaps)
+
+
+def _smallest_peak_bytes(
+    graph: LayerGraph, costs: CostTable, element: ElementBytes, request: PlanRequest, copies_overlap: bool
+) -> int:
+    early = request.policy.prefetch and request.is_manual and not copies_overlap
+    packer = Packer(graph, costs, element, request.policy)
+    packing = packer.packing(uniform_bounds(len(graph.calls), request.settings.pack_layers or 1))
+    policy = replace(request.policy, prefetch=early, stash_on_host=stash_away(request))
+    return make_plan(packing, costs, request, policy).peak_bytes
+
+
+def stash_away(request: PlanRequest) -> int:
+    """Return how many packs may have their stash on the host."""
+    return 0 if request.settings.stash == "device" else ALL_PACKS
 
 
 def _in_dtype_of(subject: Subject, config: Config) -> Config:
@@ -243,21 +269,64 @@ def _survey(
 ) -> Survey:
     """Profile one micro-batch with an engine's parts, and return what was found.
 
+    Where no plan would fit, the last layer and the loss run in tiles of tokens, unless the ds_config says otherwise.
+
     Args:
         state: the parts of an engine that trains the subject's model.
         machine: the machine's rates; None: they are measured, too.
         chooses_sizes: whether the fastest sizes of layer calls are chosen here where the ds_config leaves them open; if
             not, the costs are those of whole micro-batches.
     """
-    planner = state.planner
+    planner, tiles = state.planner, state.runtime.layer_calls.tiles
     planner.profiler.machine = machine
-    wanted = planner.sizes.wanted
     sample = _sample_of(subject, config, state)
+    whole = tiles.size
+    for size in (whole, *planner.tiles_to_try(sample)):
+        tiles.size = size
+        try:
+            return _survey_that_fits(state, subject, config, sample, chooses_sizes)
+        except DoesNotFitError:
+            if size > whole and not planner.tile_tokens:  # no layer runs in tiles
+                tiles.size = whole
+                break
+    return _survey_in_tiles(state, subject, config, sample, chooses_sizes)
+
+
+def _survey_that_fits(
+    state: EngineState, subject: Subject, config: Config, sample: Sample, chooses_sizes: bool
+) -> Survey:
+    """Do what `_survey_in_tiles` does; raise DoesNotFitError if no plan fits the device."""
+    planner = state.planner
+    element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
+
+    def check_bytes(costs: CostTable) -> None:
+        graph = planner.graph_with(costs.calls)
+        request = planner.request(graph, config.gradient_accumulation_steps, planner.sizes.wanted or WHOLE)
+        peak_bytes = _smallest_peak_bytes(graph, costs, element, request, state.device.copies_overlap)
+        if request.budget_bytes is not None and peak_bytes > request.budget_bytes:
+            raise DoesNotFitError(f"the smallest plan takes {peak_bytes:,} bytes of {request.budget}.")
+
+    found = _survey_in_tiles(state, subject, config, sample, chooses_sizes, check_bytes)
+    check_bytes(found.costs)
+    return found
+
+
+def _survey_in_tiles(
+    state: EngineState,
+    subject: Subject,
+    config: Config,
+    sample: Sample,
+    chooses_sizes: bool,
+    check_bytes: Callable[[CostTable], None] | None = None,
+) -> Survey:
+    """Profile `sample` in the tiles of tokens that are set, and return what was found; `check_bytes`: of the profiler."""
+    planner = state.planner
+    wanted = planner.sizes.wanted
     joined = planner.sizes.joined(sample)
     if joined is not None:
         sized, profile = joined
     else:
-        profile = planner.profiler.profile(sample, wanted)
+        profile = planner.profiler.profile(sample, wanted, check_bytes)
         sized = SizedCosts(wanted or WHOLE, profile.tables[-1][1])
     if wanted is None and chooses_sizes:
         try:

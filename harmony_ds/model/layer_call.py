@@ -6,6 +6,7 @@ run, and a recomputation must give the same bits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -40,6 +41,8 @@ from harmony_ds.offload.residency import Leaves
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
+_logger = logging.getLogger(__name__)
+
 ReadState = Callable[[], RandomState]
 SetState = Callable[[RandomState], None]
 TokenProbe = Callable[[Callable[[Tensor], Any], Tensor, int], bool]
@@ -62,7 +65,7 @@ class LayerCalls:
         self.tiles = TokenTiles()
         self._stash = stash
         self._device_transfers = device_transfers
-        self._open_heads: list[HeadCall] = []
+        self._open_heads: list[tuple[int, HeadCall]] = []
         self.checks_recomputation = False
         self._unseen: list[str] | None = None  # None: not collected
 
@@ -147,7 +150,7 @@ class LayerCalls:
         with torch.enable_grad():
             output = TokenTensor.of_head(head)
         if output is not None:
-            self._open_heads.append(head)
+            self._open_heads.append((request.layer, head))
             request.args, request.kwargs = (), {}  # not kept
         return output
 
@@ -184,9 +187,18 @@ class LayerCalls:
         return isinstance(made, Tensor) and made.dim() == hidden.dim() and made.shape[-1] > hidden.shape[-1]
 
     def close_heads(self) -> None:
-        """Compute nothing of heads' outputs any more: their weights leave the device."""
-        for head in self._open_heads:
+        """Compute nothing of heads' outputs any more: their weights leave the device. Log what needed them whole, once."""
+        for layer, head in self._open_heads:
             head.close()
+            for function, shape in head.computed_whole_for.items():
+                if self.tiles.is_new_use(layer, function):
+                    _logger.warning(
+                        "what layer %s gives (%s) is computed for all tokens of a micro-batch at once: it is not known how "
+                        "%s could run in tiles of tokens (docs/long_context.md).",
+                        self.layers[layer].name,
+                        " x ".join(map(str, shape)),
+                        function,
+                    )
         self._open_heads.clear()
 
     def _run_without_grad(self, request: Request, copies: Leaves, rows: Rows) -> Any:

@@ -36,6 +36,7 @@ class HeadCall:
         rank: how many dimensions of the argument count tokens.
         tile: how many tokens run at a time.
         gather: called after each tile of a backward pass: adds up the gradients that the tile has left on parameters.
+        computed_whole_for: functions that needed all tokens at once, and the shape that they were given.
     """
 
     def __init__(self, hidden: Tensor, run: Callable[[Tensor], Tensor], tile: int, gather: Callable[[], None]) -> None:
@@ -46,6 +47,7 @@ class HeadCall:
         self.token_shape = hidden.shape[:-1]
         self.tile = tile
         self.gather = gather
+        self.computed_whole_for: dict[str, tuple[int, ...]] = {}
         self._run: Callable[[Tensor], Tensor] | None = run
 
     def run(self, hidden: Tensor) -> Tensor:

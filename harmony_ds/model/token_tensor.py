@@ -12,7 +12,6 @@ the tensor is what was computed. So nothing needs to be known of a function for 
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from harmony_ds.errors import UnsupportedError
@@ -37,8 +37,6 @@ from harmony_ds.model.token_expression import (
     evaluate_whole,
     stand_in_with_graph,
 )
-
-_logger = logging.getLogger(__name__)
 
 _METADATA = frozenset(
     "shape ndim dim size numel nbytes __len__ dtype device layout is_cuda is_cpu is_meta is_sparse is_quantized".split()
@@ -262,12 +260,7 @@ def _whole_now(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     waiting = [one for one in leaves if isinstance(one, TokenTensor)]
     stays = _stays(name, kwargs)
     for one in waiting:
-        _logger.warning(
-            "what the model's last layer gives (shape %s) is computed for all of its tokens at once, since it is not known "
-            "how %s could run in tiles of tokens.",
-            tuple(one.shape),
-            name,
-        )
+        one.head.computed_whole_for[name] = tuple(one.shape)
         if stays:
             continue
         if name in _OF_GRADIENTS and any(other._is_used for other in one._family):
@@ -371,10 +364,8 @@ def _viewed(name: str, func: Callable[..., Any], one: TokenTensor, args: tuple[A
         if moved is not None:
             return moved
     shown = [_without_memory(other) if isinstance(other, TokenTensor) else other for other in args]
-    try:
-        like = func(*shown, **kwargs)
-    except (RuntimeError, IndexError, TypeError, ValueError):  # the tensor itself raises it, with its own words
-        return None
+    with _disable_current_modes():  # which count bytes, on the meta device, too
+        like = func(*shown, **kwargs)  # raises what the tensor itself would, in the same words
     if any(part.dim() < 2 or part.shape[-1] != one.width for part in ([like] if isinstance(like, Tensor) else like)):
         return None
     shares = name != "contiguous" and all(part._is_view() for part in ([like] if isinstance(like, Tensor) else like))
@@ -402,7 +393,7 @@ def _viewed(name: str, func: Callable[..., Any], one: TokenTensor, args: tuple[A
 
 def _without_memory(one: TokenTensor) -> Tensor:
     """Return a tensor on the meta device with the shape and strides of `one`."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
         return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
 
 

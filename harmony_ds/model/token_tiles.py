@@ -16,7 +16,14 @@ class TokenTiles:
 
     size: int = 0
     heads: dict[int, bool] = field(default_factory=dict)
+    _uses: set[tuple[int, str]] = field(default_factory=set)
 
     def has_head(self, layer: int) -> bool:
         """Return whether calls of `layer` are made in tiles of tokens, with the loss."""
         return self.size > 0 and self.heads.get(layer, False)
+
+    def is_new_use(self, layer: int, function: str) -> bool:
+        """Note that `function` needed all of a head's output at once; return whether that was not known."""
+        is_new = self.heads.get(layer, False) and (layer, function) not in self._uses
+        self._uses.add((layer, function))
+        return is_new

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -74,22 +74,32 @@ class Profiler:
 
     # ---- profiles
 
-    def profile(self, sample: Sample, sizes: Sizes | None) -> Profile:
+    def profile(
+        self, sample: Sample, sizes: Sizes | None, check_bytes: Callable[[CostTable], None] | None = None
+    ) -> Profile:
         """Return bytes and times of `sample` in slices of `sizes`, and the machine's rates.
 
         Args:
             sizes: None: of 1, 2, 4, ... rows and whole, as far as the device holds them.
+            check_bytes: called with the bytes, where they are of one size, before times are measured; it may raise.
 
         Raises:
             DoesNotFitError: the device does not hold one layer with `sample` in slices of `sizes`, or of single rows.
         """
         with self._within_budget():
-            profile = self._profile_several_sizes(sample) if sizes is None else self._profile_one_size(sample, sizes)
+            if sizes is None:
+                profile = self._profile_several_sizes(sample)
+            else:
+                profile = self._profile_one_size(sample, sizes, check_bytes)
         self.machine = profile.machine
         return profile
 
-    def _profile_one_size(self, sample: Sample, sizes: Sizes) -> Profile:
+    def _profile_one_size(
+        self, sample: Sample, sizes: Sizes, check_bytes: Callable[[CostTable], None] | None = None
+    ) -> Profile:
         table = self._measure(sample, sizes)
+        if check_bytes is not None:
+            check_bytes(table)
         key = self._key(table.calls, sample, sizes)
         if (known := self._load(key)) is not None:
             return replace(known, tables=((sample.rows, with_times(table, known.tables[0][1])),))
@@ -200,7 +210,7 @@ class Profiler:
             key["pieces"] = SEVERAL if sizes is None else str(sizes)
         tiles = self._runtime.layer_calls.tiles
         if tiles.size:
-            key["tokens"] = f"tiles of {tiles.size}"
+            key["tokens"] = str(tiles.size)
         return key
 
     def _load(self, key: dict[str, str]) -> Profile | None:

@@ -40,6 +40,8 @@ _TOP = 10
 _TILES = (1024, 256, 64, 16, 4)
 """Tokens of a tile, as "auto" tries them. With more the loss is hardly faster: it computes most of the time, and the last
 layer's gradient is added up once for each tile."""
+_MOST_TILES = 3
+"""Sizes that are tried, each of which the model is measured with: where none of them fits, smaller ones hardly do."""
 _GRAINS = 64
 """Part of the budget, by which the room for shared losses grows where it has been too small."""
 _FREE_PARTS, _MOST_FREE_PARTS = 32, 4
@@ -144,15 +146,14 @@ class Planner:
     def _plan_that_fits(self, sample: Sample) -> tuple[int, ...]:
         """Plan with whole calls; where nothing fits, with the model's last layer and the loss in tiles of tokens."""
         tiles = self._runtime.layer_calls.tiles
-        sizes = self._smaller_tiles(sample) if self._settings.tokens == "auto" and self._saved is None else []
         before, failure = tiles.size, None
-        for size in (before, *sizes):
+        for size in (before, *self.tiles_to_try(sample)):
             tiles.size = size
             try:
                 moved = self._plan_with(sample)
             except DoesNotFitError as error:
                 failure = failure or error.with_traceback(None)
-                if size and not any(tiles.heads.values()):
+                if size and not self.tile_tokens:  # no layer runs in tiles
                     break
                 continue
             if size != before:
@@ -168,10 +169,12 @@ class Planner:
         assert failure is not None
         raise failure
 
-    def _smaller_tiles(self, sample: Sample) -> list[int]:
-        """Return the sizes of tiles to try where those in force do not fit."""
+    def tiles_to_try(self, sample: Sample) -> list[int]:
+        """Return the sizes of tiles to try where what is in force does not fit: largest first, none unless "auto"."""
+        if self._settings.tokens != "auto" or self._saved is not None:
+            return []
         now = self._runtime.layer_calls.tiles.size or _most_tokens(sample)
-        return [size for size in _TILES if size < now]
+        return [size for size in _TILES if size < now][:_MOST_TILES]
 
     def _choose_quickly(self, costs: CostTable, sizes: Sizes) -> Choice:
         return self._choose(self.graph_with(costs.calls), costs, self._group_size, sizes, thorough=False)[0]
@@ -308,13 +311,14 @@ class Planner:
                 joined_count=sizes.joined_count,
                 forward_rows=sizes.forward,
                 backward_rows=sizes.backward,
-                tile_tokens=self._tile_tokens,
+                tile_tokens=self.tile_tokens,
             ),
             host_bytes=self._host_bytes,
         )
 
     @property
-    def _tile_tokens(self) -> int:
+    def tile_tokens(self) -> int:
+        """How many tokens go through the last layer and the loss at a time; 0: all of a micro-batch's."""
         tiles = self._runtime.layer_calls.tiles
         return tiles.size if any(tiles.heads.values()) else 0
 

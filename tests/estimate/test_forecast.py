@@ -11,9 +11,9 @@ from torch import nn
 
 from harmony_ds.config import HarmonySettings, load_config
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.estimate.forecast import Forecast, changes, forecast, smallest_peak_bytes
+from harmony_ds.estimate.forecast import Forecast, changes, forecast
 from harmony_ds.estimate.subject import Subject
-from harmony_ds.estimate.survey import Survey
+from harmony_ds.estimate.survey import Survey, smallest_peak_bytes
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.plan import Policy

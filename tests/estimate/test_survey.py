@@ -19,7 +19,7 @@ from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ModelError, ProfileError
 from harmony_ds.estimate.forecast import forecast, joining
 from harmony_ds.estimate.subject import Subject, load_subject
-from harmony_ds.estimate.survey import Survey, estimate, measure, update_cost, with_profile
+from harmony_ds.estimate.survey import Survey, estimate, measure, smallest_peak_bytes, update_cost, with_profile
 from harmony_ds.profiling import roofline
 from harmony_ds.profiling.hardware import hardware_of
 from harmony_ds.profiling.measurement import Measurement
@@ -320,3 +320,41 @@ def test_joining_is_advised_for_short_rows_alone(sequence: int, machine: str, ad
     subject = short_llama(tmp_path, sequence)
     found = estimate(subject, config_of(**JOINABLE), hardware_of(machine))
     assert (joining(forecast(found)) is not None) == advised
+
+
+def llama_file(folder: Path, vocabulary: int) -> Path:
+    """A config.json of a model as wide as an 8B one, with two layers."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    more = {"num_hidden_layers": 2, "vocab_size": vocabulary, "max_position_embeddings": 131072}
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
+    path = folder / "config.json"
+    path.write_text(json.dumps({**kind, **sizes, **more}))
+    return path
+
+
+def test_a_row_whose_logits_do_not_fit_is_estimated_in_tiles(tmp_path: Path) -> None:
+    path = llama_file(tmp_path, 128256)
+
+    def surveyed(**harmony: Any) -> Survey:
+        block = {"device_memory_gib": 12.0, **harmony}
+        config = load_config(
+            {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0, "harmony": block}
+        )
+        return estimate(load_subject(str(path), "meta", 1, 16384), config, HARDWARE)
+
+    found, whole = surveyed(), surveyed(tokens="off")
+
+    budget = found.request.budget_bytes
+    assert budget is not None
+    assert smallest_peak_bytes(found) <= budget < smallest_peak_bytes(whole)
+    assert forecast(found).plan.policy.tile_tokens == 1024
+    assert surveyed(tokens=512).costs.tail_bytes < found.costs.tail_bytes
+
+
+def test_a_row_whose_logits_fit_is_estimated_whole(tmp_path: Path) -> None:
+    config = load_config({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}})
+
+    found = estimate(load_subject(str(llama_file(tmp_path, 32000)), "meta", 1, 2048), config, HARDWARE)
+
+    assert found.request.policy.tile_tokens == 0
+    assert not found.costs.costs[-1].runs_with_loss

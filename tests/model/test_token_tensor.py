@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
+import io
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from harmony_ds.device.live_bytes import LiveBytes
+from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.token_expression import HeadCall
 from harmony_ds.model.token_tensor import TokenTensor
 
@@ -242,26 +244,43 @@ WHOLE: list[Program] = [
 ]  # fmt: skip
 
 
-def run(program: Program, module: nn.Module, tiled: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, and the gradients of hidden states, weights and what is beside them."""
-    hidden, data = hidden_states(), Data()
-    module = copy.deepcopy(module)
-    logits = TokenTensor.of_head(head_of(module, hidden)) if tiled else module(hidden)
+def run(program: Program, module: nn.Module, head: HeadCall | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss, and the gradients of hidden states, weights and what is beside them; `head`: in tiles."""
+    data = Data()
+    hidden = hidden_states() if head is None else head.hidden
+    logits = module(hidden) if head is None else TokenTensor.of_head(head)
     assert logits is not None
     loss = program(logits, data)
     loss.backward()
-    gradients = {name: own.grad for name, own in module.named_parameters()} | {"hidden": hidden.grad}
+    gradients = {name: own.grad for name, own in module.named_parameters()}
+    gradients |= {"hidden": hidden.grad if head is None else None}
     gradients |= {"temperature": data.temperature.grad, "bias of values": data.bias.grad}
     return loss.detach(), {name: own for name, own in gradients.items() if own is not None}
 
 
-def assert_same(program: Program, module: nn.Module) -> None:
-    loss, gradients = run(program, module, tiled=True)
-    expected, expected_gradients = run(program, module, tiled=False)
+def assert_same(program: Program) -> HeadCall:
+    """Compare a program in tiles with the same on a plain tensor; return the head that was called."""
+    module, hidden = linear(), hidden_states()
+    head = head_of(module, hidden)
+    loss, gradients = run(program, module, head)
+    gradients["hidden"] = require(hidden.grad)
+    expected, expected_gradients = run(program, linear())
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+    return head
+
+
+def require(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def logits_of_tiles() -> TokenTensor:
+    logits = TokenTensor.of_head(head_of(linear(), hidden_states()))
+    assert logits is not None
+    return logits
 
 
 def name_of(program: Program) -> str:
@@ -269,11 +288,155 @@ def name_of(program: Program) -> str:
 
 
 @pytest.mark.parametrize("program", IN_TILES, ids=name_of)
-def test_losses_in_tiles_equal_those_of_a_plain_tensor(program: Program, caplog: pytest.LogCaptureFixture) -> None:
-    assert_same(program, linear())
-    assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+def test_losses_in_tiles_equal_those_of_a_plain_tensor(program: Program) -> None:
+    assert not assert_same(program).computed_whole_for
 
 
 @pytest.mark.parametrize("program", WHOLE, ids=name_of)
-def test_what_is_not_known_computes_it_whole(program: Program, caplog: pytest.LogCaptureFixture) -> None:
-    assert_same(program, linear())
+def test_what_is_not_known_computes_it_whole(program: Program) -> None:
+    assert assert_same(program).computed_whole_for
+
+
+def test_a_loss_never_holds_the_values_of_all_tokens() -> None:
+    hidden = torch.randn(1, 512, HIDDEN, requires_grad=True)
+    module = nn.Linear(HIDDEN, 256)
+    logits = TokenTensor.of_head(HeadCall(hidden, module, 16, lambda: None))
+    assert logits is not None
+    labels = torch.randint(0, 256, (1, 512))
+    with LiveBytes() as probe:
+        loss = F.cross_entropy(logits.float().view(-1, 256), labels.view(-1)) + logits.log_softmax(-1).amax(-1).mean()
+        loss.backward()
+
+    assert probe.peak_bytes() < 0.5 * 512 * 256 * 4
+
+
+def test_it_looks_like_the_tensor_that_it_stands_for() -> None:
+    logits, plain = logits_of_tiles(), linear()(hidden_states())
+    views = [lambda t: t, lambda t: t[:, 1:], lambda t: t.transpose(1, 2), lambda t: t[:, ::2].reshape(-1, VOCABULARY)]
+
+    for view in views:
+        one, other = view(logits), view(plain)
+        assert (one.shape, one.stride(), one.dtype, one.device) == (
+            other.shape,
+            other.stride(),
+            other.dtype,
+            other.device,
+        )
+        assert one.is_contiguous() == other.is_contiguous()
+        assert one.requires_grad and not one.is_leaf and isinstance(one, torch.Tensor)
+        assert (len(one), one.numel(), one.dim()) == (len(other), other.numel(), other.dim())
+    assert "not computed" in repr(logits)
+    assert not logits.detach().requires_grad and logits.bfloat16().dtype is torch.bfloat16
+    assert logits.to("cpu") is logits and logits.float() is logits and logits.contiguous() is logits
+
+
+def test_errors_of_a_program_are_those_of_a_plain_tensor() -> None:
+    logits = logits_of_tiles()
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        logits[:, 1:].view(-1, VOCABULARY)
+    with pytest.raises(IndexError):
+        logits[:, LENGTH + 3]
+    with pytest.raises(ValueError, match="batch_size"):
+        F.cross_entropy(logits.view(-1, VOCABULARY), torch.zeros(3, dtype=torch.long))
+
+
+def test_it_is_saved_and_copied_as_a_plain_tensor() -> None:
+    logits, plain = logits_of_tiles().detach(), linear()(hidden_states()).detach()
+    file = io.BytesIO()
+    torch.save(logits, file)
+    file.seek(0)
+
+    torch.testing.assert_close(torch.load(file), plain)
+    torch.testing.assert_close(copy.deepcopy(logits_of_tiles().detach()), plain)
+    assert logits.numpy().shape == plain.shape and logits.tolist() == plain.tolist()
+
+
+def test_metrics_are_computed_in_tiles() -> None:
+    logits, plain, labels = logits_of_tiles(), linear()(hidden_states()), Data().labels
+
+    assert torch.equal(logits.argmax(-1), plain.argmax(-1))
+    assert (logits.argmax(dim=-1) == labels).sum() == (plain.argmax(dim=-1) == labels).sum()
+    assert torch.equal(logits.topk(3).indices, plain.topk(3).indices)
+    assert not logits.head.computed_whole_for
+
+
+def test_a_copy_on_the_host_is_made_tile_by_tile() -> None:
+    logits = logits_of_tiles()[:, 1:].transpose(1, 2)
+
+    copied = logits.copy_to_host(lambda numel, dtype: torch.empty(numel, dtype=dtype))
+
+    torch.testing.assert_close(copied, linear()(hidden_states())[:, 1:].transpose(1, 2).detach())
+    assert not copied.requires_grad and not logits.head.computed_whole_for
+
+
+def test_it_cannot_be_computed_when_the_weights_are_gone() -> None:
+    logits = logits_of_tiles()
+    largest = logits.amax(-1)
+    logits.head.close()
+
+    assert largest.isfinite().all()
+    with pytest.raises(ModelError, match="used after its step"):
+        logits.sum()
+
+
+def test_a_hook_after_a_loss_was_made_is_refused() -> None:
+    logits = logits_of_tiles()
+    logits.logsumexp(-1).sum()
+
+    with pytest.raises(UnsupportedError, match="register_hook"):
+        logits.register_hook(lambda gradient: gradient)
+
+
+def test_a_hook_sees_the_gradient_of_what_is_made_later() -> None:
+    logits, seen = logits_of_tiles(), []
+    view = logits[:, 1:]
+    logits.register_hook(seen.append)
+
+    (logits.logsumexp(-1).sum() + view.amax(-1).sum()).backward()
+
+    assert [gradient.shape for gradient in seen] == [logits.shape]
+
+
+def test_the_same_tiles_give_the_same_bits() -> None:
+    (one, gradients), (other, others) = (
+        run(transformers_loss, m := linear(), head_of(m, hidden_states())) for _ in "12"
+    )
+
+    assert torch.equal(one, other)
+    assert all(torch.equal(gradients[name], others[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_of_the_program_is_that_of_each_function(dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+        loss, expected = (
+            F.cross_entropy(logits.flatten(0, 1), Data().labels.flatten())
+            for logits in (logits_of_tiles(), linear()(hidden_states()))
+        )
+
+    assert loss.dtype is expected.dtype
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_gradients_of_16_bits_are_gathered_tile_by_tile() -> None:
+    module = linear().bfloat16()
+    sums = {name: torch.zeros_like(own, dtype=torch.float32) for name, own in module.named_parameters()}
+    gathered = 0
+
+    def gather() -> None:
+        nonlocal gathered
+        gathered += 1
+        for name, own in module.named_parameters():
+            sums[name] += require(own.grad).float()
+            own.grad = None
+
+    hidden = hidden_states().detach().bfloat16().requires_grad_()
+    logits = TokenTensor.of_head(HeadCall(hidden, module, TILE, gather))
+    assert logits is not None
+    F.cross_entropy(logits.float().flatten(0, 1), Data().labels.flatten()).backward()
+
+    exact = linear()
+    F.cross_entropy(exact(hidden_states()).flatten(0, 1), Data().labels.flatten()).backward()
+    assert gathered == -(-ROWS * LENGTH // TILE)
+    for name, own in exact.named_parameters():
+        torch.testing.assert_close(sums[name], require(own.grad), rtol=3e-2, atol=2e-3)
