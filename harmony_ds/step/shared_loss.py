@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.model.boundary import explaining_errors
+from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.step.division import divided
@@ -154,6 +155,8 @@ def _copy_to_keep(member: Any, value: Tensor) -> Tensor:
     if value.numel() == 1:
         return value.detach().clone()
     micro_batch: MicroBatch = member.micro_batch
+    if isinstance(value, TokenTensor):
+        return value.copy_to_host(micro_batch.device.host_empty)
     return micro_batch.device.host_copy(value.detach(), non_blocking=value.device == micro_batch.home)
 
 
@@ -161,6 +164,11 @@ def _dividing_gradients(tensor: Tensor, divisor: int) -> Tensor:
     """Return `tensor`, so that gradients which come to it are divided by `divisor`."""
     if divisor == 1 or not tensor.requires_grad:
         return tensor
-    alias = tensor.view_as(tensor)
-    alias.register_hook(lambda gradient: gradient / divisor)
-    return alias
+
+    def alias(tensor: Tensor) -> Tensor:
+        made = tensor.view_as(tensor)
+        if made.requires_grad:
+            made.register_hook(lambda gradient: gradient / divisor)
+        return made
+
+    return tensor.mapped(alias) if isinstance(tensor, TokenTensor) else alias(tensor)

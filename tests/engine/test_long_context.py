@@ -12,12 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.errors import DoesNotFitError
-from tests.engine.drive import config_of, engine_for, seed_of, train_groups
+from tests.engine.drive import (
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    loop_plainly,
+    loop_with,
+    seed_of,
+    train_groups,
+)
+from tests.engine.drive import sgd as small_sgd
 from tests.families import Batch, build_transformer
+from tests.inside import planner_of
 from tests.oracle import train_plainly
 
 VOCABULARY, LENGTH, ROWS = 4096, 96, 2
@@ -128,3 +139,145 @@ def test_a_saved_plan_runs_in_the_same_tiles(tmp_path: Any) -> None:
 
     assert losses == losses_of_other
     assert all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+# ---- a loop's own loss of the logits
+
+
+def own_cross_entropy(model: Any, one: Batch) -> Tensor:
+    outputs = model(input_ids=one["input_ids"])
+    logits, labels = outputs.logits[:, :-1].float(), one["labels"][:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def preference(model: Any, one: Batch) -> Tensor:
+    """The first row is better than the second: DPO without a reference."""
+    labels = one["input_ids"][:, 1:]
+    chosen = torch.log_softmax(model(input_ids=one["input_ids"]).logits[:, :-1], -1).gather(-1, labels[..., None])
+    better, worse = chosen.squeeze(-1).mean(-1)
+    return -nn.functional.logsigmoid(better - worse)
+
+
+def distillation(model: Any, one: Batch) -> Tensor:
+    teacher = torch.randn(ROWS, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(4)).softmax(-1)
+    student = nn.functional.log_softmax(model(input_ids=one["input_ids"]).logits / 3.0, dim=-1)
+    return nn.functional.kl_div(student, teacher, reduction="batchmean") / LENGTH
+
+
+def of_the_models_own_and_more(model: Any, one: Batch) -> Tensor:
+    outputs = model(**one)
+    loss: Tensor = outputs.loss + 1e-2 * outputs.logits.logsumexp(-1).pow(2).mean()
+    return loss
+
+
+LOSSES = [own_cross_entropy, preference, distillation, of_the_models_own_and_more]
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["engine.backward", "loss.backward"])
+@pytest.mark.parametrize("loss_of", LOSSES, ids=lambda one: one.__name__)
+def test_losses_of_a_loops_own_run_in_tiles(
+    loss_of: Callable[[Any, Any], Tensor], by_hand: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batches = llama(), [batch(index) for index in range(2 * ACCUMULATION)]
+    expected = copy.deepcopy(model)
+    losses = loop_plainly(expected, batches, ACCUMULATION, loss_of)
+
+    with engine_for(model, small_sgd, config_of(ACCUMULATION, harmony={"tokens": 40})) as engine:
+        found, ratios = loop_with(engine, batches, loss_of, by_hand)
+        assert engine.plan.policy.tile_tokens == 40
+
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert relative_difference(model, expected) < TOLERANCE
+    assert max(ratios) == 1.0
+    assert "at once" not in caplog.text
+
+
+def test_what_a_program_keeps_of_the_logits_is_there_after_the_step() -> None:
+    model, one = llama(), batch(0)
+    with torch.no_grad():
+        expected = model(**one).logits
+    with engine_for(model, sgd, config_of(1, harmony={"tokens": 40})) as engine:
+        outputs = engine(**one)
+        hits = (outputs.logits.argmax(-1) == one["labels"]).sum()
+        engine.backward(outputs.loss)
+        engine.step()
+
+        assert hits.item() == (expected.argmax(-1) == one["labels"]).sum().item()
+        torch.testing.assert_close(outputs.logits.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- models
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "bert", "t5", "whisper", "mixtral", "deepseek_v3"])
+def test_heads_of_families_are_found(name: str) -> None:
+    one = family(name)
+    model = one.build(0.0)
+    expected, groups = copy.deepcopy(model), groups_of(one, 2, 2)
+    train_plainly(expected, groups, sgd(expected.parameters()), clip=1.0, seed_of=seed_of)
+
+    with engine_for(model, sgd, config_of(2, clip=1.0, harmony={"tokens": 5})) as engine:
+        train_groups(engine, groups)
+        assert engine.plan.policy.tile_tokens == 5
+
+    assert relative_difference(model, expected) < TOLERANCE
+
+
+def test_dropout_draws_the_same_numbers_with_tiles() -> None:
+    model = llama(attention_dropout=0.1)
+
+    found, _ = trained(model, tokens=40)
+
+    assert relative_difference(found, plainly_trained(model)) < TOLERANCE
+
+
+class TwoHeads(nn.Module):
+    """A model whose first of two heads is not its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 16)
+        self.first, self.second = nn.Linear(16, VOCABULARY), nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.words(input_ids)
+        first, second = self.first(hidden), self.second(hidden)
+        loss = nn.functional.cross_entropy(first.flatten(0, 1), labels.flatten())
+        return loss + nn.functional.cross_entropy(second.flatten(0, 1), labels.clamp(min=0).flatten() % 64)
+
+
+def test_only_the_last_layer_waits_for_the_loss() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = TwoHeads()
+
+    def check_heads(engine: HarmonyEngine) -> None:
+        costs = planner_of(engine).costs[0]
+        assert [cost.runs_with_loss for cost in costs.costs] == [False, False, True]
+
+    found, _ = trained(model, check_heads, tokens=40)
+
+    assert relative_difference(found, plainly_trained(model)) < TOLERANCE
+
+
+def test_a_frozen_head_passes_gradients_on() -> None:
+    model = llama()
+    model.lm_head.requires_grad_(False)
+    expected = copy.deepcopy(model)
+    trained_parameters = [own for own in expected.parameters() if own.requires_grad]
+    train_plainly(expected, groups(), torch.optim.SGD(trained_parameters, lr=0.1), clip=1.0, seed_of=seed_of)
+
+    found, _ = trained(model, tokens=40)
+
+    assert relative_difference(found, expected) < TOLERANCE
+
+
+def test_gradients_in_bf16_are_summed_in_fp32() -> None:
+    model, expected = llama(), llama()
+    half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    with engine_for(model, sgd, config_of(ACCUMULATION, clip=1.0, harmony={"tokens": 24}, **half)) as engine:
+        train_groups(engine, groups())
+    with engine_for(expected, sgd, config_of(ACCUMULATION, clip=1.0, **half)) as engine:
+        train_groups(engine, groups())
+
+    assert relative_difference(model, expected) < 2e-2
