@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from harmony_ds.model.buffers import reads_statistics, updates_statistics, versi
 from harmony_ds.model.caches import restore_caches, snapshot_caches
 from harmony_ds.model.installed import LayerParameters
 from harmony_ds.model.intercept import ContextFactory, Request
+from harmony_ds.model.layer_tiles import LayerRun, LayerTiles
+from harmony_ds.model.own_settings import in_force
+from harmony_ds.model.patching import patched
 from harmony_ds.model.recorded_call import RecordedCall, SharedOutput
 from harmony_ds.model.targets import OutputGradient, RejectGradient, Targets
 from harmony_ds.model.trees import flatten_all
@@ -33,8 +37,10 @@ class CalledLayer:
         alignment: makes a context that moves operands to one device, where layers run on several; None: not needed.
     """
 
-    def __init__(self, layer: Layer, parameters: LayerParameters) -> None:
+    def __init__(self, layer: Layer, parameters: LayerParameters, tiles: LayerTiles) -> None:
         self.name = layer.name
+        self.module = layer.module
+        self._tiles = tiles
         self.parameters = parameters
         self.reject_gradient = RejectGradient(layer.name)
         self.buffered = [module for module in layer.module.modules() if module._buffers]
@@ -131,15 +137,28 @@ class CalledLayer:
 
         What it raises is noted in `request.raised`.
         """
-        with self.parameters.installed(copies):
+        installed, forward = self.parameters.installed(copies), request.forward
+        # Compiled code is one whole: what stands for a module's forward would break it up.
+        if self._tiles.size and not hasattr(forward, "_torchdynamo_orig_callable"):
+            run = LayerRun(partial(self._restored, request, copies), self.parameters.are_hooked)
+            installed = patched([*installed.items, *self._tiles.items(self.module, run)])
+            forward = self._tiles.wrapped(self.module, forward, run)
+        with installed:
             try:
                 if request.finds_its_modes and self.alignment is None:
-                    return request.context.run(request.forward, *args, **kwargs)
+                    return request.context.run(forward, *args, **kwargs)
                 with request.callers_modes(), nullcontext() if self.alignment is None else self.alignment():
-                    return request.context.run(request.forward, *args, **kwargs)
+                    return request.context.run(forward, *args, **kwargs)
             except BaseException as error:
                 request.raised.append(id(error))
                 raise
+
+    @contextmanager
+    def _restored(self, request: Request, copies: Leaves) -> Iterator[None]:
+        """Set all that a part of the layer, run again in the backward pass, finds in the layer's call."""
+        alignment = nullcontext() if self.alignment is None else self.alignment()
+        with self.parameters.installed(copies), in_force(request.own), request.callers_modes(), alignment:
+            yield
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
         """Note whether a call has changed buffers; `before`: their versions before it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -212,15 +212,27 @@ class Installation:
             module.__dict__["_parameters"] = dict(module._parameters)
 
     def parameters_of(self, layer: nn.Module) -> LayerParameters:
-        return LayerParameters({module: self._names[module] for module in layer.modules() if module in self._names})
+        own = [module for module in layer.modules() if module in self._names]
+        return LayerParameters(
+            {module: self._names[module] for module in own},
+            {module: [p.harmony_host for p in self._phantoms[module].values() if p is not None] for module in own},
+        )
 
 
 class LayerParameters:
     """The modules of one layer with the names of their parameters, which hold device copies for the time of a call."""
 
-    def __init__(self, names: Mapping[nn.Module, Mapping[str, str]]) -> None:
+    def __init__(
+        self, names: Mapping[nn.Module, Mapping[str, str]], hosts: Mapping[nn.Module, Sequence[nn.Parameter]]
+    ) -> None:
         self._names = names  # canonical, of each module's parameters
+        self._hosts = hosts
         self._all = {name for own in names.values() for name in own.values()}
+
+    def are_hooked(self, module: nn.Module) -> bool:
+        """Return whether the user has registered hooks on parameters of `module`, one of the layer's, or inside of it."""
+        with bypass_hooks():
+            return any(host._backward_hooks for inner in module.modules() for host in self._hosts.get(inner, ()))
 
     def installed(self, copies: Leaves) -> patched:
         """Return a context in which the layer's modules hold `copies`."""

@@ -28,6 +28,7 @@ from harmony_ds.model.device_transfers import DeviceTransfers
 from harmony_ds.model.installed import Installation
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Request
+from harmony_ds.model.layer_tiles import LayerTiles
 from harmony_ds.model.own_settings import LaneSettings, in_force
 from harmony_ds.model.random_streams import RandomState, states_differ
 from harmony_ds.model.recorded_call import RecordedCall, norms_of
@@ -54,15 +55,17 @@ class LayerCalls:
 
     Attributes:
         layers: by index, with what has been seen of them.
-        tiles: which calls are made in tiles of tokens.
+        tiles: which heads are called in tiles of tokens, with the loss.
+        layer_tiles: which calls inside layers run in tiles of tokens.
         checks_recomputation: outputs of a recomputation are compared with those of forward.
     """
 
     def __init__(
         self, layers: Sequence[Layer], installation: Installation, stash: Stash, device_transfers: DeviceTransfers
     ) -> None:
-        self.layers = [CalledLayer(layer, installation.parameters_of(layer.module)) for layer in layers]
         self.tiles = TokenTiles()
+        self.layer_tiles = LayerTiles()
+        self.layers = [CalledLayer(layer, installation.parameters_of(layer.module), self.layer_tiles) for layer in layers]
         self._stash = stash
         self._device_transfers = device_transfers
         self._open_heads: list[tuple[int, HeadCall]] = []
@@ -237,7 +240,7 @@ class LayerCalls:
             if call.slicing is None:
                 call.states.append(read_state())
                 ends: Targets = [layer.reject_gradient if target else None for target in call.targets]
-                outcome = layer.run(call, detached, layer.guarded(copies), ends)
+                outcome = self._run_forward(layer, call, detached, copies, ends)
             else:
                 outcome = self._run_slices(call, call.slicing, detached, copies, read_state)
         except BaseException:
@@ -248,6 +251,17 @@ class LayerCalls:
         outputs = self._cut_outputs(layer, call, given, outcome, copies)
         self._check_seen(layer, call, outcome.inputs_changed)
         return outputs, self._unless_without_gradient(call)
+
+    def _run_forward(
+        self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, ends: Targets
+    ) -> CallOutputs:
+        """Run the forward pass of a call that will be recomputed."""
+        if not self.layer_tiles.size:
+            return layer.run(call, tensors, layer.guarded(copies), ends)
+        with self.layer_tiles.finding_unread(layer.module) as watch:
+            outcome = layer.run(call, tensors, layer.guarded(copies), ends)
+        call.unread = watch.unread(outcome.tensors)
+        return outcome
 
     def forward_with_graph(
         self, request: Request, number: int, copies: Leaves, inter_layer: InterLayerGraph, read_state: ReadState
@@ -334,7 +348,11 @@ class LayerCalls:
         Args:
             gather: called between the slices of a call: adds up the gradients that have reached `copies`.
         """
-        self._propagate_through(call, copies, replay, gather)
+        if self.layer_tiles.size:
+            with self.layer_tiles.gathering(gather):
+                self._propagate_through(call, copies, replay, gather)
+        else:
+            self._propagate_through(call, copies, replay, gather)
         self.discard(call)  # only now: no local variable holds the inputs any more
 
     def _propagate_through(
@@ -363,14 +381,28 @@ class LayerCalls:
                     if number:
                         gather()
                     replay(call.states[min(number, len(call.states) - 1)])
+                    self._skip_unread(call)
                     _run_again(layer, call, own, copies, targets)
                     _propagate(call, given)
 
-    def recompute(self, call: RecordedCall, copies: Leaves, replay: SetState) -> list[Tensor]:
-        """Recompute the whole call and keep its graph for `backward`; return its outputs, detached."""
+    def _skip_unread(self, call: RecordedCall) -> None:
+        """Let the recomputation of `call` that follows leave out what nobody reads."""
+        if call.unread >= 0 and not call.norms:
+            self.layer_tiles.unread = call.unread
+
+    def recompute(
+        self, call: RecordedCall, copies: Leaves, replay: SetState, as_in_steps: bool = False
+    ) -> list[Tensor]:
+        """Recompute the whole call and keep its graph for `backward`; return its outputs, detached.
+
+        Args:
+            as_in_steps: outputs may lack values that no backward pass reads.
+        """
         layer = self.layers[call.request.layer]
         with _isolated(layer, call):
             replay(call.states[0])
+            if as_in_steps:
+                self._skip_unread(call)
             return [t.detach() for t in _run_again(layer, call, self._saved_inputs(layer, call), copies, call.targets)]
 
     def _saved_inputs(self, layer: CalledLayer, call: RecordedCall) -> list[Tensor]:

@@ -60,7 +60,7 @@ class RandomStreams:
 
     def open(self) -> None:
         """Save the states of the program's generators."""
-        self._ambient = RandomState(self._device.random_state(), _read_python())
+        self._ambient = RandomState(self._device.random_state(), read_python_state())
 
     def close(self) -> None:
         """Restore the program's generators, and drop all streams."""
@@ -76,7 +76,7 @@ class RandomStreams:
         self._device.seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        self._seeded = None if self.draws_in_python else _read_python()
+        self._seeded = None if self.draws_in_python else read_python_state()
         self.current = stream
 
     def has(self, stream: object) -> bool:
@@ -91,12 +91,12 @@ class RandomStreams:
 
     def check_drawn(self) -> None:
         """Raise UnseenError if forward has drawn from Python's or NumPy's generators for the first time."""
-        if self._seeded is not None and self._seeded != _read_python():
+        if self._seeded is not None and self._seeded != read_python_state():
             self.draws_in_python = True
             raise UnseenError("forward draws from random or numpy.random, which was not seen when it was measured.")
 
     def snapshot(self) -> RandomState:
-        return RandomState(self._device.random_state(), _read_python() if self.draws_in_python else ())
+        return RandomState(self._device.random_state(), read_python_state() if self.draws_in_python else ())
 
     def replay(self, state: RandomState) -> None:
         """Set the generators to `state`; no stream is current afterwards."""
@@ -106,9 +106,7 @@ class RandomStreams:
     def _restore(self, state: RandomState) -> None:
         self._device.set_random_state(state.device)
         if state.python:
-            python_state, (kind, key, *rest) = state.python
-            random.setstate(python_state)
-            np.random.set_state((kind, np.frombuffer(key, np.uint32), *rest))
+            set_python_state(state.python)
 
     def _suspend(self) -> None:
         if self.current is not None:
@@ -116,7 +114,15 @@ class RandomStreams:
         self.current = None
 
 
-def _read_python() -> _PythonState:
+def read_python_state() -> _PythonState:
+    """Return the states of Python's and NumPy's global generators."""
     numpy_state: Any = np.random.get_state()
     kind, key, *rest = numpy_state
     return random.getstate(), (kind, key.tobytes(), *rest)
+
+
+def set_python_state(state: _PythonState) -> None:
+    """Set Python's and NumPy's global generators to what `read_python_state` returned."""
+    python_state, (kind, key, *rest) = state
+    random.setstate(python_state)
+    np.random.set_state((kind, np.frombuffer(key, np.uint32), *rest))

@@ -37,6 +37,7 @@ class RecordedCall:
         graph: per tensor output: its edge in the graph, if that is kept and a gradient flows; empty: to be recomputed.
         views: outputs that share their memory with another output or an input.
         norms: of the outputs, to be compared with a recomputation's; empty: not compared.
+        unread: number of the tiled call inside whose output a recomputation need not compute; -1: there is none.
     """
 
     request: Request
@@ -51,6 +52,7 @@ class RecordedCall:
     graph: list[GradientEdge | None] = field(default_factory=list)
     views: list[SharedOutput] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    unread: int = -1
 
     @property
     def entries(self) -> list[StashEntry]:

@@ -330,7 +330,8 @@ class Measurement(LayerCallObserver):
         with self._passes.made_up_gradients(recorded) as reached:
             self._interval.begin()
             if recorded.slicing is None:
-                self._runtime.layer_calls.recompute(recorded, copy.leaves, self._runtime.random.replay)
+                replay = self._runtime.random.replay
+                self._runtime.layer_calls.recompute(recorded, copy.leaves, replay, as_in_steps=True)
                 call.note_forward(kept_graph_bytes=self._interval.left())
             self._runtime.layer_calls.backward(recorded, copy.leaves, self._runtime.random.replay, gather)
             call.backward = max(call.backward, self._interval.peak())

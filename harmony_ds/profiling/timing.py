@@ -115,7 +115,7 @@ class Timing(LayerCallObserver):
             self._lap()
             begin = self.device.issued_ms()
             if call.slicing is None and keeps_graphs:
-                calls.recompute(call, copy.leaves, replay)
+                calls.recompute(call, copy.leaves, replay, as_in_steps=True)
                 self._end_lap(structure, "again")
             calls.backward(call, copy.leaves, replay, lambda: residency.accumulate(copy))
             residency.accumulate(copy)

@@ -368,7 +368,9 @@ class Executor:
             self._runtime.random.switch(micro_batch)
         self.backward_begun = True
         self._set_trained(task.pack, trained_by(micro_batch.own))
-        with (self._runtime.device_transfers.between_layers or nullcontext)():
+        tiles = self._runtime.layer_calls.tiles
+        gathering = tiles.gathering(partial(self._accumulate, task.pack)) if tiles.size else nullcontext()
+        with (self._runtime.device_transfers.between_layers or nullcontext)(), gathering:
             try:
                 micro_batch.propagate_loss()
             except ModelError:  # a loss that is not its own, of calls that should not have been joined

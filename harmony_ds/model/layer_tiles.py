@@ -1,0 +1,438 @@
+"""Calls of modules inside a layer, run a tile of tokens at a time: the layer needs the working memory of one tile for each.
+
+    whole      input -> gate, up, activation, product of 32,768 tokens (the graph keeps them all) -> output
+    in tiles   input -> the same of 4,096 tokens, dropped again, eight times                      -> output
+
+A tiled call is one node of the layer's graph, which keeps its inputs alone. Its backward pass runs each tile again and
+propagates through it at once; gradients of parameters are added up after each tile, in the accumulation dtype. The same
+tiles run in both passes, with a graph in both (whether one is built decides which kernels run), so that a recomputation
+gives the same bits, whatever the packs are.
+
+Which calls can be cut is proved for their very shapes (`token_proof`), the outermost module first; none is known by its
+name or class. Where a proof fails, the module runs as it is, and modules inside of it are tried. What keeps little beside
+its inputs and outputs (a projection) is not worth cutting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
+
+from harmony_ds.device.live_bytes import EagerDispatchMode
+from harmony_ds.model.boundary import propagate, reachable_nodes
+from harmony_ds.model.intercept import Autocast, ContextFactory
+from harmony_ds.model.own_settings import NOT_PLAIN, SCALARS
+from harmony_ds.model.patching import Item
+from harmony_ds.model.token_proof import Forward, ModuleCall, TokenProof, is_watched, prove
+from harmony_ds.model.token_rules import TokensMixedError
+from harmony_ds.model.trees import flatten_all, unflatten_all
+
+with torch.inference_mode(False), torch.enable_grad():
+    _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
+"""An input of every tiled call, so that gradients reach its parameters, too; it never gets one itself."""
+_WORTH = 0.25
+"""A call is cut if its graph keeps more than this share of the bytes of its inputs beside inputs and outputs."""
+_NONE_UNREAD = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledCall:
+    """How a call is cut: into tiles of `lengths` tokens, and what its proof says of it."""
+
+    proof: TokenProof
+    lengths: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class LayerRun:
+    """One run of a layer whose inner calls may run in tiles.
+
+    Attributes:
+        restoring: makes the context in which a part of the layer can run again in the backward pass.
+        is_hooked: whether the program's hooks wait for gradients of a module's parameters, and must see them whole.
+        skipped: number of the tiled call whose output need not be computed; -1: there is none.
+        count: of tiled calls so far.
+    """
+
+    restoring: ContextFactory
+    is_hooked: Callable[[nn.Module], bool]
+    skipped: int = _NONE_UNREAD
+    count: int = 0
+
+
+class LayerTiles:
+    """Which calls inside layers run in tiles, and what is known of them. One for each engine.
+
+    Attributes:
+        size: the most tokens of a tile, those of all rows together; 0: nothing is cut.
+        unread: number of the tiled call, in the next run of a layer, whose output need not be computed; -1: there is none.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.unread = _NONE_UNREAD
+        self._known: dict[object, TiledCall] = {}
+        self._refused: dict[tuple[nn.Module, bool], str] = {}  # also by whether it trains
+        self._held: dict[int, object] = {}  # by whose ids calls are known
+        self._inside = False  # a tile, or a proof, runs
+        self._gather: Callable[[], None] = _nothing
+        self._watch: _Watch | None = None
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Why modules run whole, by class: for people who ask."""
+        return {type(module).__name__: reason for (module, _), reason in self._refused.items()}
+
+    # ---- around a run of a layer
+
+    def items(self, layer: nn.Module, run: LayerRun) -> list[Item]:
+        """Return what is to be patched so that modules inside `layer` run in tiles; its `run` begins."""
+        run.skipped, self.unread = self.unread, _NONE_UNREAD
+        inside = [module for module in layer.modules() if module is not layer]
+        return [(vars(module), "forward", _TiledForward(module, module.forward, self, run)) for module in inside]
+
+    def wrapped(self, layer: nn.Module, forward: Forward, run: LayerRun) -> Forward:
+        """Return the layer's own `forward`, to run in tiles itself if its tokens are independent."""
+        return _TiledForward(layer, forward, self, run)
+
+    @contextmanager
+    def gathering(self, gather: Callable[[], None]) -> Iterator[None]:
+        """Call `gather` after each tile of backward passes while open: it adds up gradients that are on parameters."""
+        before, self._gather = self._gather, gather
+        try:
+            yield
+        finally:
+            self._gather = before
+
+    @contextmanager
+    def finding_unread(self, layer: nn.Module) -> Iterator[_Watch]:
+        """Find out whether the output of the last tiled call of a run of `layer` is read in its backward pass."""
+        watch = self._watch = _Watch(layer)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(watch.save, _same), watch:
+                yield watch
+        finally:
+            self._watch = None
+
+    # ---- a call
+
+    def call(self, module: nn.Module, own: Forward, run: LayerRun, args: Any, kwargs: Any) -> Any:
+        """Return the result of a call of `module`, whose forward is `own`: in tiles, if that can be and is of use."""
+        if self._inside or (module, module.training) in self._refused:
+            return own(*args, **kwargs)
+        call = ModuleCall.taken_apart(module, own, args, kwargs)
+        tiled = self._find(call)
+        if tiled is None or is_watched(module) or run.is_hooked(module):
+            return own(*args, **kwargs)
+        number = run.count
+        run.count += 1
+        work = _Work(call, tiled, self, run.restoring, number == run.skipped)
+        result = work.run()
+        if self._watch is not None:
+            self._watch.returned(number)
+        return result
+
+    def _find(self, call: ModuleCall) -> TiledCall | None:
+        """Return how `call` is cut; None: it runs whole."""
+        tensors = call.tensors
+        first = tensors[0] if tensors else None
+        if first is None or first.dim() < 2:
+            return None
+        # Where the batch is first, its rows are in each tile.
+        sizes = [max(1, self.size // (first.shape[0] if dim else 1)) for dim in range(first.dim() - 1)]
+        dims = [dim for dim, size in enumerate(sizes) if first.shape[dim] > size]
+        if not dims:
+            return None
+        key = self._key(call)
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        before, self._inside = self._inside, True
+        refusal = ""
+        try:
+            for dim in sorted(dims, key=lambda one: -first.shape[one]):
+                lengths = _lengths(first.shape[dim], sizes[dim])
+                try:
+                    proof = prove(call, dim, lengths)
+                except TokensMixedError as error:
+                    refusal = refusal or str(error)
+                    continue
+                if proof.inner_bytes <= _WORTH * proof.input_bytes:
+                    refusal = "its graph keeps little beside its inputs and outputs"
+                    break
+                self._known[key] = TiledCall(proof, lengths)
+                return self._known[key]
+        finally:
+            self._inside = before
+        self._refused[call.module, call.module.training] = refusal
+        return None
+
+    def _key(self, call: ModuleCall) -> object:
+        """Return what decides which operations a call runs: code and settings of its modules, and what it is given."""
+        device = call.tensors[0].device.type
+        parts: list[object] = [
+            self.size,
+            torch.is_grad_enabled(),
+            Autocast.current(device),
+            self._code_key(call.forward),
+        ]
+        for leaf in call.leaves:
+            if isinstance(leaf, Tensor):
+                parts.append((leaf.shape, leaf.dtype, leaf.requires_grad, leaf.stride()))
+            else:
+                parts.append(repr(leaf) if leaf is None or isinstance(leaf, SCALARS) else self._id(leaf))
+        for name, module in call.module.named_modules():
+            parts += [name, type(module), module.training]
+            for key, value in vars(module).items():
+                if isinstance(value, SCALARS) or value is None:
+                    parts.append((key, value))
+                elif key == "forward":
+                    parts.append(self._code_key(value))
+                elif key not in NOT_PLAIN:
+                    parts.append((key, self._id(value)))
+            for held in (module._parameters, module._buffers):
+                parts += [t if t is None else (t.shape, t.dtype, t.requires_grad) for t in held.values()]
+        return tuple(parts)
+
+    def _code_key(self, forward: Any) -> object:
+        own = forward.own if isinstance(forward, _TiledForward) else forward
+        return self._id(getattr(own, "__func__", own))
+
+    def _id(self, value: object) -> int:
+        """Return the id of `value`, which is kept, so that no other gets it."""
+        self._held[id(value)] = value
+        return id(value)
+
+    # ---- tiles
+
+    @contextmanager
+    def tile(self, autocast: Autocast | None) -> Iterator[None]:
+        """Run a tile while open: nothing inside is cut."""
+        before, self._inside = self._inside, True
+        try:
+            with Autocast.entered(autocast):
+                yield
+        finally:
+            self._inside = before
+
+    def gather(self) -> None:
+        """Add up the gradients that a tile has left on parameters."""
+        self._gather()
+
+
+class _TiledForward:
+    """Stands for the `forward` of a module inside a layer while the layer runs."""
+
+    def __init__(self, module: nn.Module, own: Forward, tiles: LayerTiles, run: LayerRun) -> None:
+        self.own = own
+        self._module = module
+        self._tiles = tiles
+        self._run = run
+
+    @_disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tiles.call(self._module, self.own, self._run, args, kwargs)
+
+
+def _lengths(count: int, size: int) -> tuple[int, ...]:
+    """Return the lengths of the fewest tiles of at most `size` tokens; they differ by one at most."""
+    tiles = -(-count // size)
+    return tuple(count // tiles + (number < count % tiles) for number in range(tiles))
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """One tiled call: what its two passes need to know.
+
+    Attributes:
+        skipped: nobody reads the output, which is not computed.
+    """
+
+    call: ModuleCall
+    tiled: TiledCall
+    tiles: LayerTiles
+    restoring: ContextFactory
+    skipped: bool
+    autocast: Autocast | None = field(init=False)
+
+    def run(self) -> Any:
+        """Return the result of the call, with a graph if it has one."""
+        tensors = self.call.tensors
+        self.autocast = Autocast.current(tensors[0].device.type)
+        outputs = self.tiled.proof.outputs
+        if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
+            made: Sequence[Tensor] = _Tiled.apply(_ANCHOR, self, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            made = self.forward(tensors)
+        # Without its tensors: the graph saves those.
+        self.call = ModuleCall(
+            self.call.module,
+            self.call.forward,
+            [None if isinstance(leaf, Tensor) else leaf for leaf in self.call.leaves],
+            self.call.structure,
+            self.call.tensor_places,
+        )
+        own = iter(made)
+        leaves = [output.value if output.place is None else next(own) for output in outputs]
+        return unflatten_all(leaves, self.tiled.proof.structure)[0]
+
+    def cut(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
+        """Yield the first token of each tile, how many it has, and its inputs, where its graph begins."""
+        first = 0
+        for length in self.tiled.lengths:
+            inputs: list[Tensor] = []
+            for tensor, place in zip(tensors, self.tiled.proof.places, strict=True):
+                part = tensor.detach()
+                if place is not None:
+                    part = place.narrow(part, first, length)
+                    part = part.contiguous() if tensor.is_contiguous() else part
+                inputs.append(part.detach().requires_grad_(tensor.requires_grad))
+            yield first, length, inputs
+            first += length
+
+    def outputs_of(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run one tile, with a graph if gradients are on; return the tensors of its result."""
+        with self.tiles.tile(self.autocast):
+            leaves, _ = flatten_all((self.call.run(inputs),))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of the result, without a graph."""
+        known = [output for output in self.tiled.proof.outputs if output.place is not None]
+        if self.skipped:  # zeros, which anything can go on with
+            return [torch.zeros(output.shape, dtype=output.dtype, device=tensors[0].device) for output in known]
+        whole = [torch.empty(output.shape, dtype=output.dtype, device=tensors[0].device) for output in known]
+        for first, length, inputs in self.cut(tensors):
+            made = self.outputs_of(inputs)
+            for target, output, part in zip(whole, known, made, strict=True):
+                assert output.place is not None
+                output.place.narrow(target, first, length).copy_(output.place.narrow(part.detach(), 0, length))
+            del inputs, made, part
+        return whole
+
+    def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Propagate `gradients` of the result tile by tile; return those of `tensors`. Those of parameters are gathered."""
+        known = [output.place for output in self.tiled.proof.outputs if output.place is not None]
+        sums: list[Tensor | None] = [None] * len(tensors)
+        for first, length, inputs in self.cut(tensors):
+            with self.restoring(), torch.enable_grad():
+                made = self.outputs_of(inputs)
+            edges, arrived = [], []
+            for place, part, gradient in zip(known, made, gradients, strict=True):
+                if gradient is not None and part.requires_grad:
+                    edges.append(get_gradient_edge(part))
+                    arrived.append(place.narrow(gradient, first, length).reshape(part.shape))
+            del made, part  # autograd frees what it does not need any more on its way
+            propagate(edges, arrived)
+            del edges, arrived
+            self.tiles.gather()
+            for number, own in enumerate(inputs):
+                if own.grad is not None:
+                    sums[number] = self._added(sums[number], tensors[number], number, own.grad, first, length)
+                own.grad = None
+            del inputs, own
+        return sums
+
+    def _added(
+        self, total: Tensor | None, tensor: Tensor, number: int, gradient: Tensor, first: int, length: int
+    ) -> Tensor:
+        """Return the gradient of argument `number`, with that of one tile."""
+        place = self.tiled.proof.places[number]
+        if place is None:
+            return gradient if total is None else total + gradient
+        if total is None:
+            total = torch.zeros(tensor.shape, dtype=gradient.dtype, device=gradient.device)
+        place.narrow(total, first, length).copy_(gradient)
+        return total
+
+
+class _Tiled(torch.autograd.Function):
+    """The node of a tiled call in the layer's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, work: _Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.harmony_work = work
+        ctx.save_for_backward(*tensors)
+        with torch.enable_grad():  # whether a graph is built may decide which kernels run
+            made = work.forward(tensors)
+        known = [output for output in work.tiled.proof.outputs if output.place is not None]
+        ctx.mark_non_differentiable(*[t for t, output in zip(made, known, strict=True) if not output.requires_grad])
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        work: _Work = ctx.harmony_work
+        tensors = ctx.saved_tensors
+        if all(gradient is None for gradient in gradients):
+            return (None, None, *[None] * len(tensors))
+        return (None, None, *work.backward(tensors, gradients))
+
+
+# ---- outputs that nobody reads
+
+
+class _Watch(EagerDispatchMode):
+    """Observer of a run of a layer: is the output of its last tiled call read in the backward pass?
+
+    It is not, if no operation after that call saves a tensor, or reads a value, and nothing else keeps tensors: as where an
+    MLP's output is added to the residual, and that is the layer's result. Then a recomputation need not compute it.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._layer = layer
+        self._last = _NONE_UNREAD
+        self._last_node = 0
+        self._read = False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tags = getattr(func, "tags", ())
+        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+            self._read = True
+        return func(*args, **(kwargs or {}))
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Note that the graph saves a tensor."""
+        self._read = True
+        return tensor.detach()  # the tensor itself would be a cycle, if it is the result of what saves it
+
+    def returned(self, number: int) -> None:
+        """Begin anew: the tiled call of this number has returned."""
+        self._last, self._read = number, False
+        self._last_node = torch._C._autograd._get_sequence_nr()
+
+    def unread(self, outputs: Sequence[Tensor]) -> int:
+        """Return the number of the tiled call whose output is not read; -1: there is none. `outputs`: of the layer."""
+        if self._last < 0 or self._read or is_watched(self._layer):
+            return _NONE_UNREAD
+        for node in reachable_nodes(output.grad_fn for output in outputs):
+            if _is_function(node) and node._sequence_nr() >= self._last_node:
+                return _NONE_UNREAD  # it may keep anything
+        for module in self._layer.modules():
+            if any(isinstance(value, Tensor) for value in vars(module).values()):
+                return _NONE_UNREAD
+        return self._last
+
+
+def _is_function(node: object) -> bool:
+    """Return whether a node of a graph is an `autograd.Function`'s."""
+    return isinstance(node, BackwardCFunction)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _nothing() -> None:
+    """Add up no gradients."""
