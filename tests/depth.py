@@ -71,6 +71,8 @@ RULES: dict[str, Rule] = {
     "tests/engine/test_host_memory.py": none,
     "tests/engine/test_joined.py::test_several_devices_train_as_one_does_bit_for_bit": each("name"),
     "tests/engine/test_joined.py::test_weights_are_those_of_single_calls_to_rounding": each("name"),
+    "tests/engine/test_layer_tiles.py": every,
+    "tests/engine/test_layer_tiles.py::test_every_family_trains_as_in_plain_pytorch": every_tenth,
     "tests/engine/test_pipeline.py::test_every_family_trains_as_on_one_device": each("one"),
     "tests/engine/test_precision.py::test_a_parameter_after_the_last_layer_sums_in_fp32_when_losses_are_read": every,
     "tests/examples": none,

@@ -87,6 +87,11 @@ class LayerTiles:
         self._watch: _Watch | None = None
 
     @property
+    def cut(self) -> list[TiledCall]:
+        """The kinds of calls that have been cut."""
+        return [*self._known.values()]
+
+    @property
     def refused(self) -> dict[str, str]:
         """Why modules run whole, by class: for people who ask."""
         return {type(module).__name__: reason for (module, _), reason in self._refused.items()}

@@ -8,7 +8,7 @@ operations mix no tokens either; an `autograd.Function` may, so a call that uses
 
 Why not by trial, comparing a few tokens taken through the module together and in parts? A trial needs values: on the meta
 device, made-up weights of full size (of an 8B model, most of an estimate's 20 s), and it misses what only more tokens show.
-A proof takes 0.1 ms an operation.
+A proof takes less than a millisecond an operation: 9 ms for a norm, 17 ms for an MLP of Llama 8B at 32,768 tokens.
 
 Refused are calls with random numbers, that set attributes or change buffers or inputs, and modules with hooks on modules
 inside of them (as transformers' output collectors have).
