@@ -240,7 +240,12 @@ class LayerCalls:
             if call.slicing is None:
                 call.states.append(read_state())
                 ends: Targets = [layer.reject_gradient if target else None for target in call.targets]
-                outcome = self._run_forward(layer, call, detached, copies, ends)
+                if self.layer_tiles.size:
+                    with self.layer_tiles.finding_unread(layer.module) as watch:
+                        outcome = layer.run(call, detached, layer.guarded(copies), ends)
+                    call.unread = watch.unread(outcome.tensors)
+                else:
+                    outcome = layer.run(call, detached, layer.guarded(copies), ends)
             else:
                 outcome = self._run_slices(call, call.slicing, detached, copies, read_state)
         except BaseException:
@@ -251,17 +256,6 @@ class LayerCalls:
         outputs = self._cut_outputs(layer, call, given, outcome, copies)
         self._check_seen(layer, call, outcome.inputs_changed)
         return outputs, self._unless_without_gradient(call)
-
-    def _run_forward(
-        self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, ends: Targets
-    ) -> CallOutputs:
-        """Run the forward pass of a call that will be recomputed."""
-        if not self.layer_tiles.size:
-            return layer.run(call, tensors, layer.guarded(copies), ends)
-        with self.layer_tiles.finding_unread(layer.module) as watch:
-            outcome = layer.run(call, tensors, layer.guarded(copies), ends)
-        call.unread = watch.unread(outcome.tensors)
-        return outcome
 
     def forward_with_graph(
         self, request: Request, number: int, copies: Leaves, inter_layer: InterLayerGraph, read_state: ReadState
@@ -381,13 +375,14 @@ class LayerCalls:
                     if number:
                         gather()
                     replay(call.states[min(number, len(call.states) - 1)])
-                    self._skip_unread(call)
+                    if call.unread >= 0:
+                        self._skip_unread(call)
                     _run_again(layer, call, own, copies, targets)
                     _propagate(call, given)
 
     def _skip_unread(self, call: RecordedCall) -> None:
-        """Let the recomputation of `call` that follows leave out what nobody reads."""
-        if call.unread >= 0 and not call.norms:
+        """Let the recomputation of `call` that follows leave out what nobody reads, unless its outputs are compared."""
+        if not call.norms:
             self.layer_tiles.unread = call.unread
 
     def recompute(
@@ -401,7 +396,7 @@ class LayerCalls:
         layer = self.layers[call.request.layer]
         with _isolated(layer, call):
             replay(call.states[0])
-            if as_in_steps:
+            if as_in_steps and call.unread >= 0:
                 self._skip_unread(call)
             return [t.detach() for t in _run_again(layer, call, self._saved_inputs(layer, call), copies, call.targets)]
 

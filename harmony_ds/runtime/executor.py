@@ -368,7 +368,7 @@ class Executor:
             self._runtime.random.switch(micro_batch)
         self.backward_begun = True
         self._set_trained(task.pack, trained_by(micro_batch.own))
-        tiles = self._runtime.layer_calls.tiles
+        tiles = self._runtime.layer_calls.layer_tiles
         gathering = tiles.gathering(partial(self._accumulate, task.pack)) if tiles.size else nullcontext()
         with (self._runtime.device_transfers.between_layers or nullcontext)(), gathering:
             try:

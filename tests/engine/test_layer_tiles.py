@@ -37,7 +37,7 @@ WIDTH, TOKENS = 16, 12
 
 
 def in_tiles(engine: HarmonyEngine, size: int = TILE) -> LayerTiles:
-    tiles = engine._state.runtime.layer_calls.tiles
+    tiles = engine._state.runtime.layer_calls.layer_tiles
     tiles.size = size
     return tiles
 
