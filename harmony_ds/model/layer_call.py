@@ -65,7 +65,9 @@ class LayerCalls:
     ) -> None:
         self.tiles = TokenTiles()
         self.layer_tiles = LayerTiles()
-        self.layers = [CalledLayer(layer, installation.parameters_of(layer.module), self.layer_tiles) for layer in layers]
+        self.layers = [
+            CalledLayer(layer, installation.parameters_of(layer.module), self.layer_tiles) for layer in layers
+        ]
         self._stash = stash
         self._device_transfers = device_transfers
         self._open_heads: list[tuple[int, HeadCall]] = []
