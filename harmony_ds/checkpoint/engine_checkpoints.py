@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -87,6 +88,8 @@ class Checkpoints:
         except BaseException as error:
             state.health.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
+        if snapshot.plan is not None and not options.module_only:
+            state.planner.repeat_tiles(json.loads(snapshot.plan)["policy"].get("tile_tokens", 0))
         return snapshot
 
     def _resume(self, progress: checkpoint.Progress | None) -> None:

@@ -145,10 +145,10 @@ class Planner:
 
     def _plan_that_fits(self, sample: Sample) -> tuple[int, ...]:
         """Plan with whole calls; where nothing fits, with the model's last layer and the loss in tiles of tokens."""
-        tiles = self._runtime.layer_calls.tiles
-        before, failure = tiles.size, None
-        for size in (before, *self.tiles_to_try(sample)):
-            tiles.size = size
+        before = self._runtime.layer_calls.tiles.size, self._sized, [*self._measured]
+        failure: DoesNotFitError | None = None
+        for size in (before[0], *self.tiles_to_try(sample)):
+            self._cut_into_tiles(size)
             try:
                 moved = self._plan_with(sample)
             except DoesNotFitError as error:
@@ -156,18 +156,33 @@ class Planner:
                 if size and not self.tile_tokens:  # no layer runs in tiles
                     break
                 continue
-            if size != before:
+            if size != before[0]:
+                heads = [layer for layer, is_head in self._runtime.layer_calls.tiles.heads.items() if is_head]
                 _logger.warning(
                     "%s and the loss run in tiles of %d tokens, since no plan for all %s of a micro-batch at once fits "
                     "(harmony.tokens)",
-                    ", ".join(self.graph.layers[layer].name for layer, is_head in tiles.heads.items() if is_head),
+                    ", ".join(self.graph.layers[layer].name for layer in heads),
                     size,
                     f"{_most_tokens(sample):,}",
                 )
             return moved
-        tiles.size = before
+        self._runtime.layer_calls.tiles.size, self._sized, self._measured = before
         assert failure is not None
         raise failure
+
+    def _cut_into_tiles(self, size: int) -> None:
+        """Run in tiles of `size` tokens from now on; forget what was measured in others."""
+        tiles = self._runtime.layer_calls.tiles
+        if size != tiles.size:
+            tiles.size, self._sized = size, None
+            self._measured.clear()
+
+    def repeat_tiles(self, size: int) -> None:
+        """Run in tiles of `size` tokens (0: in none), if the ds_config leaves it open: as the run did that goes on here."""
+        tiles = self._runtime.layer_calls.tiles
+        if self._settings.tokens == "auto" and self._saved is None and size != tiles.size:
+            tiles.size = size
+            self._measured.clear()  # so that the next micro-batch is measured, and planned for
 
     def tiles_to_try(self, sample: Sample) -> list[int]:
         """Return the sizes of tiles to try where what is in force does not fit: largest first, none unless "auto"."""

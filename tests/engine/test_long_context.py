@@ -141,6 +141,38 @@ def test_a_saved_plan_runs_in_the_same_tiles(tmp_path: Any) -> None:
     assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
+def test_a_run_that_goes_on_with_more_memory_keeps_its_tiles(tmp_path: Any) -> None:
+    first, second, both = groups()
+    model = llama()
+    tight, ample = gib(0.8 * LOGITS_BYTES), gib(20 * LOGITS_BYTES)
+    with engine_for(copy.deepcopy(model), sgd, config_of(ACCUMULATION, harmony={"device_memory_gib": tight})) as engine:
+        train_groups(engine, [first, second])
+        engine.save_checkpoint(str(tmp_path))
+        expected = train_groups(engine, [both])
+        tile_tokens = engine.plan.policy.tile_tokens
+    with engine_for(copy.deepcopy(model), sgd, config_of(ACCUMULATION, harmony={"device_memory_gib": ample})) as engine:
+        engine.load_checkpoint(str(tmp_path))
+
+        assert train_groups(engine, [both]) == expected
+        assert engine.plan.policy.tile_tokens == tile_tokens > 0
+
+
+def test_longer_rows_that_come_later_are_cut() -> None:
+    short = [{key: value[:, :8] for key, value in batch(index).items()} for index in range(ACCUMULATION)]
+    model = llama()
+    expected = copy.deepcopy(model)
+    several = [short, *groups()]
+    train_plainly(expected, several, sgd(expected.parameters()), clip=1.0, seed_of=seed_of)
+    block = {"device_memory_gib": gib(0.8 * LOGITS_BYTES)}
+    with engine_for(model, sgd, config_of(ACCUMULATION, clip=1.0, harmony=block)) as engine:
+        train_groups(engine, several[:1])
+        assert engine.plan.policy.tile_tokens == 0
+        train_groups(engine, several[1:])
+        assert engine.plan.policy.tile_tokens > 0
+
+    assert relative_difference(model, expected) < TOLERANCE
+
+
 # ---- a loop's own loss of the logits
 
 
