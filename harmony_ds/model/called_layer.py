@@ -157,7 +157,7 @@ class CalledLayer:
     def _restored(self, request: Request, copies: Leaves) -> Iterator[None]:
         """Set all that a part of the layer, run again in the backward pass, finds in the layer's call."""
         alignment = nullcontext() if self.alignment is None else self.alignment()
-        with self.parameters.installed(copies), in_force(request.own), request.callers_modes(), alignment:
+        with self.parameters.installed(copies), in_force(request.lane_settings), request.callers_modes(), alignment:
             yield
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:

@@ -68,14 +68,14 @@ class CallState:
     Attributes:
         attributes: of all modules; calls between which nothing has changed share one object.
         trained_now: reads `requires_grad` of all parameters as it is now.
-        own: the `vars` of the model itself.
+        model_attributes: the `vars` of the model itself.
         settings: those of its modules that the code of a lane may make.
     """
 
     modes: CallModes
     attributes: Attributes
     trained_now: Callable[[], tuple[bool, ...]]
-    own: dict[str, Any]
+    model_attributes: dict[str, Any]
     settings: ModuleSettings
 
     def at_backward(self) -> CallState:
@@ -194,7 +194,7 @@ class Contract:
         return ", ".join(map(self._name, sorted(self._written))) or "none that was seen"
 
     @property
-    def leaves_more(self) -> frozenset[Key]:
+    def leaves_side_tensors(self) -> frozenset[Key]:
         """Keys of attributes with graphs, and of forward hooks: a loss may use them beside forward's results.
 
         The key of a hook is the number of its module, and the number of the hook.
@@ -273,7 +273,7 @@ class Contract:
 
 
 def is_hook(key: Key) -> bool:
-    """Return whether a key of `Contract.leaves_more` is that of a forward hook."""
+    """Return whether a key of `Contract.leaves_side_tensors` is that of a forward hook."""
     return key[1].startswith(_HOOK)
 
 

@@ -14,8 +14,9 @@ from harmony_ds.model.targets import GradientTarget, InterLayerGradient, OutputG
 class InterLayerGraph:
     """Graph of the inter-layer operations of one micro-batch, and gradients that wait to go back through it.
 
-    The gradient of a layer input that is no output of an earlier layer goes through that graph to the Boundaries it began
-    at: once, after all layers that use the input, and before the latest layer call that the input was computed from.
+    A layer input that code between layers computed has its gradient sent back once, to the outputs of layers that it was
+    computed from: after the last layer that uses it has run backward, and before the backward of the newest call whose
+    outputs it was computed from.
     Graphs are kept until the micro-batch is done, since several inputs may share parts.
     """
 

@@ -75,7 +75,7 @@ class Request:
         forward: the layer's own forward, bound.
         context, grad, autocast: the caller's context variables, grad mode and autocast.
         around: makes the context of torch's modes and switches that the caller has set; None: none.
-        own: settings of modules that the caller has made for itself; None: none.
+        lane_settings: settings of modules that the caller has made for itself; None: none.
         raised: ids of exceptions of the layer's forward (the exceptions would keep the request, by their tracebacks).
     """
 
@@ -87,7 +87,7 @@ class Request:
     grad: bool
     autocast: Autocast | None
     around: ContextFactory | None = None
-    own: LaneSettings | None = None
+    lane_settings: LaneSettings | None = None
     raised: list[int] = field(default_factory=list)
 
     @property

@@ -258,6 +258,6 @@ def _signature(request: Request, given: LayerInputs, place: int) -> Any:
         for leaf in arguments.leaves  # most are None: a tensor's place
     ]
     tensors = [(t.shape, t.dtype, t.requires_grad) for t in given.tensors]
-    own = None if request.own is None else request.own.signature
+    own = None if request.lane_settings is None else request.lane_settings.signature
     called = request.grad, own, arguments.positional, arguments.keywords, tuple(arguments.collected.items())
     return called, tuple(plain), tuple(tensors), repr((arguments.places, arguments.shape, list(arguments.caches)))

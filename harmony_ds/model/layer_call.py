@@ -365,7 +365,7 @@ class LayerCalls:
         layer = self.layers[call.request.layer]
         if call.graph:
             replay(call.states[0])
-            with in_force(call.request.own):
+            with in_force(call.request.lane_settings):
                 _propagate(call, gradients)
         else:
             with _isolated(layer, call):
@@ -473,10 +473,10 @@ def _isolated(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[
     if buffers is None and layer.changes_buffers:
         buffers = clone_buffers(layer.buffered)
     if not buffers:
-        return in_force(call.request.own)
-    if call.request.own is None:
+        return in_force(call.request.lane_settings)
+    if call.request.lane_settings is None:
         return substituted_buffers(buffers)
-    return _with_settings(call.request.own, buffers)
+    return _with_settings(call.request.lane_settings, buffers)
 
 
 @contextmanager

@@ -38,7 +38,8 @@ class Untouched:
     Attributes:
         unlayered, layer: device copies of parameters, which may get gradients: of those that no layer owns, and of the
             layer that runs now.
-        looks_into_layers: leaves that layers use, and the code between them, are set aside, too: else they have been.
+        looks_into_layers: True: `propagate` also sets aside leaves that are used by layers and between them. False: that
+            was done already.
     """
 
     def __init__(self) -> None:

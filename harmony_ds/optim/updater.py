@@ -44,7 +44,8 @@ from harmony_ds.optim.cores import set_threads
 from harmony_ds.optim.host_optimizer import HostOptimizer, Hyper
 
 _FIRST = -1
-"""Priority of jobs that are no updates, and of the unlayered pack's update; another's is the call that needs it first."""
+"""Priority of all jobs but updates, and of the unlayered pack's update. That of any other update is the position of the
+first call that needs it."""
 _LAST = 2**31
 """Priority of the norm that follows all updates of its step."""
 _Result = TypeVar("_Result")
@@ -118,13 +119,13 @@ class _UpdateJob:
     """Work for the update thread; jobs are run in the order of their first three fields.
 
     Attributes:
-        step: number of the step that queued it.
+        round: jobs of a smaller number run first, whatever their priority, see `Updater.begin`.
         number: of all jobs, in the order of queueing.
         run: does the work.
         result: promise of what `run` returns.
     """
 
-    step: int
+    round: int
     priority: int
     number: int
     run: Callable[[], Any] = field(compare=False)
@@ -156,7 +157,7 @@ class Updater:
         self._world = gradients.world
         self._last_names: dict[int, tuple[str, ...]] = {}  # needed_at -> parameters of its last update
         self._jobs: list[_UpdateJob] = []  # a heap; the first may be running
-        self._step = 0  # number of the step that queues jobs now
+        self._round = 0  # all jobs of a round run before those of the next; a step has one or more, see `begin`
         self._job_numbers = itertools.count()
         self._pending: Counter[int] = Counter()  # needed_at -> updates that are queued or running
         self._updating: Counter[str] = Counter()  # parameter -> the same
@@ -176,8 +177,8 @@ class Updater:
     # ---- called by the engine's thread
 
     def begin(self) -> None:
-        """Begin a step, or a part of one: its jobs are run after the updates that are queued."""
-        self._step += 1
+        """Begin a round, for a step or a part of one: its jobs are run after the updates that are queued."""
+        self._round += 1
 
     def deposit(self, transfer: GradientTransfer) -> None:
         """Keep a transfer until a later `update` of the pack that owns its parameters.
@@ -219,7 +220,7 @@ class Updater:
     def norm_of_updates(self) -> Future[GradientNorm]:
         """Queue the global norm of the gradients of all queued updates: after these, and before those of later steps."""
         promised = PendingNorm(self._queue(_LAST, partial(self._post_norm, self._world.next_norm_number())))
-        self._step += 1
+        self._round += 1
         return promised
 
     def update(self, needed_at: int, names: tuple[str, ...], hyper: Hyper, norm: Future[GradientNorm] | None) -> None:
@@ -238,7 +239,7 @@ class Updater:
             self._updating.update(names)
             self._last_names[needed_at] = names
             self._world.count_issued(names)
-            heapq.heappush(self._jobs, _UpdateJob(self._step, needed_at, next(self._job_numbers), run))
+            heapq.heappush(self._jobs, _UpdateJob(self._round, needed_at, next(self._job_numbers), run))
             self._changed.notify_all()
 
     def is_updating(self, name: str) -> bool:
@@ -308,7 +309,7 @@ class Updater:
     def _queue(self, priority: int, run: Callable[[], _Result]) -> Future[_Result]:
         with self._changed:
             self._raise_failure()
-            job = _UpdateJob(self._step, priority, next(self._job_numbers), run)
+            job = _UpdateJob(self._round, priority, next(self._job_numbers), run)
             heapq.heappush(self._jobs, job)
             self._changed.notify_all()
         return job.result

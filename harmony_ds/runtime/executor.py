@@ -65,7 +65,7 @@ class Executor:
         self._progress_callback: ProgressCallback | None = None
         # Of the plan that runs, or was run last:
         self._plan = EMPTY_PLAN
-        self._first_run = 0  # the number of its first task that is a micro-batch's
+        self._first_micro_batch_task = 0  # the number of its first task that is a micro-batch's
         self._needs_backward: dict[int, bool] = {}  # position of a layer call -> whether gradients flow through it
         # Where there are several devices: module -> the one that has its buffers.
         self._buffer_devices: dict[nn.Module, int] = {}
@@ -127,8 +127,8 @@ class Executor:
             runtime.random.open()
             try:
                 tasks = zip(plan.tasks, plan.activation_bytes, strict=True)
-                self._execute(islice(tasks, self._first_run))
-                if self._first_run < len(plan.tasks):
+                self._execute(islice(tasks, self._first_micro_batch_task))
+                if self._first_micro_batch_task < len(plan.tasks):
                     # The swap-in of the unlayered parameters is among the tasks so far: modules can show them now.
                     unlayered = {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
                     with runtime.installation.installed(unlayered, places=self._buffer_devices):
@@ -225,10 +225,10 @@ class Executor:
         if plan.packs != self._plan.packs:
             self._change_packs(plan)
         self._plan = plan
-        self._first_run = len(plan.tasks)
+        self._first_micro_batch_task = len(plan.tasks)
         for number, task in enumerate(plan.tasks):
             if task.micro_batch >= 0:
-                self._first_run = number
+                self._first_micro_batch_task = number
                 break
         self._needs_backward = {}
         for index in plan.packing.backward:
@@ -367,7 +367,7 @@ class Executor:
         if self._runtime.random.has(micro_batch):  # its lane may have ended in an earlier pack
             self._runtime.random.switch(micro_batch)
         self.backward_begun = True
-        self._set_trained(task.pack, trained_by(micro_batch.own))
+        self._set_trained(task.pack, trained_by(micro_batch.lane_settings))
         tiles = self._runtime.layer_calls.layer_tiles
         gathering = tiles.gathering(partial(self._accumulate, task.pack)) if tiles.size else nullcontext()
         with (self._runtime.device_transfers.between_layers or nullcontext)(), gathering:
@@ -395,9 +395,9 @@ class Executor:
         self.backward_begun = True
         for call in micro_batch.take_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(call.number)
-            owned = call.request.own is not None or micro_batch.own is not None
+            owned = call.request.lane_settings is not None or micro_batch.lane_settings is not None
             if owned or self._copies[task.pack].modes is not self._runtime.contract.modes:
-                self._set_trained(task.pack, both_trained(call.request.own, micro_batch.own))
+                self._set_trained(task.pack, both_trained(call.request.lane_settings, micro_batch.lane_settings))
             self._runtime.layer_calls.backward(
                 call, leaves, self._runtime.random.replay, lambda: self._accumulate(task.pack)
             )
@@ -419,9 +419,9 @@ class Executor:
         Raises:
             UnsupportedError: a parameter that is not trained would get a gradient.
         """
-        if not request.grad or (request.own is None and self._copies[pack].modes is self._runtime.contract.modes):
+        if not request.grad or (request.lane_settings is None and self._copies[pack].modes is self._runtime.contract.modes):
             return
-        trained = trained_by(request.own)
+        trained = trained_by(request.lane_settings)
         self._set_trained(pack, trained)
         optimizer = self._runtime.optimizer
         if not trained or optimizer is None:

@@ -94,7 +94,7 @@ class JointLane:
         """Return what each lane gets."""
         replies: dict[int, Any] = {}
         for call in self._joined(requests):
-            with in_force(call.request.own):
+            with in_force(call.request.lane_settings):
                 result = answer(call.request, position)
             with torch.enable_grad():
                 replies.update(zip(call.places, self._joins.part(call, result), strict=True))
@@ -117,7 +117,7 @@ class JointLane:
 
 def _set_requires_grad(requests: list[Request]) -> bool:
     """Return whether the code that makes one of `requests` has set `requires_grad` of parameters for itself."""
-    return any(request.own is not None and request.own.trained for request in requests)
+    return any(request.lane_settings is not None and request.lane_settings.trained for request in requests)
 
 
 class MemberStreams:
@@ -212,7 +212,7 @@ class JointMicroBatch(MicroBatch):
     def finish(self) -> None:
         joint: Any = self.lane
         for member, lane in zip(self.members, joint.lanes, strict=True):
-            member.own = lane.own
+            member.lane_settings = lane.lane_settings
         MicroBatch.finish(self)  # super() knows another class, the one before it got slots
 
 
@@ -227,7 +227,7 @@ def _sum_of_losses(members: Sequence[MicroBatch], streams: MemberStreams, output
     with streams.of_members():
         for number, (member, own) in enumerate(zip(members, outputs, strict=True)):
             streams.enter_loss(number)
-            with in_force(member.own):
+            with in_force(member.lane_settings):
                 loss = member.objective(own)
             if loss is not None and loss.requires_grad:
                 losses.append(loss)

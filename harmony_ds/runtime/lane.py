@@ -23,7 +23,8 @@ from harmony_ds.model.trees import tensors_in
 from harmony_ds.runtime.thread_state import SuspendedModes, ThreadState
 
 PositionOf = Callable[[Request], int]
-"""Return the position of a layer call, by which it is for this task or a later one."""
+"""Return the position of a layer call in the order of the plan. Compared with the last position of the task that runs, it
+tells whether this task runs the call or a later one."""
 LayerCallRunner = Callable[[Request, int], Any]
 """Make the outputs of a layer call at a position."""
 
@@ -40,7 +41,7 @@ class Lane:
     Attributes:
         request: the layer call that it waits at.
         result: what `function` has returned.
-        own: settings of modules that it has made for itself; None: none.
+        lane_settings: settings of modules that it has made for itself; None: none.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Lane:
         self._thread = thread
         self._between_layers = between_layers
         self._settings = settings
-        self.own: LaneSettings | None = None
+        self.lane_settings: LaneSettings | None = None
         self._on_top: SuspendedModes | None = None  # while it is suspended
         self._reply: Any = None  # to the call that it waits at; not held elsewhere while the lane runs
         self._aborted = False
@@ -89,7 +90,7 @@ class Lane:
         answer is raised here.
         """
         engine_thread = self._thread.read()
-        outside = self._settings.enter_lane(self.own)
+        outside = self._settings.enter_lane(self.lane_settings)
         try:
             while self.request is not None:
                 position = position_of(self.request)
@@ -110,7 +111,7 @@ class Lane:
         finally:
             self._take_settings(outside)
         if self.request is None:
-            self._settings.end_lane(self.own)
+            self._settings.end_lane(self.lane_settings)
 
     def read_thread(self) -> tuple[Any, ...]:
         """Return what torch keeps for the thread, as the engine has set it, for `resume`."""
@@ -125,20 +126,20 @@ class Lane:
         """
         self._reply = reply
         del reply
-        outside = self._settings.enter_lane(self.own)
+        outside = self._settings.enter_lane(self.lane_settings)
         try:
             self._go_on(self._thread.read() if engine_thread is None else engine_thread, self._greenlet.switch)
             self._note_arrival(outside)
         finally:
             self._take_settings(outside)
         if self.request is None:
-            self._settings.end_lane(self.own)
+            self._settings.end_lane(self.lane_settings)
 
     def close(self) -> None:
         """End it wherever it is, and unwind what is open in the model's code."""
         self._aborted = True
         if self._greenlet:
-            outside = self._settings.enter_lane(self.own)
+            outside = self._settings.enter_lane(self.lane_settings)
             try:
                 self._go_on(self._thread.read(), self._greenlet.throw, LaneAborted)
             finally:
@@ -149,7 +150,7 @@ class Lane:
     def _take_settings(self, outside: OutsideSettings) -> None:
         """Let modules be as they are to the engine."""
         if not self._settings.no_lane_sets_any:
-            self.own = self._settings.read_lane(outside, self.own)
+            self.lane_settings = self._settings.read_lane(outside, self.lane_settings)
             self._settings.leave_lane(outside)
 
     def _note_arrival(self, outside: OutsideSettings) -> None:
@@ -166,14 +167,14 @@ class Lane:
             names = ", ".join(sorted({name for _, name in unseen}))
             raise UnseenError(f"the code between layers sets {names}, which was not seen when it was measured.")
         if not settings.no_lane_sets_any:
-            self.own = settings.read_lane(outside, self.own)
-        request.own = self.own
+            self.lane_settings = settings.read_lane(outside, self.lane_settings)
+        request.lane_settings = self.lane_settings
 
     def _note_return(self, layer: int, outside: OutsideSettings) -> None:
         """Note what a call of `layer` has set."""
         self._settings.note_return(layer)
         if not self._settings.no_lane_sets_any:
-            self.own = self._settings.read_lane(outside, self.own)
+            self.lane_settings = self._settings.read_lane(outside, self.lane_settings)
 
     def _go_on(self, engine_thread: tuple[Any, ...], switch: Callable[..., Any], *values: Any) -> None:
         if self._between_layers is None:

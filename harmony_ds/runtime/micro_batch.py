@@ -67,7 +67,7 @@ class MicroBatch:
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
     lane: Lane | None = None
     outputs: Any = None
-    own: LaneSettings | None = None
+    lane_settings: LaneSettings | None = None
     """Settings of modules that its code has left."""
     forwarded: bool = False
     at_work: bool = False
@@ -89,7 +89,7 @@ class MicroBatch:
 
     def new_lane(self, device: Device, between_layers: ContextFactory | None) -> Lane:
         """Return a lane for its forward pass."""
-        thread = ThreadState(device, self.state.own)
+        thread = ThreadState(device, self.state.model_attributes)
         settings = self.state.settings
         return Lane(self.forward, self.reduce is None, self.autocast, thread, self.context, settings, between_layers)
 
@@ -126,7 +126,7 @@ class MicroBatch:
     def finish(self) -> None:
         """Take the outputs from a lane that ran to its end."""
         assert self.lane is not None
-        outputs, self.own, self.lane = self.lane.result, self.lane.own, None
+        outputs, self.lane_settings, self.lane = self.lane.result, self.lane.lane_settings, None
         self.outputs = outputs if self.reduce is None else self.reduce(outputs)
         self.forwarded = True
 
@@ -140,13 +140,13 @@ class MicroBatch:
         members = self.sharing or (self,)
         for member in members:
             member.check_unwritten()
-        with in_force(self.own):
+        with in_force(self.lane_settings):
             loss = self.objective(self.outputs)
         for member in members:
             member.outputs = None
         if loss is not None and loss.requires_grad:
             graphs = [member.inter_layer for member in members if not member.inter_layer.is_trivial]
-            with in_force(self.own), explaining_errors():
+            with in_force(self.lane_settings), explaining_errors():
                 loss.backward(retain_graph=any(graph.touches(loss) for graph in graphs))
 
     def check_unwritten(self) -> None:
@@ -187,7 +187,7 @@ class MicroBatch:
         if self.lane is not None:
             self.lane.close()
         self.lane = None
-        self.outputs = self.own = None
+        self.outputs = self.lane_settings = None
         self.calls.clear()
         self.inter_layer = InterLayerGraph()
         self.forwarded = False

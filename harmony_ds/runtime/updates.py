@@ -179,7 +179,7 @@ class Updates:
         """Begin to run the plan, with `hyper` for updates; with `clipping`, they wait for the norm of all gradients."""
         self._hyper, self._clipping = hyper, clipping
         self._swap_outs_left = self._swap_outs.copy()
-        # With clipping, no transfer is released before all gradients have come: a limit would be waited for without end.
+        # With clipping, no buffer is given back before every gradient has arrived: with a limit, both would wait for ever.
         self._extra_transfers = self._plan.held_transfers if clipping is None else None
         self._runtime.updater.begin()
 

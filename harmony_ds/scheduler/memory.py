@@ -59,7 +59,8 @@ class CostView:
     Attributes:
         measured: the table as it was measured.
         costs: the same; with each pack's own stash, where stashes go to the host.
-        packs: by the index of the pack, of those that have calls (the others come last, see `plan.Packing`).
+        packs: `packs[i]` is of pack number i. Packs that have calls are numbered first (see `plan.Packing`): there are
+            no gaps.
         stash_before: by position, what the calls before it have stashed on the device.
         backward_ends: the first position that a gradient flows through.
         loss_bytes: a micro-batch's loss and its scaled copy.

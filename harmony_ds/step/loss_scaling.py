@@ -28,11 +28,11 @@ class LossScaler:
     """The factor that losses are multiplied with, which follows overflows. Without fp16 it is always 1.
 
     Attributes:
-        own: DeepSpeed's scaler.
+        deepspeed_scaler: DeepSpeed's scaler.
     """
 
     def __init__(self, settings: Any) -> None:
-        self.own = _deepspeeds(settings)
+        self.deepspeed_scaler = _deepspeeds(settings)
         self._is_needed = settings is not None
         self._scales = False  # inside engine.backward
         self._announced = 0  # backward passes of the caller's own, from losses that it has scaled
@@ -40,7 +40,7 @@ class LossScaler:
     @property
     def scale(self) -> float:
         """The factor now."""
-        return float(self.own.cur_scale) if self._is_needed else 1.0
+        return float(self.deepspeed_scaler.cur_scale) if self._is_needed else 1.0
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return `loss` times the scale."""
@@ -72,12 +72,12 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the attributes of DeepSpeed's scaler; None if the scale never changes."""
-        return dict(vars(self.own)) if self.own.dynamic else None
+        return dict(vars(self.deepspeed_scaler)) if self.deepspeed_scaler.dynamic else None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on from `state` (None: there is none), by the rules of this ds_config, which may fix the scale."""
-        if state is not None and self.own.dynamic:
-            vars(self.own).update({name: state[name] for name in _MOVING})
+        if state is not None and self.deepspeed_scaler.dynamic:
+            vars(self.deepspeed_scaler).update({name: state[name] for name in _MOVING})
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step; `overflow`: its gradients held inf or NaN.
@@ -85,9 +85,9 @@ class LossScaler:
         Raises:
             EngineFailedError: an overflow at the smallest scale.
         """
-        if not self.own.dynamic:
+        if not self.deepspeed_scaler.dynamic:
             return
         try:
-            self.own.update_scale(overflow)
+            self.deepspeed_scaler.update_scale(overflow)
         except Exception as error:
             raise EngineFailedError(str(error)) from error

@@ -84,7 +84,7 @@ class Source(Protocol):
         """Whether its forward pass has run."""
 
     runs_at_call: bool
-    """Whether its forward pass runs when the program has its outputs: see `FirstSteps.loss_uses_more`."""
+    """Whether its forward pass runs when the program has its outputs: see `FirstSteps.loss_uses_non_outputs`."""
     is_of_outputs: bool
     """Whether the program propagates back now from a loss that is made of outputs alone."""
     joins_others: bool

@@ -73,9 +73,10 @@ class PendingMicroBatch:
         got_gradient: whether a gradient has come to outputs that were computed by a forward pass alone.
         divided_by: accumulation steps by which this engine or others have divided the gradients of its inputs.
         inputs_require_grad: whether any argument requires a gradient: then its backward pass cannot wait for the boundary.
-        runs_at_call: whether its forward pass runs when the program has its outputs, see `FirstSteps.loss_uses_more`.
+        runs_at_call: whether its forward pass runs when the program has its outputs, see
+            `FirstSteps.loss_uses_non_outputs`.
         is_of_outputs: whether the loss that autograd propagates back from now is made of its outputs.
-        uses_more: whether a loss that it was propagated back from is made of more than its outputs.
+        uses_non_outputs: whether a loss that it was propagated back from is made of more than its outputs.
         joins_others: whether the program has joined a tensor with a graph of layers to its outputs.
     """
 
@@ -104,7 +105,7 @@ class PendingMicroBatch:
         self.inputs_require_grad = any(tensor.requires_grad for tensor in arguments.tensors)
         self.runs_at_call = False
         self.is_of_outputs = False
-        self.uses_more = False
+        self.uses_non_outputs = False
         self.joins_others = False
 
     @property
@@ -243,7 +244,7 @@ class PendingMicroBatch:
         self.check_not_propagated()
         self._note_caller()
         self.got_gradient = True
-        self.uses_more |= not self.is_of_outputs
+        self.uses_non_outputs |= not self.is_of_outputs
         self.step.handle(StepEvent.BACKWARD, self)
         if self.inputs_require_grad:
             torch.autograd.Variable._execution_engine.queue_callback(self._read_gradient)

@@ -35,7 +35,7 @@ class SharedLoss:
 
     Attributes:
         members: the micro-batches, in the order of their calls.
-        terms: each with the number that gradients which come to outputs are divided by.
+        terms: (node, divisor); gradients that reach the outputs through this term are divided by it.
         expected: checks the sum of the terms, in the first step.
     """
 

@@ -170,10 +170,10 @@ class Step:
         context = self.context
         if context.forward_runs_at_calls:
             return pending.outputs()
-        left = context.runtime.contract.leaves_more
-        uses_more = context.first_steps.loss_uses_more.get(left) if left else False
-        pending.runs_at_call = uses_more is None
-        outputs = context.output_kinds.outputs(pending.micro_batch, pending, bool(uses_more))
+        left = context.runtime.contract.leaves_side_tensors
+        uses_non_outputs = context.first_steps.loss_uses_non_outputs.get(left) if left else False
+        pending.runs_at_call = uses_non_outputs is None
+        outputs = context.output_kinds.outputs(pending.micro_batch, pending, bool(uses_non_outputs))
         pending.is_pending = outputs is not None and not pending.runs_at_call
         return pending.outputs() if outputs is None else outputs
 
@@ -248,7 +248,7 @@ class Step:
     def note_backward_from_real(self) -> None:
         """Note that the program propagates back from a tensor that was computed, of whatever."""
         for pending in self.micro_batches:
-            pending.uses_more = True
+            pending.uses_non_outputs = True
 
     def gradient_divisor(self, loss_divisors: frozenset[float]) -> int:
         """Return the accumulation steps; warn if the program has divided its loss by them, too.
@@ -655,7 +655,7 @@ class Step:
         finally:
             self._count_taken(context)
         counters = context.counters
-        if context.scaler.own.dynamic:  # the next losses have another scale after an overflow
+        if context.scaler.deepspeed_scaler.dynamic:  # the next losses have another scale after an overflow
             self.settle_if_skippable(context)
         try:
             if schedule is not None and context.lr_scheduler is not None:

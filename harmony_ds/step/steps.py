@@ -65,7 +65,9 @@ class Steps:
         self._after_step = after_step
         optimizer: Any = None
         if state.optimizer is not None:
-            optimizer = ZeroOptimizer(state.optimizer, settings, scaler.own, while_alive(self.has_overflowed))
+            optimizer = ZeroOptimizer(
+                state.optimizer, settings, scaler.deepspeed_scaler, while_alive(self.has_overflowed)
+            )
         scheduler = build_scheduler(settings.now.scheduler, lr_scheduler, state.optimizer)
         gradients = StepGradients(state, scaler)
         override: OptimizerOverride | None = None
