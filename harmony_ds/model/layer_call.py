@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError, UnsupportedError
-from harmony_ds.model.arguments import CallOutputs, LayerInputs
-from harmony_ds.model.boundary import propagate
+from harmony_ds.model.arguments import Arguments, CallOutputs, LayerInputs
+from harmony_ds.model.boundary import cut, propagate
 from harmony_ds.model.buffers import Buffers, clone_buffers, substituted_buffers
 from harmony_ds.model.caches import extract_caches, restore_caches, snapshot_caches
 from harmony_ds.model.called_layer import CalledLayer, copy_with_gradient, cut_outputs, storage_of, storages_of
@@ -31,10 +32,10 @@ from harmony_ds.model.intercept import Request
 from harmony_ds.model.layer_tiles import LayerTiles
 from harmony_ds.model.own_settings import LaneSettings, in_force
 from harmony_ds.model.random_streams import RandomState, states_differ
-from harmony_ds.model.recorded_call import RecordedCall, norms_of
+from harmony_ds.model.recorded_call import RecordedCall, RecordedHead, norms_of
 from harmony_ds.model.slices import Piece, SliceAssembler, Slicing, slicing_of
 from harmony_ds.model.targets import GradientSum, OutputGradient, Targets
-from harmony_ds.model.token_expression import HeadCall
+from harmony_ds.model.token_expression import HeadCall, TiledWork, tensors_beside
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.token_tiles import TokenTiles
 from harmony_ds.model.trees import map_tensors, tensors_in
@@ -144,67 +145,117 @@ class LayerCalls:
         """
         if not (request.grad and self.tiles.has_head(request.layer)):
             return None
-        opened = self._open_head(request, copies)
-        if opened is None:
+        opened = self._open_head(request)
+        if opened is None or opened.tokens <= self.tiles.size:
             return None
-        hidden, run = opened
-        if hidden.shape[:-1].numel() <= self.tiles.size:
-            return None
-        (hidden,) = self._device_transfers.to_current([hidden])
-        head = HeadCall(hidden, run, self.tiles.size, gather)
-        with torch.enable_grad():
-            output = TokenTensor.of_head(head)
+        (hidden,) = self._device_transfers.to_current([opened.hidden])
+        head = HeadCall(hidden, opened.run, self.tiles.size, partial(nullcontext, copies), gather)
+        output = _output_of(head, request)
         if output is not None:
             self._open_heads.append((request.layer, head))
-            request.args, request.kwargs = (), {}  # not kept
         return output
 
-    def _open_head(self, request: Request, copies: Leaves) -> tuple[Tensor, Callable[[Tensor], Any]] | None:
-        """Return the (..., H) hidden states that a call is given, and its forward as a function of such; None: it is given
-        something else.
+    def begin_recorded_head(
+        self,
+        request: Request,
+        number: int,
+        weights: Callable[[], AbstractContextManager[Leaves]],
+        inter_layer: InterLayerGraph,
+        record: Callable[[RecordedCall], None],
+    ) -> TokenTensor | None:
+        """Do what `begin_head` does for a forward pass that runs by itself: its backward pass comes later, by records.
+
+        Args:
+            weights: makes a context with the head's weights on the device, as long as they do not change.
+            record: takes each record of what the program has made of the output, for `backward`.
         """
+        layer = self.layers[request.layer]
+        if not (request.grad and self.tiles.has_head(request.layer)) or layer.buffered:
+            return None
+        opened = self._open_head(request)
+        if opened is None or opened.tokens <= self.tiles.size:
+            return None
+        hidden, arguments = opened.hidden, opened.arguments
+        (hidden,) = self._device_transfers.to_current([hidden])
+        target = inter_layer.target(hidden) if hidden.requires_grad else None
+        cut_hidden = hidden.detach().requires_grad_(hidden.requires_grad)
+        head = HeadCall(cut_hidden, opened.run, self.tiles.size, weights, _nothing)
+
+        def recorded(work: TiledWork) -> list[Tensor]:
+            made = work.compute(head.hidden)
+            call = RecordedHead(request, number, arguments, [target], work=work, beside=tensors_beside(work.expression))
+            call.tensors = [self._stash.put(hidden, layer.name)]
+            gradients = [OutputGradient(number, one) if one.is_floating_point() else None for one in made]
+            call.output_gradients = [*gradients]
+            record(call)
+            results = list(made)
+            for place, gradient in enumerate(gradients):
+                if gradient is not None:
+                    (results[place],) = cut([made[place]], [gradient])
+            return results
+
+        head.record = recorded
+        return _output_of(head, request)
+
+    def begin_head_without_gradients(self, request: Request, copies: Leaves) -> TokenTensor | None:
+        """Do what `begin_head` does for a forward pass that no gradient goes back through."""
+        if request.grad or not self.tiles.has_head(request.layer):
+            return None
+        opened = self._open_head(request)
+        if opened is None or opened.tokens <= self.tiles.size:
+            return None
+        (hidden,) = self._device_transfers.to_current([opened.hidden])
+        head = HeadCall(hidden.detach(), opened.run, self.tiles.size, partial(nullcontext, copies), _nothing)
+        output = _output_of(head, request)
+        if output is not None:
+            self._open_heads.append((request.layer, head))
+        return output
+
+    def close_heads(self) -> None:
+        """Compute nothing of heads' outputs any more: their weights leave the device. Log what needed them whole, once."""
+        for layer, head in self._open_heads:
+            self.close_head(layer, head)
+        self._open_heads.clear()
+
+    def close_head(self, layer: int, head: HeadCall) -> None:
+        """Compute nothing of the output of one head any more."""
+        head.close()
+        for function, shape in head.computed_whole_for.items():
+            if self.tiles.is_new_use(layer, function):
+                _logger.warning(
+                    "what layer %s gives (%s) is computed for all tokens of a micro-batch at once: it is not known how %s "
+                    "could run in tiles of tokens (docs/long_context.md).",
+                    self.layers[layer].name,
+                    " x ".join(map(str, shape)),
+                    function,
+                )
+
+    def _open_head(self, request: Request) -> _OpenedHead | None:
+        """Return what a call is given, if that may be the hidden states of tokens alone; else None."""
         layer, given = self.layers[request.layer], LayerInputs.from_request(request)
         if len(given.tensors) != 1 or not layer.may_be_sliced(given.arguments):
             return None
         (hidden,) = given.tensors
         if not hidden.is_floating_point() or hidden.dim() < 2:
             return None
-        arguments = given.arguments
-
-        def run(part: Tensor) -> Any:
-            values = arguments.rebuild([part])
-            kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
-            return layer.call_forward(request, values[: arguments.positional], kwargs, copies)
-
-        return hidden, run
+        return _OpenedHead(layer, request, given.arguments, hidden)
 
     def may_be_head(self, request: Request, copies: Leaves, treats_tokens_alike: TokenProbe) -> bool:
         """Return whether a call gives each token, by itself, more values than it has: if it is the last, it is a head."""
-        opened = self._open_head(request, copies)
-        if opened is None or opened[0].numel() == 0:
+        opened = self._open_head(request)
+        if opened is None or opened.hidden.numel() == 0:
             return False
-        hidden, run = opened
+        hidden = opened.hidden
         one_token = hidden.detach().reshape(-1, hidden.shape[-1])[:1].view(*[1] * (hidden.dim() - 1), hidden.shape[-1])
+
+        def run(part: Tensor) -> Any:
+            return opened.run(part, copies)
+
         if not treats_tokens_alike(run, one_token, hidden.dim() - 2):
             return False
         with torch.no_grad():
             made = run(one_token)
         return isinstance(made, Tensor) and made.dim() == hidden.dim() and made.shape[-1] > hidden.shape[-1]
-
-    def close_heads(self) -> None:
-        """Compute nothing of heads' outputs any more: their weights leave the device. Log what needed them whole, once."""
-        for layer, head in self._open_heads:
-            head.close()
-            for function, shape in head.computed_whole_for.items():
-                if self.tiles.is_new_use(layer, function):
-                    _logger.warning(
-                        "what layer %s gives (%s) is computed for all tokens of a micro-batch at once: it is not known how "
-                        "%s could run in tiles of tokens (docs/long_context.md).",
-                        self.layers[layer].name,
-                        " x ".join(map(str, shape)),
-                        function,
-                    )
-        self._open_heads.clear()
 
     def _run_without_grad(self, request: Request, copies: Leaves, rows: Rows) -> Any:
         """Run a call that no gradient goes through, in slices of its rows if `rows` says so; return its outputs."""
@@ -363,7 +414,9 @@ class LayerCalls:
         if not some_arrived:
             return
         layer = self.layers[call.request.layer]
-        if call.graph:
+        if isinstance(call, RecordedHead):
+            self._propagate_through_head(call, gradients, copies, gather)
+        elif call.graph:
             replay(call.states[0])
             with in_force(call.request.lane_settings):
                 _propagate(call, gradients)
@@ -386,6 +439,21 @@ class LayerCalls:
         """Let the recomputation of `call` that follows leave out what nobody reads, unless its outputs are compared."""
         if not call.norms:
             self.layer_tiles.unread = call.unread
+
+    def _propagate_through_head(
+        self, call: RecordedHead, gradients: list[Tensor | None], copies: Leaves, gather: Callable[[], None]
+    ) -> None:
+        assert call.work is not None
+        (hidden,) = self._saved_inputs(self.layers[call.request.layer], call)
+        flat = hidden.detach().reshape(-1, hidden.shape[-1]).requires_grad_(call.targets[0] is not None)
+        beside = {operand: operand.value for operand in call.beside}
+        with in_force(call.request.own), call.work.head.using(copies, gather):
+            total, sums = call.work.propagate(flat, beside, gradients)
+        if call.targets[0] is not None and total is not None:
+            call.targets[0].add(total.view(hidden.shape))
+        known = [(get_gradient_edge(o.value), one) for o, one in zip(call.beside, sums, strict=True) if one is not None]
+        if known:
+            propagate([edge for edge, _ in known], [one for _, one in known])
 
     def recompute(
         self, call: RecordedCall, copies: Leaves, replay: SetState, as_in_steps: bool = False
@@ -462,6 +530,38 @@ class LayerCalls:
             self._stash.release(entry)
         call.tensors = []
         call.graph = []
+
+
+def _nothing() -> None:
+    """Gather no gradients: there are none without records."""
+
+
+def _output_of(head: HeadCall, request: Request) -> TokenTensor | None:
+    with torch.set_grad_enabled(request.grad):
+        output = TokenTensor.of_head(head)
+    if output is not None:
+        request.args, request.kwargs = (), {}  # not kept
+    return output
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedHead:
+    """A call that is given hidden states of tokens, and no other tensor."""
+
+    layer: CalledLayer
+    request: Request
+    arguments: Arguments
+    hidden: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.hidden.shape[:-1].numel()
+
+    def run(self, hidden: Tensor, copies: Leaves) -> Any:
+        """Run the layer's forward on other hidden states, and on `copies` of its parameters."""
+        values = self.arguments.rebuild([hidden])
+        kwargs = dict(zip(self.arguments.keywords, values[self.arguments.positional :], strict=True))
+        return self.layer.call_forward(self.request, values[: self.arguments.positional], kwargs, copies)
 
 
 def _isolated(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[None]:

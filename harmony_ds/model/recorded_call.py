@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ from harmony_ds.model.random_streams import RandomState
 from harmony_ds.model.sameness import is_exact
 from harmony_ds.model.slices import Slicing
 from harmony_ds.model.targets import OutputGradient, Targets
+from harmony_ds.model.token_expression import Beside, TiledWork
 from harmony_ds.offload.stash import StashEntry
 
 
@@ -104,6 +106,19 @@ class RecordedCall:
             f"layer {name} returned {len(given)} tensors in forward, {given}, and {len(outputs)} when it was "
             f"recomputed, {found}: outputs must depend on arguments, parameters, buffers and random numbers alone."
         )
+
+
+@dataclass(slots=True, eq=False)
+class RecordedHead(RecordedCall):
+    """What the program has made of a head's output in tiles of tokens, recorded to be propagated through later.
+
+    Attributes:
+        work: what is run again, tile by tile.
+        beside: its operands that get gradients of their own.
+    """
+
+    work: TiledWork | None = None
+    beside: Sequence[Beside] = ()
 
 
 def norms_of(outputs: list[Tensor]) -> list[float]:

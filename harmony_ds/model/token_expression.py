@@ -10,7 +10,7 @@ tile, so that neither pass ever holds the values of all tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,13 +19,17 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from harmony_ds.errors import ModelError
+from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.boundary import propagate
 from harmony_ds.model.intercept import Autocast, handled_by
 
 with torch.inference_mode(False), torch.enable_grad():
     _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
 """An input of every tiled function, so that autograd takes its outputs to require gradients; it never gets one itself."""
+
+
+class HeadClosedError(ModelError):
+    """The output of a head is used, and has not been computed while the head's weights were on the device."""
 
 
 class HeadCall:
@@ -36,38 +40,77 @@ class HeadCall:
         rank: how many dimensions of the argument count tokens.
         tile: how many tokens run at a time.
         gather: called after each tile of a backward pass: adds up the gradients that the tile has left on parameters.
+        record: makes the results of a work without a graph, and notes how gradients go back from them later; None: they
+            have a graph.
+        entrance: the hook of gradients that come to what the program makes of the head's output; None: there is none.
         computed_whole_for: functions that needed all tokens at once, and the shape that they were given.
     """
 
-    def __init__(self, hidden: Tensor, run: Callable[[Tensor], Tensor], tile: int, gather: Callable[[], None]) -> None:
-        """`hidden`: (..., H). `run` makes the output of (1, ..., n, H) hidden states of n tokens, on the head's weights."""
+    def __init__(
+        self,
+        hidden: Tensor,
+        run: Callable[[Tensor, Any], Tensor],
+        tile: int,
+        weights: Callable[[], AbstractContextManager[Any]],
+        gather: Callable[[], None],
+    ) -> None:
+        """Make it of (..., H) `hidden` states.
+
+        Args:
+            run: from (1, ..., n, H) hidden states of n tokens, and the head's weights, to the output.
+            weights: makes a context with the weights on the device.
+        """
         with torch.enable_grad():
             self.hidden = hidden.reshape(-1, hidden.shape[-1])
         self.rank = hidden.dim() - 1
         self.token_shape = hidden.shape[:-1]
         self.tile = tile
         self.gather = gather
+        self.record: Callable[[TiledWork], list[Tensor]] | None = None
+        self.entrance: Callable[[Tensor], Tensor] | None = None
         self.computed_whole_for: dict[str, tuple[int, ...]] = {}
-        self._run: Callable[[Tensor], Tensor] | None = run
+        self._run = run
+        self._weights: Callable[[], AbstractContextManager[Any]] | None = weights
+        self._open_weights: list[Any] = []  # of the contexts that are open now
 
     def run(self, hidden: Tensor) -> Tensor:
-        """Return the (n, V) output for (n, H) hidden states.
+        """Return the (n, V) output for (n, H) hidden states; the weights are held."""
+        made = self._run(hidden.view(*[1] * (self.rank - 1), *hidden.shape), self._open_weights[-1])
+        return made.view(hidden.shape[0], made.shape[-1])
+
+    @contextmanager
+    def holding_weights(self) -> Iterator[None]:
+        """Hold the weights on the device while open.
 
         Raises:
-            ModelError: the head's weights have left the device.
+            HeadClosedError: they have left it, and may have changed.
         """
-        if self._run is None:
-            raise ModelError(
-                "the output of the model's last layer is used after its step, and has not been computed: it is computed "
-                "in tiles of tokens, while the weights are on the device. Use it before engine.step(), keep what is made "
-                'of it (a loss, the largest values), or set "harmony": {"tokens": "off"}.'
+        if self._open_weights:
+            yield
+            return
+        if self._weights is None:
+            raise HeadClosedError(
+                "the output of the model's last layer is used after its backward pass or its step, and has not been "
+                "computed: it is computed in tiles of tokens, with the weights that it was made with. Use it before "
+                'engine.step(), keep what is made of it (a loss, the largest values), or set "harmony": {"tokens": "off"}.'
             )
-        made = self._run(hidden.view(*[1] * (self.rank - 1), *hidden.shape))
-        return made.view(hidden.shape[0], made.shape[-1])
+        with self._weights() as weights, self.using(weights, self.gather):
+            yield
+
+    @contextmanager
+    def using(self, weights: Any, gather: Callable[[], None]) -> Iterator[None]:
+        """Run on `weights`, and `gather` their gradients, while open."""
+        self._open_weights.append(weights)
+        before, self.gather = self.gather, gather
+        try:
+            yield
+        finally:
+            self.gather = before
+            self._open_weights.pop()
 
     def close(self) -> None:
         """Let go of the head's weights, which leave the device."""
-        self._run = None
+        self._weights = None
         self.gather = _nothing
 
 
@@ -273,6 +316,10 @@ class TiledWork:
 
     def compute(self, hidden: Tensor) -> list[Tensor]:
         """Return what is left of each place: (n, ...) tensors without a graph."""
+        with self.head.holding_weights():
+            return self._compute(hidden)
+
+    def _compute(self, hidden: Tensor) -> list[Tensor]:
         whole: list[Tensor] = []
         for first, places in self.tiles():
             made = [one.detach() for one in self.results(Tile(self.head, hidden, {}, is_cut=True), places)]
@@ -292,6 +339,12 @@ class TiledWork:
         Returns:
             The gradients of `hidden` and of the tensors `beside`. Those of parameters have been gathered.
         """
+        with self.head.holding_weights():
+            return self._propagate(hidden, beside, gradients)
+
+    def _propagate(
+        self, hidden: Tensor, beside: dict[Beside, Tensor], gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
         total = torch.zeros_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor | None] = [None] * len(beside)
         for first, places in self.tiles():
@@ -350,6 +403,8 @@ def compute_in_tiles(work: TiledWork) -> list[Tensor]:
     """Return what is left of each place, as (n, ...) tensors whose backward pass runs in tiles, too."""
     if not work.has_graph:
         return work.compute(work.head.hidden)
+    if work.head.record is not None:
+        return _recorded(work, work.head.record)
     beside = tensors_beside(work.expression)
     made: tuple[Tensor, ...] = _ComputedInTiles.apply(  # type: ignore[no-untyped-call]
         _ANCHOR, work, beside, work.head.hidden, *[operand.value for operand in beside]
@@ -413,6 +468,12 @@ class _NotComputed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         if gradient is None:
             return (None,) * (6 + len(ctx.harmony_beside))
+        if ctx.harmony_work.head.record is not None:
+            raise UnsupportedError(
+                "a gradient comes to the output of the model's last layer by an autograd.Function, after a forward pass "
+                "that ran by itself since a loss or an output was read: it is computed in tiles of tokens. "
+                'Read losses after engine.step(), or set "harmony": {"tokens": "off"}.'
+            )
         hidden, *values = ctx.saved_tensors
         gradient = gradient.movedim(ctx.harmony_dim, -1)
         gradient = gradient.reshape(-1, gradient.shape[-1])
@@ -421,7 +482,24 @@ class _NotComputed(torch.autograd.Function):
         return (None, None, None, None, None, total, *sums)
 
 
+def _recorded(work: TiledWork, record: Callable[[TiledWork], list[Tensor]]) -> list[Tensor]:
+    made = record(work)
+    if work.head.entrance is not None:
+        for one in made:
+            if one.requires_grad:
+                one.register_hook(work.head.entrance)
+    return made
+
+
 def evaluate_whole(work: TiledWork) -> Tensor:
     """Return (n, W): the values at all places at once, with their graph."""
-    with torch.set_grad_enabled(work.has_graph), handled_by(None):
+    if work.has_graph and work.head.record is not None:
+        (made,) = _recorded(work, work.head.record)
+        return made
+    return evaluate_here(work)
+
+
+def evaluate_here(work: TiledWork) -> Tensor:
+    """Return (n, W): the values at all places at once, in the graph of the hidden states."""
+    with torch.set_grad_enabled(work.has_graph), handled_by(None), work.head.holding_weights():
         return Tile(work.head, work.head.hidden, {}, is_cut=False).evaluate(work.expression, work.places)

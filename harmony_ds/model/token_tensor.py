@@ -34,6 +34,7 @@ from harmony_ds.model.token_expression import (
     Placed,
     TiledWork,
     compute_in_tiles,
+    evaluate_here,
     evaluate_whole,
     stand_in_with_graph,
 )
@@ -98,7 +99,7 @@ class TokenTensor(torch.Tensor):
         expression = HeadOutput()
         places = torch.arange(head.token_shape.numel(), device="cpu").view(head.token_shape)
         work = TiledWork(head, expression, places.reshape(-1)[:1], has_graph=True)
-        like = evaluate_whole(work)
+        like = evaluate_here(work)
         return _make(head, expression, places, like) if like.is_floating_point() else None
 
     @property
@@ -150,7 +151,7 @@ class TokenTensor(torch.Tensor):
             return made.copy_(self.whole().detach())
         made = make(self.numel(), self.dtype).view(-1, self.width)
         work = TiledWork(self.head, self.expression, self.places.reshape(-1), has_graph=False)
-        with torch.no_grad():
+        with torch.no_grad(), self.head.holding_weights():
             for first, places in work.tiles():
                 made.narrow(0, first, places.numel()).copy_(
                     TiledWork(self.head, self.expression, places, has_graph=False).compute(self.head.hidden)[0]

@@ -19,8 +19,8 @@ The handlers of REDUCE, SWAP_OUT, FREE_GRADIENTS, NORM, UPDATE and UPDATE_ON_DEV
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -334,6 +334,17 @@ class Executor:
         self._apply_own_requires_grad(task.pack, request)
         layer_calls, inter_layer = self._runtime.layer_calls, micro_batch.inter_layer
         read_state = self._runtime.random.snapshot
+        if micro_batch.reduce is not None:  # what is kept of its outputs is made while the weights are there
+            head = layer_calls.begin_head_without_gradients(request, leaves)
+            if head is not None:
+                return head
+        elif task.kind is TaskKind.FORWARD and not self._plan.rows.cuts:
+            record = partial(micro_batch.record_at, position)
+            weights = partial(self._weights_of, request.layer, task.pack)
+            head = layer_calls.begin_recorded_head(request, number, weights, inter_layer, record)
+            if head is not None:
+                micro_batch.heads.append((request.layer, head.head))
+                return head
         if task.kind is TaskKind.FORWARD_FOR_GRAPH:
             outputs, call = layer_calls.forward_with_graph(request, number, leaves, inter_layer, read_state)
         else:
@@ -343,6 +354,21 @@ class Executor:
                 raise OffPlanError
             micro_batch.calls.append((position, call))
         return outputs
+
+    @contextmanager
+    def _weights_of(self, layer: int, pack: int) -> Iterator[Leaves]:
+        """Hold the weights of a layer on the device while open: those of its pack, or copies that are swapped in for it."""
+        if pack in self._copies:
+            yield self._copies[pack].leaves
+            return
+        residency, device = self._runtime.residency, self._runtime.device
+        with device.as_current():
+            copy = residency.swap_in(self._runtime.layer_calls.layers[layer].names)
+            try:
+                copy.wait(device)
+                yield copy.leaves
+            finally:
+                residency.evict(copy)
 
     def _answer_attached(
         self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int
@@ -402,6 +428,7 @@ class Executor:
                 call, leaves, self._runtime.random.replay, lambda: self._accumulate(task.pack)
             )
             call.propagated()
+        micro_batch.close_heads(self._runtime.layer_calls.close_head)
         micro_batch.settle()
         self._accumulate(task.pack)
         if micro_batch.sharing and micro_batch is micro_batch.sharing[0]:

@@ -18,6 +18,8 @@ from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Autocast, ContextFactory, Request
 from harmony_ds.model.own_settings import LaneSettings, in_force
 from harmony_ds.model.recorded_call import RecordedCall
+from harmony_ds.model.token_expression import HeadCall
+from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.thread_state import ThreadState
@@ -74,6 +76,8 @@ class MicroBatch:
     """Whether the engine runs it now, forward or back."""
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
     """Recorded calls with their positions, in the order they were made."""
+    heads: list[tuple[int, HeadCall]] = field(default_factory=list)
+    """By layer: heads whose output it has, and computes in tiles of tokens, after a forward pass that ran by itself."""
     inter_layer: InterLayerGraph = field(default_factory=InterLayerGraph)
     sharing: tuple[MicroBatch, ...] = ()
     _cursor: int = 0
@@ -118,6 +122,16 @@ class MicroBatch:
         """Yield the recorded calls of `pack`, the last one first, and forget each."""
         while self.calls and self.calls[-1][0] >= pack.positions[0]:
             yield self.calls.pop()[1]
+
+    def record_at(self, position: int, call: RecordedCall) -> None:
+        """Note the record of a call at `position`, which is the last one."""
+        self.calls.append((position, call))
+
+    def close_heads(self, close: Callable[[int, HeadCall], None]) -> None:
+        """Compute nothing of heads' outputs any more: weights are about to change. `close`: of one head of a layer."""
+        for layer, head in self.heads:
+            close(layer, head)
+        self.heads.clear()
 
     def move(self, positions: tuple[int, ...]) -> None:
         """Follow a call order that has grown: `positions[p]` is where the call once at `p` is now."""
@@ -173,7 +187,7 @@ class MicroBatch:
         given = {tensor.grad_fn for tensor in tensors_in(self.inputs) if tensor.grad_fn is not None}
 
         def own(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad:
+            if not tensor.requires_grad or isinstance(tensor, TokenTensor):  # whose graph begins at the head
                 return tensor
             if self.inter_layer.touches(tensor) or not given.isdisjoint(reachable_nodes([tensor.grad_fn])):
                 return cut([tensor.detach()], [self.inter_layer.target(tensor)])[0]
@@ -189,6 +203,9 @@ class MicroBatch:
         self.lane = None
         self.outputs = self.lane_settings = None
         self.calls.clear()
+        for _, head in self.heads:
+            head.close()
+        self.heads.clear()
         self.inter_layer = InterLayerGraph()
         self.forwarded = False
         self._cursor = self._numbers = 0

@@ -145,6 +145,7 @@ class PackBytes:
             running = max(
                 graphs_before[place + 1] + call.backward.code_peak_bytes,
                 graphs_before[place] + call.backward.peak_bytes,
+                self._tail_bytes if call.runs_with_loss else 0,
             )
             most = max(most, stash + running + unsummed - missing_sums[place])
             stash -= call.stash.on_device_bytes

@@ -20,6 +20,7 @@ from torch import Tensor
 from harmony_ds.errors import BatchError, UnsupportedError, UsageError
 from harmony_ds.model.boundary import reachable_nodes
 from harmony_ds.model.intercept import Autocast
+from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.model.untouched import is_for_measuring
 from harmony_ds.runtime.micro_batch import MicroBatch
@@ -176,6 +177,9 @@ class PendingMicroBatch:
         for key, output in outputs.items():
             # Gradients of other outputs come to those that they are made of.
             entrance = handed_out[key] if key in used else output
+            if isinstance(entrance, TokenTensor):  # gradients come to what is made of it
+                entrance.head.entrance = self.receive
+                continue
             entrance.register_hook(self._receive_of_leaf if output.is_leaf else self.receive)
 
     # ---- its loss
@@ -326,6 +330,11 @@ class PendingMicroBatch:
 
     # ---- its end
 
+    def close_heads(self) -> None:
+        """Compute nothing more of what the model's last layer gives: its weights are about to change, or have changed."""
+        for _, head in self.micro_batch.heads:
+            head.close()
+
     def finish_propagation(self) -> None:
         """Note that its backward pass is done; what the program still has of it stays."""
         self.loss.terms.clear()
@@ -333,6 +342,7 @@ class PendingMicroBatch:
 
     def close(self, keeps_outputs: bool = True) -> None:
         """Drop graph, outputs and inputs; `keeps_outputs`: but for values that the program may still read."""
+        self.close_heads()
         if self.passes is Passes.FORWARD and self.micro_batch.outputs is not None and keeps_outputs:
             keep_values({self: self.micro_batch.outputs}, {})
         for node in self.nodes:
@@ -354,7 +364,7 @@ def _without_view(output: Tensor) -> Tensor:
 
     To write into a view in place gives it another place in autograd's graph, past the hooks on the one that it had.
     """
-    if output.is_leaf or output.layout is not torch.strided:
+    if isinstance(output, TokenTensor) or output.is_leaf or output.layout is not torch.strided:
         return output
     with torch.inference_mode(False), torch.enable_grad():  # though the reader may want no gradient now
         alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.model.boundary import explaining_errors
+from harmony_ds.model.token_expression import HeadClosedError
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.runtime.micro_batch import MicroBatch
@@ -141,9 +143,11 @@ def keep_values(outputs: Mapping[Any, Any], values: Mapping[Node, Tensor]) -> No
 
     nodes = {node for member in outputs for node in member.nodes if node.owner() is not None}
     for held in sorted(nodes, key=lambda node: node.number):
-        for node in held.dependencies(is_kept):
-            if node.read is not None and node.sources[0] in outputs:
-                node.value = _copy_to_keep(node.sources[0], node.read(outputs[node.sources[0]]))
+        # What the model's last layer gives in tiles of tokens cannot be computed with other weights: who reads it is told.
+        with suppress(HeadClosedError):
+            for node in held.dependencies(is_kept):
+                if node.read is not None and node.sources[0] in outputs:
+                    node.value = _copy_to_keep(node.sources[0], node.read(outputs[node.sources[0]]))
 
 
 def _copy_to_keep(member: Any, value: Tensor) -> Tensor:

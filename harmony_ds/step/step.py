@@ -340,6 +340,8 @@ class Step:
                 f"{name} is about to be changed, while a micro-batch that was handed over with the values before is still "
                 "to be propagated back from: call engine.backward(loss) first, or change parameters after engine.step()."
             )
+        for pending in self.micro_batches:
+            pending.close_heads()
 
     def drop_accumulated(self) -> None:
         """Drop the gradients that have accumulated since the last step."""

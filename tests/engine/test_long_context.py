@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
-from harmony_ds.errors import DoesNotFitError
+from harmony_ds.errors import BatchError, DoesNotFitError
 from tests.engine.drive import (
     config_of,
     engine_for,
@@ -236,6 +236,85 @@ def test_what_a_program_keeps_of_the_logits_is_there_after_the_step() -> None:
 
         assert hits.item() == (expected.argmax(-1) == one["labels"]).sum().item()
         torch.testing.assert_close(outputs.logits.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- forward passes that run by themselves, since the program reads what they give
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["engine.backward", "loss.backward"])
+@pytest.mark.parametrize("loss_of", LOSSES, ids=lambda one: one.__name__)
+def test_losses_that_are_read_before_the_step_run_in_tiles(
+    loss_of: Callable[[Any, Any], Tensor], by_hand: bool
+) -> None:
+    model, batches = llama(), [batch(index) for index in range(2 * ACCUMULATION)]
+    expected = copy.deepcopy(model)
+    losses = loop_plainly(expected, batches, ACCUMULATION, loss_of)
+
+    def read(engine: Any, one: Batch) -> Tensor:
+        loss = loss_of(engine, one)
+        assert loss.item() > 0
+        return loss
+
+    block = {"tokens": 40}
+    with engine_for(model, small_sgd, config_of(ACCUMULATION, harmony=block)) as engine, pytest.warns(RuntimeWarning):
+        found, _ = loop_with(engine, batches, read, by_hand)
+
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert relative_difference(model, expected) < TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
+def test_logits_can_be_read_until_the_weights_change() -> None:
+    model, (one, other) = llama(), (batch(0), batch(1))
+    with torch.no_grad():
+        expected = model(**one).logits
+    with engine_for(model, sgd, config_of(2, harmony={"tokens": 40})) as engine:
+        outputs = engine(**one)
+        hits = (outputs.logits.argmax(-1) == one["labels"]).sum()
+        assert outputs.loss.item() > 0
+        assert hits.item() == (expected.argmax(-1) == one["labels"]).sum().item()
+        torch.testing.assert_close(outputs.logits.detach().cpu(), expected)
+        engine.backward(outputs.loss)
+        engine.step()
+        engine.backward(engine(**other).loss)
+        engine.step()
+        assert engine.was_step_applied()
+
+        later = engine(**other)
+        assert later.loss.item() > 0
+        engine.backward(later.loss)
+        engine.step()
+        engine.backward(engine(**one).loss)
+        engine.step()
+        with pytest.raises(BatchError, match="outputs are not known any more"):
+            later.logits.sum().item()
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
+def test_gradients_that_are_read_before_the_step_are_there() -> None:
+    model, one = llama(), batch(0)
+    expected = copy.deepcopy(model)
+    expected(**one).loss.backward()
+    with engine_for(model, sgd, config_of(1, harmony={"tokens": 40})) as engine:
+        outputs = engine(**one)
+        assert outputs.loss.item() > 0
+        engine.backward(outputs.loss)
+        for (name, parameter), other in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other[1].grad, rtol=1e-4, atol=1e-6, msg=name)
+        engine.step()
+
+
+def test_eval_batch_runs_in_tiles(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    with torch.no_grad():
+        expected = torch.stack([model(**batch(index)).loss for index in range(ACCUMULATION)]).mean()
+    with engine_for(
+        model, lambda ps: torch.optim.SGD(ps, lr=0.0), config_of(ACCUMULATION, harmony={"tokens": 40})
+    ) as engine:
+        train_groups(engine, groups()[:1])
+        loss = engine.eval_batch(iter([batch(index) for index in range(ACCUMULATION)]))
+
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 # ---- models

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ class Data:
         self.bias = nn.Parameter(torch.randn(VOCABULARY, generator=generator))
 
 
-def head_of(module: nn.Module, hidden: Tensor) -> HeadCall:
-    return HeadCall(hidden, module, TILE, lambda: None)
+def head_of(module: nn.Module, hidden: Tensor, tile: int = TILE, gather: Callable[[], None] = lambda: None) -> HeadCall:
+    return HeadCall(hidden, lambda part, weights: module(part), tile, nullcontext, gather)
 
 
 def hidden_states() -> Tensor:
@@ -300,7 +301,7 @@ def test_what_is_not_known_computes_it_whole(program: Program) -> None:
 def test_a_loss_never_holds_the_values_of_all_tokens() -> None:
     hidden = torch.randn(1, 512, HIDDEN, requires_grad=True)
     module = nn.Linear(HIDDEN, 256)
-    logits = TokenTensor.of_head(HeadCall(hidden, module, 16, lambda: None))
+    logits = TokenTensor.of_head(head_of(module, hidden, 16))
     assert logits is not None
     labels = torch.randint(0, 256, (1, 512))
     with LiveBytes() as probe:
@@ -375,7 +376,7 @@ def test_it_cannot_be_computed_when_the_weights_are_gone() -> None:
     logits.head.close()
 
     assert largest.isfinite().all()
-    with pytest.raises(ModelError, match="used after its step"):
+    with pytest.raises(ModelError, match="used after its backward pass or its step"):
         logits.sum()
 
 
@@ -431,7 +432,7 @@ def test_gradients_of_16_bits_are_gathered_tile_by_tile() -> None:
             own.grad = None
 
     hidden = hidden_states().detach().bfloat16().requires_grad_()
-    logits = TokenTensor.of_head(HeadCall(hidden, module, TILE, gather))
+    logits = TokenTensor.of_head(head_of(module, hidden, TILE, gather))
     assert logits is not None
     F.cross_entropy(logits.float().flatten(0, 1), Data().labels.flatten()).backward()
 
