@@ -20,7 +20,7 @@ from torch import Tensor
 from harmony_ds.errors import BatchError, UnsupportedError, UsageError
 from harmony_ds.model.boundary import reachable_nodes
 from harmony_ds.model.intercept import Autocast
-from harmony_ds.model.token_tensor import TokenTensor
+from harmony_ds.model.token_tensor import TokenTensor, is_not_computed
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.model.untouched import is_for_measuring
 from harmony_ds.runtime.micro_batch import MicroBatch
@@ -320,13 +320,16 @@ class PendingMicroBatch:
         used = [
             (node, node.read) for node in self.loss.outputs_used if node.sources[0] is self and node.read is not None
         ]
+        # For the outputs of others that share its loss, tensors of zeros would stand: as large as these are not to be.
+        in_tiles = len(self.loss.members) > 1 and any(map(is_not_computed, tensors_in(outputs)))
         with suppress(BatchError):
             if not used:
                 return self.loss_fn(outputs)
-            if all(node.shape.numel() == 1 or read(outputs).shape == node.shape for node, read in used):
+            alike = all(node.shape.numel() == 1 or read(outputs).shape == node.shape for node, read in used)
+            if alike and not in_tiles:
                 return self.loss.sum({self: outputs}, detached=True)[0]
-        floats = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        return sum((tensor.float().sum() for tensor in floats[1:]), floats[0].float().sum()) if floats else None
+        parts = [_surrogate_part(tensor) for tensor in tensors_in(outputs) if tensor.requires_grad]
+        return sum(parts[1:], parts[0]) if parts else None
 
     # ---- its end
 
@@ -351,6 +354,12 @@ class PendingMicroBatch:
         self.loss.terms.clear()
         self.micro_batch.close()
         self.arguments.forget()
+
+
+def _surrogate_part(output: Tensor) -> Tensor:
+    """Return a sum that is propagated back from in the place of a loss of `output`: in tiles, if `output` is."""
+    values = output.float()
+    return values.log_softmax(-1).amax(-1).sum() if is_not_computed(output) else values.sum()
 
 
 def _used_by_others(outputs: Collection[Tensor]) -> set[int]:

@@ -224,6 +224,30 @@ def test_losses_of_a_loops_own_run_in_tiles(
     assert "at once" not in caplog.text
 
 
+def log_probability(model: Any, one: Batch) -> Tensor:
+    labels = one["input_ids"][:, 1:, None]
+    return model(input_ids=one["input_ids"]).logits[:, :-1].log_softmax(-1).gather(-1, labels).mean((1, 2))
+
+
+def better_than_another(model: Any, both: tuple[Batch, Batch]) -> Tensor:
+    better, worse = (log_probability(model, one) for one in both)
+    return -nn.functional.logsigmoid(better - worse).mean()
+
+
+def test_a_loss_of_two_forward_passes_runs_in_tiles() -> None:
+    model, both = llama(), [(batch(2 * index), batch(2 * index + 1)) for index in range(4)]
+    expected = copy.deepcopy(model)
+    losses = loop_plainly(expected, both, ACCUMULATION, better_than_another)
+
+    with engine_for(model, small_sgd, config_of(ACCUMULATION, harmony={"tokens": 24})) as engine:
+        found, _ = loop_with(engine, both, better_than_another)
+        report = engine.memory_report()
+
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert relative_difference(model, expected) < TOLERANCE
+    assert report.device_peak_bytes == report.planned_peak_bytes < 3 * LOGITS_BYTES
+
+
 def test_what_a_program_keeps_of_the_logits_is_there_after_the_step() -> None:
     model, one = llama(), batch(0)
     with torch.no_grad():
