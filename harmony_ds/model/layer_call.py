@@ -447,7 +447,7 @@ class LayerCalls:
         (hidden,) = self._saved_inputs(self.layers[call.request.layer], call)
         flat = hidden.detach().reshape(-1, hidden.shape[-1]).requires_grad_(call.targets[0] is not None)
         beside = {operand: operand.value for operand in call.beside}
-        with in_force(call.request.own), call.work.head.using(copies, gather):
+        with in_force(call.request.lane_settings), call.work.head.using(copies, gather):
             total, sums = call.work.propagate(flat, beside, gradients)
         if call.targets[0] is not None and total is not None:
             call.targets[0].add(total.view(hidden.shape))

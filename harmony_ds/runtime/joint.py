@@ -101,7 +101,7 @@ class JointLane:
         self._calls = []
         return [replies[number] for number in range(len(requests))]
 
-    own = None  # each lane has its own
+    lane_settings = None  # each lane has its own
 
     @property
     def result(self) -> list[Any]:
