@@ -326,6 +326,11 @@ class Residency:
         if name in copy.leaves:
             copy.leaves[name].grad = None
 
+    def clear_gradients(self, copy: DeviceCopy) -> None:
+        """Drop all gradients of `copy`."""
+        for name in copy.leaves:
+            self.clear_gradient(copy, name)
+
     def evict(self, copy: DeviceCopy) -> None:
         """Free the weights once the compute stream is done with them."""
         with suppress(OSError):  # weights that a disk has failed to read are not used

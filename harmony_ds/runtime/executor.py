@@ -193,15 +193,21 @@ class Executor:
         self.updates.outcome = Outcome()
 
     def undo_run(self) -> None:
-        """Free what the plan that failed has brought to the device; its backward pass had not begun.
+        """Free what the plan that failed has brought to the device.
 
-        What earlier plans of the same step have left stays as it was.
+        Device copies that earlier plans of the step have left stay: graphs of other micro-batches lead to their leaves.
+        Their gradients stay, too, unless a backward pass of this plan has added to them.
         """
-        assert not self.backward_begun, "gradients of this run lie among those of earlier ones"
+        self._runtime.stash.abandon()
         for pack, copy in list(self._copies.items()):
             if copy not in self._copies_at_begin:
                 self._evict_copy(pack)
-        self._runtime.stash.abandon()
+            elif self.backward_begun:
+                self._runtime.residency.clear_gradients(copy)
+        if self.backward_begun:
+            self._runtime.resident_packs.clear_gradients()
+            self.updates.abandon()
+        self._runtime.device.enter(HOME)
 
     def drop_step(self) -> None:
         """Free everything of the step on the device but resident packs; the updater drops gradients on the host."""

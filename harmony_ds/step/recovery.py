@@ -198,14 +198,15 @@ class Recovery:
         self.undo_and_raise(error)
 
     def _undo(self) -> None:
-        """Free what the run has brought to the device.
+        """Free what the run has brought to the device; what earlier runs of the step have left there stays.
 
         Once its backward pass has begun, its gradients lie among those of earlier runs of the step: then all are dropped.
         """
         executor = self._context.executor
-        keeps_others = self._run.kind in (RunKind.FORWARD, RunKind.PART, RunKind.EVALUATION)
-        if keeps_others and not executor.backward_begun:
+        if self._run.kind in (RunKind.FORWARD, RunKind.PART, RunKind.EVALUATION):
             executor.undo_run()
+            if executor.backward_begun:
+                discard_on_host(self._context)
         else:
             drop_gradients(self._context)
 
@@ -226,6 +227,11 @@ def end_engine(context: StepContext, error: BaseException) -> None:
 def drop_gradients(context: StepContext) -> None:
     """Drop the gradients of the step, and what its runs have left on the device."""
     context.executor.drop_step()
+    discard_on_host(context)
+
+
+def discard_on_host(context: StepContext) -> None:
+    """Drop the gradients of the step on the host."""
     if context.health.failed is None:
         context.runtime.updater.discard()
 

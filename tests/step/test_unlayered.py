@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.drive import adamw, config_of, engine_for, weights_of
+from harmony_ds.runtime.micro_batch import OffPlanError
+from harmony_ds.scheduler.plan import Task, TaskKind
+from tests.engine.drive import adamw, config_of, engine_for, sgd, weights_of
 from tests.families import build_seeded
 from tests.oracle import assert_same
 from tests.runtime import test_timeline as timeline
@@ -62,3 +67,61 @@ def test_their_gradients_are_those_of_plain_accumulation(clip: float, looks: boo
         found = weights_of(model)
 
     assert_same(found, plainly(clip), bitwise=True)
+
+
+class Scaled(nn.Module):
+    """Three layers, and a parameter that the code between them uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.a(inputs)) * self.scale
+        hidden = torch.tanh(self.b(hidden)) * self.scale
+        return self.c(hidden).square().mean()
+
+
+ERRORS: list[Callable[[], BaseException]] = [OffPlanError, lambda: torch.OutOfMemoryError("out of memory")]
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
+@pytest.mark.parametrize("error", ERRORS, ids=["off plan", "out of memory"])
+@pytest.mark.parametrize("dtype", [None, "fp32"], ids=["in place", "beside"])
+def test_a_loss_that_was_read_trains_them_though_another_micro_batch_ran_again(
+    error: Callable[[], BaseException], dtype: str | None
+) -> None:
+    model, plain = build_seeded(Scaled), build_seeded(Scaled)
+    inputs = [torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    masters: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": dtype}} if dtype else {}
+    errors = [error()]
+
+    def fail_once_in_backward(done: int, total: int, task: Task) -> None:
+        if errors and task.kind is TaskKind.FUSED:
+            raise errors.pop()
+
+    harmony = {"layers": ["a", "b", "c"], "device_memory_gib": 1.0}
+    if dtype:
+        plain.bfloat16()
+        inputs = [one.bfloat16() for one in inputs]
+    with engine_for(model, sgd, config_of(2, None, harmony, **masters)) as engine:
+        read = engine(inputs[0])
+        read.item()
+        engine.backward(engine(inputs[1]))
+        engine.on_progress(fail_once_in_backward)
+        assert model.scale.grad is not None and not errors
+        engine.on_progress(None)
+        engine.backward(read)
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    sums: dict[str, Tensor] = {}
+    for one in (inputs[1], inputs[0]):
+        (plain(one) / 2).backward()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            if dtype:
+                sums[name] = sums.get(name, torch.zeros(())) + parameter.grad.float()
+                parameter.grad = None
+            else:
+                sums[name] = parameter.grad
+    assert_same(found, sums, bitwise=True)
