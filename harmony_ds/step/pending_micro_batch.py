@@ -237,7 +237,7 @@ class PendingMicroBatch:
             member._note_caller()
         self.loss.terms.append((node, divisor))
         for member in self.loss.members:
-            self.step.handle(StepEvent.BACKWARD, member)
+            self.step.handle(StepEvent.BACKWARD, member, f"from term {node.number}")
 
     def receive(self, gradient: Tensor) -> Tensor:
         """Take a gradient of one of its outputs, which a forward pass alone has computed; return what goes on."""
@@ -249,7 +249,8 @@ class PendingMicroBatch:
         self._note_caller()
         self.got_gradient = True
         self.uses_non_outputs |= not self.is_of_outputs
-        self.step.handle(StepEvent.BACKWARD, self)
+        backward_pass = None if self.loss.is_propagating else f"of autograd {torch._C._current_graph_task_id()}"
+        self.step.handle(StepEvent.BACKWARD, self, backward_pass)
         if self.inputs_require_grad:
             torch.autograd.Variable._execution_engine.queue_callback(self._read_gradient)
         divisor = self._divisor(frozenset())
@@ -279,7 +280,7 @@ class PendingMicroBatch:
 
     def _refuse_after_step(self) -> None:
         if not self.step.is_open:
-            self.step.handle(StepEvent.BACKWARD, self)  # which says why that is refused
+            self.step.handle(StepEvent.BACKWARD, self, None)  # which says why that is refused
 
     def _divisor(self, loss_divisors: frozenset[float]) -> int:
         """Return what gradients that come to its outputs now are divided by: 1 if they have been divided already."""

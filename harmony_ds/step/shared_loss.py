@@ -39,13 +39,14 @@ class SharedLoss:
         members: the micro-batches, in the order of their calls.
         terms: (node, divisor); gradients that reach the outputs through this term are divided by it.
         expected: checks the sum of the terms, in the first step.
+        is_propagating: whether `propagate_now` is at work.
     """
 
     def __init__(self, member: LossMember) -> None:
         self.members = [member]
         self.terms: list[tuple[Node, int]] = []
         self.expected: Callable[[Tensor], None] | None = None
-        self._is_propagating = False
+        self.is_propagating = False
 
     def take_over(self, other: SharedLoss) -> None:
         """Take over the micro-batches and terms of `other`."""
@@ -100,20 +101,20 @@ class SharedLoss:
 
     def propagate_now(self) -> None:
         """Run the backward pass now, since a member's forward pass ran alone. The others run theirs first."""
-        if self._is_propagating:
+        if self.is_propagating:
             return
-        self._is_propagating = True
+        self.is_propagating = True
         try:
             outputs = {member: member.outputs() for member in self.members}
+            total, values = self.sum(outputs)
+            keep_values(outputs, values)
+            self.terms.clear()
+            steps = frozenset[int]().union(*(member.divided_by for member in self.members))
+            with divided(steps), explaining_errors():
+                assert total is not None
+                total.backward()
         finally:
-            self._is_propagating = False
-        total, values = self.sum(outputs)
-        keep_values(outputs, values)
-        self.terms.clear()
-        steps = frozenset[int]().union(*(member.divided_by for member in self.members))
-        with divided(steps), explaining_errors():
-            assert total is not None
-            total.backward()
+            self.is_propagating = False
         for member in self.members:
             member.got_gradient, member.loss = True, SharedLoss(member)
 

@@ -236,13 +236,17 @@ class Step:
 
     # ---- the program propagates back
 
-    def note_backward(self, _: PendingMicroBatch) -> None:
-        """Note that the program propagates back from a micro-batch, which has noted from what."""
+    def note_backward(self, _: PendingMicroBatch, backward_pass: str | None) -> None:
+        """Note that the program propagates back from a micro-batch, which has noted from what.
+
+        Args:
+            backward_pass: tells it from others; None: the engine propagates now from what was noted before.
+        """
         context = self.context
         if context.state.host_optimizer is None:
             context.check_can_propagate()
-        else:
-            context.scaler.check_scaled()
+        elif backward_pass is not None:
+            context.scaler.check_scaled(backward_pass)
         context.executor.accumulate_unlayered()  # what a backward pass before this one has left
 
     def note_backward_from_real(self) -> None:
@@ -272,7 +276,7 @@ class Step:
                 "engine.backward(loss) of the engine whose accumulation steps it is to be, or let both have the same."
             )
 
-    def refuse_backward(self, pending: PendingMicroBatch) -> NoReturn:
+    def refuse_backward(self, pending: PendingMicroBatch, _: str | None = None) -> NoReturn:
         """Refuse to propagate back from a micro-batch whose step is over."""
         if self.state is StepState.DESTROYED:
             raise UsageError(DESTROYED)
