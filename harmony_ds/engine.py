@@ -357,7 +357,7 @@ class HarmonyEngine(nn.Module):
                 "engine itself: not both."
             )
         step = self._steps.open
-        if queued := len(step.micro_batches):
+        if queued := step.queued:
             way_out = (
                 "call backward() and step() for them"
                 if step.micro_batches_wait
@@ -404,7 +404,7 @@ class HarmonyEngine(nn.Module):
         self.check_alive()
         self._steps.require_optimizer("train_group")
         step, counters = self._steps.open, self._steps.counters
-        queued = len(step.micro_batches) if step.micro_batches_wait else 0
+        queued = step.queued if step.micro_batches_wait else 0
         if queued or not batches:
             raise BatchError(
                 f"train_group() takes one or more micro-batches (here {len(batches)}) while none is queued (here {queued})."

@@ -43,6 +43,7 @@ class Passes(enum.Enum):
     NONE = "neither"
     FORWARD = "forward, alone: the program read its loss or outputs"
     FAILED = "forward, alone, and it raised an error, which the program has got"
+    DROPPED = "none any more: after such an error the program went on"
     BOTH = "forward and backward"
 
 
@@ -120,6 +121,11 @@ class PendingMicroBatch:
         return (bool(self.loss.terms) or self.got_gradient) and self.passes is not Passes.BOTH
 
     @property
+    def has_failed(self) -> bool:
+        """Whether its forward pass has failed, and nothing but another read would run it again."""
+        return self.passes is Passes.FAILED and not self.needs_backward
+
+    @property
     def evaluates(self) -> bool:
         """Whether the model was in evaluation mode when it was called."""
         return not self.micro_batch.state.modes.training[0]
@@ -148,16 +154,18 @@ class PendingMicroBatch:
     def outputs(self) -> Any:
         """Return the model's outputs, with their graph; computed now if need be."""
         if self.micro_batch.outputs is None:
-            if self.passes is Passes.BOTH and self.step.is_open:
+            if self.passes in (Passes.BOTH, Passes.DROPPED) and self.step.is_open:
                 self.refuse_read()
             self.step.handle(StepEvent.READ_OUTPUT, self)
         return self.micro_batch.outputs
 
     def refuse_read(self) -> NoReturn:
         """Raise BatchError: its outputs were not read in time."""
-        why = "its backward pass is over"
-        if self.passes is not Passes.BOTH:
-            why = "it was never propagated back from in its step"
+        why = "it was never propagated back from in its step"
+        if self.passes is Passes.BOTH:
+            why = "its backward pass is over"
+        elif self.passes is Passes.DROPPED:
+            why = "its forward pass failed, and the program went on without it"
         raise BatchError(
             f"this micro-batch's outputs are not known any more: {why}. Look at them before engine.backward(loss) or "
             "engine.step(), or run the engine under torch.no_grad()."
@@ -343,6 +351,11 @@ class PendingMicroBatch:
         """Note that its backward pass is done; what the program still has of it stays."""
         self.loss.terms.clear()
         self.passes = Passes.BOTH
+
+    def drop(self) -> None:
+        """Drop it after its forward pass has failed."""
+        self.passes = Passes.DROPPED
+        self.close()
 
     def close(self, keeps_outputs: bool = True) -> None:
         """Drop graph, outputs and inputs; `keeps_outputs`: but for values that the program may still read."""

@@ -203,6 +203,8 @@ class Recovery:
         Once its backward pass has begun, its gradients lie among those of earlier runs of the step: then all are dropped.
         """
         executor = self._context.executor
+        if executor.backward_begun:
+            self._context.gradients.forget_received()
         if self._run.kind in (RunKind.FORWARD, RunKind.PART, RunKind.EVALUATION):
             executor.undo_run()
             if executor.backward_begun:

@@ -122,13 +122,18 @@ class Step:
 
     @property
     def micro_batches_wait(self) -> bool:
-        """Whether a micro-batch is queued whose backward pass has not run."""
-        return any(pending.passes is not Passes.BOTH for pending in self.micro_batches)
+        """Whether a micro-batch is queued whose backward pass has not run, and may still run."""
+        return any(one.passes is not Passes.BOTH and not one.has_failed for one in self.micro_batches)
 
     @property
     def waits_for_loss(self) -> bool:
         """Whether a micro-batch is queued that the program has not propagated back from (yet)."""
-        return any(not one.needs_backward and one.passes is not Passes.BOTH for one in self.micro_batches)
+        return any(one.passes in (Passes.NONE, Passes.FORWARD) and not one.needs_backward for one in self.micro_batches)
+
+    @property
+    def queued(self) -> int:
+        """How many micro-batches are queued, but for those that have failed."""
+        return sum(not one.has_failed for one in self.micro_batches)
 
     # ---- a micro-batch is called
 
@@ -146,9 +151,11 @@ class Step:
             profiling_context: makes the context that measuring runs in.
         """
         context = self.context
+        self._drop_failed()
         is_known = call is not None or not context.replaced_forward.is_new
         call = call or context.replaced_forward.call()
-        micro_batch = new_micro_batch(context, self.number, len(self.micro_batches), arguments, call)
+        index = self.micro_batches[-1].micro_batch.index + 1 if self.micro_batches else 0
+        micro_batch = new_micro_batch(context, self.number, index, arguments, call)
         if micro_batch.state.modes is not self._checked_modes:
             context.links.check_requires_grad()
             self._checked_modes = micro_batch.state.modes
@@ -164,6 +171,12 @@ class Step:
         if context.forward_runs_at_calls:
             self._forward_of_call(pending)
         return pending
+
+    def _drop_failed(self) -> None:
+        """Drop micro-batches whose forward pass has failed: the program goes on, as if they had not been called."""
+        for pending in [one for one in self.micro_batches if one.has_failed]:
+            self.micro_batches.remove(pending)
+            pending.drop()
 
     def outputs_of(self, pending: PendingMicroBatch) -> Any:
         """Return what the caller of `pending` gets: stand-ins, or real outputs where they are not known well enough."""
@@ -336,6 +349,8 @@ class Step:
     def check_write(self, name: str) -> None:
         """Check that what was called with the values of the parameter `name`, which are about to be changed, has run.
 
+        A forward pass that has failed does not run again with other values.
+
         Raises:
             UsageError: a micro-batch is queued that has not been propagated back from.
         """
@@ -346,6 +361,8 @@ class Step:
             )
         for pending in self.micro_batches:
             pending.close_heads()
+        if not self._is_running:
+            self._drop_failed()
 
     def drop_accumulated(self) -> None:
         """Drop the gradients that have accumulated since the last step."""
@@ -368,7 +385,7 @@ class Step:
         if self.before is not None:
             self.before.settle_if_skippable(context)  # which may set learning rates back
         check_schedule(context.lr_scheduler, schedule)
-        count = len(self.micro_batches)
+        count = self.queued
         is_full = count == context.settings.gradient_accumulation_steps() and not self.has_accumulated
         with self._dropped_by_errors(), context.record.step(count, is_full):
             hyper, clipping = self._check_before_update(clips)
@@ -615,9 +632,10 @@ class Step:
 
     def drop(self) -> None:
         """Drop the step: free what it has, and let the program hand its micro-batches over again."""
-        counters = self.context.counters
+        context = self.context
+        context.gradients.forget_received()
         self._end()
-        counters.rewind()
+        context.counters.rewind()
 
     def drop_with_engine(self) -> None:
         """Drop the step of an engine that is destroyed; warn if gradients are lost by that."""

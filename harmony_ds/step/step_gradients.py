@@ -67,10 +67,17 @@ class StepGradients:
 
     def forget_used(self, by_hand: bool) -> None:
         """Forget the gradients that the step which is over has used; `by_hand`: the program has to drop them."""
-        stepped: set[str] = set().union(*(sums.pop_received() for sums in self._sums))
+        stepped = self.forget_received()
         if by_hand and self._optimizer is not None:
             with bypass_hooks():
                 self.used.update(stepped.intersection(self._optimizer.trained))
+
+    def forget_received(self) -> set[str]:
+        """Forget of which parameters the step has received gradients, and return them: it has used them, or drops them."""
+        received: set[str] = set()
+        for sums in self._sums:
+            received |= sums.pop_received()
+        return received
 
     # ---- optimizer.step() and optimizer.zero_grad() by hand
 

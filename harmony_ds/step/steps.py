@@ -262,7 +262,7 @@ class Steps:
         context, optimizer = self.context, self.state.host_optimizer
         assert optimizer is not None
         step = self.open
-        queued = len(step.micro_batches)
+        queued = step.queued
         if not queued and not self.state.runtime.user_gradients.exist(optimizer.trained):
             check_dropped(context.gradients.used)
             return
