@@ -407,6 +407,24 @@ def test_a_frozen_head_passes_gradients_on() -> None:
     assert relative_difference(found, expected) < TOLERANCE
 
 
+def test_an_adapter_on_the_head_is_a_part_of_it() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(llama(), settings).train()
+    expected = copy.deepcopy(model)
+    adapters = [own for own in expected.parameters() if own.requires_grad]
+    train_plainly(expected, groups(), torch.optim.SGD(adapters, lr=0.1), clip=1.0, seed_of=seed_of)
+
+    def check_head(engine: HarmonyEngine) -> None:
+        assert engine.plan.policy.tile_tokens == 40
+
+    found, _ = trained(model, check_head, tokens=40, layers=["*.layers.*", "*embed_tokens", "*model.norm", "*lm_head"])
+
+    assert relative_difference(found, expected) < TOLERANCE
+
+
 def test_gradients_in_bf16_are_summed_in_fp32() -> None:
     model, expected = llama(), llama()
     half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
