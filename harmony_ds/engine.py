@@ -233,7 +233,6 @@ class HarmonyEngine(nn.Module):
         if isinstance(loss, PendingTensor):
             for source in loss.node.sources:
                 source.check_not_propagated()
-        self._steps.counters.backwards += 1
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         scaled = self._steps.scaler.scaled(loss)
@@ -423,7 +422,7 @@ class HarmonyEngine(nn.Module):
                 self._steps.count_step(step, {}, counters.micro_steps + len(given))
             else:
                 step.handle(StepEvent.READ_GRADIENT)
-                counters.begin_step(counters.micro_steps + len(given))
+                counters.begin_group(counters.micro_steps + len(given))
         return [loss.node.materialize().detach() for loss in losses]
 
     @_disable_dynamo
@@ -452,7 +451,6 @@ class HarmonyEngine(nn.Module):
 
     def _propagate_losses(self, queued: list[PendingMicroBatch], *, divisor: int) -> list[PendingTensor]:
         """Note that the step propagates back from the losses of micro-batches, each over `divisor`; return the losses."""
-        self._steps.counters.backwards += len(queued)
         with self._steps.scaler.backward(), divided():
             return [pending.backward_from_own_loss(divisor, self._steps.scaler.scale) for pending in queued]
 
@@ -469,9 +467,9 @@ class HarmonyEngine(nn.Module):
         modes = [(module, module.training) for module in self.module.modules()]
         with self._world.reporting_failures():
             batches = self._data.next_group(data_iter)
-            self.module.eval()
-            self._state.runtime.updater.wait_all()
             try:
+                self.module.eval()
+                self._state.runtime.updater.wait_all()
                 losses = self._steps.evaluate(batches, loss_fn)
             finally:
                 for module, mode in modes:  # some may be frozen: `train()` would not leave them so

@@ -65,6 +65,7 @@ class Executor:
         self._progress_callback: ProgressCallback | None = None
         # Of the plan that runs, or was run last:
         self._plan = EMPTY_PLAN
+        self._is_loaded = True
         self._first_micro_batch_task = 0  # the number of its first task that is a micro-batch's
         self._needs_backward: dict[int, bool] = {}  # position of a layer call -> whether gradients flow through it
         # Where there are several devices: module -> the one that has its buffers.
@@ -138,12 +139,12 @@ class Executor:
                     runtime.random.check_drawn()
             finally:
                 runtime.layer_calls.close_heads()
-                runtime.device_transfers.finish()
                 runtime.joins.forget()
                 runtime.random.close()
                 self._micro_batches = {}
                 for index in plan.policy.resident:
                     del self._copies[index]
+                runtime.device_transfers.finish()  # last: a device that has failed raises its error here
 
     def _execute(self, tasks: Iterable[tuple[Task, int]]) -> None:
         """Run tasks, each with the bytes that it may take beside weights; a micro-batch's in the modes of its call."""
@@ -226,8 +227,9 @@ class Executor:
 
     def _load_plan(self, plan: Plan) -> None:
         """Work out what the handlers need to know of the whole of `plan`."""
-        if plan is self._plan:
+        if plan is self._plan and self._is_loaded:
             return
+        self._is_loaded = False  # until all that follows has been done
         if plan.packs != self._plan.packs:
             self._change_packs(plan)
         self._plan = plan
@@ -248,6 +250,7 @@ class Executor:
             unlayered = [name for pack in plan.packing.unlayered_packs for name in pack.parameters]
             self._buffer_devices = self._runtime.layer_calls.place_buffers(devices, unlayered)
         self.updates.load_plan(plan)
+        self._is_loaded = True
 
     def _change_packs(self, plan: Plan) -> None:
         """Prepare for the packs of `plan`, which are not those of the plan before it."""
@@ -452,7 +455,9 @@ class Executor:
         Raises:
             UnsupportedError: a parameter that is not trained would get a gradient.
         """
-        if not request.grad or (request.lane_settings is None and self._copies[pack].modes is self._runtime.contract.modes):
+        if not request.grad or (
+            request.lane_settings is None and self._copies[pack].modes is self._runtime.contract.modes
+        ):
             return
         trained = trained_by(request.lane_settings)
         self._set_trained(pack, trained)

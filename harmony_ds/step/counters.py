@@ -52,8 +52,12 @@ class Counters:
 
     def begin_step(self, micro_steps: int) -> None:
         """Begin the next step after `micro_steps` calls of `engine.step()`."""
-        self.micro_steps = self.group_began = micro_steps
+        self.begin_group(micro_steps)
         self.backwards = 0
+
+    def begin_group(self, micro_steps: int) -> None:
+        """Begin the next group of the open step after `micro_steps` calls of `engine.step()`."""
+        self.micro_steps = self.group_began = micro_steps
 
     def rewind(self) -> None:
         """Forget the calls of a step that failed, so that the program can hand its micro-batches over again."""

@@ -36,7 +36,6 @@ class LossScaler:
         self._is_needed = settings is not None
         self._scales = False  # inside engine.backward
         self._announced = 0  # backward passes of the caller's own, from losses that it has scaled
-        self._checked = ""  # the last backward pass that was one of them
 
     @property
     def scale(self) -> float:
@@ -60,13 +59,9 @@ class LossScaler:
         """Note that the caller got a scaled loss, to propagate back from by itself."""
         self._announced += 1
 
-    def check_scaled(self, backward_pass: str) -> None:
-        """Raise UsageError in a backward pass from a loss that was not scaled.
-
-        Args:
-            backward_pass: tells it from others. It may come to several outputs, of several micro-batches, and each asks.
-        """
-        if self._scales or not self._is_needed or backward_pass == self._checked:
+    def check_scaled(self) -> None:
+        """Raise UsageError if a backward pass that begins is from a loss that was not scaled."""
+        if self._scales or not self._is_needed:
             return
         if self._announced == 0:
             raise UsageError(
@@ -74,7 +69,6 @@ class LossScaler:
                 "loss. Please use one of the following: 1. engine.backward(loss) 2. engine.scale(loss).backward()"
             )
         self._announced -= 1
-        self._checked = backward_pass
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the attributes of DeepSpeed's scaler; None if the scale never changes."""

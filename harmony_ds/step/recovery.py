@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 from harmony_ds.distributed import PeerDiverged
-from harmony_ds.errors import DoesNotFitError, PeerFailedError, UnsupportedError
+from harmony_ds.errors import DoesNotFitError, ModelError, PeerFailedError, UnsupportedError
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.runtime.micro_batch import OffPlanError
 from harmony_ds.step.context import StepContext
@@ -64,6 +64,11 @@ REMEDIES: dict[ErrorKind, tuple[Remedy, ...]] = {
     ErrorKind.USER_ERROR: (_RAISE,),
     ErrorKind.OFF_PLAN: (
         _AGAIN,
+        Remedy(
+            "refuse_another_attempt",
+            "Undo the run: each time it was made, the model called other layers. The error says what to do.",
+            "was_made_too_often",
+        ),
         _ANOTHER_FORWARD,
         Remedy(
             "refuse_another_way", "Undo the run: what has been read cannot be run again. The error says what to do."
@@ -136,6 +141,15 @@ class Recovery:
     @property
     def can_run_again(self) -> bool:
         """Whether the run can be measured, planned and made again, with the same results."""
+        return self._is_repeatable and self._errors < MOST_ATTEMPTS
+
+    @property
+    def was_made_too_often(self) -> bool:
+        """Whether the run could be made again, and has been as often as it may."""
+        return self._is_repeatable and self._errors >= MOST_ATTEMPTS
+
+    @property
+    def _is_repeatable(self) -> bool:
         run = self._run
         if run.kind in (RunKind.UPDATE, RunKind.UPDATE_BY_HAND):
             return False
@@ -143,17 +157,17 @@ class Recovery:
             return self._context.world.size == 1
         if run.kind is RunKind.EVALUATION:
             return True
+        if self._context.runtime.user_gradients.popped > run.taken_gradients:
+            return False  # those gradients are gone, and would be missing when the step runs again
         keeps_gradients = not run.follows_part or not self._context.executor.backward_begun
         return keeps_gradients and not run.cannot_repeat
 
     @property
     def can_plan_for_less(self) -> bool:
         """Whether the run can be planned with a lower budget and made again."""
-        run, runtime = self._run, self._context.runtime
-        if run.kind is RunKind.EVALUATION or not self.can_run_again or self._errors == MOST_ATTEMPTS:
+        runtime = self._context.runtime
+        if self._run.kind is RunKind.EVALUATION or not self.can_run_again:
             return False
-        if run.kind is not RunKind.FORWARD and runtime.user_gradients.popped > run.taken_gradients:
-            return False  # those gradients are gone, and would be missing when the step runs again
         return runtime.world.size == 1 and runtime.device.budget_bytes is not None
 
     # ---- what the table does
@@ -187,9 +201,17 @@ class Recovery:
         self._undo()
         raise UnsupportedError(
             "a micro-batch takes another way through the model than those that were measured (LayerDrop, or code "
-            "that depends on data), in a step of which losses or outputs were looked at: such a step is not run "
-            "again. Nothing has been updated. Look at losses after engine.step(), or at all of a step's before "
-            "its boundary."
+            "that depends on data), in a step of which losses or outputs were looked at, or which has used gradients of "
+            "the program's own backward passes: such a step is not run again. Nothing has been updated. Look at losses "
+            "after engine.step(), or at all of a step's before its boundary."
+        ) from None
+
+    def refuse_another_attempt(self, _: BaseException) -> NoReturn:
+        """Undo a run that has been made as often as it may."""
+        self._undo()
+        raise ModelError(
+            f"the model called layers that it was not measured with {MOST_ATTEMPTS} times in a row, each time others, "
+            "with the same inputs and random numbers of torch. Which layers a call runs must depend on those alone."
         ) from None
 
     def give_up(self, error: BaseException) -> NoReturn:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from harmony_ds.errors import ModelError, UnsupportedError, UsageError
+from harmony_ds.errors import UnsupportedError, UsageError
 from harmony_ds.model.buffers import persistent_buffers
 from harmony_ds.model.engine_parameter import gate
 from harmony_ds.optim.host_optimizer import Hyper
@@ -33,7 +33,7 @@ from harmony_ds.step.health import DESTROYED
 from harmony_ds.step.inputs import CallInputs
 from harmony_ds.step.one_time_warnings import DIVIDED_TWICE, DROPPED, EARLY_READ, NOT_FINITE, SKIPPED
 from harmony_ds.step.pending_micro_batch import PROPAGATED_ALREADY, LossFunction, Passes, PendingMicroBatch
-from harmony_ds.step.recovery import MOST_ATTEMPTS, Recovery, comes_after_updates, drop_gradients, end_engine
+from harmony_ds.step.recovery import Recovery, comes_after_updates, drop_gradients, end_engine
 from harmony_ds.step.run import Run, RunKind, finish_run, plan_run, running
 from harmony_ds.step.samples import measure, new_micro_batch
 from harmony_ds.step.shared_loss import SharedLoss
@@ -67,6 +67,7 @@ class Step:
         self.number = context.counters.step_number
         self._updates: Plan | None = None  # tasks that remain once some micro-batches have run, for the boundary
         self._checked_modes: object = None  # modes in which only what is trained requires a gradient
+        self._backward_pass: str | None = None  # the program's last
         self._is_running = False  # the model's code, in a run or to measure it
         self._is_propagating = False  # running forward and backward, at the boundary or before it
 
@@ -253,13 +254,16 @@ class Step:
         """Note that the program propagates back from a micro-batch, which has noted from what.
 
         Args:
-            backward_pass: tells it from others; None: the engine propagates now from what was noted before.
+            backward_pass: tells it from others: one comes to each of its outputs, of any of its micro-batches. None: the
+                engine propagates now from what was noted before.
         """
         context = self.context
         if context.state.host_optimizer is None:
             context.check_can_propagate()
-        elif backward_pass is not None:
-            context.scaler.check_scaled(backward_pass)
+        elif backward_pass not in (None, self._backward_pass):
+            context.scaler.check_scaled()
+            self._backward_pass = backward_pass
+            context.counters.backwards += 1
         context.executor.accumulate_unlayered()  # what a backward pass before this one has left
 
     def note_backward_from_real(self) -> None:
@@ -402,7 +406,6 @@ class Step:
                 self._note_propagated(wanted)
                 if self._run_updates(wanted, hyper, clipping):
                     self.outcome = context.executor.updates.outcome
-            context.links.refresh_aliases()
         self._end()
 
     def _check_before_update(self, clips: bool) -> tuple[Hyper, Clipping | None]:
@@ -601,7 +604,7 @@ class Step:
         recovery = Recovery(context, run)
         was_running, self._is_running = self._is_running, True
         try:
-            for _ in range(MOST_ATTEMPTS):
+            while True:
                 try:
                     executor.begin()
                     planned = plan_run(context, run)
@@ -618,10 +621,6 @@ class Step:
                     recovery.recover(error)
                 for pending in run.pending:
                     self.measure(pending)
-            raise ModelError(
-                f"the model called layers that it was not measured with {MOST_ATTEMPTS} times in a row, each time others, "
-                "with the same inputs and random numbers of torch. Which layers a call runs must depend on those alone."
-            )
         except BaseException as error:
             recovery.end(error)
             raise
@@ -693,7 +692,8 @@ class Step:
         if settings.now.values["managed_gradient_accumulation"]:
             counters.global_samples += settings.train_batch_size()
         else:
-            counters.global_samples += counters.backwards * settings.train_micro_batch_size_per_gpu()
+            samples = counters.backwards * settings.train_micro_batch_size_per_gpu()
+            counters.global_samples += samples * context.world.size
         counters.norm = self.outcome.norm
         counters.was_applied, counters.has_overflowed = True, False
         assert context.state.optimizer is not None

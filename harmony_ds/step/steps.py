@@ -121,6 +121,7 @@ class Steps:
         self.context.gradients.forget_used(by_hand=schedule is None)
         try:
             step.count(self.context, schedule)
+            self.context.links.refresh_aliases()  # it waits: if that is interrupted, the step is taken all the same
             self._after_step(self)
         finally:
             self.counters.begin_step(micro_steps)
@@ -257,7 +258,7 @@ class Steps:
     def step_by_hand(self) -> None:
         """Update from the gradients that have accumulated, for `optimizer.step()`.
 
-        Gradients of parameters that are not the optimizer's stay, for another one to step.
+        Gradients of parameters that are not the optimizer's stay, for another one to step; after an error, too.
         """
         context, optimizer = self.context, self.state.host_optimizer
         assert optimizer is not None
@@ -267,10 +268,12 @@ class Steps:
             check_dropped(context.gradients.used)
             return
         unmanaged = context.gradients.pop_unmanaged()
-        step.handle(StepEvent.BOUNDARY, None)
-        self.count_step(step, None, self.counters.group_began + queued)
-        for parameter, gradient in unmanaged:  # for another optimizer
-            parameter.grad = gradient
+        try:
+            step.handle(StepEvent.BOUNDARY, None)
+            self.count_step(step, None, self.counters.group_began + queued)
+        finally:
+            for parameter, gradient in unmanaged:
+                parameter.grad = gradient
 
     # ---- what the program does to the model's parameters, see `model.link.Owner`
 

@@ -13,7 +13,9 @@ import torch
 from harmony_ds import EngineFailedError, HarmonyEngine
 from harmony_ds.device.cpu import CpuDevice
 from harmony_ds.device.group import DeviceGroup
+from harmony_ds.errors import UnsupportedError
 from harmony_ds.optim.user_gradients import UserGradients
+from harmony_ds.runtime.micro_batch import OffPlanError
 from harmony_ds.scheduler.plan import Task, TaskKind
 from harmony_ds.utils import safe_get_full_grad
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups, weights_of
@@ -188,16 +190,26 @@ def test_a_step_whose_accumulated_gradients_are_lost_is_not_run_again() -> None:
     assert all(torch.equal(weights[name], tensor) for name, tensor in undisturbed()[0].items())
 
 
-def test_a_step_that_has_taken_gradients_of_the_programs_own_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (torch.OutOfMemoryError, torch.OutOfMemoryError, r"after \['lm_head.weight'\]"),
+        (OffPlanError, UnsupportedError, "has used gradients of the program's own backward passes"),
+    ],
+    ids=["out of memory", "off plan"],
+)
+def test_a_step_that_has_taken_gradients_of_the_programs_own_is_not_run_again(
+    error: type[Exception], raised: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pop = UserGradients.pop
 
     def pop_and_fail(self: UserGradients, names: Iterable[str]) -> dict[str, torch.Tensor]:
         if popped := pop(self, names):
-            raise torch.OutOfMemoryError(f"after {list(popped)}")
+            raise error(f"after {list(popped)}")
         return popped
 
     monkeypatch.setattr(UserGradients, "pop", pop_and_fail)
     with engine_of(1) as (engine, _):
         with_own_gradients(engine)
-        with pytest.raises(torch.OutOfMemoryError, match=r"after \['lm_head.weight'\]"):
+        with pytest.raises(raised, match=message):
             engine.step()

@@ -108,3 +108,79 @@ def test_a_step_counts_though_the_norm_of_the_one_before_is_not_known() -> None:
             by_loop(engine)
         assert (engine.global_steps, engine.micro_steps) == (2, 2 * 2)
         assert torch.equal(engine.module.weight, weight_after_plain_steps([0.01, 0.01]))
+
+
+def by_own_backward(engine: HarmonyEngine) -> None:
+    for batch in BATCHES:
+        loss_of(engine(batch)).backward()
+    engine.step()
+
+
+def in_two_groups(engine: HarmonyEngine) -> None:
+    for batch in BATCHES:
+        engine.train_group([batch], lambda batch: loss_of(engine.module(batch)), boundary=False)
+    engine.end_group()
+
+
+def by_engine_backward(engine: HarmonyEngine) -> None:
+    for batch in BATCHES:
+        engine.backward(loss_of(engine(batch)))
+    engine.step()
+
+
+@pytest.mark.parametrize("train", [by_own_backward, in_two_groups, by_engine_backward])
+def test_samples_are_those_of_all_backward_passes_where_the_program_manages_accumulation(
+    train: Callable[[HarmonyEngine], None],
+) -> None:
+    config = config_of(1, managed_gradient_accumulation=False)
+    with engine_for(first_model(), sgd, config) as engine:
+        for step in (1, 2):
+            train(engine)
+            assert engine.global_samples == step * 2 * len(BATCHES)
+
+
+def test_gradients_for_another_optimizer_stay_when_a_step_by_hand_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(first_model(), first_model())
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with engine_for(model, lambda _: optimizer, config_of(1)) as engine:
+        loss_of(engine(BATCHES[0])).backward()
+        model[0].weight.grad = torch.ones(4, 4)
+        assert engine.optimizer is not None
+        monkeypatch.setattr(engine._steps.context.override, "check", _fail)
+        with pytest.raises(ValueError, match="the optimizer cannot step"):
+            optimizer.step()
+        monkeypatch.undo()
+        assert model[0].weight.grad is not None
+
+
+def _fail() -> None:
+    raise ValueError("the optimizer cannot step")
+
+
+def test_an_interrupted_wait_for_aliases_does_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = first_model()
+    with engine_for(model, sgd, config_of(1)) as engine:
+        alias = model.weight.data
+        loss_of(engine(BATCHES[0])).backward()
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._steps, "wait_for_updates", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        assert engine.usable and engine.global_steps == 1
+        loss_of(engine(BATCHES[0])).backward()
+        engine.step()
+        assert engine.global_steps == 2 and torch.equal(alias, model.weight)
+
+
+def test_an_evaluation_that_cannot_begin_leaves_the_model_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = first_model()
+    with engine_for(model, sgd, config_of(1)) as engine:
+        monkeypatch.setattr(engine._state.runtime.updater, "wait_all", _fail)
+        with pytest.raises(ValueError, match="cannot step"):
+            engine.eval_batch(BATCHES[:1], loss_fn=loss_of)
+        monkeypatch.undo()
+        assert model.training

@@ -13,6 +13,7 @@ import torch
 from harmony_ds.distributed import PeerDiverged
 from harmony_ds.errors import EngineFailedError, PeerFailedError
 from harmony_ds.runtime.micro_batch import OffPlanError
+from harmony_ds.step import recovery
 from harmony_ds.step.recovery import REMEDIES, ErrorKind, Recovery, Remedy, remedies, table
 from harmony_ds.step.transitions import StepState
 from tests.engine.drive import config_of, engine_for, sgd
@@ -45,6 +46,8 @@ def prepare(drive: Drive, kind: ErrorKind, remedy: Remedy, run: str) -> None:
     """Let the conditions of the remedy hold, and those of the ones before it not."""
     if remedy.action == "refuse_another_forward":
         drive.several_processes()
+    elif remedy.action == "refuse_another_attempt":
+        drive.patch.setattr(recovery, "MOST_ATTEMPTS", 1)
     elif remedy.action == "plan_for_less":
         drive.engine._state.device.budget_bytes = GIB
     elif run == "at the boundary" and remedy.action not in AGAIN and kind in (K.OFF_PLAN, K.PEER_DIVERGED):
