@@ -21,9 +21,9 @@ class FirstSteps:
         grouping_is_exact: micro-batches that ran together have given the losses that they give alone.
         recomputation_is_exact: layers have given the same when they ran again after other micro-batches had run.
         loss_uses_non_outputs: whether the program makes its losses of more than the model's outputs; by the hooks and
-            attributes in which forward leaves tensors (see `Contract.leaves_side_tensors`). Without an entry it is not known yet: such
-            micro-batches run at their calls, so that hooks and attributes hold what is theirs when the program makes
-            its loss.
+            attributes in which forward leaves tensors (see `Contract.leaves_side_tensors`). Without an entry it is not
+            known yet: such micro-batches run at their calls, so that hooks and attributes hold what is theirs when the
+            program makes its loss.
     """
 
     grouping_is_exact: bool = False
