@@ -29,6 +29,7 @@ class Case:
     prefetch: bool
     budget_bytes: int | None = None
     sizes: tuple[int, int] | None = None
+    tokens: int | None = None
 
     def __str__(self) -> str:
         packs = "auto" if self.pack_layers is None else self.pack_layers
@@ -62,6 +63,8 @@ def train(case: Case) -> Peak:
     if case.sizes is not None:
         harmony["micro_batch"] = {"forward": case.sizes[0], "backward": case.sizes[1]}
     config = config_of(GROUP, None, harmony, train_micro_batch_size_per_gpu=case.batch)
+    if case.tokens is not None:
+        config["harmony"]["tokens"] = case.tokens
     device = SimDevice(case.budget_bytes)
     try:
         with engine_for(one.build(0.0), small_sgd, config, device=device) as engine:

@@ -73,6 +73,16 @@ def test_the_planned_peak_is_the_measured_one_and_little_more(case: Case) -> Non
     assert swaps.device_to_host["activations"] == stashes
 
 
+@pytest.mark.parametrize("packs", [1, 2, ALL_CALLS])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "opt"])
+def test_a_loss_in_tiles_of_tokens_takes_what_was_planned(model: str, packs: int) -> None:
+    case = Case(model, 5, packs, "host", False, tokens=8)
+    peak = train(case)
+
+    assert peak.plan.policy.tile_tokens == 8
+    check(case, peak)
+
+
 @pytest.mark.parametrize("model", ["t5", "mixtral", "SkipNet", "SharedDepthNet"])
 def test_a_budget_is_filled_but_never_exceeded(model: str) -> None:
     """The device raises at its limit. The largest plan runs under exactly its own peak, smaller ones under less."""
