@@ -15,6 +15,19 @@ adds up this process's pieces from there (`sum_shared`).
 
 With immediate updates, a few buffers serve all packs in turn. With updates that wait for the norm, every pack keeps a
 buffer until its update.
+
+Where the gradient of a parameter is, and who may read it there:
+
+    place                       from                     until                 who reads it
+    leaf.grad                   a backward pass (1)      SWAP_OUT, or (2)      autograd; the engine's thread
+    DeviceCopy.gradients        the sum after it (2)     SWAP_OUT              the engine's thread
+    DeviceCopy.earlier_sums     a shared loss begins     it ends               nobody: it goes back to the leaf
+    these, of resident packs    a backward pass          UPDATE_ON_DEVICE      the engine's thread
+    Updates._reduced, ._shared  REDUCE                   SWAP_OUT              SWAP_OUT
+    Updates._copies_out         SWAP_OUT (4)             FREE_GRADIENTS        the copies that are under way
+    HostGradients._transfers    the deposit (5)          UPDATE (7)            the update thread; others ask it
+    .grad on the host           the program's backward   SWAP_OUT, or UPDATE   the program (`UserGradients`)
+    the same, while updated     UPDATE                   its end               the optimizer (`is_updating`)
 """
 
 from __future__ import annotations

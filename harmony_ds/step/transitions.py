@@ -1,8 +1,12 @@
 """What can happen to an optimizer step, and what is done then: one table, by which `Step.handle` acts.
 
-Events come from outside: from the program, or from autograd. The methods that the table names call each other by name, and
-raise no event themselves. `python -m harmony_ds.step.transitions` prints the table. What is done about an error in a run is
-in `recovery`; an error that a run raises drops the step where the table says so.
+Events come from outside: from the program, or from autograd. The methods that the table names call each other by name. An
+event comes within another one in these cases alone: BOUNDARY asks the step before for READ_OUTCOME; READ_OUTPUT of a
+micro-batch that was propagated back from reads the outputs of those that share its loss, and propagates (READ_OUTPUT,
+BACKWARD); hooks that a run calls may read gradients, which is refused (READ_GRADIENT).
+
+`python -m harmony_ds.step.transitions` prints the table. What is done about an error in a run is in `recovery`; an error
+that a run raises drops the step where the table says so.
 """
 
 from __future__ import annotations

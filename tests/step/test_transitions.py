@@ -195,6 +195,32 @@ def test_a_step_fails_whose_norm_never_comes(failure: Exception, monkeypatch: py
         assert step.state is StepState.FAILED
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_events_within_others_are_those_that_the_module_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    within: list[StepEvent] = []
+    nested: set[tuple[StepEvent, StepEvent]] = set()
+    handle = Step.handle
+
+    def record(step: Step, event: StepEvent, *arguments: object) -> object:
+        if within:
+            nested.add((within[-1], event))
+        within.append(event)
+        try:
+            return handle(step, event, *arguments)
+        finally:
+            within.pop()
+
+    monkeypatch.setattr(Step, "handle", record)
+    with engine_for(Tiny(), sgd, config_of(1)) as engine:
+        drive = Drive(engine, monkeypatch)
+        for _ in range(2):
+            product = drive.call() * drive.call()
+            engine.backward(product)
+            product.item()
+            engine.step()
+    assert nested == {(E.READ_OUTPUT, E.READ_OUTPUT), (E.READ_OUTPUT, E.BACKWARD)}
+
+
 def test_the_table_of_the_docs_is_that_of_the_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert table() in page, "run python -m harmony_ds.step.transitions, and put what it prints there"
