@@ -114,6 +114,7 @@ class Measurement(LayerCallObserver):
         # The loss is scaled before it is propagated.
         measured.tail.note(forward=ForwardBytes(peak_bytes=self._interval.peak() + 2 * measured.scalar))
         del outputs, loss
+        self._passes.release_head()
         measured.tail.taken.extend(self._take_gradients())
         measured.tail.unlayered = self._changed_unlayered_gradients()
         self._inputs = []

@@ -103,8 +103,7 @@ class ModelPasses(LayerCallObserver):
         """
         self.call_number = 0
         self.inter_layer = InterLayerGraph()
-        self._streamer.release_kept()
-        self._weights_of_head = ()
+        self.release_head()
         self._runtime.random.start(self, sample.seed)
         settings = self._runtime.contract.settings
         settings.begin()
@@ -163,6 +162,11 @@ class ModelPasses(LayerCallObserver):
             self._streamer.keep(copy)
             self._weights_of_head = copy.leaves.values()
         return head
+
+    def release_head(self) -> None:
+        """Evict the weights of the head of the last pass, whose output and loss are not used any more."""
+        self._streamer.release_kept()
+        self._weights_of_head = self.untouched.layer = ()
 
     def switch_to_own_random_numbers(self) -> None:
         """Go on with the pass's random numbers after those of a replayed call."""
