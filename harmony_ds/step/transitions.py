@@ -154,7 +154,7 @@ TRANSITIONS: dict[tuple[StepState, StepEvent], Cell] = {
             error_drops=True,
         ),
     ),
-    (UPDATING, E.DESTROY): Impossible("the engine asks for READ_OUTCOME before it is destroyed"),
+    (UPDATING, E.DESTROY): Impossible("DESTROY goes to the step that is open; this one is settled afterwards"),
     **{(state, E.READ_OUTCOME): Impossible("it is known already") for state in (DONE, FAILED, DESTROYED)},
     **{
         (state, E.READ_OUTPUT): (
