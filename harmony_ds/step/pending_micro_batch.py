@@ -40,9 +40,9 @@ PROPAGATED_ALREADY = (
 class Passes(enum.Enum):
     """The passes of a micro-batch that have run.
 
-    Most go from NONE to BOTH, in the run of their group. One whose loss or outputs the program reads early goes from NONE to
-    FORWARD, then to BOTH. If that forward pass raises an error, it is FAILED: reading it again runs it again, and the next
-    call or write drops it (DROPPED).
+    Most go from NONE to BOTH, in the run of their group. One whose loss or outputs the program reads early goes from NONE
+    to FORWARD, then to BOTH. If that forward pass raises an error, it is FAILED: reading it again runs it again, and the
+    next call or write drops it (DROPPED).
     """
 
     NONE = "neither"

@@ -100,6 +100,11 @@ class Step:
         return not self._is_propagating and any(pending.needs_backward for pending in self.micro_batches)
 
     @property
+    def runs_the_model(self) -> bool:
+        """Whether the engine runs the model's code now: micro-batches of the step, an evaluation, a measurement."""
+        return self._is_running
+
+    @property
     def waits_for_backward_within_run(self) -> bool:
         """Whether that is so while the engine runs the model's code: a forward pass alone, an evaluation, a measurement."""
         return self._is_running and self.waits_for_backward
@@ -241,6 +246,14 @@ class Step:
         self._check_recomputation(len(self.micro_batches))
         self.execute(Run(RunKind.FORWARD, [pending]))
         pending.forward_ran()
+
+    def refuse_read_within_run(self, _pending: PendingMicroBatch) -> NoReturn:
+        """Refuse to run a forward pass for a loss or output that code within a run reads."""
+        raise UsageError(
+            "code that the engine runs (the model's forward, a hook, a loss) reads a loss or an output of another call, which "
+            "is not computed yet: its forward pass cannot run within another one. Read it between two calls of the engine, "
+            "with loss.item(), before that code runs."
+        )
 
     def refuse_read(self, pending: PendingMicroBatch) -> NoReturn:
         """Refuse to compute outputs of a step that is over."""

@@ -84,6 +84,12 @@ _OF_OPEN_STEPS: dict[StepEvent, tuple[Transition, ...]] = {
     ),
     E.READ_OUTPUT: (
         Transition(
+            "refuse_read_within_run",
+            None,
+            "Refuse: code that the engine runs reads it, and a forward pass cannot run inside another run.",
+            "runs_the_model",
+        ),
+        Transition(
             "read_output", None, "Run its forward pass now, alone; warn once that this micro-batch is not grouped."
         ),
     ),

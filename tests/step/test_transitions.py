@@ -29,6 +29,11 @@ def trigger(drive: Drive, event: StepEvent, action: str) -> None:
     """Let the transition of an open step come about."""
     if event is E.CALL:
         drive.call()
+    elif action == "refuse_read_within_run":
+        earlier, loss = drive.call(), drive.call()
+        drive.model.second.register_forward_pre_hook(lambda *_: earlier.item())
+        with pytest.raises(UsageError, match="a loss or an output of another call"):
+            loss.item()
     elif event is E.READ_OUTPUT:
         drive.losses[-1].item()
     elif event is E.BACKWARD:
@@ -78,7 +83,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taken]:
         return transition
 
     def handle_alone(step: Step, event: StepEvent, *arguments: object) -> object:
-        is_of_a_hook = event is E.READ_GRADIENT and step.waits_for_backward_within_run
+        reads = event is E.READ_GRADIENT and step.waits_for_backward_within_run
+        is_of_a_hook = reads or (event is E.READ_OUTPUT and step.runs_the_model)
         assert step not in within or is_of_a_hook, f"{event} within another event"
         within.append(step)
         try:
