@@ -250,9 +250,9 @@ class Step:
     def refuse_read_within_run(self, _pending: PendingMicroBatch) -> NoReturn:
         """Refuse to run a forward pass for a loss or output that code within a run reads."""
         raise UsageError(
-            "code that the engine runs (the model's forward, a hook, a loss) reads a loss or an output of another call, which "
-            "is not computed yet: its forward pass cannot run within another one. Read it between two calls of the engine, "
-            "with loss.item(), before that code runs."
+            "code that the engine runs (the model's forward, a hook, a loss) reads a loss or an output of another call, "
+            "which is not computed yet: its forward pass cannot run within another one. Read it between two calls of the "
+            "engine, with loss.item(), before that code runs."
         )
 
     def refuse_read(self, pending: PendingMicroBatch) -> NoReturn:

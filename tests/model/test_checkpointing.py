@@ -20,7 +20,7 @@ from harmony_ds import ModelError
 from harmony_ds.model.checkpointing import checkpoints_bypassed
 from harmony_ds.utils import safe_get_full_grad, safe_get_local_grad
 from tests.cover import pairs
-from tests.engine.test_paths import ACCUMULATION, GROUPS, WIDTH, Net, assert_equals_plain, built, training
+from tests.engine.residual_net import ACCUMULATION, GROUPS, WIDTH, Net, assert_equals_plain, built, training
 from tests.oracle import assert_same
 
 Checkpoint = Callable[..., Any]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from harmony_ds import UnsupportedError
 from harmony_ds.device.live_bytes import LiveBytes
 from tests.engine.drive import adamw, config_of, engine_for, seed_of
-from tests.engine.test_paths import ACCUMULATION, GROUPS, Net, built
+from tests.engine.residual_net import ACCUMULATION, GROUPS, Net, built
 from tests.oracle import train_plainly
 
 BLOCKS = 4

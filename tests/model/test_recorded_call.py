@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.test_paths import WIDTH, Net, assert_equals_plain
+from tests.engine.residual_net import WIDTH, Net, assert_equals_plain
 
 
 class Layer(nn.Module):

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad
 
 from harmony_ds import ModelError
 from tests.engine.drive import adamw, config_of, engine_for, seed_of
-from tests.engine.test_paths import ACCUMULATION, GROUPS, WIDTH, Net, built
+from tests.engine.residual_net import ACCUMULATION, GROUPS, WIDTH, Net, built
 from tests.oracle import assert_same, train_plainly
 
 Y = torch.ones(2, WIDTH)

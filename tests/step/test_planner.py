@@ -11,7 +11,7 @@ import torch
 
 from harmony_ds.step import group_plans
 from tests.engine.drive import config_of, engine_for, seed_of, sgd
-from tests.engine.test_paths import Net, batch_of, built
+from tests.engine.residual_net import Net, batch_of, built
 from tests.inside import planner_of
 from tests.oracle import assert_same, train_plainly
 from tests.scheduler.examples import GPU
