@@ -94,6 +94,7 @@ RULES: dict[str, Rule] = {
     "tests/simdevice/test_engine_faults.py": every_tenth,
     "tests/simdevice/test_engine_late.py::test_a_loop_trains_as_plain_pytorch": every_third,
     "tests/simdevice/test_engine_pipeline.py::test_several_devices_train_as_one": every_tenth,
+    "tests/simdevice/test_swap_memory.py": every,
     "tests/simdevice/test_simdevice.py::test_operands_on_two_devices_are_refused_but_for_a_single_number_of_the_cpu": every,
     "tests/estimate/test_forecast.py": one,
     "tests/estimate/test_survey.py": one,

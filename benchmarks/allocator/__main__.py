@@ -1,7 +1,7 @@
 r"""How many bytes does torch's allocator have to reserve for what a plan allocates?
 
     python -m benchmarks.allocator --model benchmarks/models/llama-3b.json --rows 3 --accumulation 7 --sequence 1536 \
-        --cap-gib 17 [--ragged] [--clip 1] [--harmony JSON] [--pools streams|one|stash] --json
+        --cap-gib 17 [--ragged] [--clip 1] [--harmony JSON] [--pools engine|weights-apart] --json
     python -m benchmarks.allocator [--write]    # all cases: an hour; --write: results/allocator.json and docs/memory.md
 
 The engine trains three steps on torch's meta device, with its real sizes and streams (`recorder.py`). What it allocates is
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--ragged", action="store_true", help="micro-batches of 50 to 100 %% of the tokens")
     parser.add_argument("--clip", type=float, default=0.0, help="clip gradients to this norm")
     parser.add_argument("--harmony", type=json.loads, default={}, help='more of the ds_config\'s "harmony", as JSON')
-    parser.add_argument("--pools", choices=[pools.value for pools in Pools], default=Pools.STREAMS.value)
+    parser.add_argument("--pools", choices=[pools.value for pools in Pools], default=Pools.ENGINE.value)
     parser.add_argument("--fixed", action="store_true", help="fixed segments, not expandable ones")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--write", action="store_true", help="of all cases: write the results and the table")

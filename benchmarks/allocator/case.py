@@ -39,20 +39,16 @@ HOST = Host("16 cores", 128, 1, 7000, 16, "42 GB/s of updates")
 class Pools(Enum):
     """Which allocations share a pool of the allocator."""
 
-    STREAMS = "streams"
-    """Those of one stream, as the engine allocates them."""
-    ONE = "one"
-    """Those of compute and of swap-ins."""
-    STASH = "stash"
-    """The same, but stash that comes back from the host has a pool of its own."""
+    ENGINE = "engine"
+    """Those of one stream, as the engine allocates them: weights that are swapped in share compute's."""
+    WEIGHTS_APART = "weights-apart"
+    """The same, but weights that are swapped in have a pool of their own."""
 
     def pool_of(self, event: Allocated) -> object:
         """Return the stream that the allocator is to think an allocation is for."""
-        if self is Pools.STREAMS or event.stream is not Stream.SWAP_IN:
-            return event.stream
-        if self is Pools.STASH and not event.is_buffer:
-            return event.stream
-        return Stream.COMPUTE
+        if self is Pools.WEIGHTS_APART and event.is_buffer:
+            return Stream.SWAP_IN
+        return event.stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ marks a point of a stream, and `wait` lets another stream wait for it. The host 
     SWAP_OUT                        gradients 1
 
     (a) a pack's layers wait for its weights
-    (b) a swap-in waits for the layers of the evicted pack, whose memory it fills
+    (b) a swap-in waits for what compute has been given so far, whose memory it fills
     (c) a swap-out waits for the backward pass that makes the gradients
     (d) compute waits for the swap-out before it reuses the memory of the gradients
 
@@ -192,9 +192,10 @@ class Device(ABC):
         return torch.empty_like(tensor, device="cpu").copy_(tensor, non_blocking=non_blocking)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised flat buffer, counted against the budget until `free`.
+        """Return an uninitialised flat buffer of the compute stream's memory, counted against the budget until `free`.
 
-        Must be called, and the buffer freed, on the stream that first writes it.
+        Another stream may write it after the work that compute has been given so far; before it is freed, compute must
+        have waited for that.
 
         Raises:
             torch.OutOfMemoryError: the budget would be exceeded.

@@ -1,8 +1,8 @@
 """The CUDA device: a compute stream and a stream for each kind of copies, which events alone order.
 
-Compute runs on the stream that is current when a step begins, the user's. The buffers of swap-ins are allocated and freed
-on the swap-in stream, so that the caching allocator reuses them without letting streams wait for unrelated work. Host slabs
-are page-locked by registration at their exact size, since `pin_memory` pads to powers of two.
+Compute runs on the stream that is current when a step begins, the user's. Buffers that swap-ins fill are of its memory, too:
+in one pool of the caching allocator, what weights leave serves activations, and the other way round. Host slabs are
+page-locked by registration at their exact size, since `pin_memory` pads to powers of two.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _FIXED, _GROWING = 10, 25
 """One part in so many of the budget may be lost to fragmentation: one in 10 with fixed segments (9.4 % of 24 GiB were on an
 H200, which ended a step), one in 25 with expandable segments (not measured)."""
 _EXPANDABLE = "expandable_segments:True"
-_ALLOCATING = (Stream.COMPUTE, Stream.SWAP_IN, Stream.UPLOAD)
-"""Streams that allocate device memory in any step. PEER does where there are several devices; SWAP_OUT and DISK never."""
+_ALLOCATING = (Stream.COMPUTE, Stream.UPLOAD)
+"""Streams that allocate device memory in any step. PEER does where there are several devices; the others never do."""
 _SEGMENT_BYTES = (2 + 20) * 2**20
 """What a stream's segments take that may be next to empty: one of small blocks and one of larger ones (torch,
 c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer)."""
@@ -163,6 +163,10 @@ class CudaDevice(Device):
 
     def record_use(self, tensor: Tensor) -> None:
         tensor.record_stream(self._stream(Stream.COMPUTE))
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with torch.cuda.stream(self._stream(Stream.COMPUTE)):
+            return super().empty(numel, dtype)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not (self.pins_host and numel):

@@ -55,7 +55,7 @@ class DiskWeights:
 
     @torch.inference_mode()  # otherwise tensors that the caller made in inference mode could not be written
     def _copy(self, copies: CopyPairs, device: Device, free: Event, context: StreamContext) -> Event:
-        # The buffer's memory belongs to the swap-in stream, which has waited for its former user.
+        # The swap-in stream has waited for the work that may still use the buffer's memory.
         device.wait(Stream.DISK, free)
         try:
             with context:

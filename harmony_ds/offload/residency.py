@@ -1,7 +1,8 @@
 """The copies of packs on the device: their weights, from swap-in to eviction, and the gradients that gather there.
 
-A pack's weights are one device buffer, which the swap-in stream fills, with a leaf tensor per parameter for layer calls.
-Gradients accumulate on the leaves, or in separate tensors of the accumulation dtype. What a pack has on the device:
+A pack's weights are one device buffer of the compute stream's memory, which the swap-in stream fills, with a leaf tensor
+per parameter for layer calls. Gradients accumulate on the leaves, or in separate tensors of the accumulation dtype. What a
+pack has on the device:
 
     from SWAP_IN           weights
     from its BACKWARD      weights, gradients
@@ -160,7 +161,7 @@ class Residency:
                 views |= {name: place.view(target) for name, place in piece.places.items()}
                 offset += piece.memory.numel()
         issued = self._device.record(Stream.SWAP_IN)
-        # From a disk, a thread copies on a stream of its own, after the swap-in stream has freed the buffer's memory.
+        # From a disk, a thread copies on a stream of its own, after what the swap-in stream has waited for.
         arrived = issued if disk is None else disk.swap_in(from_disk, issued)
         self._last_swap_in[self._device.number] = arrived
         with bypass_hooks():
@@ -169,15 +170,17 @@ class Residency:
 
     @contextmanager
     def _buffer(self, numel: int) -> Iterator[Tensor]:
-        """Allocate a buffer on the swap-in stream, which is current while open; free the buffer on errors."""
-        buffer = None
+        """Allocate a buffer, with the swap-in stream current while open; free the buffer on errors."""
+        buffer = self._device.empty(numel, self._store.dtype)
         try:
+            # Work that compute was given before may still use this memory.
+            self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
             with torch.no_grad(), self._device.on(Stream.SWAP_IN):
-                buffer = self._device.empty(numel, self._store.dtype)
                 yield buffer
         except BaseException:
-            if buffer is not None:
-                self._device.free(buffer)
+            # Copies that were issued before the error may still write it.
+            self._device.wait(Stream.COMPUTE, self._device.record(Stream.SWAP_IN))
+            self._device.free(buffer)
             raise
 
     def add_parameters(self, copy: DeviceCopy, names: Iterable[str]) -> None:
@@ -332,15 +335,13 @@ class Residency:
             self.clear_gradient(copy, name)
 
     def evict(self, copy: DeviceCopy) -> None:
-        """Free the weights once the compute stream is done with them."""
+        """Free the weights; their memory is reused after the work that compute has been given so far."""
         with suppress(OSError):  # weights that a disk has failed to read are not used
             copy.wait(self._device)  # copies may still write the buffer
-        done = self._device.record(Stream.COMPUTE)
-        # The buffer belongs to the swap-in stream, which may reuse it only after the last kernel that reads it.
-        self._device.wait(Stream.SWAP_IN, done)
-        self._device.free(copy.buffer)
-        for added in copy.added:
-            self._device.free(added.buffer)
+        for freed in (copy, *copy.added):
+            # The buffer is of the stream that was compute's then: a program may run its steps on several.
+            self._device.record_use(freed.buffer)
+            self._device.free(freed.buffer)
 
 
 def _attributes(parameter: nn.Parameter) -> dict[str, Any]:

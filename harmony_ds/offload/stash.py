@@ -99,6 +99,8 @@ class Stash:
                 entry.host_tensor = self._copy_out(tensor, entry.buffer)
                 entry.arrived = device.record(Stream.SWAP_OUT)
                 self._copies_out[device.number].append((entry.arrived, tensor))
+            else:
+                self._wait_for(entry)
             entry.device_tensor = None
 
     def _copy_out(self, tensor: Tensor, buffer: HostBuffer) -> Tensor:
@@ -120,16 +122,20 @@ class Stash:
         """Issue the copies back to the device; `tensor` waits for them."""
         device = self._device
         self._free_copied()
+        coming: list[tuple[StashEntry, Tensor, Tensor]] = []  # with the tensors on the host and on the device
         for entry in entries:
             if entry.device_tensor is not None:
                 continue
             host = entry.host_tensor
             assert host is not None, "a released stash entry was asked for"
+            coming.append((entry, host, torch.empty_like(host, device=device.torch_device)))
             if entry.arrived is not None:
                 # The host tensor is read only after the swap-out has written it.
                 device.wait(Stream.SWAP_IN, entry.arrived)
+        # Work that compute was given before may still use the memory.
+        device.wait(Stream.SWAP_IN, device.record(Stream.COMPUTE))
+        for entry, host, tensor in coming:
             with torch.no_grad(), device.on(Stream.SWAP_IN):
-                tensor = torch.empty_like(host, device=device.torch_device)
                 tensor.copy_(host, non_blocking=True)
             self._ledger.book_in(TrafficKind.ACTIVATIONS, host.numel() * host.element_size())
             entry.device_tensor = tensor
@@ -142,12 +148,15 @@ class Stash:
             self.swap_in([entry])
         tensor = entry.device_tensor
         assert tensor is not None
-        if entry.arrived is not None:
-            # The layer reads the tensor only after the swap-in has written it.
-            self._device.wait(Stream.COMPUTE, entry.arrived)
-            entry.arrived = None
+        self._wait_for(entry)
         entry.check()
         return tensor if entry.stays else tensor.detach()
+
+    def _wait_for(self, entry: StashEntry) -> None:
+        """Let the compute stream read or reuse the memory of a tensor only after the swap-in has written it."""
+        if entry.arrived is not None:
+            self._device.wait(Stream.COMPUTE, entry.arrived)
+            entry.arrived = None
 
     def release(self, entry: StashEntry) -> None:
         """Release `entry` for one of its users: free the device tensor, and with the last user the host's."""
@@ -155,11 +164,8 @@ class Stash:
         # Only a swap-in waits for the copy to the host; without one, that copy may still be queued on another stream.
         was_swapped_in = entry.device_tensor is not None
         if entry.host_tensor is not None:
-            # The tensor's memory belongs to the swap-in stream, which may reuse it only after compute has read it.
-            self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
-            if entry.device_tensor is not None and _has_other_references(entry.device_tensor):
-                # A layer keeps its input, which may be read and freed later.
-                self._device.record_use(entry.device_tensor)
+            if was_swapped_in:
+                self._wait_for(entry)
             entry.device_tensor = None
         if entry.users == 0:
             entry.device_tensor = None
@@ -173,19 +179,10 @@ class Stash:
             self._device.enter(number)
             self._free_copied()
             # Memory of the compute stream is dropped that copies may still read or write.
-            for copies in (Stream.SWAP_OUT, Stream.PEER):
+            for copies in (Stream.SWAP_IN, Stream.SWAP_OUT, Stream.PEER):
                 self._device.wait(Stream.COMPUTE, self._device.record(copies))
-            # Memory of the swap-in stream is dropped that layers may still read.
-            self._device.wait(Stream.SWAP_IN, self._device.record(Stream.COMPUTE))
         self._device.enter(HOME)
 
     def destroy(self) -> None:
         """Free the host buffers."""
         self._buffers.destroy()
-
-
-def _has_other_references(tensor: Tensor) -> bool:
-    """Return whether another tensor has the memory of `tensor`."""
-    storage = tensor.untyped_storage()  # the second reference, beside that of `tensor`
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count > 2

@@ -2,11 +2,12 @@
 
 What enters: a plan without delays, and what predicts its step. What leaves: delays by pack, for `Policy.swap_in_delays`;
 empty where no pack has to wait for its update, or where delays do not make the step shorter. Else they are, for every pack
-whose first swap-in follows an update, by time (0 where none is needed) or, if that is clearly faster, as late as may be.
+whose first swap-in follows an update, by time (0 where none is needed) or, if that is clearly faster, one run before the
+weights are needed: a swap-in copies after the runs that were issued before it, and the last run hides the copy.
 
-The places come from a simulated step in which every such swap-in is issued as late as it may be, so that no run and no
-update is held up. A swap-in then comes after the runs that had to be issued there before its update ended. While the host
-waits for the update, these runs are what the device computes.
+The places come from a simulated step in which every such swap-in is issued that late, so that hardly a run and no update is
+held up. A swap-in then comes after the runs that had to be issued there before its update ended. While the host waits for
+the update, these runs are what the device computes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def choose_delays(plan: Plan, costs: CostTable, machine: Machine) -> tuple[int, 
         return ()
     # One that is not held up may be as soon as another one before it no longer is.
     latest = tuple(
-        len(plan.tasks) if pack.positions and pack.index in as_composed.updated_ms else 0 for pack in plan.packs
+        _runs_until_needed(plan, pack.index) - 1 if pack.positions and pack.index in as_composed.updated_ms else 0
+        for pack in plan.packs
     )
     at_latest = _simulate_waits(_with_delays(plan, latest), costs, machine)
     by_time = tuple(_runs_before(plan, at_latest, pack) if delay else 0 for pack, delay in enumerate(latest))
@@ -110,3 +112,15 @@ def _runs_before(plan: Plan, waits: _Waits, pack: int) -> int:
                 break
             runs += 1
     return runs
+
+
+def _runs_until_needed(plan: Plan, pack: int) -> int:
+    """Return how many runs there are between the swap-in of `pack` and its own first run; at least 1."""
+    place = plan.tasks.index(Task(TaskKind.SWAP_IN, pack))
+    runs = 0
+    for task in plan.tasks[place:]:
+        if task.kind in RUNS:
+            if task.pack == pack:
+                break
+            runs += 1
+    return max(1, runs)

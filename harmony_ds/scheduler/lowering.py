@@ -1,7 +1,7 @@
 """Lowers a `Plan` to jobs: its tasks, as the executor would issue them, on the streams of a `Machine`.
 
     host      issues tasks in order; a swap-in makes it wait until the host has updated those weights
-    swap_in   I, T           waits, after an E, for the compute that the evicted weights served; T for the stash that left
+    swap_in   I, T           waits for the compute so far, in whose memory it copies; T for the stash that left
     disk      I, where weights come from a disk
     compute   F, L, B, K, P, D   waits for the weights of its pack and stash, and after a G for the gradients on their way
     peer      R, A, M, W     waits for the compute so far, or for the device's share of the weights
@@ -69,7 +69,6 @@ class Lowering:
         self._last: dict[str, int] = {}  # stream -> the last job on it
         self._device = 0  # of the task
         self._compute_after: defaultdict[int, list[int]] = defaultdict(list)  # device -> what compute there waits for
-        self._swap_in_after: dict[int, tuple[int, ...]] = {}  # and its next swap-in
         self._leaving: dict[int, int] = {}  # device -> the last stash that left it
         self._stash_out: dict[int, tuple[int, ...]] = {}  # device -> the last stash that was copied to the host
         self._moved_bytes = moved_bytes(plan.packing, costs.flow)
@@ -99,8 +98,6 @@ class Lowering:
                 self._run(tasks, pack)
             case TaskKind.SWAP_IN | TaskKind.GATHER:
                 self._arrived[task.pack] = self._weights_in(task, pack)
-            case TaskKind.EVICT:
-                self._swap_in_after[pack.device] = self._latest(COMPUTE)
             case TaskKind.REDUCE | TaskKind.SWAP_OUT:
                 self._gradients_out(task, pack)
             case TaskKind.FREE_GRADIENTS:
@@ -238,7 +235,7 @@ class Lowering:
 
     def _copy_in(self, tasks: _Tasks, nbytes: int, after: tuple[int, ...], disk_bytes_per_ms: float = math.inf) -> int:
         machine = self._machine
-        after = (*after, *self._swap_in_after.get(self._device, ()))
+        after = (*after, *self._latest(COMPUTE))
         rate = min(machine.swap_in_bytes_per_ms, disk_bytes_per_ms)
         demands = (*self._link_demand(rate), *_disk_demand(rate / disk_bytes_per_ms))
         stream = SWAP_IN if math.isinf(disk_bytes_per_ms) else DISK

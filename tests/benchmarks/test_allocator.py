@@ -25,7 +25,7 @@ def recording(case: Case) -> Recording:
 
 
 def test_an_engine_allocates_what_it_has_planned(recording: Recording) -> None:
-    allocated = replay(recording.events, None, expandable=True, pools=Pools.STREAMS).allocated_peak_bytes
+    allocated = replay(recording.events, None, expandable=True, pools=Pools.ENGINE).allocated_peak_bytes
     in_plan = allocated - sum(WORKSPACES)
     assert 0.9 * recording.planned_peak_bytes < in_plan <= recording.planned_peak_bytes
 
@@ -49,13 +49,13 @@ def test_everything_but_what_stays_on_the_device_is_freed(recording: Recording) 
 
 def test_streams_are_the_engines(recording: Recording) -> None:
     allocated = [event for event in recording.events if isinstance(event, Allocated)]
-    assert {event.stream for event in allocated} == {Stream.COMPUTE, Stream.SWAP_IN, Stream.UPLOAD}
-    assert any(event.stream is Stream.SWAP_IN and event.is_buffer for event in allocated)  # weights
+    assert {event.stream for event in allocated} == {Stream.COMPUTE, Stream.UPLOAD}
+    assert all(event.stream is Stream.COMPUTE for event in allocated if event.is_buffer)  # weights
     assert any(isinstance(event, Used) for event in recording.events)  # inputs, which another stream has copied
 
 
 def test_the_answer_has_all_numbers_of_the_third_step(case: Case, recording: Recording) -> None:
-    found = answer(case, recording, Pools.STREAMS, expandable=True)
+    found = answer(case, recording, Pools.ENGINE, expandable=True)
     assert found["case"] == "llama-7m, 3 x 2 rows of 256, 0.22 GiB, ragged, clipping at 1"
     assert not found["out_of_memory"]
     assert found["retries_a_step"] == 0
@@ -68,24 +68,22 @@ def _third_step(*events: Event) -> list[Event]:
 
 
 def test_pools_decide_who_shares_memory() -> None:
-    """Of three allocations, one after the other, one pool serves those that share it."""
+    """One pool serves weights and what is computed with the same memory."""
     events = _third_step(
         Allocated(1, 40 * MIB, Stream.COMPUTE, is_buffer=False),
         Freed(1),
-        Allocated(2, 40 * MIB, Stream.SWAP_IN, is_buffer=True),
-        Freed(2),
-        Allocated(3, 40 * MIB, Stream.SWAP_IN, is_buffer=False),
+        Allocated(2, 40 * MIB, Stream.COMPUTE, is_buffer=True),
     )
     reserved = {}
     for pools in Pools:
         peak = replay(events, None, expandable=True, pools=pools).reserved_peak_bytes
-        reserved[pools] = (peak - 80 * MIB) // MIB  # the workspaces take four pages
-    assert reserved == {Pools.STREAMS: 80, Pools.ONE: 40, Pools.STASH: 80}
+        reserved[pools] = (peak - 80 * MIB) // MIB  # the workspaces take 64, and four pages
+    assert reserved == {Pools.ENGINE: 40, Pools.WEIGHTS_APART: 80}
 
 
 def test_a_step_that_is_out_of_memory_says_where() -> None:
     events = _third_step(TaskDone("task 1 of 2, F0.0"), Allocated(1, 400 * MIB, Stream.COMPUTE, is_buffer=False))
-    found = replay(events, 300 * MIB, expandable=True, pools=Pools.STREAMS)
+    found = replay(events, 300 * MIB, expandable=True, pools=Pools.ENGINE)
     assert found.failure.startswith("in step 3, after task 1 of 2, F0.0: 419,430,400 bytes do not fit")
 
 
@@ -94,9 +92,9 @@ def test_only_the_third_step_is_counted() -> None:
         StepBegun(0),
         Allocated(1, 400 * MIB, Stream.COMPUTE, is_buffer=False),
         Freed(1),
-        Allocated(2, 400 * MIB, Stream.SWAP_IN, is_buffer=True),  # a retry
+        Allocated(2, 400 * MIB, Stream.UPLOAD, is_buffer=False),  # a retry
         Freed(2),
-        *_third_step(Allocated(3, 100 * MIB, Stream.SWAP_IN, is_buffer=True), Freed(3)),
+        *_third_step(Allocated(3, 100 * MIB, Stream.UPLOAD, is_buffer=False), Freed(3)),
     ]
-    found = replay(events, 500 * MIB, expandable=True, pools=Pools.STREAMS)
+    found = replay(events, 500 * MIB, expandable=True, pools=Pools.ENGINE)
     assert (found.failure, found.retries, found.returned_bytes) == ("", 0, 0)

@@ -93,10 +93,10 @@ def test_segments_are_set_aside_for_streams_that_allocate(
     settings: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For compute, swap-ins and inputs; and between devices, where there are several."""
+    """For compute and inputs; and between devices, where there are several."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     device = CudaDevice(0)
-    assert device.reserve_bytes() == workspaces + 3 * 22 * 2**20
+    assert device.reserve_bytes() == workspaces + 2 * 22 * 2**20
     assert device.peer_reserve_bytes() == 22 * 2**20
     assert DeviceGroup([device, CudaDevice(1)]).peer_reserve_bytes() == 22 * 2**20
 

@@ -179,7 +179,7 @@ def test_compute_and_updates_slow_each_other_down_where_they_share_cores_and_com
 def test_weights_come_at_the_pace_of_a_slower_disk_which_updates_use_too_and_stash_at_that_of_the_link() -> None:
     plan, costs = planned(4, 1, Policy(deferred_update=False, stash_on_host=ALL_PACKS))
     memory, fast = (simulate(plan, costs, machine) for machine in (GPU, GPU.with_disk(1e12, 0.0, 2)))
-    assert fast.step_ms <= memory.step_ms
+    assert fast.step_ms <= (1 + 1e-9) * memory.step_ms
 
     disk = replace(GPU.with_disk(GPU.swap_in_bytes_per_ms / 40, 0.0, 2), update_elements_per_ms=30.0)
     alone = simulate(plan, costs, disk)

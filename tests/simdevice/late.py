@@ -428,6 +428,10 @@ class OnLateStreams(HostStreamDevice):
     def _copy_in(self, tensor: Tensor) -> Tensor:
         return self.late.copy_in(self.place, tensor, self.torch_device)
 
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with self.watched():
+            return super().empty(numel, dtype)
+
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.late.host_empty(numel, dtype)
 

@@ -28,8 +28,9 @@ def page_locked(device: LateCpuDevice, values: list[float]) -> Tensor:
 
 
 def swap_in(device: LateCpuDevice, host: Tensor) -> Tensor:
+    """A copy into memory that the swap-in stream allocates itself."""
     with device.on(Stream.SWAP_IN):
-        buffer = device.empty(host.numel(), host.dtype)
+        buffer = torch.empty(host.numel(), dtype=host.dtype, device=device.torch_device)
         return buffer.copy_(host, non_blocking=True)
 
 
