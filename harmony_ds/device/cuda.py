@@ -1,8 +1,8 @@
 """The CUDA device: a compute stream and a stream for each kind of copies, which events alone order.
 
 Compute runs on the stream that is current when a step begins, the user's. Buffers that swap-ins fill are of its memory: in
-one pool of the caching allocator, what weights leave serves activations, and the other way round. Host slabs are page-locked
-by registration at their exact size, since `pin_memory` pads to powers of two.
+one pool of the caching allocator, what weights leave serves activations, and the other way round. Host slabs are
+page-locked by registration at their exact size, since `pin_memory` pads to powers of two.
 """
 
 from __future__ import annotations
