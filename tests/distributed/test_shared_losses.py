@@ -13,7 +13,7 @@ from tests.engine.test_shared_losses import LOSSES, Encoder, data
 
 pytestmark = pytest.mark.fixed_times
 
-NAMES = ("siamese", "triplet", "dpo")
+NAMES = ("siamese", "triplet", "info_nce")
 STEPS, ACCUMULATION = 2, 2
 
 
