@@ -26,6 +26,22 @@ def test_one_step_is_measured_and_traced(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads(found.with_suffix(".trace.json").read_text())["traceEvents"]
 
 
+def test_device_memory_is_told_beside_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "suite", raising=False)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["device_memory.py"])
+    runpy.run_path(str(FOLDER / "device_memory.py"), run_name="__main__")
+
+    content = json.loads((tmp_path / "gpu-dry-run" / "device-memory.json").read_text())
+    assert [step["retries"] for step in content["steps"]] == [0] * 5
+    assert content["modelled"]["planned_peak_bytes"] <= content["modelled"]["budget_bytes"]
+    said = capsys.readouterr().out
+    assert "reserved nothing (no caching allocator)" in said and "the model, under" in said
+
+
 def test_the_readmes_figure_is_drawn_from_committed_results(tmp_path: Path) -> None:
     figure = runpy.run_path(str(FOLDER / "figure.py"))
     bars = figure["bars"]()
