@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 import harmony_ds
-from benchmarks.allocator.events import Allocated, Event, Freed, StepBegun, TaskDone, Used
+from benchmarks.allocator.events import Allocated, Event, Freed, PoolFilled, StepBegun, TaskDone, Used
 from benchmarks.allocator.recorder import RecordedDevice, Recorder
 from benchmarks.common import GIB, MIB
 from harmony_ds.config import load_config
+from harmony_ds.decomposer.graph import LayerGraph
+from harmony_ds.device.allocator_room import OTHER_POOLS_BYTES, SEGMENT_BYTES
 from harmony_ds.device.base import Stream
 from harmony_ds.estimate.survey import update_cost
 from harmony_ds.optim.host_optimizer import HostOptimizer
@@ -28,6 +30,8 @@ from harmony_ds.optim.updater import Clipping, GradientNorm
 from harmony_ds.profiling.hardware import Host, hardware_of
 from harmony_ds.profiling.roofline import on_meta
 from harmony_ds.scheduler.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
+from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.plan import Plan
 
 STEPS = 3
 WORKSPACES = (32 * MIB, 32 * MIB)
@@ -117,14 +121,20 @@ class Recording:
         planned_peak_bytes: of the plan.
         set_aside_bytes: of the budget, for no plan.
         predicted_step_ms: of the plan.
-        plan: why it was chosen.
+        reason: why the plan was chosen.
+        plan: what was run.
+        costs: of a micro-batch.
+        graph: the model's layers and parameters.
     """
 
     events: Sequence[Event]
     planned_peak_bytes: int
     set_aside_bytes: int
     predicted_step_ms: float
-    plan: str
+    reason: str
+    plan: Plan
+    costs: CostTable
+    graph: LayerGraph
 
 
 def record(case: Case) -> Recording:
@@ -153,6 +163,9 @@ def record(case: Case) -> Recording:
             engine.memory_report().beside_bytes,
             report.predicted_step_ms,
             report.choices[0].reason,
+            plan,
+            engine._state.planner.costs[0],
+            engine._state.planner.graph,
         )
         engine.destroy()
     return found
@@ -216,6 +229,9 @@ def replay(events: Sequence[Event], cap_bytes: int | None, expandable: bool, poo
                 allocator.free(blocks.pop(event.number))
             case Used():
                 allocator.record_stream(blocks[event.number], event.stream)
+            case PoolFilled():
+                if cap_bytes is not None and expandable:
+                    _fill_pool(allocator, cap_bytes - OTHER_POOLS_BYTES)
             case TaskDone():
                 last_task = event.task
             case StepBegun():
@@ -232,6 +248,15 @@ def replay(events: Sequence[Event], cap_bytes: int | None, expandable: bool, poo
         stats.host_waits,
         stats.returned_bytes,
     )
+
+
+def _fill_pool(allocator: CachingAllocator, most_bytes: int) -> None:
+    """Do what `CudaDevice.fill_pool` does."""
+    held: list[Block] = []
+    while (room := most_bytes - allocator.stats.reserved_bytes) >= SEGMENT_BYTES:
+        held.append(allocator.malloc(room, Stream.COMPUTE))
+    for block in held:
+        allocator.free(block)
 
 
 def answer(case: Case, recording: Recording, pools: Pools, expandable: bool) -> dict[str, Any]:
@@ -253,5 +278,5 @@ def answer(case: Case, recording: Recording, pools: Pools, expandable: bool) -> 
         "set_aside_bytes": recording.set_aside_bytes,
         "budget_bytes": budget_bytes,
         "predicted_step_ms": recording.predicted_step_ms,
-        "plan": recording.plan,
+        "plan": recording.reason,
     }

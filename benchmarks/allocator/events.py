@@ -40,6 +40,11 @@ class Freed:
 
 
 @dataclass(slots=True)
+class PoolFilled:
+    """The allocator takes the rest of the budget (`Device.fill_pool`)."""
+
+
+@dataclass(slots=True)
 class TaskDone:
     """A task of the plan has been issued."""
 
@@ -53,4 +58,4 @@ class StepBegun:
     step: int
 
 
-Event = Allocated | Used | Freed | TaskDone | StepBegun
+Event = Allocated | Used | Freed | PoolFilled | TaskDone | StepBegun

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.allocator.events import Allocated, Event, Freed, StepBegun, TaskDone, Used
+from benchmarks.allocator.events import Allocated, Event, Freed, PoolFilled, StepBegun, TaskDone, Used
 from harmony_ds.device.base import Stream
-from harmony_ds.device.cuda import set_aside_bytes
 from harmony_ds.device.kernel_scratch import scratch_bytes
 from harmony_ds.device.live_bytes import EagerDispatchMode, tensors_among
 from harmony_ds.device.meta import MetaDevice
@@ -82,6 +81,9 @@ class Recorder(EagerDispatchMode):
         number = self._number_of(tensor)
         if number is not None:
             self.events.append(Used(number, stream))
+
+    def fill_pool(self) -> None:
+        self.events.append(PoolFilled())
 
     def begin_step(self, step: int) -> None:
         self.events.append(StepBegun(step))
@@ -154,10 +156,10 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 class RecordedDevice(MetaDevice):
-    """Meta device that tells a recorder what it does, and sets as much aside as a CUDA device of compute capability 9.0."""
+    """Meta device that tells a recorder what it does, and leaves as much room as a CUDA device."""
 
     def __init__(self, clock: RooflineClock, budget_bytes: int, recorder: Recorder) -> None:
-        super().__init__(lambda: clock.ms, lambda: clock.issued_ms, budget_bytes, "cuda")
+        super().__init__(lambda: clock.ms, lambda: clock.issued_ms, budget_bytes, "cuda", leaves_room=True)
         self._recorder = recorder
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
@@ -179,6 +181,5 @@ class RecordedDevice(MetaDevice):
     def record_use(self, tensor: Tensor) -> None:
         self._recorder.record_use(tensor, Stream.COMPUTE)
 
-    def reserve_bytes(self) -> int:
-        assert self.budget_bytes is not None
-        return set_aside_bytes(self.budget_bytes, (9, 0), expandable=True)
+    def fill_pool(self) -> None:
+        self._recorder.fill_pool()

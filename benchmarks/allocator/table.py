@@ -21,20 +21,18 @@ _TOKENS = 1024
 
 def cases() -> Iterator[Case]:
     """Yield the cases: models of 3 and 8 billion parameters, 32 rows a step, cut in several ways, under several budgets."""
-    for name in ("llama-3b", "llama-8b"):
-        model = _MODELS / f"{name}.json"
+    small, large, gpt2 = (_MODELS / f"{name}.json" for name in ("llama-3b", "llama-8b", "gpt2-1.5b"))
+    for model in (small, large):
         for rows in (1, 4, 8, 32):
             yield Case(model, rows, 32 // rows, _TOKENS, 24)
         yield Case(model, 8, 4, _TOKENS, 24, clip=1.0)
-        yield Case(model, 1, 32, _TOKENS, 24, clip=1.0)
         yield Case(model, 8, 4, _TOKENS, 24, ragged=True)
-        yield Case(model, 1, 32, _TOKENS, 24, ragged=True)
-        yield Case(model, 1, 32, _TOKENS, 24, harmony={"micro_batch": "auto"})
-        for gib in (10, 16):
-            yield Case(model, 4, 8, _TOKENS, gib)
-    yield Case(_MODELS / "llama-3b.json", 2, 16, _TOKENS, 8)
+        yield Case(model, 4, 8, _TOKENS, 16)
+    yield Case(small, 1, 32, _TOKENS, 24, harmony={"micro_batch": "auto"})
+    yield Case(small, 4, 8, _TOKENS, 10)
+    yield Case(small, 2, 16, _TOKENS, 8)
     for gib in (8, 16):
-        yield Case(_MODELS / "gpt2-1.5b.json", 4, 8, _TOKENS, gib)
+        yield Case(gpt2, 4, 8, _TOKENS, gib)
 
 
 def write_table(pools: Pools, expandable: bool, to_files: bool) -> None:

@@ -242,6 +242,17 @@ class Device(ABC):
         """Return how many bytes more that are, if the device exchanges tensors with others."""
         return 0
 
+    def fragment_bytes(self, working_bytes: int) -> int:
+        """Return the bytes that the allocator is expected to hold in pieces that serve no request.
+
+        Args:
+            working_bytes: the most that one micro-batch takes while it runs through a layer or the loss.
+        """
+        return 0
+
+    def fill_pool(self) -> None:  # noqa: B027 - only CUDA's allocator has pools
+        """Let the allocator take the rest of the budget now, so that no request of a step has to ask for more."""
+
     def available_bytes(self) -> int | None:
         """Return the bytes that this process has or could get now; None: the device does not say."""
         return None

@@ -18,36 +18,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from harmony_ds.device.allocator_room import (
+    FIXED_PARTS,
+    OTHER_POOLS_BYTES,
+    SEGMENT_BYTES,
+    fragment_bytes,
+    reserve_bytes,
+)
 from harmony_ds.device.base import Device, Event, MemoryProbe, Stream, Timestamp
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: the memory is page-locked for every device."""
-_FIXED, _GROWING = 10, 25
-"""One part in so many of the budget may be lost to fragmentation: one in 10 with fixed segments (9.4 % of 24 GiB were on an
-H200, which ended a step), one in 25 with expandable segments (not measured)."""
 _EXPANDABLE = "expandable_segments:True"
-_ALLOCATING = (Stream.COMPUTE, Stream.UPLOAD)
-"""Streams that allocate device memory in any step. PEER does where there are several devices; the others never do."""
-_SEGMENT_BYTES = (2 + 20) * 2**20
-"""What a stream's segments take that may be next to empty: one of small blocks and one of larger ones (torch,
-c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer)."""
-
-
-def set_aside_bytes(given_bytes: int, capability: tuple[int, int], expandable: bool) -> int:
-    """Return the bytes of cuBLAS workspaces, and of fragments that the caching allocator cannot use.
-
-    workspaces   one for each (cuBLAS handle, stream), and a handle for each thread: the engine's and autograd's.
-                 32 MiB from compute capability 9.0 on, else 8,320 KiB; cuBLASLt uses the same (torch,
-                 aten/src/ATen/cuda/CublasHandlePool.cpp, unless CUBLAS_WORKSPACE_CONFIG says otherwise)
-    segments     one of small blocks and one of larger ones for each stream that allocates, and part of a given budget
-
-    Args:
-        given_bytes: the budget, if one was given; 0: none was.
-        capability: the device's compute capability.
-        expandable: whether segments are expandable.
-    """
-    workspace = 8320 * 2**10 if capability < (9, 0) else 32 * 2**20
-    return 2 * workspace + len(_ALLOCATING) * _SEGMENT_BYTES + given_bytes // (_GROWING if expandable else _FIXED)
 
 
 class CudaDevice(Device):
@@ -68,7 +50,7 @@ class CudaDevice(Device):
         _, total_bytes = torch.cuda.mem_get_info(index)
         self.budget_bytes = int(0.9 * self.available_bytes()) if budget_bytes is None else budget_bytes
         self._share = None if budget_bytes is None else min(1.0, logical * budget_bytes / total_bytes)
-        self._given_bytes = budget_bytes or 0
+        self._given_bytes = budget_bytes
         self._grows_at_first = self._may_grow_segments()
         self._limits = self._grows = False
         self._peak_before = 0  # when the step began
@@ -270,10 +252,32 @@ class CudaDevice(Device):
 
     def reserve_bytes(self) -> int:
         capability = torch.cuda.get_device_capability(self.torch_device)
-        return set_aside_bytes(self._given_bytes, capability, self._grows_at_first)
+        fixed_bytes = 0 if self._grows_at_first else (self._given_bytes or 0) // FIXED_PARTS
+        return reserve_bytes(capability) + fixed_bytes
+
+    def fragment_bytes(self, working_bytes: int) -> int:
+        """Return the fragments of segments that grow, under a given budget: without one, there is memory beside it."""
+        if self._given_bytes is None or not self._grows_at_first:
+            return 0
+        return fragment_bytes(self._given_bytes, working_bytes)
+
+    def fill_pool(self) -> None:
+        """Let the compute stream's pool of larger blocks grow to the budget, but for what other pools begin with.
+
+        torch asks its cap for the whole of a request, even where an expandable segment lacks one page of it (alloc_block in
+        c10/cuda/CUDACachingAllocator.cpp), and then gives back all that is free. What is in the pool is not asked for.
+        """
+        if self._share is None or not self._grows or self._logical > 1:
+            return
+        _, total_bytes = torch.cuda.mem_get_info(self.torch_device)
+        most_bytes = int(self._share * total_bytes) - OTHER_POOLS_BYTES
+        held: list[Tensor] = []
+        with suppress(torch.OutOfMemoryError):  # another program has the memory: requests will find out
+            while (room := most_bytes - torch.cuda.memory_reserved(self.torch_device)) >= SEGMENT_BYTES:
+                held.append(torch.empty(room, dtype=torch.uint8, device=self.torch_device))
 
     def peer_reserve_bytes(self) -> int:
-        return _SEGMENT_BYTES
+        return SEGMENT_BYTES
 
     def available_bytes(self) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)

@@ -205,6 +205,13 @@ class DeviceGroup(Device):
     def reserve_bytes(self) -> int:
         return self.active.reserve_bytes()
 
+    def fragment_bytes(self, working_bytes: int) -> int:
+        return self.active.fragment_bytes(working_bytes)
+
+    def fill_pool(self) -> None:
+        for member in self.members:
+            member.fill_pool()
+
     def peer_reserve_bytes(self) -> int:
         return self.active.peer_reserve_bytes()
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from harmony_ds.device.allocator_room import fragment_bytes, reserve_bytes
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.device.cpu import HostStreamDevice
 from harmony_ds.device.live_bytes import LiveBytes
@@ -29,6 +30,7 @@ class MetaDevice(HostStreamDevice):
         issued_ms: Callable[[], float],
         budget_bytes: int | None = None,
         optimizer_device: str = "cuda",
+        leaves_room: bool = False,
     ) -> None:
         """Make a device.
 
@@ -36,6 +38,8 @@ class MetaDevice(HostStreamDevice):
             clock_ms, issued_ms: milliseconds of all operations so far: of computing, and of issuing them.
             budget_bytes: memory of the device that is estimated.
             optimizer_device: its device type in torch.
+            leaves_room: whether plans leave the room in the budget that libraries and the allocator of a CUDA device of
+                compute capability 9.0 take.
         """
         self.name = "meta"
         self.torch_device = torch.device("meta")
@@ -43,6 +47,7 @@ class MetaDevice(HostStreamDevice):
         self._clock_ms = clock_ms
         self._issued_ms = issued_ms
         self._optimizer_device = torch.device(optimizer_device)
+        self._leaves_room = leaves_room
 
     @property
     def optimizer_device(self) -> torch.device:
@@ -56,6 +61,14 @@ class MetaDevice(HostStreamDevice):
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.empty(numel, dtype)
+
+    def reserve_bytes(self) -> int:
+        return reserve_bytes((9, 0)) if self._leaves_room else 0
+
+    def fragment_bytes(self, working_bytes: int) -> int:
+        if self.budget_bytes is None or not self._leaves_room:
+            return 0
+        return fragment_bytes(self.budget_bytes, working_bytes)
 
     def allocated_bytes(self) -> int:
         return 0

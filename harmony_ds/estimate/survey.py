@@ -249,7 +249,12 @@ def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, opti
     if wanted == "all":
         raise ConfigError('harmony.devices is "all", and the machine is only described: say how many (--devices).')
     count = len(wanted) if isinstance(wanted, tuple) else int(wanted)
-    made = [MetaDevice(lambda: clock.ms, lambda: clock.issued_ms, budget, optimizer_device) for _ in range(count)]
+    # A share of the machine's memory is left beside a budget that is not given.
+    leaves_room = optimizer_device == "cuda" and config.harmony.budget_bytes is not None
+    made = [
+        MetaDevice(lambda: clock.ms, lambda: clock.issued_ms, budget, optimizer_device, leaves_room)
+        for _ in range(count)
+    ]
     return made[0] if count == 1 else DeviceGroup(made)
 
 
@@ -335,7 +340,8 @@ def _survey_in_tiles(
             smallest = _smallest_slices(profile)
             sized = SizedCosts(smallest, combined(profile, smallest, sample.rows))
     graph = planner.graph_with(profile.calls)
-    request = planner.request(graph, config.gradient_accumulation_steps, sized.sizes)
+    fragment_bytes = state.device.fragment_bytes(sized.table.working_bytes)
+    request = planner.request(graph, config.gradient_accumulation_steps, sized.sizes, fragment_bytes)
     return Survey(subject, config, graph, profile, sized.table, request, planner.sizes.may_join)
 
 

@@ -219,6 +219,12 @@ class CostTable:
     flow: Flow = field(default_factory=Flow)
     output_bytes: int = 0
 
+    @property
+    def working_bytes(self) -> int:
+        """The most that a micro-batch takes while it runs through a layer, or through the loss."""
+        calls = [max(c.forward.peak_bytes, c.backward.peak_bytes, c.backward.code_peak_bytes) for c in self.costs]
+        return max(self.tail_bytes, *calls, 0)
+
     def worst(self, other: CostTable) -> CostTable:
         """Return a table that covers what both saw: every call of either, at the larger of both costs."""
         order = merge_calls(self.calls, other.calls)

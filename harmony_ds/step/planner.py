@@ -83,6 +83,7 @@ class Planner:
         self._outgrown = False  # a step took more than planned
         self._shared_loss_bytes = 0  # of the budget: for groups whose micro-batches share losses
         self._left_free_bytes = 0  # of the budget: for an allocator that has been short of room
+        self._fragment_bytes = 0  # of the budget: for pieces of memory that serve no request
         self._may_leave_free = saved is None  # whether a plan may fit beside more of it
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
@@ -256,12 +257,16 @@ class Planner:
         self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes, thorough: bool = True
     ) -> tuple[Choice, ...]:
         """Return the best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
-        if self._left_free_bytes:
-            less = self.request(graph, group_size, sizes, self._left_free_bytes)
+        fragment_bytes = self._runtime.device.fragment_bytes(costs.working_bytes)
+        if fragment_bytes + self._left_free_bytes:
+            less = self.request(graph, group_size, sizes, fragment_bytes + self._left_free_bytes)
             with suppress(DoesNotFitError):
-                return self._search(graph, costs, replace(less, thorough=thorough))
-            if thorough:  # else it is one of several that are compared
-                self._left_free_bytes, self._may_leave_free = 0, False
+                choices = self._search(graph, costs, replace(less, thorough=thorough))
+                if thorough:  # else it is one of several that are compared
+                    self._fragment_bytes = fragment_bytes
+                return choices
+            if thorough:
+                self._fragment_bytes, self._left_free_bytes, self._may_leave_free = 0, 0, False
         return self._search(graph, costs, replace(self.request(graph, group_size, sizes), thorough=thorough))
 
     def _search(self, graph: LayerGraph, costs: CostTable, request: PlanRequest) -> tuple[Choice, ...]:
@@ -340,9 +345,8 @@ class Planner:
     @property
     def beside_bytes(self) -> int:
         """Device memory that is no part of the plan: set aside, left free, and tensors from before the first plan."""
-        return (
-            self._set_aside_bytes + self._left_free_bytes + (0 if self.plan is None else self.exchange_bytes(self.plan))
-        )
+        exchange_bytes = 0 if self.plan is None else self.exchange_bytes(self.plan)
+        return self._set_aside_bytes + self._fragment_bytes + self._left_free_bytes + exchange_bytes
 
     def exchange_bytes(self, plan: Plan) -> int:
         """Return the device memory that is set aside for exchanging gradients as `plan` does."""
@@ -408,6 +412,14 @@ class Planner:
         self._left_free_bytes += more_bytes
         self._outgrown = True
         return True
+
+    def fill_pool(self) -> None:
+        """Let the allocator take the rest of the budget now, where a request of the plan could need the last of it."""
+        budget_bytes = self._runtime.device.budget_bytes
+        if self.plan is None or budget_bytes is None:
+            return
+        if self.plan.peak_bytes + self.beside_bytes + self.costs[0].working_bytes > budget_bytes:
+            self._runtime.device.fill_pool()
 
     # ---- what became of it
 

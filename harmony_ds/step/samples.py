@@ -70,6 +70,7 @@ def measure(context: StepContext, pending: PendingMicroBatch, queued: Iterable[P
         context.health.check_usable()
         context.state.free_device()
         moved = context.planner.measure(sample_of(pending, context))
+        context.planner.fill_pool()
         context.runtime.device.reset_peak()  # steps are not what was measured
         for one in queued:
             if one.micro_batch.forwarded:

@@ -13,6 +13,7 @@ from harmony_ds.device import CpuDevice, CudaDevice, DeviceGroup, devices_of_pro
 from harmony_ds.errors import ConfigError
 
 TOTAL = 1_000
+MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +68,11 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("variable", "part"), [("PYTORCH_ALLOC_CONF", 10), ("PYTORCH_CUDA_ALLOC_CONF", 10), ("PATH", 25)]
+    ("variable", "grows"), [("PYTORCH_ALLOC_CONF", False), ("PYTORCH_CUDA_ALLOC_CONF", False), ("PATH", True)]
 )
 def test_the_allocators_segments_grow_unless_the_program_has_configured_it(
     variable: str,
-    part: int,
+    grows: bool,
     shares: dict[int, float],
     settings: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -79,9 +80,12 @@ def test_the_allocators_segments_grow_unless_the_program_has_configured_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setenv(variable, "max_split_size_mb:64")
     without, device = CudaDevice(0), CudaDevice(0, 500)
-    assert device.reserve_bytes() - without.reserve_bytes() == 500 // part
+    # Segments that do not grow may have a tenth of the budget in fragments; others have what the model's layers make.
+    assert device.reserve_bytes() - without.reserve_bytes() == (0 if grows else 50)
+    assert device.fragment_bytes(60) == (30 if grows else 0)
+    assert without.fragment_bytes(1000) == 0
     device.limit_process()
-    assert settings == ["", *["expandable_segments:True"] * (part == 25)]
+    assert settings == ["", *["expandable_segments:True"] * grows]
     device.unlimit_process()
 
 
@@ -99,6 +103,66 @@ def test_segments_are_set_aside_for_streams_that_allocate(
     assert device.reserve_bytes() == workspaces + 2 * 22 * 2**20
     assert device.peer_reserve_bytes() == 22 * 2**20
     assert DeviceGroup([device, CudaDevice(1)]).peer_reserve_bytes() == 22 * 2**20
+
+
+class Allocator:
+    """Stand-in for torch's allocator: what is taken is held until it is reset; one more byte than `there` is refused."""
+
+    def __init__(self, there: int) -> None:
+        self.there = there
+        self.reserved = 30 * MIB
+        self.free = 10 * MIB  # of what is reserved
+        self.requests: list[int] = []
+
+    def empty(self, nbytes: int, **_: Any) -> None:
+        self.requests.append(nbytes)
+        grown = max(0, nbytes - self.free)
+        if self.reserved + grown > self.there:
+            raise torch.OutOfMemoryError
+        self.free = max(0, self.free - nbytes)
+        self.reserved += grown
+
+
+@pytest.fixture
+def allocator(shares: dict[int, float], settings: list[str], monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    made = Allocator(1000 * MIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000 * MIB, 1000 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: made.reserved)
+    monkeypatch.setattr(torch, "empty", made.empty)
+    return made
+
+
+def test_the_pool_is_filled_to_the_budget_but_for_three_segments(allocator: Allocator) -> None:
+    device = CudaDevice(0, 500 * MIB)
+    device.limit_process()
+    device.fill_pool()
+    assert 500 - 66 - 22 < allocator.reserved / MIB <= 500 - 66
+    taken = len(allocator.requests)
+    device.fill_pool()
+    assert len(allocator.requests) == taken  # nothing is left to take
+
+
+def test_the_pool_is_filled_as_far_as_the_device_has_memory(allocator: Allocator) -> None:
+    allocator.there = 200 * MIB
+    device = CudaDevice(0, 500 * MIB)
+    device.limit_process()
+    device.fill_pool()
+    assert allocator.reserved <= 200 * MIB
+
+
+def test_no_pool_is_filled_without_a_budget_or_with_fixed_segments_or_for_logical_devices(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without, logical = CudaDevice(0), CudaDevice(0, 250 * MIB, logical=2)
+    for device in (without, logical):
+        device.limit_process()
+        device.fill_pool()
+        device.unlimit_process()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    fixed = CudaDevice(0, 500 * MIB)
+    fixed.limit_process()
+    fixed.fill_pool()
+    assert allocator.requests == []
 
 
 @pytest.mark.parametrize("budget_bytes", [None, 500])

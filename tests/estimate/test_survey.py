@@ -15,6 +15,7 @@ from torch import nn
 
 from harmony_ds.assembly.assemble import assemble
 from harmony_ds.config import Config, load_config
+from harmony_ds.device.allocator_room import fragment_bytes, reserve_bytes
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ModelError, ProfileError
 from harmony_ds.estimate.forecast import forecast, joining
@@ -235,7 +236,10 @@ def test_the_budget_is_the_ds_configs_or_what_the_engine_would_take() -> None:
     small = config_of(harmony={"device_memory_gib": 3})
 
     assert estimate(Subject(model, inputs), config_of(), HARDWARE).request.budget_bytes == int(24 * 2**30 * 0.9)
-    assert estimate(Subject(model, inputs), small, HARDWARE).request.budget_bytes == 3 * 2**30
+    found = estimate(Subject(model, inputs), small, HARDWARE)
+    room = reserve_bytes((9, 0)) + fragment_bytes(3 * 2**30, found.costs.working_bytes)
+    assert found.request.budget_bytes == 3 * 2**30 - room
+    assert found.request.beside_bytes == room
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""What plans leave of the budget to an allocator whose free memory is in pieces, and when its pool is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from harmony_ds import HarmonyEngine
+from harmony_ds.device import CpuDevice
+from tests.engine.drive import config_of, engine_for, family, groups_of, sgd, train_groups
+
+pytestmark = pytest.mark.fixed_times
+
+LLAMA = family("llama")
+GROUPS = groups_of(LLAMA, 2, 2)
+
+
+class Fragmented(CpuDevice):
+    """A device whose allocator has half of a micro-batch's working memory in fragments."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        super().__init__(budget_bytes)
+        self.working_bytes: list[int] = []
+        self.fills = 0
+
+    def fragment_bytes(self, working_bytes: int) -> int:
+        self.working_bytes.append(working_bytes)
+        return working_bytes // 2
+
+    def fill_pool(self) -> None:
+        self.fills += 1
+
+
+@contextmanager
+def engine_on(device: CpuDevice, **harmony: Any) -> Iterator[HarmonyEngine]:
+    with engine_for(LLAMA.build(0.0), sgd, config_of(2, 0.5, {"residency": "off", **harmony}), device=device) as engine:
+        train_groups(engine, GROUPS[:1])
+        yield engine
+
+
+def peak_of(device: CpuDevice, **harmony: Any) -> int:
+    with engine_on(device, **harmony) as engine:
+        assert engine.plan is not None
+        return engine.plan.peak_bytes
+
+
+def test_a_plan_leaves_fragments_of_its_largest_layer_free() -> None:
+    most = peak_of(CpuDevice(2**30))
+    device = Fragmented(most)
+    with engine_on(device) as engine:
+        assert engine.plan is not None
+        costs = engine._state.planner.costs[0]
+        largest = max(costs.tail_bytes, *(max(c.forward.peak_bytes, c.backward.peak_bytes) for c in costs.costs))
+        assert device.working_bytes[-1] == costs.working_bytes == largest
+        assert engine.plan.peak_bytes <= most - largest // 2
+        assert engine.memory_report().beside_bytes == largest // 2
+
+
+def test_where_no_plan_fits_beside_fragments_one_without_runs() -> None:
+    frugal = {"pack_layers": 1, "stash": "host", "prefetch": False}
+    smallest = peak_of(CpuDevice(2**30), **frugal)
+    with engine_on(Fragmented(smallest), **frugal) as engine:
+        assert engine.plan is not None and engine.plan.peak_bytes == smallest
+        assert engine.memory_report().beside_bytes == 0
+
+
+def test_the_pool_is_filled_where_one_request_more_could_exceed_the_budget() -> None:
+    frugal = {"pack_layers": 1, "stash": "host", "prefetch": False}
+    with engine_on(CpuDevice(2**30), **frugal) as engine:
+        assert engine.plan is not None
+        smallest, working = engine.plan.peak_bytes, engine._state.planner.costs[0].working_bytes
+    for budget_bytes, fills in ((smallest + working // 2, 1), (smallest + 2 * working, 0)):
+        device = Fragmented(budget_bytes)
+        with engine_on(device, **frugal) as engine:
+            assert device.fills == fills
+            train_groups(engine, GROUPS[1:])
+            assert device.fills == fills  # nothing was measured again
