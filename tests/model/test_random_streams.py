@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from harmony_ds import micro_batch_seed
 from harmony_ds.device import CpuDevice
+from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.random_streams import RandomStreams
 
 
@@ -64,6 +67,47 @@ def test_a_replay_draws_the_same_and_does_not_move_its_stream(streams: RandomStr
 
     assert again == once
     assert draw() == drawn_plainly(1, 4)[3]
+
+
+@pytest.mark.parametrize("draw_in_python", [random.random, np.random.random, np.random.normal])
+def test_who_draws_in_python_is_found_and_gets_streams_there_from_then_on(
+    streams: RandomStreams, draw_in_python: Callable[[], float]
+) -> None:
+    streams.start("a", 1)
+    streams.check_drawn()
+    draw_in_python()
+    streams.start("b", 2)  # does not hide it
+    with pytest.raises(UnseenError, match=r"draws from random or numpy\.random"):
+        streams.check_drawn()
+    streams.check_drawn()  # it is known
+    streams.start("a", 1)
+    first = draw_in_python()
+    streams.start("b", 2)
+    other = draw_in_python()
+    streams.switch("a")
+    second = draw_in_python()
+    random.seed(1)
+    np.random.seed(1)
+    assert (first, second) == (draw_in_python(), draw_in_python())
+    random.seed(2)
+    np.random.seed(2)
+    assert other == draw_in_python()
+
+
+def test_the_programs_generators_in_python_are_restored() -> None:
+    random.seed(5)
+    np.random.seed(5)
+    expected = random.random(), np.random.random()
+    random.seed(5)
+    np.random.seed(5)
+    streams = RandomStreams(CpuDevice())
+    streams.draws_in_python = True
+    streams.open()
+    streams.start("a", 1)
+    random.random()
+    np.random.random()
+    streams.close()
+    assert (random.random(), np.random.random()) == expected
 
 
 def test_the_users_generator_is_restored() -> None:
