@@ -21,6 +21,7 @@ from harmony_ds.scheduler.grid import amount, counted
 from harmony_ds.scheduler.joining import Advice
 from harmony_ds.scheduler.sizes import Sizes
 from harmony_ds.scheduler.swaps import lower_bound_bytes
+from harmony_ds.scheduler.tiles import Tiles
 
 DOES_NOT_FIT, _LABEL = 3, 13
 SurveyUnder = Callable[[Config], Survey]
@@ -260,8 +261,9 @@ def _show_forecast(now: Forecast, unit: str) -> None:
     sizes = Sizes.from_policy(now.plan.policy)
     if sizes.cut:
         _show_line("pieces", str(sizes))
-    if now.plan.policy.tile_tokens:
-        _show_line("tiles", f"the last layer and the loss take {now.plan.policy.tile_tokens:,} tokens at a time")
+    tiles = Tiles.from_policy(now.plan.policy)
+    if tiles.cut:
+        _show_line("tiles", str(tiles))
     step_s, computing_share = now.prediction.step_ms / 1e3, 1 - now.prediction.idle_share
     rate = f"{now.items_per_s:,.0f} {unit}/s"
     _show_line("one step", f"{step_s:,.2f} s: {rate}, the device computes {computing_share:.0%} of the time")

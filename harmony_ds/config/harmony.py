@@ -22,6 +22,13 @@ def _both_passes(value: object) -> object:
     return (value, value) if isinstance(value, int) else value
 
 
+def _head_and_layers(value: object) -> object:
+    """Return the tokens of a tile as (in the last layer and the loss, inside other layers)."""
+    if isinstance(value, Mapping) and set(value) == {"head", "layers"}:
+        return value["head"], value["layers"]
+    return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid", use_attribute_docstrings=True))
 class HarmonySettings:
     """The "harmony" block, and all that a plan is asked for beside the model and the machine."""
@@ -54,9 +61,12 @@ class HarmonySettings:
     ] = "config"
     """Rows that go through a layer at a time: `"config"` (one micro-batch), `"auto"` (the fastest), a number of at
     least 1, or `{"forward": 8, "backward": 4}`. See [planning.md](planning.md#batch-sizes-of-layer-calls)."""
-    tokens: Literal["auto", "off"] | _Count = "auto"
+    tokens: Annotated[
+        Literal["auto", "off"] | _Count | Annotated[tuple[_Count, _Count], Strict()], BeforeValidator(_head_and_layers)
+    ] = "auto"
     """Tokens that go through the model's last layer and the loss at a time: `"auto"` (all, or fewer where nothing fits
-    otherwise), `"off"` (all), or a number of at least 1. See [long_context.md](long_context.md)."""
+    otherwise), `"off"` (all), or a number of at least 1. `{"head": 1024, "layers": 4096}`: also through parts of other
+    layers. See [long_context.md](long_context.md)."""
     pin_memory: StrictBool = True
     """Page-lock host memory (CUDA). By default what DeepSpeed's offload blocks say."""
     seed: StrictInt | None = None

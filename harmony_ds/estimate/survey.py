@@ -40,6 +40,7 @@ from harmony_ds.scheduler.plan import ALL_PACKS
 from harmony_ds.scheduler.profile import Machine, Profile
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes, combined, rank_sizes
+from harmony_ds.scheduler.tiles import Tiles
 from harmony_ds.step.engine_state import EngineState
 
 _MODEL_KEYS = ("model", "shapes", "dtypes", "torch")
@@ -274,7 +275,7 @@ def _survey(
 ) -> Survey:
     """Profile one micro-batch with an engine's parts, and return what was found.
 
-    Where no plan would fit, the last layer and the loss run in tiles of tokens, unless the ds_config says otherwise.
+    Where no plan would fit, what takes most memory runs in tiles of tokens, unless the ds_config says otherwise.
 
     Args:
         state: the parts of an engine that trains the subject's model.
@@ -282,29 +283,29 @@ def _survey(
         chooses_sizes: whether the fastest sizes of layer calls are chosen here where the ds_config leaves them open; if
             not, the costs are those of whole micro-batches.
     """
-    planner, tiles = state.planner, state.runtime.layer_calls.tiles
+    planner = state.planner
     planner.profiler.machine = machine
     sample = _sample_of(subject, config, state)
-    whole = tiles.size
-    for size in (whole, *planner.tiles_to_try(sample)):
-        tiles.size = size
+    tiles: Tiles | None = planner.tiles
+    while tiles is not None:
+        planner.cut_into(tiles)
+        tried: list[CostTable] = []
         try:
-            return _survey_that_fits(state, subject, config, sample, chooses_sizes)
+            return _survey_that_fits(state, subject, config, sample, chooses_sizes, tried)
         except DoesNotFitError:
-            if size > whole and not planner.tile_tokens:  # no layer runs in tiles
-                tiles.size = whole
-                break
+            tiles = planner.smaller_tiles(sample, tried[-1] if tried else None)
     return _survey_in_tiles(state, subject, config, sample, chooses_sizes)
 
 
 def _survey_that_fits(
-    state: EngineState, subject: Subject, config: Config, sample: Sample, chooses_sizes: bool
+    state: EngineState, subject: Subject, config: Config, sample: Sample, chooses_sizes: bool, tried: list[CostTable]
 ) -> Survey:
-    """Do what `_survey_in_tiles` does; raise DoesNotFitError if no plan fits the device."""
+    """Do what `_survey_in_tiles` does; add costs to `tried`, and raise DoesNotFitError if no plan fits the device."""
     planner = state.planner
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
 
     def check_bytes(costs: CostTable) -> None:
+        tried.append(costs)
         graph = planner.graph_with(costs.calls)
         request = planner.request(graph, config.gradient_accumulation_steps, planner.sizes.wanted or WHOLE)
         peak_bytes = _smallest_peak_bytes(graph, costs, element, request, state.device.copies_overlap)

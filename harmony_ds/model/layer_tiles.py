@@ -27,10 +27,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from harmony_ds.device.live_bytes import EagerDispatchMode
-from harmony_ds.model.boundary import propagate, reachable_nodes
+from harmony_ds.model.boundary import cut, propagate, reachable_nodes
 from harmony_ds.model.intercept import Autocast, ContextFactory
 from harmony_ds.model.own_settings import NOT_PLAIN, SCALARS
 from harmony_ds.model.patching import Item
+from harmony_ds.model.targets import GradientSum
 from harmony_ds.model.token_proof import Forward, ModuleCall, TokenProof, is_watched, prove
 from harmony_ds.model.token_rules import TokensMixedError
 from harmony_ds.model.trees import flatten_all, unflatten_all
@@ -168,7 +169,7 @@ class LayerTiles:
                 try:
                     proof = prove(call, dim, lengths)
                 except TokensMixedError as error:
-                    refusal = refusal or str(error)
+                    refusal = refusal or str(error.with_traceback(None))  # whose frames keep the call
                     continue
                 if proof.inner_bytes <= _WORTH * proof.input_bytes:
                     refusal = "its graph keeps little beside its inputs and outputs"
@@ -219,7 +220,7 @@ class LayerTiles:
     # ---- tiles
 
     @contextmanager
-    def tile(self, autocast: Autocast | None) -> Iterator[None]:
+    def running_tile(self, autocast: Autocast | None) -> Iterator[None]:
         """Run a tile while open: nothing inside is cut."""
         before, self._inside = self._inside, True
         try:
@@ -277,20 +278,14 @@ class _Work:
             made: Sequence[Tensor] = _Tiled.apply(_ANCHOR, self, *tensors)  # type: ignore[no-untyped-call]
         else:
             made = self.forward(tensors)
-        # Without its tensors: the graph saves those.
-        self.call = ModuleCall(
-            self.call.module,
-            self.call.forward,
-            [None if isinstance(leaf, Tensor) else leaf for leaf in self.call.leaves],
-            self.call.structure,
-            self.call.tensor_places,
-        )
+        self.call = self.call.without_tensors()  # which the graph saves
         own = iter(made)
         leaves = [output.value if output.place is None else next(own) for output in outputs]
         return unflatten_all(leaves, self.tiled.proof.structure)[0]
 
-    def cut(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
-        """Yield the first token of each tile, how many it has, and its inputs, where its graph begins."""
+    def tiles_of(self, tensors: Sequence[Tensor], has_graph: bool) -> Iterator[_Tile]:
+        """Yield the tiles of a pass over `tensors`, the first tokens first; `has_graph`: with gradients on."""
+        trained = [has_graph and tensor.requires_grad for tensor in tensors]
         first = 0
         for length in self.tiled.lengths:
             inputs: list[Tensor] = []
@@ -299,13 +294,13 @@ class _Work:
                 if place is not None:
                     part = place.narrow(part, first, length)
                     part = part.contiguous() if tensor.is_contiguous() else part
-                inputs.append(part.detach().requires_grad_(tensor.requires_grad))
-            yield first, length, inputs
+                inputs.append(part)
+            yield _Tile.beginning_at(first, length, inputs, trained)
             first += length
 
     def outputs_of(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run one tile, with a graph if gradients are on; return the tensors of its result."""
-        with self.tiles.tile(self.autocast):
+        with self.tiles.running_tile(self.autocast):
             leaves, _ = flatten_all((self.call.run(inputs),))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -315,48 +310,75 @@ class _Work:
         if self.skipped:  # zeros, which anything can go on with
             return [torch.zeros(output.shape, dtype=output.dtype, device=tensors[0].device) for output in known]
         whole = [torch.empty(output.shape, dtype=output.dtype, device=tensors[0].device) for output in known]
-        for first, length, inputs in self.cut(tensors):
-            made = self.outputs_of(inputs)
+        for tile in self.tiles_of(tensors, has_graph=torch.is_grad_enabled()):
+            made = self.outputs_of(tile.inputs)
             for target, output, part in zip(whole, known, made, strict=True):
                 assert output.place is not None
-                output.place.narrow(target, first, length).copy_(output.place.narrow(part.detach(), 0, length))
-            del inputs, made, part
+                of_tile = output.place.narrow(part.detach(), 0, tile.length)
+                output.place.narrow(target, tile.first, tile.length).copy_(of_tile)
+            del tile, made, part
         return whole
 
     def backward(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Propagate `gradients` of the result tile by tile; return those of `tensors`. Those of parameters are gathered."""
         known = [output.place for output in self.tiled.proof.outputs if output.place is not None]
         sums: list[Tensor | None] = [None] * len(tensors)
-        for first, length, inputs in self.cut(tensors):
+        for tile in self.tiles_of(tensors, has_graph=True):
             with self.restoring(), torch.enable_grad():
-                made = self.outputs_of(inputs)
+                made = self.outputs_of(tile.inputs)
             edges, arrived = [], []
             for place, part, gradient in zip(known, made, gradients, strict=True):
                 if gradient is not None and part.requires_grad:
                     edges.append(get_gradient_edge(part))
-                    arrived.append(place.narrow(gradient, first, length).reshape(part.shape))
+                    arrived.append(place.narrow(gradient, tile.first, tile.length).reshape(part.shape))
+            tile.inputs.clear()
             del made, part  # autograd frees what it does not need any more on its way
             propagate(edges, arrived)
             del edges, arrived
             self.tiles.gather()
-            for number, own in enumerate(inputs):
-                if own.grad is not None:
-                    sums[number] = self._added(sums[number], tensors[number], number, own.grad, first, length)
-                own.grad = None
-            del inputs, own
+            for number, target in enumerate(tile.targets):
+                own = None if target is None else target.pop()
+                if own is not None:
+                    sums[number] = self._added(sums[number], tensors[number], number, own, tile)
+                del own
         return sums
 
-    def _added(
-        self, total: Tensor | None, tensor: Tensor, number: int, gradient: Tensor, first: int, length: int
-    ) -> Tensor:
+    def _added(self, total: Tensor | None, tensor: Tensor, number: int, gradient: Tensor, tile: _Tile) -> Tensor:
         """Return the gradient of argument `number`, with that of one tile."""
         place = self.tiled.proof.places[number]
         if place is None:
             return gradient if total is None else total + gradient
         if total is None:
             total = torch.zeros(tensor.shape, dtype=gradient.dtype, device=gradient.device)
-        place.narrow(total, first, length).copy_(gradient)
+        place.narrow(total, tile.first, tile.length).copy_(gradient)
         return total
+
+
+@dataclass(slots=True, eq=False)
+class _Tile:
+    """Some tokens of a tiled call, in one pass.
+
+    Attributes:
+        first, length: which tokens.
+        inputs: the call's tensors for them, where the tile's graph begins.
+        targets: per input: what gets its gradient; None: it needs none.
+    """
+
+    first: int
+    length: int
+    inputs: list[Tensor]
+    targets: list[GradientSum | None]
+
+    @staticmethod
+    def beginning_at(first: int, length: int, tensors: list[Tensor], trained: Sequence[bool]) -> _Tile:
+        """Return a tile with detached `tensors`; those that are `trained` require gradients."""
+        inputs = list(tensors)
+        targets = [GradientSum(t) if needed else None for t, needed in zip(tensors, trained, strict=True)]
+        ends = [place for place, target in enumerate(targets) if target is not None]
+        made = cut([tensors[place] for place in ends], [target for target in targets if target is not None])
+        for place, tensor in zip(ends, made, strict=True):
+            inputs[place] = tensor
+        return _Tile(first, length, inputs, targets)
 
 
 class _Tiled(torch.autograd.Function):

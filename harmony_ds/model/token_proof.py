@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,6 +94,11 @@ class ModuleCall:
     def tensors(self) -> list[Tensor]:
         return [self.leaves[place] for place in self.tensor_places]
 
+    def without_tensors(self) -> ModuleCall:
+        """Return the call with gaps in the places of its tensors."""
+        leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return replace(self, leaves=leaves)
+
     @property
     def has_plain_rest(self) -> bool:
         """Whether its other arguments are plain values, into which it cannot write."""
@@ -142,9 +147,11 @@ def prove(call: ModuleCall, dim: int, tiles: Iterable[int]) -> TokenProof:
         raise TokensMixedError("hooks see what is inside")
     if not call.has_plain_rest:
         raise TokensMixedError("an argument is an object that it may write into")
-    whole = _trace(call, places, count)
+    # Not the call itself: an error that is raised inside keeps what its frames know, for a while.
+    rest, given = call.without_tensors(), [_Given.of(*pair) for pair in zip(call.tensors, places, strict=True)]
+    whole = _trace(rest, given, count)
     for tile in sorted({*tiles} - {count}):
-        part = _trace(call, places, tile)
+        part = _trace(rest, given, tile)
         if part.operations != whole.operations or part.constants != whole.constants:
             raise TokensMixedError(f"other operations or constants are run with {tile} tokens than with {count}")
     return TokenProof(places, whole.outputs, whole.structure, whole.inner_bytes, whole.input_bytes)
@@ -162,11 +169,40 @@ class _Traced:
     input_bytes: int
 
 
-def _trace(call: ModuleCall, places: Sequence[TokenPlace | None], count: int) -> _Traced:
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """An argument of a call, without its memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_contiguous: bool
+    place: TokenPlace | None
+
+    @staticmethod
+    def of(tensor: Tensor, place: TokenPlace | None) -> _Given:
+        kind = tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_contiguous()
+        return _Given(tuple(tensor.shape), tensor.stride(), *kind, place)
+
+    def fake(self, count: int) -> Tensor:
+        """Return such a tensor with `count` tokens, contiguous if it is."""
+        shape = list(self.shape)
+        if self.place is not None:
+            shape[self.place.dim] = count
+        like = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if not self.is_contiguous:
+            order = sorted(range(len(shape)), key=lambda dim: -self.strides[dim])
+            like = like.permute(order).contiguous().permute([order.index(dim) for dim in range(len(shape))])
+        return like.detach().requires_grad_(self.requires_grad)
+
+
+def _trace(call: ModuleCall, given: Sequence[_Given], count: int) -> _Traced:
     fake = FakeTensorMode()
     trace = TokenTrace(count)
     with _disable_current_modes(), _nothing_changed(call.module), fake:
-        inputs = [trace.given(_few(t, place, count), place) for t, place in zip(call.tensors, places, strict=True)]
+        inputs = [trace.given(one.fake(count), one.place) for one in given]
         with (
             patched(_fake_state(call.module, trace)),
             torch.autograd.graph.saved_tensors_hooks(trace.note_saved, _never_unpacked),
@@ -184,21 +220,8 @@ def _trace(call: ModuleCall, places: Sequence[TokenPlace | None], count: int) ->
             raise TokensMixedError(trace.refusal)
         leaves, structure = flatten_all((result,))
         outputs, constants = trace.outputs_among(leaves)
-        held = sum(place is not None and t.numel() * t.element_size() for t, place in zip(inputs, places, strict=True))
+        held = sum(t.numel() * t.element_size() for t, one in zip(inputs, given, strict=True) if one.place is not None)
         return _Traced(trace.operations, constants, outputs, structure, trace.inner_bytes(leaves), held)
-
-
-def _few(tensor: Tensor, place: TokenPlace | None, count: int) -> Tensor:
-    """Return a fake like `tensor` with `count` tokens, contiguous if it is."""
-    shape = list(tensor.shape)
-    if place is not None:
-        shape[place.dim] = count
-    like = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    if not tensor.is_contiguous():
-        strides = tensor.stride()
-        order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-        like = like.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.dim())])
-    return like.detach().requires_grad_(tensor.requires_grad)
 
 
 def _fake_state(module: nn.Module, trace: TokenTrace) -> Iterator[tuple[dict[str, Any], str, Any]]:

@@ -208,9 +208,9 @@ class Profiler:
         key = self._file.key(calls, shapes_of(sample.inputs))
         if sizes is None or sizes.cut:
             key["pieces"] = SEVERAL if sizes is None else str(sizes)
-        tiles = self._runtime.layer_calls.tiles
-        if tiles.size:
-            key["tokens"] = str(tiles.size)
+        layer_calls = self._runtime.layer_calls
+        if layer_calls.tiles.size or layer_calls.layer_tiles.size:
+            key["tokens"] = f"{layer_calls.tiles.size}, {layer_calls.layer_tiles.size} inside layers"
         return key
 
     def _load(self, key: dict[str, str]) -> Profile | None:

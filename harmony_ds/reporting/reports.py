@@ -9,6 +9,7 @@ from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.joining import Advice
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.swaps import Swaps
+from harmony_ds.scheduler.tiles import Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +189,9 @@ class PlanReport:
             f"({self.peak_error:+.1%})",
             f"  swapped       {self.planned.total:,} bytes planned, {self.swapped_bytes:,} counted",
         ]
-        if best.policy.tile_tokens:
-            lines.append(f"  tiles         the last layer and the loss take {best.policy.tile_tokens} tokens at a time")
+        tiles = Tiles.from_policy(best.policy)
+        if tiles.cut:
+            lines.append(f"  tiles         {tiles}")
         sent, moved = self.planned.sent, self.planned.moved
         if sent:
             lines.append(f"  between       {sent:,} bytes to other devices planned, {self.sent_bytes:,} counted")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from harmony_ds.scheduler.plan import Plan, Task, TaskKind
+from harmony_ds.scheduler.tiles import Tiles
 
 _WIDTH = 120
 _WIDEST_CELL = 24
@@ -97,8 +98,9 @@ def _head(plan: Plan) -> Iterator[str]:
             f"micro-batches go through layers in slices of {policy.forward_rows or 'all'} rows forward and "
             f"{policy.backward_rows or 'all'} rows backward"
         )
-    if policy.tile_tokens:
-        yield f"the last layer and the loss run in tiles of {policy.tile_tokens} tokens"
+    tiles = Tiles.from_policy(policy)
+    if tiles.cut:
+        yield str(tiles)
     updates = "when the norm of all gradients is known" if policy.deferred_update else "as gradients arrive"
     yield f"stash {stash}; updates {updates}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
 

@@ -203,6 +203,7 @@ class Policy:
         joined_count: how many micro-batches' rows go through a layer at a time, as one micro-batch of the plan.
         forward_rows, backward_rows: how many rows of such a one go through a layer at a time; 0: all of them.
         tile_tokens: how many tokens go through the model's last layer and the loss at a time; 0: all of a micro-batch's.
+        layer_tile_tokens: how many go at a time through parts of layers that treat each token by itself; 0: all.
         devices: how many of one server train the model, each with such a plan and micro-batches of its own.
         servers: how many do so, each with so many devices, and with all weights and updates for itself.
         shared: of several devices, each swaps in a share of every pack, and has the rest from the others.
@@ -225,6 +226,7 @@ class Policy:
     forward_rows: int = 0
     backward_rows: int = 0
     tile_tokens: int = 0
+    layer_tile_tokens: int = 0
     devices: int = 1
     servers: int = 1
     shared: bool = False

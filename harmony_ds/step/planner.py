@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
@@ -32,16 +32,19 @@ from harmony_ds.scheduler.rows import WHOLE_CALLS
 from harmony_ds.scheduler.saved import adopt
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes
+from harmony_ds.scheduler.tiles import Tiles, head_takes_most
 from harmony_ds.step.call_sizes import CallSizes
 
 _logger = logging.getLogger(__name__)
 
 _TOP = 10
-_TILES = (1024, 256, 64, 16, 4)
-"""Tokens of a tile, as "auto" tries them. With more the loss is hardly faster: it computes most of the time, and the last
-layer's gradient is added up once for each tile."""
+_HEAD_TILES = (1024, 256, 64, 16, 4)
+"""Tokens of a tile of the head and the loss, as "auto" tries them. With more the loss is hardly faster: it computes most of
+the time, and the last layer's gradient is added up once for each tile."""
+_LAYER_TILES = (16384, 4096, *_HEAD_TILES)
+"""The same inside layers, where what is computed again costs time, and the gradients of many weights are added up."""
 _MOST_TILES = 3
-"""Sizes that are tried, each of which the model is measured with: where none of them fits, smaller ones hardly do."""
+"""Sizes of each that are tried, with which the model is measured: where none of them fits, smaller ones hardly do."""
 _GRAINS = 64
 """Part of the budget, by which the room for shared losses grows where it has been too small."""
 _FREE_PARTS, _MOST_FREE_PARTS = 32, 4
@@ -71,11 +74,9 @@ class Planner:
         )
         self.graph = graph
         """Layers, and their call order once a micro-batch has been seen."""
-        tiles = runtime.layer_calls.tiles
-        if saved is not None:
-            tiles.size = saved.policy.tile_tokens
-        elif isinstance(config.harmony.tokens, int):
-            tiles.size = config.harmony.tokens
+        self._set_tiles(Tiles.from_config(config.harmony.tokens) if saved is None else Tiles.from_policy(saved.policy))
+        self._tried: CostTable | None = None
+        """Costs that no plan was found for, as far as they could be measured."""
         self._sized: SizedCosts | None = None
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
@@ -145,52 +146,92 @@ class Planner:
         return moved
 
     def _plan_that_fits(self, sample: Sample) -> tuple[int, ...]:
-        """Plan with whole calls; where nothing fits, with the model's last layer and the loss in tiles of tokens."""
-        before = self._runtime.layer_calls.tiles.size, self._sized, [*self._measured]
+        """Plan with whole calls; where nothing fits, with fewer tokens at a time where most memory is taken."""
+        before = self.tiles, self._sized, [*self._measured]
         failure: DoesNotFitError | None = None
-        for size in (before[0], *self.tiles_to_try(sample)):
-            self._cut_into_tiles(size)
+        tiles: Tiles | None = self.tiles
+        while tiles is not None:
+            self.cut_into(tiles)
+            self._tried = None
             try:
                 moved = self._plan_with(sample)
             except DoesNotFitError as error:
                 failure = failure or error.with_traceback(None)
-                if size and not self.tile_tokens:  # no layer runs in tiles
-                    break
+                tiles = self.smaller_tiles(sample, self._tried)
                 continue
-            if size != before[0]:
-                heads = [layer for layer, is_head in self._runtime.layer_calls.tiles.heads.items() if is_head]
-                _logger.warning(
-                    "%s and the loss run in tiles of %d tokens, since no plan for all %s of a micro-batch at once fits "
-                    "(harmony.tokens)",
-                    ", ".join(self.graph.layers[layer].name for layer in heads),
-                    size,
-                    f"{_most_tokens(sample):,}",
-                )
+            if tiles != before[0]:
+                self._tell_of_tiles(sample)
             return moved
-        self._runtime.layer_calls.tiles.size, self._sized, self._measured = before
+        self._set_tiles(before[0])
+        _, self._sized, self._measured = before
         assert failure is not None
         raise failure
 
-    def _cut_into_tiles(self, size: int) -> None:
-        """Run in tiles of `size` tokens from now on; forget what was measured in others."""
-        tiles = self._runtime.layer_calls.tiles
-        if size != tiles.size:
-            tiles.size, self._sized = size, None
+    def _tell_of_tiles(self, sample: Sample) -> None:
+        """Log what runs in tiles."""
+        tiles, parts = self.tiles_in_use, []
+        if tiles.head:
+            heads = [layer for layer, is_head in self._runtime.layer_calls.tiles.heads.items() if is_head]
+            names = ", ".join(self.graph.layers[layer].name for layer in heads)
+            parts.append(f"{names} and the loss run in tiles of {tiles.head} tokens")
+        if tiles.layers:
+            parts.append(f"parts of layers run in tiles of {tiles.layers} tokens")
+        _logger.warning(
+            "%s, since no plan for all %s of a micro-batch at once fits (harmony.tokens)",
+            ", ".join(parts),
+            f"{_most_tokens(sample):,}",
+        )
+
+    @property
+    def tiles(self) -> Tiles:
+        """The tiles that are set, whether or not the model has anything that can be cut into them."""
+        calls = self._runtime.layer_calls
+        return Tiles(calls.tiles.size, calls.layer_tiles.size)
+
+    @property
+    def tiles_in_use(self) -> Tiles:
+        """The tiles that something runs in, as far as has been seen."""
+        calls = self._runtime.layer_calls
+        has_head = any(calls.tiles.heads.values())
+        return Tiles(calls.tiles.size if has_head else 0, calls.layer_tiles.size if calls.layer_tiles.cut else 0)
+
+    def _set_tiles(self, tiles: Tiles) -> None:
+        calls = self._runtime.layer_calls
+        calls.tiles.size, calls.layer_tiles.size = tiles.head, tiles.layers
+
+    def cut_into(self, tiles: Tiles) -> None:
+        """Run in `tiles` from now on; forget what was measured in others."""
+        if tiles != self.tiles:
+            self._set_tiles(tiles)
+            self._sized = None
             self._measured.clear()
 
-    def repeat_tiles(self, size: int) -> None:
-        """Run in tiles of `size` tokens (0: in none), if the ds_config leaves it open: as the run did that goes on here."""
-        tiles = self._runtime.layer_calls.tiles
-        if self._settings.tokens == "auto" and self._saved is None and size != tiles.size:
-            tiles.size = size
+    def repeat_tiles(self, tiles: Tiles) -> None:
+        """Run in `tiles`, if the ds_config leaves it open: as the run did that goes on here."""
+        if self._settings.tokens == "auto" and self._saved is None and tiles != self.tiles:
+            self._set_tiles(tiles)
             self._measured.clear()  # so that the next micro-batch is measured, and planned for
 
-    def tiles_to_try(self, sample: Sample) -> list[int]:
-        """Return the sizes of tiles to try where what is in force does not fit: largest first, none unless "auto"."""
+    def smaller_tiles(self, sample: Sample, costs: CostTable | None) -> Tiles | None:
+        """Return the tiles to try where those in force do not fit; None: there are none, or the ds_config names them.
+
+        What takes most memory is cut further, the head or the layers, into the largest tiles at first. Where that cannot be
+        cut any more, nothing helps.
+
+        Args:
+            costs: of what does not fit; None: it could not even be measured. Then the head is cut first.
+        """
         if self._settings.tokens != "auto" or self._saved is not None:
-            return []
-        now = self._runtime.layer_calls.tiles.size or _most_tokens(sample)
-        return [size for size in _TILES if size < now][:_MOST_TILES]
+            return None
+        now, seen, most = self.tiles, self.tiles_in_use, _most_tokens(sample)
+        head = None if now.head and not seen.head else _next_smaller(_HEAD_TILES, now.head, most)
+        layers = None if now.layers and not seen.layers else _next_smaller(_LAYER_TILES, now.layers, most)
+        cuts_head = head is not None and (not now.head or layers is None)
+        if costs is not None and costs.costs:
+            cuts_head = head_takes_most(costs)
+        if cuts_head:
+            return None if head is None else replace(now, head=head)
+        return None if layers is None else replace(now, layers=layers)
 
     def _choose_quickly(self, costs: CostTable, sizes: Sizes) -> Choice:
         return self._choose(self.graph_with(costs.calls), costs, self._group_size, sizes, thorough=False)[0]
@@ -208,6 +249,7 @@ class Planner:
                     "forward uses their own parameters, and not take module.weight or those of an nn.ParameterList itself."
                 )
             graph = self.graph_with(table.calls)
+            self._tried = table
             try:
                 choices = self._choose(graph, table, self._group_size, sized.sizes)
             except DoesNotFitError as error:
@@ -331,16 +373,11 @@ class Planner:
                 joined_count=sizes.joined_count,
                 forward_rows=sizes.forward,
                 backward_rows=sizes.backward,
-                tile_tokens=self.tile_tokens,
+                tile_tokens=self.tiles_in_use.head,
+                layer_tile_tokens=self.tiles_in_use.layers,
             ),
             host_bytes=self._host_bytes,
         )
-
-    @property
-    def tile_tokens(self) -> int:
-        """How many tokens go through the last layer and the loss at a time; 0: all of a micro-batch's."""
-        tiles = self._runtime.layer_calls.tiles
-        return tiles.size if any(tiles.heads.values()) else 0
 
     @property
     def beside_bytes(self) -> int:
@@ -471,6 +508,12 @@ def host_room_bytes(runtime: Runtime) -> int | None:
 def _most_tokens(sample: Sample) -> int:
     """Return how many tokens a micro-batch has at most: the largest number of places in two dimensions of its tensors."""
     return max((t.shape[:2].numel() for t in tensors_in(sample.inputs) if t.dim() > 1), default=0)
+
+
+def _next_smaller(sizes: Sequence[int], now: int, most: int) -> int | None:
+    """Return the next of `sizes`, the largest first, that is smaller than `now` (0: all tokens, `most`); None: none is."""
+    tried = [size for size in sizes if size < most][:_MOST_TILES]
+    return next((size for size in tried if size < (now or most)), None)
 
 
 def _dominates(known: InputShapes, shapes: InputShapes) -> bool:

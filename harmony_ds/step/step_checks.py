@@ -62,7 +62,7 @@ def check_grouping(context: StepContext, losses: Sequence[SharedLoss]) -> bool:
         return False
     if world.any("draw other numbers", joins_calls and runtime.joins.are_random):  # not single calls' losses
         return True
-    in_tiles = context.planner.tile_tokens > 0
+    in_tiles = context.planner.tiles_in_use.head > 0
     if world.any("compare no tiles", in_tiles and any(len(loss.members) > 1 for loss in losses)):
         return True  # what the last layer gives in one forward pass is gone when the next one has run
     is_alike = close if joins_calls else comparison(runtime.device.torch_device)

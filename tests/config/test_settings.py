@@ -315,6 +315,17 @@ def test_sizes_of_slices_are_a_word_or_a_number(value: object, sizes: object) ->
     assert load(harmony={"micro_batch": value}).harmony.micro_batch == sizes
 
 
+@pytest.mark.parametrize(("value", "sizes"), [("off", "off"), (512, 512), ({"head": 512, "layers": 64}, (512, 64))])
+def test_tokens_of_tiles_are_a_word_a_number_or_two(value: object, sizes: object) -> None:
+    assert load(harmony={"tokens": value}).harmony.tokens == sizes
+
+
+@pytest.mark.parametrize("value", ["all", 0, {"head": 512}, {"head": 0, "layers": 64}, [512, 64, 8]])
+def test_other_tokens_are_an_error(value: object) -> None:
+    with pytest.raises(ConfigError, match="tokens"):
+        load(harmony={"tokens": value})
+
+
 def test_a_micro_batch_of_auto_is_a_share_of_the_batch_and_leaves_the_slices_to_the_search() -> None:
     config = load_config(
         {"train_batch_size": 24, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2}

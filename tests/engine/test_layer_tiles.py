@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harmony_ds import HarmonyEngine
+from harmony_ds.errors import DoesNotFitError
 from harmony_ds.model.layer_tiles import LayerTiles
 from harmony_ds.utils import safe_get_full_grad
 from tests.engine.drive import (
@@ -29,7 +30,7 @@ from tests.engine.drive import (
     small_sgd,
     train_groups,
 )
-from tests.families import Family
+from tests.families import Batch, Family, build_transformer
 
 TILE = 6
 """Tokens of a tile, those of both rows together: three of a row of twelve."""
@@ -293,3 +294,63 @@ def test_evaluation_runs_in_tiles_too() -> None:
         assert tiles.cut
     assert torch.allclose(made, expected, atol=1e-6)
     assert not made.requires_grad
+
+
+# ---- under a budget
+
+LONG = 256
+
+
+def wide_llama(layers: int = 2) -> nn.Module:
+    """A model whose MLPs take most of the memory."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 512, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LONG}
+    return build_transformer("LlamaForCausalLM", **sizes, **heads, tie_word_embeddings=False)
+
+
+def long_groups() -> list[list[Batch]]:
+    batches = []
+    for index in range(4):
+        words = torch.randint(0, 64, (1, LONG), generator=torch.Generator().manual_seed(index))
+        batches.append({"input_ids": words, "labels": words})
+    return [batches[:2], batches[2:]]
+
+
+def trained_long(**harmony: Any) -> tuple[nn.Module, Any, Any]:
+    """Train; return the model, the plan's policy, and the report of its memory."""
+    model = wide_llama()
+    config = config_of(2, clip=1.0, harmony=harmony, train_micro_batch_size_per_gpu=1)
+    with engine_for(model, sgd, config) as engine:
+        train_groups(engine, long_groups())
+        return model, engine.plan.policy, engine.memory_report()
+
+
+def test_layers_run_in_tiles_where_nothing_fits_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    whole, policy, report = trained_long(tokens="off", pack_layers=1, residency="off", stash="host")
+    assert (policy.tile_tokens, policy.layer_tile_tokens) == (0, 0)
+    budget = 0.7 * report.device_peak_bytes / 2**30
+    with pytest.raises(DoesNotFitError):
+        trained_long(tokens="off", device_memory_gib=budget)
+
+    model, policy, tight = trained_long(device_memory_gib=budget)
+
+    assert (policy.tile_tokens, policy.layer_tile_tokens) == (0, 64)
+    assert tight.device_peak_bytes == tight.planned_peak_bytes <= budget * 2**30
+    assert "parts of layers run in tiles of 64 tokens" in caplog.text
+    assert_close(model, whole)
+
+
+def test_tiles_of_head_and_layers_can_be_named_and_a_saved_plan_keeps_them(tmp_path: Any) -> None:
+    model, policy, _ = trained_long(tokens={"head": 128, "layers": 32})
+    assert (policy.tile_tokens, policy.layer_tile_tokens) == (128, 32)
+
+    path = tmp_path / "plan.json"
+    named = {"tokens": {"head": 128, "layers": 32}}
+    with engine_for(wide_llama(), sgd, config_of(2, clip=1.0, harmony=named)) as engine:
+        train_groups(engine, long_groups())
+        path.write_text(engine.plan.to_json())
+    again = wide_llama()
+    with engine_for(again, sgd, config_of(2, clip=1.0, harmony={"plan": str(path)})) as engine:
+        train_groups(engine, long_groups())
+        assert engine.plan.policy.layer_tile_tokens == 32
+    assert all(torch.equal(own, other) for own, other in zip(model.parameters(), again.parameters(), strict=True))
