@@ -123,7 +123,7 @@ class Stash:
         device = self._device
         self._free_copied()
         coming: list[tuple[StashEntry, Tensor, Tensor]] = []  # with the tensors on the host and on the device
-        for entry in entries:
+        for entry in dict.fromkeys(entries):  # several calls may share one
             if entry.device_tensor is not None:
                 continue
             host = entry.host_tensor

@@ -53,6 +53,18 @@ def test_a_round_trip_keeps_values_and_strides(tensor: Tensor) -> None:
     )
 
 
+def test_what_several_calls_share_comes_back_once() -> None:
+    one, ledger = stash()
+    tensor = torch.randn(3, 4)
+    entry = one.put(tensor, "first")
+    assert one.put(tensor, "second") is entry
+    one.swap_out([entry, entry])
+    one.swap_in([entry, entry])
+    traffic = ledger.drain()
+    assert traffic.device_to_host[TrafficKind.ACTIVATIONS] == tensor.nbytes
+    assert traffic.host_to_device[TrafficKind.ACTIVATIONS] == tensor.nbytes
+
+
 def test_on_the_device_nothing_is_copied() -> None:
     one, ledger = stash()
     tensor = torch.randn(3, 4)
