@@ -160,7 +160,7 @@ def test_out_of_memory_in_a_step_is_raised_and_the_engine_stays_usable(settings:
 
 
 def test_out_of_memory_while_measuring_leaves_nothing_on_the_device_even_while_the_error_is_held() -> None:
-    engine, device = engine_under(None, group=2, pack_layers=1)
+    engine, device = engine_under(None, group=2, pack_layers=1, tokens="off")
     before = device.allocated_bytes()
     data = batches()
     # What does not fit: the embedding, comparing what it gave twice, a layer's forward pass, a layer's backward pass.
