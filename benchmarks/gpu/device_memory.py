@@ -27,7 +27,7 @@ import harmony_ds
 from benchmarks.allocator.case import Case
 from benchmarks.common import GIB, MIB
 from harmony_ds.device import CudaDevice
-from harmony_ds.device.cuda import set_aside_bytes
+from harmony_ds.device.allocator_room import fragment_bytes, reserve_bytes
 
 _STEPS, _REQUESTS = 5, 20
 _PIECES, _PIECE_BYTES = 32, 100 * MIB
@@ -101,9 +101,8 @@ def _train(case: Case, plan: Path) -> list[dict[str, Any]]:
 
 def _modelled_cap_gib(case: Case, planned_peak_bytes: int) -> float:
     """Return the budget for the model: the same, or more where its GPU sets aside more than this device does."""
-    fixed_bytes = set_aside_bytes(0, (9, 0), expandable=True)
-    scattered = (set_aside_bytes(2**40, (9, 0), expandable=True) - fixed_bytes) / 2**40  # of a budget
-    least_bytes = (planned_peak_bytes + fixed_bytes + MIB) / (1 - scattered)
+    most_fragments = fragment_bytes(2**40, working_bytes=2**50) / 2**40  # of a budget, however much a micro-batch takes
+    least_bytes = (planned_peak_bytes + reserve_bytes((9, 0)) + MIB) / (1 - most_fragments)
     return max(case.cap_gib, least_bytes / GIB)
 
 
