@@ -5,7 +5,7 @@ r"""How many bytes does torch's allocator have to reserve for what a plan alloca
     python -m benchmarks.allocator [--write]    # all cases: an hour; --write: results/allocator.json and docs/memory.md
 
 The engine trains three steps on torch's meta device, with its real sizes and streams (`recorder.py`). What it allocates is
-replayed in the model of torch's allocator (harmony_ds/scheduler/caching_allocator.py), for the third step:
+replayed in the model of torch's allocator (caching_allocator.py), for the third step:
 
     reserved_peak_bytes          the most that the allocator reserved, where it may reserve the budget
     reserved_without_cap_bytes   the same, where it may reserve any number of bytes

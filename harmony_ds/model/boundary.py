@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from harmony_ds.errors import HarmonyError, ModelError, UnsupportedError
@@ -57,8 +58,9 @@ class _BoundaryNode(torch.autograd.Function):
 
 _apply: Any = super(torch.autograd.Function, _BoundaryNode).apply  # past what is for torch.func, which is refused
 with torch.inference_mode(False), torch.enable_grad():
-    _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
-"""An input of every Boundary, so that autograd takes its outputs to require gradients; it never gets one itself."""
+    ANCHOR = torch.empty((), device="cpu", requires_grad=True)
+"""An input of every `autograd.Function` of the engine: autograd takes its outputs to require gradients, whatever its other
+inputs are. It never gets one itself."""
 _AUTOGRAD_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _EXPLANATIONS = {
     "modified by an inplace operation": "a tensor that a micro-batch's backward pass needs was changed in place after its "
@@ -78,7 +80,7 @@ def cut(tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> tuple[T
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return cut(tensors, targets)
-    cut_tensors: tuple[Tensor, ...] = _apply(_ANCHOR, tensors, targets)
+    cut_tensors: tuple[Tensor, ...] = _apply(ANCHOR, tensors, targets)
     return cut_tensors
 
 
@@ -88,6 +90,11 @@ def on_one_thread() -> AbstractContextManager[None]:
     Autograd has a thread for each accelerator: several would add up gradients of one tensor in their order of arrival.
     """
     return torch.autograd.set_multithreading_enabled(False)
+
+
+def is_of_autograd_function(node: object) -> bool:
+    """Return whether a node of a graph is an `autograd.Function`'s, which may keep and propagate back anything."""
+    return isinstance(node, BackwardCFunction)
 
 
 def in_autograd_function() -> bool:

@@ -36,6 +36,8 @@ from harmony_ds.model.recorded_call import RecordedCall, RecordedHead, norms_of
 from harmony_ds.model.slices import Piece, SliceAssembler, Slicing, slicing_of
 from harmony_ds.model.targets import GradientSum, OutputGradient, Targets
 from harmony_ds.model.token_expression import HeadCall, TiledWork, tensors_beside
+from harmony_ds.model.token_proof import ModuleCall, TokenProof, prove
+from harmony_ds.model.token_rules import TokenPlace, TokensMixedError
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.token_tiles import TokenTiles
 from harmony_ds.model.trees import map_tensors, tensors_in
@@ -47,8 +49,9 @@ _logger = logging.getLogger(__name__)
 
 ReadState = Callable[[], RandomState]
 SetState = Callable[[RandomState], None]
-TokenProbe = Callable[[Callable[[Tensor], Any], Tensor, int], bool]
-"""Return whether a function of a tensor treats alike the tokens that lie in one of its dimensions."""
+_TOKENS_OF_A_PROOF = (257, 251)
+"""Numbers of tokens for which a head is proved to treat each by itself; it runs on any number. They are primes, so that no
+other dimension is taken for theirs."""
 
 
 class LayerCalls:
@@ -143,17 +146,11 @@ class LayerCalls:
         Args:
             gather: called after each tile of the loss's backward pass: adds up the gradients that have reached `copies`.
         """
-        if not (request.grad and self.tiles.has_head(request.layer)):
+        opened = self._open_head_in_tiles(request) if request.grad else None
+        if opened is None:
             return None
-        opened = self._open_head(request)
-        if opened is None or opened.tokens <= self.tiles.size:
-            return None
-        (hidden,) = self._device_transfers.to_current([opened.hidden])
-        head = HeadCall(hidden, opened.run, self.tiles.size, partial(nullcontext, copies), gather)
-        output = _output_of(head, request)
-        if output is not None:
-            self._open_heads.append((request.layer, head))
-        return output
+        head = HeadCall(opened.hidden, opened.run, self.tiles.size, partial(nullcontext, copies), gather)
+        return self._output_until_closed(head, request)
 
     def begin_recorded_head(
         self,
@@ -170,13 +167,10 @@ class LayerCalls:
             record: takes each record of what the program has made of the output, for `backward`.
         """
         layer = self.layers[request.layer]
-        if not (request.grad and self.tiles.has_head(request.layer)) or layer.buffered:
-            return None
-        opened = self._open_head(request)
-        if opened is None or opened.tokens <= self.tiles.size:
+        opened = self._open_head_in_tiles(request) if request.grad and not layer.buffered else None
+        if opened is None:
             return None
         hidden, arguments = opened.hidden, opened.arguments
-        (hidden,) = self._device_transfers.to_current([hidden])
         target = inter_layer.target(hidden) if hidden.requires_grad else None
         cut_hidden = hidden.detach().requires_grad_(hidden.requires_grad)
         head = HeadCall(cut_hidden, opened.run, self.tiles.size, weights, _nothing)
@@ -199,13 +193,14 @@ class LayerCalls:
 
     def begin_head_without_gradients(self, request: Request, copies: Leaves) -> TokenTensor | None:
         """Do what `begin_head` does for a forward pass that no gradient goes back through."""
-        if request.grad or not self.tiles.has_head(request.layer):
+        opened = None if request.grad else self._open_head_in_tiles(request)
+        if opened is None:
             return None
-        opened = self._open_head(request)
-        if opened is None or opened.tokens <= self.tiles.size:
-            return None
-        (hidden,) = self._device_transfers.to_current([opened.hidden])
-        head = HeadCall(hidden.detach(), opened.run, self.tiles.size, partial(nullcontext, copies), _nothing)
+        head = HeadCall(opened.hidden.detach(), opened.run, self.tiles.size, partial(nullcontext, copies), _nothing)
+        return self._output_until_closed(head, request)
+
+    def _output_until_closed(self, head: HeadCall, request: Request) -> TokenTensor | None:
+        """Return the output of `head`, which `close_heads` closes; None: it is not to be computed in tiles."""
         output = _output_of(head, request)
         if output is not None:
             self._open_heads.append((request.layer, head))
@@ -230,6 +225,14 @@ class LayerCalls:
                     function,
                 )
 
+    def _open_head_in_tiles(self, request: Request) -> _OpenedHead | None:
+        """Return what a head's call is given, on its device, if that is more than one tile of tokens; else None."""
+        opened = self._open_head(request) if self.tiles.has_head(request.layer) else None
+        if opened is None or opened.tokens <= self.tiles.size:
+            return None
+        (hidden,) = self._device_transfers.to_current([opened.hidden])
+        return replace(opened, hidden=hidden)
+
     def _open_head(self, request: Request) -> _OpenedHead | None:
         """Return what a call is given, if that may be the hidden states of tokens alone; else None."""
         layer, given = self.layers[request.layer], LayerInputs.from_request(request)
@@ -240,22 +243,19 @@ class LayerCalls:
             return None
         return _OpenedHead(layer, request, given.arguments, hidden)
 
-    def may_be_head(self, request: Request, copies: Leaves, treats_tokens_alike: TokenProbe) -> bool:
+    def may_be_head(self, request: Request, copies: Leaves) -> bool:
         """Return whether a call gives each token, by itself, more values than it has: if it is the last, it is a head."""
         opened = self._open_head(request)
         if opened is None or opened.hidden.numel() == 0:
             return False
-        hidden = opened.hidden
-        one_token = hidden.detach().reshape(-1, hidden.shape[-1])[:1].view(*[1] * (hidden.dim() - 1), hidden.shape[-1])
-
-        def run(part: Tensor) -> Any:
-            return opened.run(part, copies)
-
-        if not treats_tokens_alike(run, one_token, hidden.dim() - 2):
+        rank, width = opened.hidden.dim(), opened.hidden.shape[-1]
+        try:
+            proof = opened.prove(copies)
+        except TokensMixedError:
             return False
-        with torch.no_grad():
-            made = run(one_token)
-        return isinstance(made, Tensor) and made.dim() == hidden.dim() and made.shape[-1] > hidden.shape[-1]
+        output = proof.outputs[0]
+        is_logits = output.place == TokenPlace(rank - 2) and len(output.shape) == rank and output.shape[-1] > width
+        return is_logits and len(proof.outputs) == 1
 
     def _run_without_grad(self, request: Request, copies: Leaves, rows: Rows) -> Any:
         """Run a call that no gradient goes through, in slices of its rows if `rows` says so; return its outputs."""
@@ -559,9 +559,29 @@ class _OpenedHead:
 
     def run(self, hidden: Tensor, copies: Leaves) -> Any:
         """Run the layer's forward on other hidden states, and on `copies` of its parameters."""
+        args, kwargs = self._with(hidden)
+        return self.layer.call_forward(self.request, args, kwargs, copies)
+
+    def prove(self, copies: Leaves) -> TokenProof:
+        """Prove that the layer's forward treats each token by itself, whatever their number; they lie in the last dimension
+        but one, as in the tiles of a head.
+
+        Raises:
+            TokensMixedError: that cannot be shown.
+        """
+        whole, part = _TOKENS_OF_A_PROOF
+        dim = self.hidden.dim() - 2
+        hidden = self.hidden.new_empty(*[1] * dim, whole, self.hidden.shape[-1]).requires_grad_()
+        args, kwargs = self._with(hidden)
+        call = ModuleCall.taken_apart(self.layer.module, self.request.forward, args, kwargs)
+        with self.layer.parameters.installed(copies), self.request.callers_modes():
+            return prove(call, dim, [part])
+
+    def _with(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the call's arguments with other hidden states."""
         values = self.arguments.rebuild([hidden])
         kwargs = dict(zip(self.arguments.keywords, values[self.arguments.positional :], strict=True))
-        return self.layer.call_forward(self.request, values[: self.arguments.positional], kwargs, copies)
+        return tuple(values[: self.arguments.positional]), kwargs
 
 
 def _isolated(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[None]:

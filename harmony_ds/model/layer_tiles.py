@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from harmony_ds.device.live_bytes import EagerDispatchMode
-from harmony_ds.model.boundary import cut, propagate, reachable_nodes
+from harmony_ds.model.boundary import ANCHOR, cut, is_of_autograd_function, propagate, reachable_nodes
 from harmony_ds.model.intercept import Autocast, ContextFactory
 from harmony_ds.model.own_settings import NOT_PLAIN, SCALARS
 from harmony_ds.model.patching import Item
@@ -36,9 +35,6 @@ from harmony_ds.model.token_proof import Forward, ModuleCall, TokenProof, is_wat
 from harmony_ds.model.token_rules import TokensMixedError
 from harmony_ds.model.trees import flatten_all, unflatten_all
 
-with torch.inference_mode(False), torch.enable_grad():
-    _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
-"""An input of every tiled call, so that gradients reach its parameters, too; it never gets one itself."""
 _WORTH = 0.25
 """A call is cut if its graph keeps more than this share of the bytes of its inputs beside inputs and outputs."""
 _NONE_UNREAD = -1
@@ -275,7 +271,7 @@ class _Work:
         self.autocast = Autocast.current(tensors[0].device.type)
         outputs = self.tiled.proof.outputs
         if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
-            made: Sequence[Tensor] = _Tiled.apply(_ANCHOR, self, *tensors)  # type: ignore[no-untyped-call]
+            made: Sequence[Tensor] = _Tiled.apply(ANCHOR, self, *tensors)  # type: ignore[no-untyped-call]
         else:
             made = self.forward(tensors)
         self.call = self.call.without_tensors()  # which the graph saves
@@ -444,17 +440,12 @@ class _Watch(EagerDispatchMode):
         if self._last < 0 or self._read or is_watched(self._layer):
             return _NONE_UNREAD
         for node in reachable_nodes(output.grad_fn for output in outputs):
-            if _is_function(node) and node._sequence_nr() >= self._last_node:
+            if is_of_autograd_function(node) and node._sequence_nr() >= self._last_node:
                 return _NONE_UNREAD  # it may keep anything
         for module in self._layer.modules():
             if any(isinstance(value, Tensor) for value in vars(module).values()):
                 return _NONE_UNREAD
         return self._last
-
-
-def _is_function(node: object) -> bool:
-    """Return whether a node of a graph is an `autograd.Function`'s."""
-    return isinstance(node, BackwardCFunction)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -20,12 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from harmony_ds.errors import ModelError, UnsupportedError
-from harmony_ds.model.boundary import propagate
+from harmony_ds.model.boundary import ANCHOR, propagate
 from harmony_ds.model.intercept import Autocast, handled_by
-
-with torch.inference_mode(False), torch.enable_grad():
-    _ANCHOR = torch.empty((), device="cpu", requires_grad=True)
-"""An input of every tiled function, so that autograd takes its outputs to require gradients; it never gets one itself."""
 
 
 class HeadClosedError(ModelError):
@@ -407,7 +403,7 @@ def compute_in_tiles(work: TiledWork) -> list[Tensor]:
         return _recorded(work, work.head.record)
     beside = tensors_beside(work.expression)
     made: tuple[Tensor, ...] = _ComputedInTiles.apply(  # type: ignore[no-untyped-call]
-        _ANCHOR, work, beside, work.head.hidden, *[operand.value for operand in beside]
+        ANCHOR, work, beside, work.head.hidden, *[operand.value for operand in beside]
     )
     return list(made)
 
@@ -420,7 +416,7 @@ def stand_in_with_graph(work: TiledWork, make: Callable[[], Tensor], values_dim:
     """
     beside = tensors_beside(work.expression)
     made: Tensor = _NotComputed.apply(  # type: ignore[no-untyped-call]
-        _ANCHOR, work, make, values_dim, beside, work.head.hidden, *[operand.value for operand in beside]
+        ANCHOR, work, make, values_dim, beside, work.head.hidden, *[operand.value for operand in beside]
     )
     return made
 

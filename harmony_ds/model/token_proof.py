@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from harmony_ds.device.live_bytes import tensors_among
 from harmony_ds.model.arguments import PLAIN
-from harmony_ds.model.boundary import reachable_nodes
+from harmony_ds.model.boundary import is_of_autograd_function, reachable_nodes
 from harmony_ds.model.own_settings import CONTAINERS, refill
 from harmony_ds.model.patching import patched
 from harmony_ds.model.random_streams import read_python_state, set_python_state
@@ -379,7 +378,7 @@ class TokenTrace(TorchDispatchMode):
             if place is None:
                 raise TokensMixedError("it returns a tensor without tokens")
             outputs.append(OutputLeaf(None, place, tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
-        if any(isinstance(node, BackwardCFunction) for node in reachable_nodes(t.grad_fn for t in tensors)):
+        if any(map(is_of_autograd_function, reachable_nodes(t.grad_fn for t in tensors))):
             raise TokensMixedError("an autograd.Function computes its gradients")
         constants = [self._normal(leaf) for leaf in leaves]
         return tuple(outputs), constants

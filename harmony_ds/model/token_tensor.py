@@ -38,6 +38,7 @@ from harmony_ds.model.token_expression import (
     evaluate_whole,
     stand_in_with_graph,
 )
+from harmony_ds.model.torch_functions import name_of
 
 _METADATA = frozenset(
     "shape ndim dim size numel nbytes __len__ dtype device layout is_cuda is_cpu is_meta is_sparse is_quantized".split()
@@ -177,7 +178,7 @@ class TokenTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func.__self__, "__name__", "") if func.__name__ == "__get__" else func.__name__
+        name = name_of(func)
         if name in _METADATA and not _first(args).is_computed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

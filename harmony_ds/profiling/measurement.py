@@ -33,7 +33,6 @@ from harmony_ds.offload.stash import StashEntry
 from harmony_ds.profiling.call_measurement import CallMeasurement, MicroBatchMeasurement
 from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
-from harmony_ds.profiling.token_probe import treats_tokens_alike
 from harmony_ds.profiling.watches import FlowWatch, RoutingWatch, extremes
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.streaming import LayerCallObserver
@@ -188,9 +187,7 @@ class Measurement(LayerCallObserver):
         """Return the output of a call that is computed in tiles of tokens with the loss; None: it runs now, whole."""
         tiles, residency = self._runtime.layer_calls.tiles, self._runtime.residency
         if tiles.size and request.layer not in tiles.heads and request.grad:
-            tiles.heads[request.layer] = self._runtime.layer_calls.may_be_head(
-                request, copy.leaves, treats_tokens_alike
-            )
+            tiles.heads[request.layer] = self._runtime.layer_calls.may_be_head(request, copy.leaves)
         head = self._passes.begin_head(request, copy, partial(_gather, residency, copy))
         if head is None:
             return None

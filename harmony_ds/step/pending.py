@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from harmony_ds.errors import BatchError, UnsupportedError
 from harmony_ds.model.boundary import in_autograd_function, next_nodes, reachable_nodes, targets_of
 from harmony_ds.model.intercept import Autocast
+from harmony_ds.model.torch_functions import name_of
 
 _VIEWS = frozenset(
     "to float double half bfloat16 cpu type_as detach data contiguous view view_as reshape reshape_as flatten".split()
@@ -257,7 +258,7 @@ class PendingTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func.__self__, "__name__", "") if func.__name__ == "__get__" else func.__name__
+        name = name_of(func)
         if name in _METADATA:
             next(iter((*args, *kwargs.values()))).node.shape_was_read |= name in _SHAPE
             with torch._C.DisableTorchFunctionSubclass():

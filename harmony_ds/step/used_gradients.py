@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.errors import UnsupportedError
+from harmony_ds.model.torch_functions import name_of
 
 _DESCRIPTIONS = frozenset(
     "shape dtype device layout ndim is_leaf requires_grad grad_fn is_sparse is_cuda is_cpu numel size dim element_size "
@@ -41,7 +42,7 @@ class UsedGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        name = name_of(func)
         if name in _DESCRIPTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

@@ -98,6 +98,18 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taken]:
         yield taken
 
 
+@contextmanager
+def open_step(transition: Transition, before: Before, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Drive, Taken]]:
+    """An open step with a history, on the model that the transition needs; with all transitions that are taken."""
+    model = Tiny()
+    is_frozen = transition.action == "pass_gradients_on"
+    model.requires_grad_(not is_frozen)
+    with recorded(monkeypatch) as taken, engine_for(model, None if is_frozen else sgd, config_of(1)) as engine:
+        drive = Drive(engine, monkeypatch)
+        drive.come_to(before)
+        yield drive, taken
+
+
 def test_every_state_and_event_has_a_cell() -> None:
     assert set(TRANSITIONS) == set(product(StepState, StepEvent))
     for cell in TRANSITIONS.values():
@@ -117,13 +129,8 @@ def test_every_state_and_event_has_a_cell() -> None:
 def test_a_transition_of_an_open_step_happens(
     event: StepEvent, transition: Transition, before: Before, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Tiny()
-    is_frozen = transition.action == "pass_gradients_on"
-    model.requires_grad_(not is_frozen)
-    with recorded(monkeypatch) as taken, engine_for(model, None if is_frozen else sgd, config_of(1)) as engine:
-        drive = Drive(engine, monkeypatch)
-        drive.come_to(before)
-        step = drive.step
+    with open_step(transition, before, monkeypatch) as (drive, taken):
+        engine, step = drive.engine, drive.step
         taken.clear()
         trigger(drive, event, transition.action)
         assert (StepState.OPEN, event, transition) in taken
@@ -149,13 +156,8 @@ DROPPING = [
 def test_an_error_drops_the_step_where_the_table_says_so(
     transition: Transition, before: Before, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Tiny()
-    is_frozen = transition.action == "pass_gradients_on"
-    model.requires_grad_(not is_frozen)
-    with recorded(monkeypatch) as taken, engine_for(model, None if is_frozen else sgd, config_of(1)) as engine:
-        drive = Drive(engine, monkeypatch)
-        drive.come_to(before)
-        step = drive.step
+    with open_step(transition, before, monkeypatch) as (drive, taken):
+        engine, step = drive.engine, drive.step
         drive.model.troubles.append(ValueError("the model's own"))
         with pytest.raises(ValueError, match="the model's own"):
             drive.boundary() if transition.action == "take" else drive.read_gradient()

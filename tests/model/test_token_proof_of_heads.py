@@ -1,4 +1,4 @@
-"""Whether a computation treats tokens alike is told from its operations, on a device with values and on one without."""
+"""Heads, and what is none: whether a call treats tokens alike is proved on a device with values and on one without."""
 
 from __future__ import annotations
 
@@ -10,10 +10,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harmony_ds.profiling.token_probe import treats_tokens_alike
+from harmony_ds.model.token_proof import ModuleCall, prove
+from harmony_ds.model.token_rules import TokensMixedError
 
 WIDTH = 8
+TOKENS, FEWER = 257, 251
 Run = Callable[[Tensor], Any]
+
+
+class Calling(nn.Module):
+    """Calls a function, or a module."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(x)
+
+
+def treats_tokens_alike(run: Run, like: Tensor, dim: int) -> bool:
+    """Whether that is proved; `like`: an argument with one token."""
+    shape = list(like.shape)
+    shape[dim] = TOKENS
+    calling = Calling(run)
+    call = ModuleCall.taken_apart(calling, calling.forward, (like.new_zeros(shape).requires_grad_(),), {})
+    try:
+        prove(call, dim, [FEWER])
+    except TokensMixedError:
+        return False
+    return True
 
 
 def module(*layers: nn.Module) -> nn.Module:
