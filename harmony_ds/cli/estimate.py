@@ -9,6 +9,7 @@ from dataclasses import replace
 from harmony_ds.cli import options
 from harmony_ds.cli.answer import answer, reply
 from harmony_ds.config import Config
+from harmony_ds.estimate.lora import add_adapters
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import Survey, estimate
 from harmony_ds.profiling.hardware import hardware_of
@@ -22,13 +23,18 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", metavar="NAME", help=text)
     text = "A disk that reads or writes so much in a second, with what the ds_config puts there, or masters and state."
     parser.add_argument("--nvme-gb-per-s", type=options.at_least(0.001, float), metavar="GB", help=text)
+    text = "Train LoRA adapters of this rank beside all linear layers but the head; MODEL itself is frozen. Needs peft."
+    parser.add_argument("--lora", type=options.at_least(1), metavar="RANK", help=text)
 
 
 def command(args: argparse.Namespace) -> int:
     hardware = replace(hardware_of(args.machine or "rtx4090"), disk_gb_per_s=args.nvme_gb_per_s)
 
     def survey(config: Config) -> Survey:
-        return estimate(load_subject(args.model, "meta", config.micro_batch, args.sequence), config, hardware)
+        subject = load_subject(args.model, "meta", config.micro_batch, args.sequence)
+        if args.lora is not None:
+            add_adapters(subject.model, args.lora)
+        return estimate(subject, config, hardware)
 
     gc.disable()  # an estimate leaves little to collect, and a fifth of its time went into looking for it
     try:

@@ -160,6 +160,32 @@ def test_estimate_as_json(tiny: str) -> None:
     assert set(data["changes"]) >= {"a link twice as fast", "twice the device memory"}
 
 
+def test_adapters_are_trained_and_the_model_is_not(tiny: str) -> None:
+    arguments = ("estimate", tiny, "--sequence", "32", "--no-advice")
+    whole, adapted, wider = (run_json(*arguments, *more) for more in ((), ("--lora", "2"), ("--lora", "4")))
+
+    linear = 2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128)  # inputs and outputs of a layer's seven linear layers
+    assert adapted["trainable_parameters"] == 4 * 2 * linear
+    assert adapted["parameters"] == whole["parameters"] + 4 * 2 * linear
+    assert wider["trainable_parameters"] == 2 * adapted["trainable_parameters"]
+    assert adapted["host_bytes"]["optimizer"] == 8 * adapted["trainable_parameters"]
+
+
+def test_adapters_need_linear_layers_and_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("estimate", "tests.cli.test_commands:table_alone", "--lora", "2")
+    assert found.exit_code == 1
+    assert "Embedding has no linear layers (torch.nn.Linear)" in found.stderr
+
+    monkeypatch.setitem(sys.modules, "peft", None)
+    found = run("estimate", "tests.cli.test_commands:net", "--lora", "2")
+    assert found.exit_code == 1
+    assert "pip install peft" in found.stderr
+
+
+def table_alone() -> tuple[nn.Module, dict[str, Tensor]]:
+    return nn.Embedding(4, 2), {"input": torch.zeros(1, 2, dtype=torch.long)}
+
+
 def test_estimate_of_several_devices(tiny: str) -> None:
     arguments = ("estimate", tiny, "--accumulation", "4", "--sequence", "32", "--no-advice", "--processes", "2")
     data = run_json(*arguments)
