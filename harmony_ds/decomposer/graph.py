@@ -14,6 +14,8 @@ class ParameterSpec:
     Attributes:
         state_bytes: device bytes of its master and optimizer state, where it is updated on the device.
         update_bytes: further device bytes during its update there.
+        stored_bytes: of a packed parameter, a frozen one that travels as the bytes it is stored in (quantized weights); a
+            multiple of `ALIGNMENT_BYTES`. None: its elements have the compute dtype.
     """
 
     name: str
@@ -21,6 +23,11 @@ class ParameterSpec:
     trainable: bool
     state_bytes: int = 0
     update_bytes: int = 0
+    stored_bytes: int | None = None
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Return its bytes in a slab and on the link, where elements of the compute dtype have `itemsize` bytes."""
+        return slab_bytes(self.numel, itemsize) if self.stored_bytes is None else self.stored_bytes
 
     @property
     def numel(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.estimate.survey import Survey, stash_away, update_cost
 from harmony_ds.offload.disk_weights import HOST_BYTES
 from harmony_ds.scheduler.choose import make_plan
@@ -81,7 +80,10 @@ class Forecast:
         """Bytes of the weights, masters and optimizer state that the ds_config keeps on a disk."""
         update, parameters = update_cost(self.survey.config), self.survey.graph.parameters
         trained = sum(spec.numel for spec in parameters if spec.trainable)
-        return update.disk_bytes * trained + sum(slab_bytes(p.numel, update.disk_weight_bytes) for p in parameters)
+        weights = (
+            sum(spec.weight_bytes(update.disk_weight_bytes) for spec in parameters) if update.disk_weight_bytes else 0
+        )
+        return update.disk_bytes * trained + weights
 
     @property
     def zero3_offload_bytes(self) -> int:
@@ -113,7 +115,7 @@ def _state_bytes(survey: Survey) -> dict[str, int]:
     """Return the host bytes that every plan needs, by kind: weights, masters, optimizer state and the buffers of casts."""
     weight, parameters = survey.element.weight, survey.graph.parameters
     update = update_cost(survey.config)
-    weights = sum(slab_bytes(spec.numel, weight) for spec in parameters)
+    weights = sum(spec.weight_bytes(weight) for spec in parameters)
     elements = sum(spec.numel for spec in parameters if spec.trainable)
     devices = survey.request.policy.devices
     pieces = [-(-spec.numel // devices) for spec in parameters if spec.trainable]

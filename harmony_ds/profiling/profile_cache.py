@@ -37,7 +37,11 @@ class ProfileFile:
     def key(self, calls: tuple[int, ...], shapes: object) -> dict[str, str]:
         """Return what a profile depends on: model structure, shapes, dtypes, versions, hardware."""
         graph = self.graph
-        structure = [(layer.name, [graph.parameter(n).shape for n in layer.parameters]) for layer in graph.layers]
+        structure: list[tuple[str, list[object]]] = []
+        for layer in graph.layers:
+            specs = [graph.parameter(name) for name in layer.parameters]
+            # Of a packed parameter, the shape does not tell how much is moved.
+            structure.append((layer.name, [spec.stored_bytes or spec.shape for spec in specs]))
         digest = hashlib.sha256(repr((structure, calls)).encode()).hexdigest()[:16]
         device = self.device.torch_device
         return {

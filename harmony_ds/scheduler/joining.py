@@ -62,7 +62,7 @@ class JoinedCosts:
             rate = machine.device_update_elements_per_ms * machine.update_bytes_per_element
         specs = {spec.name: spec for spec in graph.parameters}
         layers = [[specs[name] for name in graph.layers[layer].parameters] for layer in graph.calls]
-        self._weights_ms = [element.weight * sum(s.numel for s in own) / rate for own in layers]
+        self._weights_ms = [sum(s.weight_bytes(element.weight) for s in own) / rate for own in layers]
         # A gradient is written and read as it arrives, its sum is read and written.
         both = 2 * (element.weight + element.gradient)
         self._gradients_ms = [both * sum(s.numel for s in own if s.trainable) / rate for own in layers]

@@ -140,7 +140,7 @@ class Packer:
         )
 
     def _weight_bytes(self, names: Iterable[str]) -> int:
-        return sum(slab_bytes(self._specs[name].numel, self._element.weight) for name in names)
+        return sum(self._specs[name].weight_bytes(self._element.weight) for name in names)
 
     def _gathered_bytes(self, weight_bytes: int) -> int:
         """Return what a device sends to the others of weights of which each swaps in its share."""
@@ -166,7 +166,7 @@ class Packer:
 
     def _resident_bytes(self, names: tuple[str, ...], trained: bool) -> int:
         specs = [self._specs[name] for name in names]
-        weights = sum(slab_bytes(spec.numel, self._element.weight) for spec in specs)
+        weights = sum(spec.weight_bytes(self._element.weight) for spec in specs)
         return weights + (sum(spec.state_bytes for spec in specs) if trained else 0)
 
     def _update_bytes(self, owned: tuple[str, ...]) -> int:

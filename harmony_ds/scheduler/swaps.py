@@ -115,7 +115,7 @@ def zero3_offload_bytes(graph: LayerGraph, weight_bytes: int, micro_batches: int
     per step: the gradients out in fp32. Measured on its CPU accelerator by counting copies, without activation
     checkpointing (which gathers weights a third time).
     """
-    total = sum(spec.numel for spec in graph.parameters)
+    total = sum(weight_bytes * s.numel if s.stored_bytes is None else s.stored_bytes for s in graph.parameters)
     trainable = sum(spec.numel for spec in graph.parameters if spec.trainable)
-    per_micro_batch = 2 * weight_bytes * total + 2 * weight_bytes * trainable
+    per_micro_batch = 2 * total + 2 * weight_bytes * trainable
     return per_micro_batch * micro_batches + 4 * trainable

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harmony_ds.decomposer.graph import merge_calls, positions_of, slab_bytes
+from harmony_ds.decomposer.graph import ParameterSpec, merge_calls, positions_of, slab_bytes
 
 CALLS = st.lists(st.integers(0, 6), max_size=12).map(tuple)
 
@@ -85,3 +86,10 @@ def test_positions_of_calls_that_are_no_subsequence_are_an_error(calls: tuple[in
 )
 def test_slab_bytes_by_hand(numel: int, itemsize: int, nbytes: int) -> None:
     assert slab_bytes(numel, itemsize) == nbytes
+
+
+def test_a_packed_parameter_takes_the_bytes_that_it_is_stored_in():
+    plain = ParameterSpec("w", (3, 7), trainable=False)
+    packed = replace(plain, stored_bytes=192)
+    assert (plain.weight_bytes(2), plain.weight_bytes(4)) == (64, 128)
+    assert (packed.weight_bytes(2), packed.weight_bytes(4)) == (192, 192)
