@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allocator.case import Case, Pools, answer, record
+from benchmarks.allocator.case import Case, Pools, answer_with_replanning
 from benchmarks.common import GIB, ROOT, write_results
 
 DOCUMENT = ROOT / "docs" / "memory.md"
 BEGIN, END = "<!-- table: python -m benchmarks.allocator --write -->", "<!-- end of table -->"
 HEAD = (
-    "| model | step | GiB: budget | planned | reserved | without a cap | retries | s per step, predicted |\n"
-    "|---|---|---|---|---|---|---|---|"
+    "| model | step | GiB: budget | planned | reserved | without a limit | retries | s per step, predicted "
+    "| retries, s when replanned |\n|---|---|---|---|---|---|---|---|---|"
 )
 _MODELS = Path(__file__).parents[1] / "models"
 _TOKENS = 1024
@@ -40,7 +40,7 @@ def write_table(pools: Pools, expandable: bool, to_files: bool) -> None:
     print(HEAD)
     rows: list[dict[str, Any]] = []
     for case in cases():
-        rows.append(answer(case, record(case), pools, expandable))
+        rows.append(answer_with_replanning(case, pools, expandable))
         print(_line(case, rows[-1]), flush=True)
     if not to_files:
         return
@@ -57,6 +57,10 @@ def _line(case: Case, found: dict[str, Any]) -> str:
     for given, words in ((case.ragged, "ragged"), (case.clip, "clipping"), (case.harmony, "joined calls")):
         step += f", {words}" if given else ""
     retries = "out of memory" if found["out_of_memory"] else found["retries_a_step"]
+    replanned = ""
+    if times := found["times_replanned"]:
+        seconds = found["predicted_step_ms_when_replanned"] / 1e3
+        replanned = f"{found['retries_when_replanned']}, {seconds:.2f} ({times} x)"
     cells = [
         case.model.stem,
         step,
@@ -66,5 +70,6 @@ def _line(case: Case, found: dict[str, Any]) -> str:
         f"{found['reserved_without_cap_bytes'] / GIB:.2f}",
         str(retries),
         f"{found['predicted_step_ms'] / 1e3:.2f}",
+        replanned,
     ]
     return f"| {' | '.join(cells)} |"

@@ -45,7 +45,9 @@ def main() -> None:
         step, gib = choice.prediction.step_ms / 1e3, choice.prediction.swaps.total / GIB
         axes.set_title(f"{title}: {gib:.0f} GiB over the link, {step:.1f} s", loc="left", fontsize=11)
         print(f"{title}: {gib:.1f} GiB, {step:.2f} s, {len(choice.plan.packs)} packs")
-    rows[-1].set_xlabel("seconds of a step, predicted; a colour is a pack of layers, and a box in compute a micro-batch")
+    rows[-1].set_xlabel(
+        "seconds of a step, predicted; a colour is a pack of layers, and a box in compute a micro-batch"
+    )
     figure.savefig(FIGURE, dpi=110)
     print(f"written: {FIGURE.relative_to(ROOT)}")
 
