@@ -81,3 +81,12 @@ def test_a_missing_package_is_named(
     missing(module, monkeypatch)
     with pytest.raises(SystemExit, match=f"pip install {package}$"):
         main_of(topic, monkeypatch, beside=beside)([])
+
+
+def test_flux_lora(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("diffusers")
+    main = main_of("flux_lora", monkeypatch)
+    losses = main(["--steps", "2", "--out", str(tmp_path)])
+    assert losses[-1] < losses[0]
+    assert "= 1.0000 x the lower bound" in capsys.readouterr().out
+    assert all("lora" in name for name in load_file(tmp_path / "pytorch_lora_weights.safetensors"))
