@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from harmony_ds.offload.ledger import SWAPPED, Traffic
+from harmony_ds.offload.ledger import SWAPPED
 from harmony_ds.reporting.reports import MemoryReport, PlanReport, SwapReport
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.swaps import lower_bound_bytes, swaps_of, zero3_offload_bytes
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 from harmony_ds.step.engine_state import EngineState
-from harmony_ds.step.step_record import StepRecord
+from harmony_ds.step.step_record import MeasuredStep, StepRecord
 
 
 class Reporter:
@@ -48,36 +48,40 @@ class Reporter:
 
     def swap_report(self) -> SwapReport:
         """Return the bytes between host and device in the last optimizer step; RuntimeError before the first."""
-        plan, traffic = self._last_step("swap_report() is of the last one")
+        plan, last = self._last_step("swap_report() is of the last one")
+        traffic = last.traffic
         weight_bytes = self._state.store.dtype.itemsize
         return SwapReport(
             {kind.value: nbytes for kind, nbytes in traffic.host_to_device.items()},
             {kind.value: nbytes for kind, nbytes in traffic.device_to_host.items()},
             lower_bound_bytes(plan, self._state.runtime.world.local_rank),
-            zero3_offload_bytes(self._planner.graph, weight_bytes, self._record.micro_batches),
-            self._record.micro_batches,
-            self._record.sent_bytes,
+            zero3_offload_bytes(self._planner.graph, weight_bytes, last.micro_batches),
+            last.micro_batches,
+            last.sent_bytes,
             dict(traffic.between_devices),
             tuple((traffic.links[one, True], traffic.links[one, False]) for one in range(self._state.device.count)),
-            self._record.beside.calls,
-            self._record.beside.weight_bytes,
+            last.beside.calls,
+            last.beside.weight_bytes,
         )
 
     def plan_report(self) -> PlanReport:
         """Return step time, device peak and bytes, predicted and measured, and the plans that were not chosen;
         RuntimeError before the first step.
         """
-        plan, traffic = self._last_step("plan_report() compares steps with their plan")
+        plan, last = self._last_step("plan_report() compares steps with their plan")
+        traffic = last.traffic
         swapped = sum(side[kind] for side in (traffic.host_to_device, traffic.device_to_host) for kind in SWAPPED)
         return PlanReport(
             self._planner.choices,
             tuple(self._record.planned_ms),
-            max(self._record.peaks),
+            max(last.peaks),
             swapped,
-            self._record.sent_bytes,
+            last.sent_bytes,
             swaps_of(plan, self._planner.costs[0], self._state.runtime.world.local_rank),
             sum(traffic.between_devices.values()),
             self._planner.advice,
+            last.step_ms,
+            last.deviation,
         )
 
     def memory_report(self) -> MemoryReport:
@@ -97,7 +101,7 @@ class Reporter:
             disk_bytes=sum(disk.file.nbytes for disk in (store.disk, store.disk_weights) if disk is not None),
         )
 
-    def _last_step(self, why: str) -> tuple[Plan, Traffic]:
-        if self._record.traffic is None or self._planner.plan is None:
+    def _last_step(self, why: str) -> tuple[Plan, MeasuredStep]:
+        if self._record.last is None or self._planner.plan is None:
             raise RuntimeError(f"there has been no optimizer step yet over what engine(...) was called with: {why}.")
-        return self._planner.plan, self._record.traffic
+        return self._planner.plan, self._record.last

@@ -89,8 +89,8 @@ class MemoryReport:
     """Bytes on the device and on the host.
 
     Attributes:
-        device_peak_bytes: the most in use during the last step (on CUDA, since the model was last measured, or since the
-            program has reset the peak); of several devices, on the one with most.
+        device_peak_bytes: the most in use during the last step, and what has run of the open one (on CUDA, since the model
+            was last measured, or since the program has reset the peak); of several devices, on the one with most.
         planned_peak_bytes: predicted by the plan.
         budget_bytes: the limit (None: unlimited).
         host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash"; "casts": of 16-bit gradients
@@ -139,13 +139,16 @@ class PlanReport:
 
     Attributes:
         choices: the plan that runs, and the next best that the search found, each with its prediction.
-        measured_step_ms: of each full step since the plan was made, but the first; without the caller's own time.
+        measured_step_ms: of each step since the plan was made that ran as planned, but the first; without the caller's own
+            time.
         device_peak_bytes: as in `MemoryReport`.
         swapped_bytes: weights, gradients and stash in the last step, both ways.
         sent_bytes: sent by this process's device to others' in the last step.
         planned: the bytes that this process's device moves in a step, by the plan.
         moved_bytes: between the devices that this process drives in the last step.
         advice: joined layer calls that are predicted to be much faster.
+        last_step_ms: of the last step, whether or not it ran as planned.
+        deviation: how the last step differed from what the plan's time is predicted for; "": not at all.
     """
 
     choices: tuple[Choice, ...]
@@ -156,6 +159,8 @@ class PlanReport:
     planned: Swaps
     moved_bytes: int = 0
     advice: Advice | None = None
+    last_step_ms: float = 0.0
+    deviation: str = ""
 
     @property
     def predicted_step_ms(self) -> float:
@@ -180,7 +185,11 @@ class PlanReport:
     def __str__(self) -> str:
         best, prediction = self.choices[0].plan, self.choices[0].prediction
         typical, error = self.typical_step_ms, round(self.time_error or 0.0, 3) + 0.0  # never -0.0
-        measured = "not measured yet" if typical is None else f"{typical:,.1f} ms measured ({error:+.1%})"
+        measured = f"not measured yet (a plan's first step, {self.last_step_ms:,.1f} ms, does not count)"
+        if typical is not None:
+            measured = f"{typical:,.1f} ms measured ({error:+.1%})"
+        elif self.deviation:
+            measured = "not measured"
         lines = [
             f"plan: {self.choices[0].reason}",
             f"  step          {prediction.step_ms:,.1f} ms predicted, {measured}; {prediction.bottleneck} works most, "
@@ -189,6 +198,8 @@ class PlanReport:
             f"({self.peak_error:+.1%})",
             f"  swapped       {self.planned.total:,} bytes planned, {self.swapped_bytes:,} counted",
         ]
+        if self.deviation:
+            lines.append(f"  last step     {self.last_step_ms:,.1f} ms, not as planned: {self.deviation}")
         tiles = Tiles.from_policy(best.policy)
         if tiles.cut:
             lines.append(f"  tiles         {tiles}")

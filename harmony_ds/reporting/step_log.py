@@ -54,22 +54,25 @@ class StepLog:
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Return the milliseconds of the last step, with `wall_clock_breakdown`; `trace()` has those of every task."""
-        return {"step": self._record.step_ms} if self._breakdown else {}
+        last = self._record.last
+        return {"step": 0.0 if last is None else last.step_ms} if self._breakdown else {}
 
     def report_step(self, steps: Steps) -> None:
         """Report the optimizer step that is over; the counters of `steps` are those after it."""
+        last = self._record.last
+        assert last is not None
         size = self._settings.train_micro_batch_size_per_gpu() * self._processes
         number = steps.counters.global_steps
         if self._every and number % self._every == 0:
             lr, momentum = steps.get_lr(), steps.get_mom()
             _logger.info("step=%d, skipped=%d, lr=%s, mom=%s", number, steps.skipped_steps, lr, momentum)
-        self.throughput.batch_size = self._record.micro_batches * size
+        self.throughput.batch_size = last.micro_batches * size
         self.throughput.stop(global_step=True)
         self.throughput.start()
         if self.monitor.enabled:
-            self.monitor.write_events(self._events(steps))
+            self.monitor.write_events(self._events(steps, last.step_ms))
         if self._breakdown:
-            _logger.info("time (ms) | step: %.2f", self._record.step_ms)
+            _logger.info("time (ms) | step: %.2f", last.step_ms)
         if self._memory:
             _logger.info("%s", self._reporter.memory_report())
 
@@ -78,13 +81,13 @@ class StepLog:
         if self.monitor.enabled:
             self.monitor.write_events([(f"Train/Samples/{name}", loss.item(), samples)])
 
-    def _events(self, steps: Steps) -> list[MonitorEvent]:
+    def _events(self, steps: Steps, step_ms: float) -> list[MonitorEvent]:
         samples = steps.counters.global_samples
         events: list[MonitorEvent] = [("Train/Samples/lr", steps.get_lr()[0], samples)]
         if self._settings.now.values["fp16.enabled"]:
             events.append(("Train/Samples/loss_scale", steps.scaler.scale, samples))
         if self._breakdown:
-            events.append(("Train/Samples/elapsed_time_ms_step", self._record.step_ms, samples))
+            events.append(("Train/Samples/elapsed_time_ms_step", step_ms, samples))
         return events
 
 

@@ -199,7 +199,7 @@ def _cut(text: str, width: int = _WIDEST_CELL) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return "1 pack", "2 packs", "2 micro-batches"."""
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s")
 
 
 def amount(nbytes: int) -> str:

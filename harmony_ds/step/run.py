@@ -99,7 +99,6 @@ def plan_run(context: StepContext, run: Run) -> PlannedRun:
     is_as_planned = not any(pending.micro_batch.forwarded for pending in run.pending)
     planned = PlannedRun(plan, micro_batches, records=True, watches_peak=is_as_planned)
     planned.others_bytes = others_bytes(context.runtime)
-    context.runtime.device.watch_peak()
     context.allocator_retries.begin_step()
     return planned
 
@@ -117,6 +116,7 @@ def _plan_update(context: StepContext, run: Run) -> PlannedRun:
 def running(context: StepContext, planned: PlannedRun) -> Iterator[None]:
     """Run as the engine, which the user's code is called by; after an error, forget what micro-batches have done."""
     runtime = context.runtime
+    runtime.device.watch_peak()
     with runtime.contract.running():
         try:
             with runtime.timeline.step(planned.plan) if planned.records else nullcontext():
@@ -129,8 +129,9 @@ def running(context: StepContext, planned: PlannedRun) -> Iterator[None]:
 
 
 def finish_run(context: StepContext, run: Run, planned: PlannedRun) -> None:
-    """Do what comes after the plan's tasks: the promise of a norm, the check of the peak, or the optimizer's own step."""
+    """Do what comes after the plan's tasks: measurements, the promise of a norm, or the optimizer's own step."""
     device, updates = context.runtime.device, context.executor.updates
+    _note_run(context, run, planned)
     if run.kind is RunKind.WHOLE:
         updates.promise_norm()
         peak_bytes = 0
@@ -143,3 +144,14 @@ def finish_run(context: StepContext, run: Run, planned: PlannedRun) -> None:
     elif run.kind is RunKind.UPDATE and context.steps_whole:
         assert run.clipping is not None
         updates.step_whole(run.clipping)
+
+
+def _note_run(context: StepContext, run: Run, planned: PlannedRun) -> None:
+    """Note what has run of the step, for its reports."""
+    if run.kind is RunKind.EVALUATION:
+        return
+    context.record.note_peaks()
+    if run.kind is RunKind.FORWARD:
+        context.record.note_forward_alone()
+    elif run.kind in (RunKind.PART, RunKind.WHOLE):
+        context.record.note_group(len(planned.micro_batches))

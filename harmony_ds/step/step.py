@@ -244,7 +244,8 @@ class Step:
     def _run_forward(self, pending: PendingMicroBatch) -> None:
         """Run one forward pass, whose loss or outputs are there from then on."""
         self._check_recomputation(len(self.micro_batches))
-        self.execute(Run(RunKind.FORWARD, [pending]))
+        with self.context.record.working():
+            self.execute(Run(RunKind.FORWARD, [pending]))
         pending.forward_ran()
 
     def refuse_read_within_run(self, _pending: PendingMicroBatch) -> NoReturn:
@@ -334,7 +335,7 @@ class Step:
         optimizer = context.state.host_optimizer
         hyper = () if optimizer is None else optimizer.hyper()
         clipping = context.clipping() or Clipping()
-        with self._dropped_by_errors(), self._propagating():
+        with self._dropped_by_errors(), context.record.working(), self._propagating():
             wanted = self._prepare(hyper, is_boundary=False)
             for run in self._runs(RunKind.PART, wanted, hyper, clipping):
                 with self._divided(run):
@@ -348,7 +349,9 @@ class Step:
 
     def pass_gradients_on(self) -> bool:
         """Run forward and backward of a frozen model, so that gradients reach what its inputs are made of."""
+        count = self.queued
         self.run_early()
+        self.context.record.finish_step(count)
         self.context.counters.frozen_passes += 1
         self._end()
         return False
@@ -403,8 +406,7 @@ class Step:
             self.before.settle_if_skippable(context)  # which may set learning rates back
         check_schedule(context.lr_scheduler, schedule)
         count = self.queued
-        is_full = count == context.settings.gradient_accumulation_steps() and not self.has_accumulated
-        with self._dropped_by_errors(), context.record.step(count, is_full):
+        with self._dropped_by_errors(), context.record.working():
             hyper, clipping = self._check_before_update(clips)
             with self._propagating():
                 # Choose what runs, measure what is new, check it, and run it as planned.
@@ -419,6 +421,7 @@ class Step:
                 self._note_propagated(wanted)
                 if self._run_updates(wanted, hyper, clipping):
                     self.outcome = context.executor.updates.outcome
+        context.record.finish_step(count)
         self._end()
 
     def _check_before_update(self, clips: bool) -> tuple[Hyper, Clipping | None]:
@@ -647,6 +650,7 @@ class Step:
         context = self.context
         context.gradients.forget_received()
         self._end()
+        context.record.discard()
         context.counters.rewind()
 
     def drop_with_engine(self) -> None:

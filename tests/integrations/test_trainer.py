@@ -99,6 +99,10 @@ def test_language_modelling_with_a_last_group_that_is_not_full(tmp_path: Path, a
     assert_same(stock, ours)
     assert len(logged(ours)) == 6  # 11 micro-batches: groups of 4, 4 and 3, twice
     assert ours._engine.swap_report().micro_batches == 3
+    report = ours._engine.plan_report()
+    assert len(report.measured_step_ms) == 3  # full groups, but the first
+    assert report.deviation == "it had 3 micro-batches, and the plan is for 4"
+    assert 0 < ours._engine.memory_report().device_peak_bytes <= ours._engine.memory_report().planned_peak_bytes
 
 
 def test_a_model_loaded_in_bf16_trains_as_with_bf16_true(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
