@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from harmony_ds.estimate.survey import Survey, stash_away, update_cost
+from harmony_ds.estimate.survey import Survey, frugal_policy, update_cost
 from harmony_ds.offload.disk_weights import HOST_BYTES
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.costs import CostTable
@@ -62,7 +62,8 @@ class Forecast:
     def host_bytes(self) -> Mapping[str, int]:
         """Host bytes while the plan runs, by kind; weights and optimizer state once, the rest for each process."""
         waiting, devices = waiting_of(self.plan, self.survey.costs), self.plan.policy.devices
-        waits = {"gradients": devices * waiting.gradient_bytes, "stash": devices * waiting.stash_bytes}
+        stash_bytes = waiting.stash_bytes + waiting.boundary_bytes
+        waits = {"gradients": devices * waiting.gradient_bytes, "stash": devices * stash_bytes}
         return {**_state_bytes(self.survey), **waits}
 
     @property
@@ -203,7 +204,7 @@ def _with_longer_step(now: Forecast) -> Iterator[tuple[str, float]]:
     """
     survey, policy = now.survey, now.plan.policy
     request = replace(survey.request, micro_batches=2 * survey.request.micro_batches)
-    frugal = replace(policy, stash_on_host=stash_away(request), kept=(), graphs=())
+    frugal = frugal_policy(policy, request)
     for used in (policy, frugal, replace(frugal, prefetch=False)):
         plan = make_plan(now.plan.packing, survey.costs, request, used)
         if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:

@@ -32,11 +32,11 @@ from harmony_ds.profiling.profiler import SEVERAL
 from harmony_ds.profiling.roofline import RooflineClock, on_meta
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.choose import PlanRequest, make_plan, may_move_boundaries
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import uniform_bounds
-from harmony_ds.scheduler.plan import ALL_PACKS
+from harmony_ds.scheduler.plan import ALL_PACKS, Policy
 from harmony_ds.scheduler.profile import Machine, Profile
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes, combined, rank_sizes
@@ -171,7 +171,7 @@ def with_profile(subject: Subject, config: Config, profile: Profile) -> Survey:
 
 
 def smallest_peak_bytes(survey: Survey) -> int:
-    """Return the device bytes of the most frugal plan: every layer call a pack, no prefetch, the stash on the host."""
+    """Return the device bytes of the most frugal plan: a pack for every layer call, no prefetch, everything on the host."""
     overlaps = survey.profile.machine.copies_overlap
     return _smallest_peak_bytes(survey.graph, survey.costs, survey.element, survey.request, overlaps)
 
@@ -182,13 +182,15 @@ def _smallest_peak_bytes(
     early = request.policy.prefetch and request.is_manual and not copies_overlap
     packer = Packer(graph, costs, element, request.policy)
     packing = packer.packing(uniform_bounds(len(graph.calls), request.settings.pack_layers or 1))
-    policy = replace(request.policy, prefetch=early, stash_on_host=stash_away(request))
+    policy = frugal_policy(replace(request.policy, prefetch=early), request)
     return make_plan(packing, costs, request, policy).peak_bytes
 
 
-def stash_away(request: PlanRequest) -> int:
-    """Return how many packs may have their stash on the host."""
-    return 0 if request.settings.stash == "device" else ALL_PACKS
+def frugal_policy(policy: Policy, request: PlanRequest) -> Policy:
+    """Return the policy with all on the host that may wait there, nothing kept and no graphs."""
+    away = 0 if request.settings.stash == "device" else ALL_PACKS
+    moves = may_move_boundaries(request)
+    return replace(policy, stash_on_host=away, boundaries_on_host=moves, kept=(), graphs=())
 
 
 def _in_dtype_of(subject: Subject, config: Config) -> Config:

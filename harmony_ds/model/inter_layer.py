@@ -37,7 +37,7 @@ class InterLayerGraph:
         edge = get_gradient_edge(tensor)
         key = (edge.node, edge.output_nr)
         if key not in self._edges:
-            self._edges[key] = (edge, InterLayerGradient(self._newest_call_before(edge.node), tensor))
+            self._edges[key] = (edge, InterLayerGradient(self.newest_call_before(edge.node), tensor))
         return self._edges[key][1]
 
     def propagate_due(self, call: int) -> None:
@@ -45,6 +45,10 @@ class InterLayerGraph:
         due = [(e, t) for e, t in self._edges.values() if t.gradient is not None and t.deadline >= call]
         if due:
             propagate([edge for edge, _ in due], [target.pop() for _, target in due], retain_graph=True)
+
+    def waiting(self) -> list[InterLayerGradient]:
+        """Return the targets at which gradients wait."""
+        return [target for _, target in self._edges.values() if target.gradient is not None]
 
     def touches(self, tensor: Tensor) -> bool:
         """Return whether the graph of `tensor` shares a node with one that feeds a layer, so that it must be kept."""
@@ -71,7 +75,7 @@ class InterLayerGraph:
                 used[node] = (min(known[0], first), max(known[1], latest))
         return {(first, latest) for first, latest in used.values() if first < latest}
 
-    def _newest_call_before(self, root: Node) -> int:
+    def newest_call_before(self, root: Node) -> int:
         """Return the largest call number among the Boundaries that `root` leads to; -1: there is none."""
         todo = [root]
         while todo:

@@ -196,6 +196,7 @@ def _row_dim(few: torch.Size, more: torch.Size, rows: tuple[int, int]) -> int | 
 
 
 _PART = "_harmony_part"
+_PARTS = "_harmony_parts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,7 @@ def parts_of(whole: Tensor, dim: int, count: int) -> list[Tensor]:
     """Split `whole` into `count` equal parts along `dim`."""
     parts = list(whole.split(whole.shape[dim] // count, dim))
     _note(parts, whole, dim)
+    setattr(whole, _PARTS, [ref(part) for part in parts])
     return parts
 
 
@@ -235,6 +237,20 @@ def _note(parts: Sequence[Tensor], whole: Tensor, dim: int) -> None:
     refs = [ref(part) for part in parts]
     for number, part in enumerate(parts):
         setattr(part, _PART, _SlicePlace(whole, number, len(parts), dim, part._version, refs))
+
+
+def whole_over(tensor: Tensor) -> list[Tensor]:
+    """Return the whole whose memory `tensor` has a part of, if the engine has made it so; else nothing."""
+    part: _SlicePlace | None = getattr(tensor, _PART, None)
+    if part is None or part.whole.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+        return []
+    return [part.whole]
+
+
+def parts_over(whole: Tensor) -> list[Tensor]:
+    """Return the parts that the engine has made of `whole`, over its memory, and that are alive."""
+    made: list[ref[Tensor]] = getattr(whole, _PARTS, [])
+    return [part for one in made if (part := one()) is not None]
 
 
 def parts_moved(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:

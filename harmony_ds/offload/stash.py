@@ -1,8 +1,9 @@
 """The stash: inputs of layer calls, kept from forward to backward, on the device or the host as the plan says.
 
 Inputs that require no gradient (masks, position ids, rotary tables: small, and used by every layer) stay on the device.
-A tensor that several calls use is stashed once. Device memory of a tensor that something else still refers to is freed only
-with its last reference.
+A tensor that several calls use is stashed once. A tensor that was on the host between two packs (`boundaries`) has a copy
+there already, which its calls' stash takes over. Device memory of a tensor that something else still refers to is freed
+only with its last reference.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class StashEntry:
         "__weakref__",
         "arrived",
         "buffer",
+        "crossed",
         "device_tensor",
         "host_tensor",
         "layer",
@@ -42,6 +44,7 @@ class StashEntry:
         self.host_tensor: Tensor | None = None
         self.buffer: HostBuffer | None = None  # of the host tensor
         self.arrived: Event | None = None  # after the last copy, if nothing has waited for it
+        self.crossed = False  # the copy on the host is a boundary's, too: it outlives a swap-out
         self.users = 0  # layer calls that will be recomputed with it
         self.version = tensor._version
         self.layer = layer
@@ -50,6 +53,11 @@ class StashEntry:
     def nbytes(self) -> int:
         tensor = self.device_tensor if self.device_tensor is not None else self.host_tensor
         return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+    @property
+    def may_be_shared(self) -> bool:
+        """Whether another call may use the same entry."""
+        return self.device_tensor is not None or (self.crossed and self.host_tensor is not None)
 
     def check(self) -> None:
         """Raise ModelError if the tensor was changed in place on the device, so that its layer cannot be recomputed."""
@@ -77,9 +85,13 @@ class Stash:
     def put(self, tensor: Tensor, layer: str) -> StashEntry:
         """Return the entry of `tensor`, an input of `layer`; all layers that have it as an input share the entry."""
         entry: StashEntry | None = getattr(tensor, _ENTRY, None)
-        if entry is None or entry.device_tensor is None or entry.version != tensor._version:
+        if entry is None or entry.version != tensor._version or not entry.may_be_shared:
             entry = StashEntry(tensor, layer)
             setattr(tensor, _ENTRY, entry)
+        if entry.device_tensor is None:  # it has been on the host, and is back
+            entry.device_tensor = tensor.detach()
+        if not entry.users:
+            entry.layer = layer
         entry.users += 1
         return entry
 
@@ -95,22 +107,52 @@ class Stash:
                 continue
             entry.check()
             if entry.host_tensor is None:
-                entry.buffer = self._buffers.acquire(entry, tensor.numel() * tensor.element_size())
-                entry.host_tensor = self._copy_out(tensor, entry.buffer)
+                entry.buffer, entry.host_tensor = self.copy_out(entry, tensor)
                 entry.arrived = device.record(Stream.SWAP_OUT)
                 self._copies_out[device.number].append((entry.arrived, tensor))
             else:
                 self._wait_for(entry)
             entry.device_tensor = None
 
-    def _copy_out(self, tensor: Tensor, buffer: HostBuffer) -> Tensor:
+    def copy_for_boundary(self, tensor: Tensor) -> tuple[StashEntry, bool]:
+        """Return the entry of a tensor that is to wait on the host between two packs, and whether it is copied there now.
+
+        The copies are issued on the swap-out stream, which has to wait for what makes the tensor.
+        """
+        entry: StashEntry | None = getattr(tensor, _ENTRY, None)
+        is_copied = entry is None or entry.version != tensor._version or entry.host_tensor is None
+        if entry is None or is_copied:
+            entry = StashEntry(tensor, "")
+            setattr(tensor, _ENTRY, entry)
+            entry.buffer, entry.host_tensor = self.copy_out(entry, tensor.detach())
+            entry.arrived = self._device.record(Stream.SWAP_OUT)
+        entry.device_tensor, entry.crossed = None, True
+        return entry, is_copied
+
+    def holds_on_device(self, tensor: Tensor) -> bool:
+        """Return whether calls will be recomputed with `tensor`, which waits for them on the device."""
+        entry: StashEntry | None = getattr(tensor, _ENTRY, None)
+        return entry is not None and entry.device_tensor is not None
+
+    def copies_leaving(self, storage: torch.UntypedStorage) -> int:
+        """Return how many tensors with the memory `storage` are kept here alone until they are on the host."""
+        leaving = self._copies_out.get(self._device.number, ())
+        return sum(tensor.untyped_storage()._cdata == storage._cdata for _, tensor in leaving)
+
+    def release_buffer(self, buffer: HostBuffer, read: Event) -> None:
+        """Give a buffer of `copy_out` back; `read`: an event after the copy out of it."""
+        self._buffers.release(buffer, read)
+
+    def copy_out(self, user: object, tensor: Tensor) -> tuple[HostBuffer, Tensor]:
+        """Issue a copy of `tensor` to the host; return the buffer, which is kept for `user`, and the host tensor in it."""
+        buffer = self._buffers.acquire(user, tensor.numel() * tensor.element_size())
         with torch.no_grad(), self._device.on(Stream.SWAP_OUT):
             # The strides are kept, too: for others, kernels may round differently.
             strides = torch.empty_like(tensor, device="meta").stride()
             host = buffer.tensor(tensor.shape, strides, tensor.dtype)
             host.copy_(tensor, non_blocking=True)
         self._ledger.book_out(TrafficKind.ACTIVATIONS, tensor.numel() * tensor.element_size())
-        return host
+        return buffer, host
 
     def _free_copied(self) -> None:
         """Drop the device tensors whose copies to the host were issued by earlier swap-outs."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harmony_ds.model.targets import InterLayerGradient, OutputGradient
 from harmony_ds.scheduler.costs import CallCost, CostTable, ForwardBytes
+from harmony_ds.scheduler.crossing import CrossingValue
 from harmony_ds.scheduler.flow import Flow
 
 _Gradient = OutputGradient | InterLayerGradient
@@ -66,6 +67,7 @@ class MicroBatchMeasurement:
         spans: places that share inter-layer operations, see `InterLayerGraph.spans`.
         flow: what is handed from layer to layer, where several devices are to run them.
         outputs: bytes of the model's outputs, and of the graph of the code after the last call.
+        crossing: tensors that may wait on the host between two calls.
     """
 
     calls: list[CallMeasurement] = field(default_factory=list)
@@ -77,6 +79,7 @@ class MicroBatchMeasurement:
     spans: set[tuple[int, int]] = field(default_factory=set)
     flow: Flow = field(default_factory=Flow)
     outputs: int = 0
+    crossing: tuple[CrossingValue, ...] = ()
 
     def table(self) -> CostTable:
         """Return the costs of every call."""
@@ -90,6 +93,7 @@ class MicroBatchMeasurement:
             held_and_stashed_bytes=self.held_and_stashed,
             flow=self.flow,
             output_bytes=self.outputs,
+            crossing=self.crossing,
         )
 
     def _cost(self, position: int) -> CallCost:
@@ -111,6 +115,8 @@ class MicroBatchMeasurement:
                 peak_bytes=backward if call.cost.needs_backward or position == 0 else 0,
                 code_peak_bytes=settle,
                 input_gradient_bytes=waiting,
+                crossing_gradient_bytes=self._crossing_gradients(position, is_fused=False),
+                crossing_fused_bytes=self._crossing_gradients(position, is_fused=True),
             ),
             keeps_graph=any(first < position <= last for first, last in self.spans),
         )
@@ -144,6 +150,22 @@ class MicroBatchMeasurement:
             users = sum(map(bool, ending))
             total += at_tensors + at_outputs if users > 1 else max(at_tensors, at_outputs)
         return total
+
+    def _crossing_gradients(self, position: int, is_fused: bool) -> int:
+        """Return the bytes, not rounded up, of gradients that wait for calls before `position` between two packs.
+
+        `is_fused`: the calls from there on were run in one graph with the code before them (see `_waiting`).
+        """
+        crossing: dict[int, _Gradient] = {}
+        for gradient in self._later(position):
+            if isinstance(gradient, OutputGradient):
+                if gradient.call < position:
+                    crossing[id(gradient)] = gradient
+            elif gradient.deadline < position:
+                settling = self.calls[gradient.deadline] if gradient.deadline >= 0 else self.tail
+                waiting: Sequence[_Gradient] = settling.settled if is_fused else [gradient]
+                crossing |= {id(one): one for one in waiting}
+        return sum(gradient.nbytes for gradient in crossing.values())
 
     def _unlayered_sums(self, position: int) -> int:
         """Return bytes of unlayered parameters' gradients of later calls that wait for those of calls up to here."""

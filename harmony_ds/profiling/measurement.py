@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.errors import ModelError
 from harmony_ds.model.contract import UnseenError
+from harmony_ds.model.crossing import WaitingValues
 from harmony_ds.model.intercept import Request
 from harmony_ds.model.recorded_call import RecordedCall, WriteCheck
 from harmony_ds.model.sameness import comparison
@@ -37,6 +38,7 @@ from harmony_ds.profiling.watches import FlowWatch, RoutingWatch, extremes
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.streaming import LayerCallObserver
 from harmony_ds.scheduler.costs import BackwardBytes, CostTable, ForwardBytes, StashBytes, WaitingBytes
+from harmony_ds.scheduler.crossing import CrossingValue
 from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
 _logger = logging.getLogger(__name__)
@@ -65,6 +67,8 @@ class Measurement(LayerCallObserver):
         self._reached: dict[InterLayerGradient, None] = {}  # in the order that gradients came to them
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
         self._shared_inputs: set[tuple[int, int]] = set()  # where those among them are that the call before took, too
+        self._values = WaitingValues()
+        self._crossing: list[_Crossing] = []
         self._base = 0  # bytes alive before the first call
         self._write_checks: list[tuple[int, WriteCheck]] = []  # of inputs of calls, by layer
         self._surprises: list[str] = []
@@ -123,6 +127,7 @@ class Measurement(LayerCallObserver):
             waiting = call.cost.waiting
             after_forward_bytes = max(0, waiting.after_forward_bytes - stashed.nbytes)
             call.note(waiting=replace(waiting, after_forward_bytes=after_forward_bytes))
+        measured.crossing = tuple(value.as_cost() for value in self._crossing)
         measured.held_and_stashed = self._drop_recorded()
         measured.held = max(0, held - measured.held_and_stashed)
         self._settle_between_calls()
@@ -152,9 +157,20 @@ class Measurement(LayerCallObserver):
         # What calls have stashed and is alive for another reason: here, the stash is released at once.
         stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
         alive = max(0, interval.alive() - self._base - stashed)
+        self._note_crossing(len(calls))
         calls.append(CallMeasurement(request.layer))
         calls[-1].note(waiting=WaitingBytes(alive, stashed_too_bytes=stashed, after_forward_bytes=alive))
         calls[-1].note_forward(peak_bytes=lead - alive)
+
+    def _note_crossing(self, position: int) -> None:
+        """Note which tensors might wait on the host before the call at `position`."""
+        for value in self._values.crossing(self._inputs, self._passes.inter_layer, self._runtime.stash):
+            memory = StorageWeakRef(value.whole.untyped_storage())
+            known = next((one for one in self._crossing if one.is_in(memory) and one.last == position - 1), None)
+            if known is None:
+                self._crossing.append(_Crossing(memory, position, position, value.whole.nbytes))
+            else:
+                known.last = position
 
     def _run_call(self, request: Request, copy: DeviceCopy) -> Any:
         """Run the call, measured, and propagate through it at once."""
@@ -175,6 +191,8 @@ class Measurement(LayerCallObserver):
         call.note_forward(peak_bytes=interval.peak())
         if self._flow is not None:
             self._flow.call(request, self._inputs, outputs)
+        if request.grad:
+            self._values.note(tensors_in(outputs))
         if recorded is not None:
             self._write_checks += [(request.layer, WriteCheck(tensor)) for tensor in recorded.on_device]
             self._note_recorded(call, recorded)
@@ -275,6 +293,9 @@ class Measurement(LayerCallObserver):
             assert entry.device_tensor is not None
             storage = entry.device_tensor.untyped_storage()
             memory = StorageWeakRef(storage)
+            for value in self._crossing:
+                if value.is_in(memory) and entry.nbytes == value.nbytes:
+                    value.stashed.append(len(self._measured.calls) - 1)
             if _place(entry.device_tensor) in self._shared_inputs:
                 again_at_cut += entry.nbytes
             elif memory.cdata in earlier:
@@ -406,6 +427,24 @@ class _StashedInput:
     storage: StorageWeakRef
     nbytes: int
     number: int
+
+
+@dataclass(slots=True)
+class _Crossing:
+    """Memory that may wait on the host, and the calls before which it may; see `CrossingValue`."""
+
+    storage: StorageWeakRef
+    first: int
+    last: int
+    nbytes: int
+    stashed: list[int] = field(default_factory=list)
+
+    def is_in(self, memory: StorageWeakRef) -> bool:
+        """Return whether the value is in `memory`, and still there."""
+        return bool(self.storage.cdata == memory.cdata) and not self.storage.expired()
+
+    def as_cost(self) -> CrossingValue:
+        return CrossingValue(self.first, self.last, self.nbytes, tuple(dict.fromkeys(self.stashed)))
 
 
 class MemoryInterval:

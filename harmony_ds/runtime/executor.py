@@ -11,6 +11,8 @@
     BACKWARD            run a pack's layer calls again from the stash, last one first, and propagate gradients through each
     BACKWARD_FROM_GRAPH the same, through the graph that was kept
     STASH_OUT, STASH_IN move a micro-batch's stash for a pack to the host, and back
+    BOUNDARY_OUT, _IN   move what a micro-batch holds between two packs to the host, and back; on the way back through the
+                        model: BOUNDARY_GRADIENTS_OUT, _IN
     MOVE, MOVE_BACK     move activations, or gradients of them, from one device to another
 
 The handlers of REDUCE, SWAP_OUT, FREE_GRADIENTS, NORM, UPDATE and UPDATE_ON_DEVICE are in `updates`.
@@ -33,7 +35,7 @@ from harmony_ds.model.boundary import on_one_thread
 from harmony_ds.model.checkpointing import checkpoints_bypassed
 from harmony_ds.model.intercept import Autocast, Request
 from harmony_ds.model.own_settings import TrainedFlags, both_trained, trained_by
-from harmony_ds.model.trees import map_tensors
+from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.optim.host_optimizer import Hyper
@@ -43,7 +45,7 @@ from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.updates import AccumulatedGradients, Outcome, Updates
-from harmony_ds.scheduler.plan import EMPTY_PLAN, Pack, Plan, Task, TaskKind
+from harmony_ds.scheduler.plan import EMPTY_PLAN, RUNS, Pack, Plan, Task, TaskKind
 
 _GRADIENT_TASKS = (TaskKind.SWAP_OUT, TaskKind.REDUCE, TaskKind.NORM, TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
 ProgressCallback = Callable[[int, int, Task], None]
@@ -89,6 +91,10 @@ class Executor:
             TaskKind.EVICT: self._evict,
             TaskKind.STASH_OUT: self._stash_out,
             TaskKind.STASH_IN: self._stash_in,
+            TaskKind.BOUNDARY_OUT: self._boundary_out,
+            TaskKind.BOUNDARY_IN: self._boundary_in,
+            TaskKind.BOUNDARY_GRADIENTS_OUT: self._boundary_gradients_out,
+            TaskKind.BOUNDARY_GRADIENTS_IN: self._boundary_in,
             TaskKind.MOVE: self._move,
             TaskKind.MOVE_BACK: self._move_back,
             TaskKind.REDUCE: self._reduce,
@@ -164,7 +170,12 @@ class Executor:
                         with contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
                             unlayered = self._unlayered
                             self._apply_user_settings(task.pack, unlayered)
+                            if micro_batch.boundary is not None and task.kind in RUNS:
+                                runtime.boundaries.wait(micro_batch.boundary)
+                                micro_batch.boundary = None
                             handler(task)
+                            if task.kind in RUNS:
+                                runtime.boundaries.free_copied()
                             for copy in unlayered:
                                 runtime.residency.check_user_settings(copy)
             finally:
@@ -200,6 +211,7 @@ class Executor:
         Their gradients stay, too, unless a backward pass of this plan has added to them.
         """
         self._runtime.stash.abandon()
+        self._runtime.boundaries.abandon()
         for pack, copy in list(self._copies.items()):
             if copy not in self._copies_at_begin:
                 self._evict_copy(pack)
@@ -213,6 +225,7 @@ class Executor:
     def drop_step(self) -> None:
         """Free everything of the step on the device but resident packs; the updater drops gradients on the host."""
         self._runtime.stash.abandon()
+        self._runtime.boundaries.abandon()
         self._runtime.resident_packs.clear_gradients()
         for pack in list(self._copies):
             self._evict_copy(pack)
@@ -362,6 +375,8 @@ class Executor:
             if not self._needs_backward[position]:  # it returned its input when it was measured
                 raise OffPlanError
             micro_batch.calls.append((position, call))
+        if request.grad:
+            micro_batch.values.note(tensors_in(outputs))
         return outputs
 
     @contextmanager
@@ -508,6 +523,22 @@ class Executor:
     def drop_accumulated(self, names: Iterable[str]) -> None:
         """Drop the gradients of `names` that have accumulated in this step."""
         self.accumulated.drop(names, self._unlayered)
+
+    # ---- between packs
+
+    def _boundary_out(self, task: Task) -> None:
+        micro_batch, runtime = self._micro_batches[task.micro_batch], self._runtime
+        if (lane := micro_batch.lane) is not None:
+            waiting = micro_batch.values.crossing(lane.argument_tensors(), micro_batch.inter_layer, runtime.stash)
+            micro_batch.boundary = runtime.boundaries.swap_out(waiting, ())
+
+    def _boundary_gradients_out(self, task: Task) -> None:
+        micro_batch = self._micro_batches[task.micro_batch]
+        micro_batch.boundary = self._runtime.boundaries.swap_out((), micro_batch.waiting_gradients())
+
+    def _boundary_in(self, task: Task) -> None:
+        if (boundary := self._micro_batches[task.micro_batch].boundary) is not None:
+            self._runtime.boundaries.swap_in(boundary)
 
     # ---- between devices
 

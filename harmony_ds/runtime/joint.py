@@ -53,6 +53,10 @@ class JointLane:
         requests = self._waiting_requests()
         return tensors_in([(call.request.args, call.request.kwargs) for call in self._joined(requests)])
 
+    def argument_tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments of the calls that lanes wait at, which are not joined for that."""
+        return [tensor for lane in self.lanes for tensor in lane.waiting_tensors()]
+
     def run_on(self, position_of: PositionOf, answer: LayerCallRunner, last: int | None = None) -> None:
         """Do what `Lane.run_on` does, with one call for all where they can be joined.
 

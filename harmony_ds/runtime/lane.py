@@ -83,6 +83,10 @@ class Lane:
         """Return the tensors among the arguments of the layer call that it waits at."""
         return [] if self.request is None else tensors_in((self.request.args, self.request.kwargs))
 
+    def argument_tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments of the layer calls that are waited at, as the model's code has them."""
+        return self.waiting_tensors()
+
     def run_on(self, position_of: PositionOf, answer: LayerCallRunner, last: int | None = None) -> None:
         """Run on to the first layer call after the position `last`, or to the end; `answer` answers the calls before it.
 

@@ -14,13 +14,16 @@ from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError
 from harmony_ds.model.boundary import cut, explaining_errors, reachable_nodes
 from harmony_ds.model.contract import CallState
+from harmony_ds.model.crossing import WaitingValues
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Autocast, ContextFactory, Request
 from harmony_ds.model.own_settings import LaneSettings, in_force
 from harmony_ds.model.recorded_call import RecordedCall
+from harmony_ds.model.targets import GradientSum
 from harmony_ds.model.token_expression import HeadCall
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import map_tensors, tensors_in
+from harmony_ds.offload.boundaries import BoundaryOnHost
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.thread_state import ThreadState
 from harmony_ds.scheduler.plan import Pack
@@ -80,6 +83,10 @@ class MicroBatch:
     """By layer: heads whose output it has, and computes in tiles of tokens, after a forward pass that ran by itself."""
     inter_layer: InterLayerGraph = field(default_factory=InterLayerGraph)
     sharing: tuple[MicroBatch, ...] = ()
+    values: WaitingValues = field(default_factory=WaitingValues)
+    """Outputs of its layer calls."""
+    boundary: BoundaryOnHost | None = None
+    """What it has on the host while it waits between two packs."""
     _cursor: int = 0
     _numbers: int = 0
 
@@ -170,6 +177,15 @@ class MicroBatch:
         for view in [view for _, call in self.calls for view in call.views]:
             view.check()
 
+    def waiting_gradients(self) -> list[GradientSum]:
+        """Return the holders of gradients that wait for earlier packs."""
+        waiting: list[GradientSum] = []
+        for _, call in self.calls:
+            waiting += [
+                target for target in call.output_gradients if target is not None and target.gradient is not None
+            ]
+        return waiting + self.inter_layer.waiting()
+
     def settle(self) -> None:
         """Propagate what is left after all layers: to unlayered parameters and to the user's own leaves."""
         if not self.calls:
@@ -201,7 +217,8 @@ class MicroBatch:
         if self.lane is not None:
             self.lane.close()
         self.lane = None
-        self.outputs = self.lane_settings = None
+        self.outputs = self.lane_settings = self.boundary = None
+        self.values = WaitingValues()
         self.calls.clear()
         for _, head in self.heads:
             head.close()

@@ -12,6 +12,11 @@ from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.profile import Machine
 
+_MOVING = 4
+"""With fewer micro-batches the device holds the boundaries of all at once even where they go to the host: of one that runs,
+one that has left and one that comes back.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
@@ -54,6 +59,12 @@ class PlanRequest:
     def is_manual(self) -> bool:
         """Whether packs are given and not searched for."""
         return self.settings.pack_layers is not None
+
+
+def may_move_boundaries(request: PlanRequest) -> bool:
+    """Return whether what waits between packs may go to the host, and the device may hold less by that."""
+    policy, stash_may_go = request.policy, request.settings.stash != "device"
+    return stash_may_go and policy.grouping and policy.pipeline == 1 and request.micro_batches >= _MOVING
 
 
 def among_devices(request: PlanRequest, machine: Machine) -> tuple[PlanRequest, ...]:

@@ -30,6 +30,11 @@ In brackets: swap-ins issued one pack early, or later by `Policy.swap_in_delays`
 the pack's weights after the step before. The first stash of a pack that waits on the host comes back (T) before the
 last run of the pack before it, the others one run early, so that no run waits for the next pack's weights.
 
+Where boundaries go to the host, what a micro-batch holds between two packs leaves after its run through the one (X forward,
+V backward) and comes back before its run through the other (Y, Z), at the places where its stash would come back:
+
+    F0.0 X0.0 F0.1 X0.1 Y1.0 F0.2 X0.2 E0   Y1.1 F1.0 X1.0 Y1.2 F1.1 X1.1 ...
+
 A pack whose gradient is on its way to the host keeps it until the next pack has been computed (G), so that the copy is
 hidden. A kept pack has neither the E of its forward pass nor the I of its backward pass; a resident pack has neither I, E,
 O nor G, and D in the place of U. Of both, the first micro-batches may have K in the place of F, which keeps the graph, and
@@ -41,7 +46,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from harmony_ds.scheduler.crossing import boundaries_go
 from harmony_ds.scheduler.delays import delay_swap_ins
 from harmony_ds.scheduler.plan import Packing, Policy, Task, TaskKind
 from harmony_ds.scheduler.waves import PackPass, order_tasks
@@ -189,6 +196,9 @@ class _Composer:
         self._order = group.back
         self._out, self._in = stash_moves(packing, policy)
         self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch) of which the graph is kept
+        self._boundaries_go = boundaries_go(packing, policy) and len(group.all) > 1
+        self._coming_back: dict[tuple[bool, int, int], Task] = {}
+        """By pass (whether it is a backward one), pack and micro-batch: what brings its boundary back."""
 
     def forward_alone(self) -> list[PackPass]:
         """Return the forward passes of all packs, none of which is fused, such as `I0 F0.3 E0` and `I1 F1.3 E1`."""
@@ -218,7 +228,11 @@ class _Composer:
         there = [self._forward(index, kept) for index in forward]
         back = [self._end(end), *(self._backward(index) for index in backward[1:])]
         self._add_gradients_out(back, updates=is_last and not policy.deferred_update)
-        self._add_stash_in(back)
+        if self._boundaries_go:
+            self._add_boundaries_out(there + back)
+            self._add_moves_in(there + back)
+        else:
+            self._add_moves_in(back)
         # One sequence, so that the last pack is swapped in while the one before it computes.
         self._add_swap_ins(
             [(one, one.pack.index not in policy.resident) for one in there]
@@ -263,38 +277,68 @@ class _Composer:
             pack_pass.runs.append((m, [Task(kind, index, m)]))
         return pack_pass
 
-    def _add_stash_in(self, passes: Sequence[PackPass]) -> None:
-        """Add the tasks that bring stashes back, each one run before the run that needs it.
+    def _add_boundaries_out(self, passes: Sequence[PackPass]) -> None:
+        """Add the tasks that take what a micro-batch holds to the host after each of its passes but the last.
+
+        A graph that is kept may hold the same tensors: a micro-batch with one stays on the device on its way forward.
+        """
+        with_graphs = {m for _, m in self._graphs}
+        for one, following in pairwise(passes):
+            if following.is_backward and one.is_backward:
+                out, back, stay = TaskKind.BOUNDARY_GRADIENTS_OUT, TaskKind.BOUNDARY_GRADIENTS_IN, set[int]()
+            else:
+                out, back, stay = TaskKind.BOUNDARY_OUT, TaskKind.BOUNDARY_IN, with_graphs
+            last_runs = dict(one.runs)  # of those that pass the pack twice, the second run
+            for m in dict.fromkeys(m for m, _ in following.runs):
+                if m in last_runs and m not in stay:
+                    last_runs[m].append(Task(out, one.pack.index, m))
+                    key = following.is_backward, following.pack.index, m
+                    self._coming_back[key] = Task(back, following.pack.index, m)
+
+    def _add_moves_in(self, passes: Sequence[PackPass]) -> None:
+        """Add the tasks that bring stashes and boundaries back, each one run before the run that needs it.
 
         What enters: backward passes, such as `B2.0 B2.1 B2.2 | B1.0 B1.1 B1.2`. What leaves, with prefetch:
         `B2.0 B2.1 T1.0 B2.2 | T1.1 B1.0 T1.2 B1.1 B1.2`, where pack 2's stash is on the device; without:
         `B2.0 B2.1 B2.2 | T1.0 T1.1 B1.0 T1.2 B1.1 B1.2`.
 
-        With prefetch, the first two stashes of a pack come before the swap-in of the next pack's weights, which shares
-        their stream and takes as long as several runs. No more of them are on the device at once than during other runs.
+        With prefetch, what is for the first two runs of a pack comes before the swap-in of the next pack's weights, which
+        shares their stream and takes as long as several runs. No more is on the device at once than during other runs.
         """
         pass_before: dict[int, PackPass] = {}  # by device
         for pack_pass in passes:
-            index, device = pack_pass.pack.index, pack_pass.pack.device
+            device = pack_pass.pack.device
             earlier = pass_before.get(device)
             pass_before[device] = pack_pass
             runs: list[list[Task]] = []
-            moves: list[Task] = []
+            moves: list[list[Task]] = []
             for m, tasks in pack_pass.runs:
-                if tasks[0].kind is TaskKind.BACKWARD and self._stash_is_away(index, m):
+                needed = self._moves_in_before(pack_pass, m, tasks[0].kind)
+                if needed:
                     runs.append(tasks)
-                    moves.append(Task(TaskKind.STASH_IN, index, m))
-            for place, move in enumerate(moves):
+                    moves.append(needed)
+            for place, needed in enumerate(moves):
                 if place == 0:
                     if self._policy.prefetch and earlier is not None and len(earlier.runs) > 1:
                         _, last_run = earlier.runs[-1]
-                        last_run.insert(0, move)
+                        last_run[:0] = needed
                     else:
-                        pack_pass.before.append(move)
+                        pack_pass.before += needed
                 elif place == 1 and self._policy.prefetch and pack_pass.runs[0][1] is runs[0]:
-                    pack_pass.before.append(move)
+                    pack_pass.before += needed
                 else:
-                    runs[place - 1].insert(0, move)
+                    runs[place - 1][:0] = needed
+
+    def _moves_in_before(self, pack_pass: PackPass, micro_batch: int, kind: TaskKind) -> list[Task]:
+        """Return the tasks that bring back what a run of this kind needs."""
+        index = pack_pass.pack.index
+        moves: list[Task] = []
+        if kind is TaskKind.BACKWARD and self._stash_is_away(index, micro_batch):
+            moves.append(Task(TaskKind.STASH_IN, index, micro_batch))
+        boundary = self._coming_back.pop((pack_pass.is_backward, index, micro_batch), None)
+        if boundary is not None:
+            moves.append(boundary)
+        return moves
 
     def _add_gradients_out(self, passes: Sequence[PackPass], updates: bool) -> None:
         """Add what follows each pack's backward pass: its gradients leave, it is updated and evicted.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from harmony_ds.decomposer.graph import merge_calls, positions_of
+from harmony_ds.scheduler.crossing import CrossingValue
 from harmony_ds.scheduler.flow import Flow
 
 
@@ -89,6 +90,8 @@ class BackwardBytes:
         code_peak_bytes: the most that propagating through the code after the call takes, before the call itself, with the
             gradients that wait for both.
         input_gradient_bytes: gradients that wait for earlier calls when this call and all after it are through.
+        crossing_gradient_bytes: what of these may wait on the host, without what the allocator rounds up.
+        crossing_fused_bytes: the same where a fused pack begins with this call.
         unsummed_bytes: gradients of its parameters that wait until the pack is through, because their sums have another
             dtype. 0 where gradients are added to their sums at once.
         summed_bytes: the sums of its parameters' gradients, where they have the parameters' dtype. 0 where they do not.
@@ -97,6 +100,8 @@ class BackwardBytes:
     peak_bytes: int = 0
     code_peak_bytes: int = 0
     input_gradient_bytes: int = 0
+    crossing_gradient_bytes: int = 0
+    crossing_fused_bytes: int = 0
     unsummed_bytes: int = 0
     summed_bytes: int = 0
 
@@ -202,6 +207,7 @@ class CostTable:
         in_slices: whether layer calls are cut into slices of a micro-batch's rows. The fused pack then keeps no graph:
             it runs forward and backward as any other pack does.
         flow: what is handed from layer to layer, where several devices are to run them.
+        crossing: tensors that may wait on the host between two calls.
         output_bytes: what the model's outputs and the graph of the code after the last call hold until the loss is made.
     """
 
@@ -218,6 +224,16 @@ class CostTable:
     in_slices: bool = False
     flow: Flow = field(default_factory=Flow)
     output_bytes: int = 0
+    crossing: tuple[CrossingValue, ...] = ()
+
+    def crossing_gradient_bytes(self, position: int, fused: int) -> int:
+        """Return the gradients that may wait on the host between the call at `position` and those before it.
+
+        `fused`: the position at which the fused pack begins.
+        """
+        backward = self.costs[position].backward
+        is_one_graph = position == fused and not self.in_slices
+        return backward.crossing_fused_bytes if is_one_graph else backward.crossing_gradient_bytes
 
     @property
     def working_bytes(self) -> int:
@@ -232,11 +248,14 @@ class CostTable:
         for table in (self, other):
             for position, cost in zip(positions_of(table.calls, order), table.costs, strict=True):
                 costs[position] = costs[position].worst(cost)
-        rest = [f.name for f in fields(CostTable) if f.name not in ("calls", "costs", "flow")]
+        rest = [f.name for f in fields(CostTable) if f.name not in ("calls", "costs", "flow", "crossing")]
         most = {name: max(getattr(self, name), getattr(other, name)) for name in rest}
         larger = max(self, other, key=lambda table: sum(table.flow.nbytes))
         flow = larger.flow.at(positions_of(larger.calls, order))
-        return CostTable(order, tuple(costs), flow=flow, **most)
+        larger = max(self, other, key=lambda table: sum(value.nbytes for value in table.crossing))
+        positions = positions_of(larger.calls, order)
+        crossing = tuple(value.at(positions) for value in larger.crossing)
+        return CostTable(order, tuple(costs), flow=flow, crossing=crossing, **most)
 
     def including(self, other: CostTable) -> CostTable:
         """Return this table and, at the costs of `other`, the calls that only `other` has."""
@@ -244,4 +263,5 @@ class CostTable:
         theirs, own = positions_of(other.calls, order), positions_of(self.calls, order)
         known = dict(zip((*theirs, *own), (*other.costs, *self.costs), strict=True))
         costs = tuple(known.get(position, CallCost()) for position in range(len(order)))
-        return replace(self, calls=order, costs=costs, flow=self.flow.at(own))
+        crossing = tuple(value.at(own) for value in self.crossing)
+        return replace(self, calls=order, costs=costs, flow=self.flow.at(own), crossing=crossing)

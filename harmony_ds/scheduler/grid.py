@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from harmony_ds.scheduler.crossing import boundaries_go
 from harmony_ds.scheduler.plan import Plan, Task, TaskKind
 from harmony_ds.scheduler.tiles import Tiles
 
@@ -20,14 +21,28 @@ _RUNS = {
     TaskKind.BACKWARD: "backward",
     TaskKind.BACKWARD_FROM_GRAPH: "backward",
 }
-_HEADINGS = ("pass", "pack", "calls", "weights", "gradients", "swap in", "runs", "stash", "swap out", "update", "then")
+_HEADINGS = (
+    "pass",
+    "pack",
+    "calls",
+    "weights",
+    "gradients",
+    "swap in",
+    "runs",
+    "stash",
+    "boundary",
+    "swap out",
+    "update",
+    "then",
+)
 _RIGHT = ("pack", "weights", "gradients")
 _RUNS_AT = _HEADINGS.index("runs")
 _LEGEND = (
-    "swap in, swap out, update: packs. runs, stash: micro-batches; F forward, L forward with loss and backward,",
+    "swap in, swap out, update: packs. runs, stash, boundary: micro-batches; F forward, L forward, loss and backward,",
     "B recompute and backward; K forward, its graph is kept; P back through that. A kept pack waits on the device for",
     "its backward pass. A pack without a row: parameters outside all layer calls.",
 )
+_MOVES_IN = (TaskKind.STASH_IN, TaskKind.BOUNDARY_IN, TaskKind.BOUNDARY_GRADIENTS_IN)
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -103,6 +118,8 @@ def _head(plan: Plan) -> Iterator[str]:
         yield str(tiles)
     updates = "when the norm of all gradients is known" if policy.deferred_update else "as gradients arrive"
     yield f"stash {stash}; updates {updates}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
+    if boundaries_go(packing, policy):
+        yield "what micro-batches hold between two packs (boundaries) waits on the host"
 
 
 def _pack_runs(plan: Plan) -> tuple[list[_PackRun], Sequence[Task]]:
@@ -112,12 +129,12 @@ def _pack_runs(plan: Plan) -> tuple[list[_PackRun], Sequence[Task]]:
     pack_runs: list[_PackRun] = []
     for device in range(plan.policy.pipeline):
         own = [_PackRun()]
-        early: defaultdict[int, list[Task]] = defaultdict(list)  # by pack: its stash that comes while another pack runs
+        early: defaultdict[int, list[Task]] = defaultdict(list)  # by pack: what comes back while another pack runs
         for place, task in enumerate(tasks[:end]):
             if plan.packs[task.pack].device != device:
                 continue
             runs = own[-1].runs
-            if task.kind is TaskKind.STASH_IN and runs is not None and runs.pack != task.pack:
+            if task.kind in _MOVES_IN and runs is not None and runs.pack != task.pack:
                 early[task.pack].append(task)
                 continue
             if not own[-1].goes_on(task):
@@ -138,11 +155,8 @@ def _numbers(tasks: Iterable[Task], kind: TaskKind) -> list[int]:
 def _row(plan: Plan, run: _PackRun, runs: Task) -> tuple[str, ...]:
     pack, numbers = plan.packs[runs.pack], partial(_numbers, run.tasks)
     out, back, updates = numbers(TaskKind.STASH_OUT), numbers(TaskKind.STASH_IN), numbers(TaskKind.UPDATE)
-    stash: list[str] = []
-    if out:
-        stash.append(f"out {ranges(out)}")
-    if back:
-        stash.append(f"in {ranges(back)}")
+    boundary_out = numbers(TaskKind.BOUNDARY_OUT) + numbers(TaskKind.BOUNDARY_GRADIENTS_OUT)
+    boundary_in = numbers(TaskKind.BOUNDARY_IN) + numbers(TaskKind.BOUNDARY_GRADIENTS_IN)
     updated: list[str] = []
     if updates:
         updated.append(f"on host {ranges(updates)}")
@@ -158,11 +172,19 @@ def _row(plan: Plan, run: _PackRun, runs: Task) -> tuple[str, ...]:
         "" if _RUNS[runs.kind] == "forward" else amount(pack.gradient_bytes),
         ranges(numbers(TaskKind.SWAP_IN)),
         *["" if device != pack.device else ran for device in range(plan.policy.pipeline)],
-        " ".join(stash),
+        _moves(out, back),
+        _moves(boundary_out, boundary_in),
         ranges(numbers(TaskKind.SWAP_OUT)),
         " ".join(updated),
         "resident" if pack.index in plan.policy.resident else evicted,
     )
+
+
+def _moves(out: Sequence[int], back: Sequence[int]) -> str:
+    """Return which micro-batches leave the device and come back: "out 0-3 in 1-3"."""
+    leaving = [f"out {ranges(out)}"] if out else []
+    returning = [f"in {ranges(back)}"] if back else []
+    return " ".join(leaving + returning)
 
 
 def _fewer(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -86,9 +86,11 @@ class JoinedCosts:
         single = self._single
         calls = tuple(self._call(position, cost, together) for position, cost in enumerate(single.costs))
         flow = replace(single.flow, nbytes=tuple(together * nbytes for nbytes in single.flow.nbytes))
+        crossing = tuple(replace(value, nbytes=together * value.nbytes) for value in single.crossing)
         grow = ("tail_bytes", "held_bytes", "held_and_stashed_bytes", "head_ms", "tail_ms")
         grown = {name: together * getattr(single, name) for name in grow}
-        return replace(single, costs=calls, issue_share=single.issue_share / together, flow=flow, **grown)
+        issue_share = single.issue_share / together
+        return replace(single, costs=calls, issue_share=issue_share, flow=flow, crossing=crossing, **grown)
 
     def _call(self, position: int, cost: CallCost, together: int) -> CallCost:
         weights, gradients = self._weights_ms[position], self._gradients_ms[position]
@@ -112,6 +114,8 @@ class JoinedCosts:
                 peak_bytes=waiting + together * (backward.peak_bytes - waiting),
                 code_peak_bytes=together * backward.code_peak_bytes,
                 input_gradient_bytes=together * backward.input_gradient_bytes,
+                crossing_gradient_bytes=together * backward.crossing_gradient_bytes,
+                crossing_fused_bytes=together * backward.crossing_fused_bytes,
             ),
             forward_ms=joined(cost.forward_ms, weights, 1),
             backward_ms=joined(cost.backward_ms, back, 3),

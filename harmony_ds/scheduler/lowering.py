@@ -1,11 +1,13 @@
 """Lowers a `Plan` to jobs: its tasks, as the executor would issue them, on the streams of a `Machine`.
 
     host      issues tasks in order; a swap-in makes it wait until the host has updated those weights
-    swap_in   I, T           waits for the compute so far, in whose memory it copies; T for the stash that left
+    swap_in   I, T, Y, Z     waits for the compute so far, in whose memory it copies; T for the stash that left, Y and Z for
+                             the boundary that left
     disk      I, where weights come from a disk
-    compute   F, L, B, K, P, D   waits for the weights of its pack and stash, and after a G for the gradients on their way
+    compute   F, L, B, K, P, D   waits for the weights of its pack, stash and boundary, after a G for the gradients on their
+                             way, and after another run for the boundary that left before that one
     peer      R, A, M, W     waits for the compute so far, or for the device's share of the weights
-    swap_out  S, O           waits for the compute so far, or for the gradients to be reduced
+    swap_out  S, X, V, O     waits for the compute so far, or for the gradients to be reduced
     update    norms, U, R    waits for the gradients to arrive; without grouping, adds up what each micro-batch sends; R is
                              here where gradients are reduced on the host. Of several whose gradients are there, norms and
                              sums go first, then the update of the pack that the next step needs first
@@ -19,17 +21,21 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby, zip_longest
+from itertools import chain, groupby
 
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.events import Job
 from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, RUNS, Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.spans import COMPUTE, DISK, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, of_device
-from harmony_ds.scheduler.swaps import moved_bytes, stash_bytes
+from harmony_ds.scheduler.swaps import BoundaryBytes, moved_bytes, stash_bytes
 
 _STASHING = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
-_THROUGH = (*_STASHING, TaskKind.STASH_OUT, TaskKind.STASH_IN)
+_BOUNDARIES_OUT = (TaskKind.BOUNDARY_OUT, TaskKind.BOUNDARY_GRADIENTS_OUT)
+_BOUNDARIES_IN = (TaskKind.BOUNDARY_IN, TaskKind.BOUNDARY_GRADIENTS_IN)
+_MOVES_OUT = (TaskKind.STASH_OUT, *_BOUNDARIES_OUT)
+_MOVES_IN = (TaskKind.STASH_IN, *_BOUNDARIES_IN)
+_THROUGH = (*_STASHING, *_MOVES_OUT, *_MOVES_IN)
 STASH_PIECES = 16
 """In so many pieces, at most, the stash of all micro-batches for one pack is simulated."""
 _ADDITION, _SCALING = 3.0, 2.0
@@ -71,6 +77,10 @@ class Lowering:
         self._compute_after: defaultdict[int, list[int]] = defaultdict(list)  # device -> what compute there waits for
         self._leaving: dict[int, int] = {}  # device -> the last stash that left it
         self._stash_out: dict[int, tuple[int, ...]] = {}  # device -> the last stash that was copied to the host
+        self._boundary_bytes = BoundaryBytes(plan.packing, plan.policy, costs)
+        self._boundary_left: dict[int, int] = {}  # micro-batch -> what took its boundary to the host
+        self._boundary_back: dict[int, int] = {}  # micro-batch -> what brings that back
+        self._boundary_leaving: dict[int, int] = {}  # device -> what takes a boundary there to the host
         self._moved_bytes = moved_bytes(plan.packing, costs.flow)
         self._ran: dict[int, int] = {}  # micro-batch -> what ran it last
         self._moved: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> what brought it to the pack's device
@@ -104,6 +114,8 @@ class Lowering:
                 self._compute_after[pack.device].append(self._gone[task.pack])
             case TaskKind.STASH_OUT | TaskKind.STASH_IN:
                 self._move_stash(tasks, pack)
+            case kind if kind in _BOUNDARIES_OUT or kind in _BOUNDARIES_IN:
+                self._move_boundary(tasks, pack)
             case TaskKind.MOVE | TaskKind.MOVE_BACK:
                 self._move(task, self._moved_bytes[task.kind, task.pack])
             case TaskKind.NORM:
@@ -125,12 +137,25 @@ class Lowering:
             self._compute_after[pack.device].append(self._leaving.pop(pack.device))
         nbytes = stash_bytes(pack, self._costs)
         if tasks[0].kind is TaskKind.STASH_OUT:
+            nbytes -= self._boundary_bytes.copied_before_stash(pack)
             left = self._leaving[pack.device] = self._copy_out(tasks, nbytes)
             self._stash_out[pack.device] = (left,)
         else:
             issued = self._host(tasks, len(tasks) * self._machine.task_ms)
             done = self._copy_in(tasks, nbytes, (*issued, *self._stash_out.get(pack.device, ())))
             self._stashed.setdefault(pack.index, []).extend([done] * len(tasks))
+
+    def _move_boundary(self, tasks: _Tasks, pack: Pack) -> None:
+        nbytes, device = self._boundary_bytes.of(tasks[0]), pack.device
+        micro_batches = [task.micro_batch for task in tasks]
+        if tasks[0].kind in _BOUNDARIES_OUT:
+            left = self._boundary_leaving[device] = self._copy_out(tasks, nbytes)
+            self._boundary_left.update(dict.fromkeys(micro_batches, left))
+        else:
+            copied = sorted({self._boundary_left[m] for m in micro_batches})
+            issued = self._host(tasks, len(tasks) * self._machine.task_ms)
+            back = self._copy_in(tasks, nbytes, (*issued, *copied))
+            self._boundary_back.update(dict.fromkeys(micro_batches, back))
 
     def _move(self, task: Task, nbytes: int) -> None:
         machine = self._machine
@@ -169,7 +194,9 @@ class Lowering:
         if back:
             del back[: len(tasks)]
         moved = [self._moved.pop((one.pack, one.micro_batch), -1) for one in tasks] if self._moved else []
-        after = (*arrived, *self._compute_after.pop(pack.device, ()), *stash, *(job for job in moved if job >= 0))
+        boundaries = {self._boundary_back.pop(one.micro_batch, -1) for one in tasks} if self._boundary_back else set()
+        came = sorted(job for job in (*moved, *boundaries) if job >= 0)
+        after = (*arrived, *self._compute_after.pop(pack.device, ()), *stash, *came)
         if (task.kind, task.pack) not in self._times:
             self._times[task.kind, task.pack] = run_ms(task.kind, pack, self._costs)
         duration = self._times[task.kind, task.pack]
@@ -178,6 +205,8 @@ class Lowering:
         # One thread issues the work of several devices; that of one was measured with what issuing it takes.
         issue_ms = duration * self._costs.issue_share * (self._plan.policy.pipeline > 1)
         ran = self._compute(tasks, len(tasks) * duration, after, issue_ms)
+        if pack.device in self._boundary_leaving:
+            self._compute_after[pack.device].append(self._boundary_leaving.pop(pack.device))
         if self._plan.policy.pipeline > 1:
             self._ran.update((one.micro_batch, ran) for one in tasks)
 
@@ -317,17 +346,15 @@ def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
     there as often.
     """
     merged: list[_Tasks] = []
-    for (_, through), visit in groupby(tasks, key=lambda task: (task.pack, task.kind in _THROUGH)):
-        several = tuple(visit)
+    for (_, through), tasks_there in groupby(tasks, key=lambda task: (task.pack, task.kind in _THROUGH)):
+        several = tuple(tasks_there)
         if counts:
             several = tuple(
                 chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several)
             )
-        moves = tuple(task for task in several if task.kind not in RUNS)
-        runs = tuple(task for task in several if task.kind in RUNS)
-        if through and moves and runs and _is_alternating(runs, moves):
-            before = len(runs) - len(moves)  # runs whose stash came earlier
-            merged += _alternating(runs[:before], _cut(runs[before:], at_once), _cut(moves, at_once))
+        visit = _Visit(several)
+        if through and visit.is_alternating:
+            merged += visit.cut(at_once)
             continue
         for kind, same in groupby(several, key=lambda task: task.kind):
             alike = tuple(same)
@@ -335,27 +362,56 @@ def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
     return merged
 
 
-def _is_alternating(runs: _Tasks, moves: _Tasks) -> bool:
-    """Return whether every run has a move; or all but the first two, since the stash of a pack may come back early."""
-    early = len(runs) - len(moves)
-    is_back = moves[0].kind is TaskKind.STASH_IN
-    return early == 0 or (is_back and 0 < early <= 2 and len({run.kind for run in runs}) == 1)
+class _Visit:
+    """The tasks of a pack's runs in one pass, and what moves between them."""
 
+    def __init__(self, tasks: _Tasks) -> None:
+        self._runs: _Tasks = tuple(task for task in tasks if task.kind in RUNS)
+        self._out = self._of_kinds(tasks, _MOVES_OUT)
+        self._in = self._of_kinds(tasks, _MOVES_IN)
+        # Runs for which what comes back came before all of these tasks.
+        self._early = len(self._runs) - len(self._in[0]) if self._in else 0
 
-def _alternating(early: _Tasks, runs: list[_Tasks], moves: list[_Tasks]) -> Iterator[_Tasks]:
-    """Return the order in which a stash leaves after its run, and comes back while the run before it is under way.
+    @staticmethod
+    def _of_kinds(tasks: _Tasks, kinds: Sequence[TaskKind]) -> list[_Tasks]:
+        """Return the tasks of each kind of move that there is."""
+        by_kind = [tuple(task for task in tasks if task.kind is kind) for kind in kinds]
+        return [moves for moves in by_kind if moves]
 
-    Args:
-        early: the runs whose stash came back before all of `moves`.
-    """
-    if moves[0][0].kind is TaskKind.STASH_OUT:
-        yield from chain.from_iterable(zip(runs, moves, strict=True))
-        return
-    yield moves[0]
-    if early:
-        yield early
-    for run, move in zip_longest(runs, moves[1:], fillvalue=()):
-        yield from filter(None, (move, run))
+    @property
+    def is_alternating(self) -> bool:
+        """Whether every run has a move of each kind; of those that come back the first two runs may have none, since they
+        may come back early.
+        """
+        if not self._runs or not (self._out or self._in):
+            return False
+        all_out = all(len(moves) == len(self._runs) for moves in self._out)
+        all_in = all(len(moves) == len(self._runs) - self._early for moves in self._in)
+        are_alike = not self._early or len({run.kind for run in self._runs}) == 1
+        return all_out and all_in and 0 <= self._early <= 2 and are_alike
+
+    def cut(self, at_once: int) -> Iterator[_Tasks]:
+        """Yield runs and moves, so many of each kind together: what leaves does so after its runs, and what comes back
+        while the runs before its own are under way.
+        """
+        runs = self._pieces(self._runs, at_once)
+        out = [self._pieces(moves, at_once) for moves in self._out]
+        coming = [_cut(moves, at_once) for moves in self._in]
+        for pieces in coming:
+            yield pieces[0]
+        first = 0 if self._early else 1  # of the pieces that come back during the first runs
+        for place, some in enumerate(runs):
+            for pieces in coming:
+                if (place or not self._early) and place + first < len(pieces):
+                    yield pieces[place + first]
+            yield some
+            for pieces in out:
+                yield pieces[place]
+
+    def _pieces(self, tasks: _Tasks, at_once: int) -> list[_Tasks]:
+        """Return the tasks of the first runs, whose moves came early, together, and those of the others cut."""
+        first = [tasks[: self._early]] if self._early else []
+        return first + _cut(tasks[self._early :], at_once)
 
 
 def _cut(tasks: _Tasks, at_once: int) -> list[_Tasks]:

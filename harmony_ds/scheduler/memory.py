@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.crossing import waiting_bytes
 from harmony_ds.scheduler.pack_bytes import PackBytes, with_stash_on_host
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
+
+_LEAVE_AFTER_RUNS = (TaskKind.STASH_OUT, TaskKind.BOUNDARY_OUT, TaskKind.BOUNDARY_GRADIENTS_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class CostView:
         packs: `packs[i]` is of pack number i. Packs that have calls are numbered first (see `plan.Packing`): there are
             no gaps.
         stash_before: by position, what the calls before it have stashed on the device.
+        fused: the position at which the fused pack begins.
         backward_ends: the first position that a gradient flows through.
         loss_bytes: a micro-batch's loss and its scaled copy.
     """
@@ -71,6 +75,7 @@ class CostView:
         self.costs = costs
         self.packs = packs
         self.stash_before = list(accumulate((call.stash.on_device_bytes for call in costs.costs), initial=0))
+        self.fused = max(pack.first for pack in packs)
         needing = [position for position, cost in enumerate(costs.costs) if cost.needs_backward]
         self.backward_ends = min(needing, default=0)
         self.loss_bytes = 2 * costs.scalar_bytes
@@ -201,6 +206,8 @@ class DeviceMemory:
                                  graph of m in p
         S stash out              stash of m for p      all + the copy that leaves       that copy, until the next S or T
         T stash in               the copy that left    all                              returned stash of m for p, until B
+        X, V boundary out        what crosses of m     all + what crosses of m          that, until the next run is over
+        Y, Z boundary in                               all                              what crosses of m, until its run
         M move, W move back                            all                              waiting of m
         G free gradients         gradients of p        all
         D update on device                             all + update bytes of p          no gradients of p
@@ -209,9 +216,10 @@ class DeviceMemory:
     The gradients of p are there from the beginning of L, B or P. All tasks that compute have the table's margin on top.
 
     "Waiting of m" is what the micro-batch holds while others run, without its stash: before a pack runs forward, the
-    waiting bytes of its first call; between the passes, `_between_passes` and the gradients that wait for earlier packs;
-    when no gradient flows any further, its loss. A micro-batch that has gone on to another device holds on this one what it
-    held when it left.
+    waiting bytes of its first call; between the passes, `_between_passes` and the gradients that wait for earlier
+    packs; when no gradient flows any further, its loss. "What crosses of m" is the part of it that X and V move: its
+    crossing values before p's next pack, or the gradients that wait for the packs before p. A micro-batch that has gone
+    on to another device holds on this one what it held when it left.
     """
 
     def __init__(
@@ -235,6 +243,8 @@ class DeviceMemory:
         self._stash = _BytesByOwner()  # by micro-batch: what of it is on the device, never having left
         self._returned_stash = _BytesByOwner()  # by (pack, micro-batch)
         self._leaving_bytes = 0  # stash on its way to the host
+        self._leaving_boundary_bytes = 0  # the same of a boundary
+        self._returned_boundaries = _BytesByOwner()  # by micro-batch
         self._graphs = _BytesByOwner()  # by (pack, micro-batch)
         self._outputs = _BytesByOwner()  # by micro-batch: of the model, until the loss that it shares has been made
         self._set_aside = _BytesByOwner()  # by pack: sums of gradients, while those of one shared loss are added up
@@ -254,10 +264,13 @@ class DeviceMemory:
         compute = self._computing.get(task.kind)
         if compute is not None:
             peak = compute(task, self._view.packs[task.pack])
+            self._leaving_boundary_bytes = 0  # computing goes on when the copy is done
             if self._times(task) > 1:  # what running takes is shown by the micro-batches around those it stands for
                 return 0, 0
             return self._weights.total, peak + self._view.costs.margin_bytes + self._gradients.total
-        return self._run_other(task)
+        held = self._run_other(task)
+        # Between its run and what leaves after it, one that stands for several holds what no several ever do.
+        return (0, 0) if task.kind in _LEAVE_AFTER_RUNS and self._times(task) > 1 else held
 
     def load_weights(self, index: int) -> None:
         """Hold the weights of a pack; of a pack without calls its gradients, too, which any call may add to."""
@@ -274,7 +287,7 @@ class DeviceMemory:
         micro_batch, times = task.micro_batch, self._times(task)
         keeps_graph = task.kind is TaskKind.FORWARD_FOR_GRAPH
         self._has_run.add(micro_batch)
-        self._waiting.release(micro_batch)
+        self._release_waiting(micro_batch)
         peak = self._all_bytes + pack.forward_peak_bytes(keeps_graph)
         if keeps_graph:
             self._graphs.set((task.pack, micro_batch), pack.kept_graph_bytes, times)
@@ -292,7 +305,7 @@ class DeviceMemory:
         micro_batch = task.micro_batch
         self._has_run.add(micro_batch)
         sums_exist = self._add_gradients(task, pack)
-        self._waiting.release(micro_batch)
+        self._release_waiting(micro_batch)
         peak = self._all_bytes + pack.fused_peak_bytes(sums_exist)
         # What it holds from before this pack waited with it; what came with this pack goes with its graph.
         from_before = min(self._view.costs.held_bytes, pack.after_forward_bytes)
@@ -307,7 +320,7 @@ class DeviceMemory:
             self._outputs.release(micro_batch)
         own_stash_bytes = self._take_stash(task, pack)
         self._has_run.add(micro_batch)
-        self._waiting.release(micro_batch)
+        self._release_waiting(micro_batch)
         self._graphs.release((task.pack, micro_batch))
         running = pack.backward_peak_bytes(from_graph, sums_exist) - pack.stash_bytes + own_stash_bytes
         peak = self._all_bytes + self._between_passes(task) + running
@@ -327,6 +340,11 @@ class DeviceMemory:
         if sums_exist and task.micro_batch in self._first_to_propagate:
             self._set_aside.set(task.pack, pack.set_aside_bytes)
         return sums_exist
+
+    def _release_waiting(self, micro_batch: int) -> None:
+        """Release what a micro-batch holds while it waits, which running it counts, and what came back of it."""
+        self._waiting.release(micro_batch)
+        self._returned_boundaries.release(micro_batch)
 
     def _take_stash(self, task: Task, pack: PackBytes) -> int:
         """Release the micro-batch's stash for the pack, which running it backward counts; return its bytes."""
@@ -364,6 +382,13 @@ class DeviceMemory:
                 self._leaving_bytes = 0
                 returning_bytes = self._view.packs[task.pack].returning_bytes
                 self._returned_stash.set((task.pack, task.micro_batch), returning_bytes)
+            case TaskKind.BOUNDARY_OUT | TaskKind.BOUNDARY_GRADIENTS_OUT:
+                nbytes = self._crossing_bytes(task)
+                waiting = self._waiting.release(task.micro_batch)
+                self._waiting.set(task.micro_batch, max(0, waiting - nbytes), self._times(task))
+                self._leaving_boundary_bytes = min(waiting, nbytes)
+            case TaskKind.BOUNDARY_IN | TaskKind.BOUNDARY_GRADIENTS_IN:
+                self._returned_boundaries.set(task.micro_batch, self._crossing_bytes(task))
             case TaskKind.MOVE:
                 first = self._view.costs.costs[self._view.packs[task.pack].first]
                 self._waiting.set(task.micro_batch, first.waiting.alive_bytes, self._times(task))
@@ -394,6 +419,19 @@ class DeviceMemory:
             if done.issuperset(self._packs[index].parameters):
                 self._gradients.release(index)
 
+    def _crossing_bytes(self, task: Task) -> int:
+        """Return the bytes of a micro-batch that a task moves at the boundary between its pack and the next one."""
+        costs, pack = self._view.costs, self._view.packs[task.pack]
+        match task.kind:
+            case TaskKind.BOUNDARY_OUT:
+                return waiting_bytes(costs.crossing, pack.last + 1)
+            case TaskKind.BOUNDARY_IN:
+                return waiting_bytes(costs.crossing, pack.first)
+            case TaskKind.BOUNDARY_GRADIENTS_OUT:
+                return costs.crossing_gradient_bytes(pack.first, self._view.fused)
+            case _:
+                return costs.crossing_gradient_bytes(pack.last + 1, self._view.fused)
+
     # ---- what is held
 
     @property
@@ -404,6 +442,8 @@ class DeviceMemory:
             + self._stash.total
             + self._returned_stash.total
             + self._leaving_bytes
+            + self._leaving_boundary_bytes
+            + self._returned_boundaries.total
             + self._graphs.total
             + self._outputs.total
             + self._set_aside.total

@@ -2,12 +2,13 @@
 
 A task prints, and is parsed, as its kind, pack and micro-batch: `I2` swaps pack 2 in, `F2.0` runs micro-batch 0 through
 it, `L3.0` is the fused forward, loss and backward of the last pack, `B2.0` recomputes and propagates back; `K2.0` runs
-forward and keeps the graph, through which `P2.0` propagates back; `O2` swaps the pack's gradients out, `U2` lets the host
-update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0` and `T1.0` move the stash of micro-batch 0
-for pack 1 to the host and back; `N` is the point where the gradient norm of the whole model is known; `D2` updates pack 2,
-which never leaves the device, there; `R2` adds up the gradients of pack 2 that several devices have, so that each updates
-its own piece: before `O2`, or on the host after it; `A2` brings together the weights of pack 2 of which each has
-swapped in its share.
+forward and keeps the graph, through which `P2.0` propagates back; `O2` swaps the pack's gradients out, `U2` lets the
+host update its parameters, `E2` evicts its weights, `G2` frees its gradients; `S1.0` and `T1.0` move the stash of
+micro-batch 0 for pack 1 to the host and back; `X1.0` moves what micro-batch 0 holds after it has passed pack 1 to the
+host, `Y2.0` brings it back before pack 2, and `V2.0` and `Z1.0` do the same with gradients on the way back; `N` is the
+point where the gradient norm of the whole model is known; `D2` updates pack 2, which never leaves the device, there;
+`R2` adds up the gradients of pack 2 that several devices have, so that each updates its own piece: before `O2`, or on
+the host after it; `A2` brings together the weights of pack 2 of which each has swapped in its share.
 
 Parameters that no layer call covers are packs without calls, which come last: `I4` at the beginning of a step brings what
 the model uses between its layers, `O4 G4 E4` at the end takes it away, `U4` updates it.
@@ -36,6 +37,10 @@ class TaskKind(Enum):
     FREE_GRADIENTS = "G"
     STASH_OUT = "S"
     STASH_IN = "T"
+    BOUNDARY_OUT = "X"
+    BOUNDARY_IN = "Y"
+    BOUNDARY_GRADIENTS_OUT = "V"
+    BOUNDARY_GRADIENTS_IN = "Z"
     NORM = "N"
     UPDATE_ON_DEVICE = "D"
     REDUCE = "R"
@@ -195,6 +200,8 @@ class Policy:
     Attributes:
         stash_on_host: how many of the first forward packs have their stashed inputs wait on the host between forward
             and backward (they wait longest); the others' wait on the device.
+        boundaries_on_host: what a micro-batch holds between two packs, outputs of the one or gradients of them, waits on
+            the host until the other one takes it; where all of the stash does, too (see `crossing.boundaries_go`).
         deferred_update: no update before the norm of all gradients is known.
         kept: packs whose weights stay on the device from forward to backward.
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
@@ -218,6 +225,7 @@ class Policy:
     prefetch: bool = True
     gradient_slabs: int = 3
     stash_on_host: int = 0
+    boundaries_on_host: bool = False
     deferred_update: bool = True
     kept: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()

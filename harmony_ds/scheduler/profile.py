@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 from harmony_ds.errors import ProfileError
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
+from harmony_ds.scheduler.crossing import CrossingValue
 from harmony_ds.scheduler.flow import Flow
 
 UPDATE_BYTES_PER_ELEMENT = 28.0
 """Adam in fp32: master, both moments read and written (24), the gradient read (4)."""
 
-_FORMAT = 7
+_FORMAT = 8
 _SHOWN = 60  # characters of an entry in an error
 _Costs = TypeVar("_Costs", CallCost, CostTable, WaitingBytes, StashBytes, ForwardBytes, BackwardBytes)
 
@@ -225,7 +226,11 @@ def _difference(before: str, now: str) -> str:
 
 def _between(below: CostTable, above: CostTable, share: float) -> CostTable:
     costs = tuple(_mixed(a, b, share) for a, b in zip(below.costs, above.costs, strict=True))
-    return replace(_mixed(below, above, share), costs=costs)
+    crossing = above.crossing
+    if [value.first for value in below.crossing] == [value.first for value in crossing]:
+        pairs = zip(below.crossing, above.crossing, strict=True)
+        crossing = tuple(replace(b, nbytes=a.nbytes + round((b.nbytes - a.nbytes) * share)) for a, b in pairs)
+    return replace(_mixed(below, above, share), costs=costs, crossing=crossing)
 
 
 def _mixed(below: _Costs, above: _Costs, share: float) -> _Costs:
@@ -246,7 +251,9 @@ def _mixed(below: _Costs, above: _Costs, share: float) -> _Costs:
 
 def _table(data: dict[str, Any]) -> CostTable:
     costs = tuple(_call_cost(cost) for cost in data["costs"])
-    return CostTable(**{**data, "calls": tuple(data["calls"]), "costs": costs, "flow": Flow.from_dict(data["flow"])})
+    crossing = tuple(CrossingValue.from_dict(value) for value in data["crossing"])
+    whole = {"calls": tuple(data["calls"]), "costs": costs, "flow": Flow.from_dict(data["flow"]), "crossing": crossing}
+    return CostTable(**{**data, **whole})
 
 
 def _call_cost(data: dict[str, Any]) -> CallCost:

@@ -1,9 +1,10 @@
 """Searches for the fastest plan that fits the device.
 
-A plan is decided by a few choices: where the calls are cut into packs, for each pass in its own way; how much of the stash
-waits on the host; which packs stay on the device from forward to backward (kept), and which from step to step (resident);
-whether swaps are issued early; whose autograd graphs are kept. Together they are a `Point` of the search. All of them
-cannot be tried, so that the search goes in four steps, from the many to the few:
+A plan is decided by a few choices: where the calls are cut into packs, for each pass in its own way; how much of the
+stash waits on the host, and whether what waits between packs does, too; which packs stay on the device from forward to
+backward (kept), and which from step to step (resident); whether swaps are issued early; whose autograd graphs are kept.
+Together they are a `Point` of the search. All of them cannot be tried, so that the search goes in four steps, from the
+many to the few:
 
 1. Propose (`candidates`): many ways to cut the calls into packs, and for each of them a few ways to use memory.
 2. Estimate (`estimator`): the peak and the time of each proposal, from a plan over a few micro-batches that stand for all.
@@ -11,6 +12,9 @@ cannot be tried, so that the search goes in four steps, from the many to the few
 3. Improve (`neighbours`): again and again, small changes of the best few are proposed and estimated in the same way, as
    long as they bring better ones.
 4. Choose: the best few that are left are simulated in full, with all micro-batches, and the fastest is the plan.
+
+All of that is done with boundaries on the device; again with boundaries on the host where nothing fits, or where the best
+plan is short of memory.
 
 Times are compared in steps of two thousandths; of equally fast plans the one that moves fewer bytes is taken, then the one
 with fewer packs. Nothing depends on chance: the same model, machine and settings always give the same plan.
@@ -36,7 +40,7 @@ from harmony_ds.scheduler.candidates import (
     first_fitting,
     propose_policies,
 )
-from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan
+from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan, may_move_boundaries
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.delay_choice import choose_delays
 from harmony_ds.scheduler.estimator import CandidateEstimator
@@ -132,12 +136,17 @@ def _search_all_ways(
         one = _Search(costs, machine, packer, way, top)
         one.explore()
         choices = one.choose()
+        tried = [one]
+        if may_move_boundaries(way) and one.might_gain_by_moving_boundaries:
+            moving = replace(way, policy=replace(way.policy, boundaries_on_host=True))
+            other = _Search(costs, machine, packer, replace(moving, thorough=moving.thorough and not choices), top)
+            other.explore()
+            choices = _faster(choices, other.choose())
+            tried.append(other)
         if choices:
             found.append(choices)
         elif request.host_bytes is None:
-            assert one.smallest is not None
-            packing, policy = one.smallest
-            smallest = make_plan(packing, costs, way, policy)
+            smallest = min((attempt.smallest_plan for attempt in tried), key=_peak_of)
             failures.append(explain(smallest, way))
     if not found:
         if failures:
@@ -146,6 +155,18 @@ def _search_all_ways(
     best = min(found, key=lambda choices: choices[0].prediction.step_ms)
     others = [choices[0] for choices in found if choices is not best]
     return (*best[: max(1, top - len(others))], *others)[:top]
+
+
+def _faster(choices: tuple[Choice, ...], others: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """Return the choices of which the first is the faster one; `choices` where both are as fast."""
+    if not choices or not others:
+        return choices or others
+    ranks = [time_rank(several[0].prediction.step_ms) for several in (choices, others)]
+    return others if ranks[1] < ranks[0] else choices
+
+
+def _peak_of(plan: Plan) -> int:
+    return plan.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +217,22 @@ class _Search:
         self.found: list[_Found] = []
         self.smallest: tuple[Packing, Policy] | None = None
         self._smallest_bytes = float("inf")
+
+    @property
+    def smallest_plan(self) -> Plan:
+        """The plan that takes the least memory of all that were tried."""
+        assert self.smallest is not None
+        packing, policy = self.smallest
+        return make_plan(packing, self._costs, self._request, policy)
+
+    @property
+    def might_gain_by_moving_boundaries(self) -> bool:
+        """Whether nothing fits, or the best has all of its stash on the host and takes longer than computing does."""
+        if not self.found:
+            return True
+        best = self.found[0]
+        all_stash_goes = 0 < len(best.packing.forward) <= best.policy.stash_on_host
+        return all_stash_goes and best.ms > _NEAR * self._estimator.least_step_ms(best.packing, best.policy)
 
     # ---- propose ways to cut, and uses of memory for each
 
@@ -310,7 +347,7 @@ class _Search:
                 others = [other for other in resident if other != index]
                 yield [replace(policy, resident=sharing_closure(packing, others))]
             yield [replace(policy, resident=())]
-        if self._request.settings.stash == "auto":
+        if self._request.settings.stash == "auto" and not policy.boundaries_on_host:
             yield [replace(policy, stash_on_host=number) for number in range(policy.stash_on_host + 1, count + 1)]
         if policy.prefetch and not self._request.is_manual and self._request.policy.prefetch:
             yield [replace(policy, prefetch=False)]

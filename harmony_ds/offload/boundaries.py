@@ -1,0 +1,175 @@
+"""Boundaries on the host: what a micro-batch holds between two packs leaves the device, and comes back for the next pack.
+
+    forward     run through pack 0 | out ... in | run through pack 1        outputs of pack 0
+    backward    run through pack 1 | out ... in | run through pack 0        gradients with respect to them
+
+Tensors of the model's code stay what they are: they lose their memory while they are on the host (their size is 0 then),
+and get new memory of the same strides and values. An input that a later call stashes leaves once: the stash takes over the
+copy on the host.
+
+Copies out run beside the next run of the device, after which their memory is free; copies in fill memory of the compute
+stream, which must have done with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.offload.host_buffers import HostBuffer
+from harmony_ds.offload.ledger import Ledger, TrafficKind
+from harmony_ds.offload.stash import Stash, StashEntry
+
+
+class GradientHolder(Protocol):
+    """What keeps the gradient of one tensor until it is propagated further."""
+
+    gradient: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundaryValue:
+    """Memory of the model's code, and all tensors that have it: `whole`, which fills it, and `views` of that."""
+
+    whole: Tensor
+    views: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where a tensor was in its memory."""
+
+    tensor: Tensor
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Place:
+        return _Place(tensor, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _GradientOnHost:
+    """A gradient that has left the device, and who keeps it."""
+
+    holder: GradientHolder
+    host_tensor: Tensor | None = None
+    buffer: HostBuffer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class BoundaryOnHost:
+    """What one micro-batch has on the host between two packs.
+
+    Attributes:
+        values: stash entries with the copies on the host, and the places of their tensors.
+        gradients: the gradients.
+        left: event after the copies out.
+        arrived: event after the copies back in; None: they have not been issued.
+    """
+
+    values: list[tuple[StashEntry, list[_Place]]] = field(default_factory=list)
+    gradients: list[_GradientOnHost] = field(default_factory=list)
+    left: Event | None = None
+    arrived: Event | None = None
+
+
+class Boundaries:
+    """Moves what micro-batches hold between packs to the host and back."""
+
+    def __init__(self, device: Device, ledger: Ledger, stash: Stash) -> None:
+        self._device = device
+        self._ledger = ledger
+        self._stash = stash
+        # Device number -> (event after the copy to the host, the tensor that is copied).
+        self._copies_out: defaultdict[int, list[tuple[Event, Tensor]]] = defaultdict(list)
+        self._empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def swap_out(self, values: Iterable[BoundaryValue], holders: Iterable[GradientHolder]) -> BoundaryOnHost:
+        """Issue the copies to the host of `values`, and of the gradients of `holders`, which have none meanwhile."""
+        device, away = self._device, BoundaryOnHost()
+        # The copies are to read what compute has finished.
+        device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
+        leaving: list[Tensor] = []
+        for value in values:
+            entry, is_copied = self._stash.copy_for_boundary(value.whole)
+            if is_copied:
+                leaving.append(value.whole.detach())
+            away.values.append((entry, [_Place.of(tensor) for tensor in (value.whole, *value.views)]))
+            for tensor in (value.whole, *value.views):
+                tensor.data = self._without_memory(tensor)
+        for holder in holders:
+            gradient = holder.gradient
+            if gradient is None or not is_dense(gradient):
+                continue
+            on_host = _GradientOnHost(holder)
+            on_host.buffer, on_host.host_tensor = self._stash.copy_out(on_host, gradient)
+            away.gradients.append(on_host)
+            leaving.append(gradient)
+            holder.gradient = None
+        away.left = device.record(Stream.SWAP_OUT)
+        self._copies_out[device.number] += [(away.left, tensor) for tensor in leaving]
+        return away
+
+    def _without_memory(self, tensor: Tensor) -> Tensor:
+        key = tensor.dtype, tensor.device
+        if key not in self._empty:
+            self._empty[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return self._empty[key]
+
+    def swap_in(self, away: BoundaryOnHost) -> None:
+        """Issue the copies back; `wait` waits for them."""
+        device = self._device
+        hosts = [entry.host_tensor for entry, _ in away.values] + [one.host_tensor for one in away.gradients]
+        made = [torch.empty_like(host, device=device.torch_device) for host in hosts if host is not None]
+        assert len(made) == len(hosts), "a boundary came back whose copy on the host was released"
+        # The memory belongs to the compute stream, which may still use it for what had it before.
+        device.wait(Stream.SWAP_IN, device.record(Stream.COMPUTE))
+        if away.left is not None:
+            # The host tensors are read only after the swap-out has written them.
+            device.wait(Stream.SWAP_IN, away.left)
+        for host, tensor in zip(hosts, made, strict=True):
+            assert host is not None
+            with torch.no_grad(), device.on(Stream.SWAP_IN):
+                tensor.copy_(host, non_blocking=True)
+            self._ledger.book_in(TrafficKind.ACTIVATIONS, tensor.nbytes)
+        away.arrived = device.record(Stream.SWAP_IN)
+        for tensor, (_, places) in zip(made, away.values, strict=False):
+            for place in places:
+                place.tensor.data = tensor.as_strided(place.shape, place.strides, place.offset)
+        for tensor, on_host in zip(made[len(away.values) :], away.gradients, strict=True):
+            assert on_host.holder.gradient is None, "a gradient came while others of its tensor were on the host"
+            on_host.holder.gradient = tensor
+            assert on_host.buffer is not None
+            self._stash.release_buffer(on_host.buffer, away.arrived)
+
+    def wait(self, away: BoundaryOnHost) -> None:
+        """Let computing wait for what comes back; bring it back first if that has not been issued."""
+        if away.arrived is None:
+            self.swap_in(away)
+        assert away.arrived is not None
+        self._device.wait(Stream.COMPUTE, away.arrived)
+
+    def free_copied(self) -> None:
+        """Free the device memory of what has left; to be called after the run under which the copies were issued."""
+        for copied, _ in self._copies_out.pop(self._device.number, ()):
+            # The memory belongs to the compute stream, which may reuse it only after the copy.
+            self._device.wait(Stream.COMPUTE, copied)
+
+    def abandon(self) -> None:
+        """Forget copies under way after a failed step; to be called when the stash has ordered all streams."""
+        self._copies_out.clear()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of `tensor` fill a piece of memory, so that a copy has the same strides."""
+    if tensor.layout is not torch.strided or type(tensor) is not Tensor or tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
