@@ -20,8 +20,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from harmony_ds.errors import ModelError, UnsupportedError
-from harmony_ds.model.boundary import ANCHOR, propagate
+from harmony_ds.model.boundary import ANCHOR, cut, propagate
 from harmony_ds.model.intercept import Autocast, handled_by
+from harmony_ds.model.targets import GradientSum
 
 
 class HeadClosedError(ModelError):
@@ -228,7 +229,7 @@ class Tile:
     """Some tokens, or all, while an expression is evaluated for them: what is known of it, and where its graph begins.
 
     Attributes:
-        hidden: per run of the head: the tokens, and their hidden states.
+        hidden_gradients: per run of the head: the tokens, and what gets the gradient of their hidden states.
         known_beside: by operand, what stands for it.
     """
 
@@ -238,7 +239,7 @@ class Tile:
         self._all_hidden = hidden
         self._is_cut = is_cut
         self.known_beside = known_beside
-        self.hidden: list[tuple[Tensor, Tensor]] = []
+        self.hidden_gradients: list[tuple[Tensor, GradientSum]] = []
         self._known: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def evaluate(self, expression: Expression, places: Tensor) -> Tensor:
@@ -255,8 +256,11 @@ class Tile:
         """Run the head on the hidden states of `tokens`."""
         hidden = _taken(self._all_hidden, tokens)
         if self._is_cut:
-            hidden = hidden.detach().requires_grad_(self._all_hidden.requires_grad and torch.is_grad_enabled())
-        self.hidden.append((tokens, hidden))
+            target = GradientSum(hidden)
+            hidden = hidden.detach()
+            if self._all_hidden.requires_grad and torch.is_grad_enabled():
+                (hidden,) = cut([hidden], [target])
+            self.hidden_gradients.append((tokens, target))
         return self._head.run(hidden)
 
     def beside(self, operand: Beside) -> Tensor:
@@ -344,20 +348,20 @@ class TiledWork:
         total = torch.zeros_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor | None] = [None] * len(beside)
         for first, places in self.tiles():
-            with torch.enable_grad():
-                cut = {operand: value.detach().requires_grad_() for operand, value in beside.items()}
-            tile = Tile(self.head, hidden, cut, is_cut=True)
+            targets = [GradientSum(value) for value in beside.values()]
+            values = cut([value.detach() for value in beside.values()], targets)
+            tile = Tile(self.head, hidden, dict(zip(beside, values, strict=True)), is_cut=True)
             made = self.results(tile, places)
             parts = [None if one is None else one.narrow(0, first, places.numel()) for one in gradients]
-            runs = tile.hidden
-            del tile
+            runs = tile.hidden_gradients
+            del tile, values
             _propagate(made, parts)
             del made, parts
             self.head.gather()
             if total is not None:
                 _add_of_tile(total, runs)
-            _add_beside(sums, cut)
-            del runs, cut
+            _add_beside(sums, targets)
+            del runs, targets
         return total, sums
 
 
@@ -372,24 +376,25 @@ def _propagate(made: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
         propagate(edges, arrived)
 
 
-def _add_of_tile(total: Tensor, runs: list[tuple[Tensor, Tensor]]) -> None:
-    """Add the gradients of the hidden states of one tile to those of all tokens; `runs`: `Tile.hidden`."""
-    for tokens, hidden in runs:
-        if hidden.grad is None:
+def _add_of_tile(total: Tensor, runs: list[tuple[Tensor, GradientSum]]) -> None:
+    """Add the gradients of the hidden states of one tile to those of all tokens; `runs`: `Tile.hidden_gradients`."""
+    for tokens, target in runs:
+        gradient = target.pop()
+        if gradient is None:
             continue
         first = _first_of_run(tokens)
         if first is None:
-            total.index_add_(0, tokens.to(total.device), hidden.grad)
+            total.index_add_(0, tokens.to(total.device), gradient)
         else:
-            total.narrow(0, first, tokens.numel()).add_(hidden.grad)
+            total.narrow(0, first, tokens.numel()).add_(gradient)
 
 
-def _add_beside(sums: list[Tensor | None], cut: dict[Beside, Tensor]) -> None:
-    """Add the gradients that one tile has left on tensors beside the tokens' values to `sums`."""
-    for place, value in enumerate(cut.values()):
-        known = sums[place]
-        if value.grad is not None:
-            sums[place] = value.grad if known is None else known + value.grad
+def _add_beside(sums: list[Tensor | None], targets: Sequence[GradientSum]) -> None:
+    """Add the gradients that one tile has left of tensors beside the tokens' values to `sums`."""
+    for place, target in enumerate(targets):
+        known, gradient = sums[place], target.pop()
+        if gradient is not None:
+            sums[place] = gradient if known is None else known + gradient
 
 
 # ---- in autograd's graph
