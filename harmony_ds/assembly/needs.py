@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harmony_ds.config import Config, Section
-from harmony_ds.config.optimizers import state_numbers
+from harmony_ds.config.optimizers import state_bytes, state_numbers
 from harmony_ds.decomposer.find import Decomposition
 from harmony_ds.decomposer.graph import LayerGraph, ParameterSpec, slab_bytes
 from harmony_ds.errors import ConfigError, OptimizerError
@@ -44,6 +44,12 @@ class PlannedOptimizer:
     states: int | None
     elements: tuple[int, ...]
     has_state: bool = False
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of its state, in `dtype` unless its class quantizes it; 0 if that is not known."""
+        if self.name is None or self.states is None:
+            return 0
+        return int(state_bytes(self.name, dtype.itemsize) * self.states * sum(self.elements))
 
 
 def describe_optimizer(
@@ -98,8 +104,8 @@ def host_memory_need(
         gradients = config.accumulation_dtype.itemsize * waiting
 
     states = 0
-    if config.disk_folder is None and not optimizer.has_state and optimizer.states is not None:
-        states = config.state_dtype.itemsize * optimizer.states * sum(optimizer.elements)
+    if config.disk_folder is None and not optimizer.has_state:
+        states = optimizer.state_bytes(config.state_dtype)
 
     mapped = MappedFiles()
     in_use = (parameter for parameter in parameters.values() if not mapped.holds(parameter))

@@ -13,10 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.checkpoint.data_position import ResumableLoader
-from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, TensorSource
+from harmony_ds.checkpoint.snapshot import (
+    ParameterGroup,
+    Progress,
+    SavedOptimizer,
+    Snapshot,
+    TensorSource,
+    WrapperSource,
+)
 from harmony_ds.device.base import Device
 from harmony_ds.model.buffers import persistent_buffers
 from harmony_ds.offload.host_store import HostStore, bypass_hooks
+from harmony_ds.offload.wrappers import is_wrapper
 from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.optim.resident_packs import ResidentPacks
 
@@ -102,11 +110,15 @@ def _capture_optimizer(optimizer: HostOptimizer) -> SavedOptimizer:
         for name in group.parameters:
             state = optimizer.state_of(name)
             if state:
-                states[name] = {
-                    key: TensorSource.from_tensor(value) if isinstance(value, Tensor) else value
-                    for key, value in state.items()
-                }
+                states[name] = {key: _source_of(value) for key, value in state.items()}
     return SavedOptimizer(type(optimizer.optimizer).__name__, tuple(groups), states)
+
+
+def _source_of(value: Any) -> Any:
+    """Return what a checkpoint holds of one value of an optimizer's state."""
+    if is_wrapper(value):
+        return WrapperSource.from_tensor(value)
+    return TensorSource.from_tensor(value) if isinstance(value, Tensor) else value
 
 
 def capture_random(device: Device) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 <tag>/manifest.json                    format, and size and checksum of every other file
 <tag>/data-<id>/model.safetensors      parameters (tied ones once) and buffers, in the dtype of compute
                 masters.safetensors    fp32 values of trained parameters, where compute is not in fp32
-                optimizer.safetensors  "exp_avg/<parameter>", ...
+                optimizer.safetensors  "exp_avg/<parameter>", ...; of a state in 8 bits "exp_avg.codes/<parameter>", ...
                 state.pt               everything else, as plain data and tensors: counters, client state, ...
                 plan.json              the plan that ran; can be named as harmony.plan
 """
@@ -20,7 +20,15 @@ from typing import Any
 
 from harmony_ds.checkpoint import tensor_files
 from harmony_ds.checkpoint.folders import DATA, LATEST, MANIFEST, put_scripts, replace_text, saving
-from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, TensorSource, listed
+from harmony_ds.checkpoint.snapshot import (
+    ParameterGroup,
+    Progress,
+    SavedOptimizer,
+    Snapshot,
+    TensorSource,
+    WrapperSource,
+    listed,
+)
 from harmony_ds.checkpoint.tensor_files import FileRecord, find_damage, load_pickle, plain, read_tensors
 from harmony_ds.errors import CheckpointError
 
@@ -59,17 +67,24 @@ def _write_data(snapshot: Snapshot, data: Path, state: dict[str, Any]) -> dict[s
     if snapshot.masters:
         files[_MASTERS] = snapshot.masters
     if snapshot.optimizer is not None:
-        files[_OPTIMIZER] = {
-            f"{key}/{name}": value
-            for name, state in snapshot.optimizer.states.items()
-            for key, value in state.items()
-            if isinstance(value, TensorSource)
-        }
+        files[_OPTIMIZER] = _state_tensors(snapshot.optimizer)
     records = {name: tensor_files.write_tensors(data / name, sources) for name, sources in files.items()}
     records[_STATE] = tensor_files.write_pickle(data / _STATE, state)
     if snapshot.plan is not None:
         records[_PLAN] = tensor_files.write_bytes(data / _PLAN, snapshot.plan.encode())
     return records
+
+
+def _state_tensors(optimizer: SavedOptimizer) -> dict[str, TensorSource]:
+    """Return the tensors of the optimizer's state by their names in the file; a wrapper's are `state.part/parameter`."""
+    tensors: dict[str, TensorSource] = {}
+    for name, state in optimizer.states.items():
+        for key, value in state.items():
+            if isinstance(value, TensorSource):
+                tensors[f"{key}/{name}"] = value
+            elif isinstance(value, WrapperSource):
+                tensors.update({f"{key}.{part}/{name}": source for part, source in value.parts.items()})
+    return tensors
 
 
 def _crc(body: Mapping[str, Any]) -> int:
@@ -85,7 +100,15 @@ def _plain_state(snapshot: Snapshot) -> dict[str, Any]:
             "kind": optimizer.kind,
             "groups": [asdict(group) for group in optimizer.groups],
             "scalars": {
-                name: {key: value for key, value in state.items() if not isinstance(value, TensorSource)}
+                name: {key: v for key, v in state.items() if not isinstance(v, (TensorSource, WrapperSource))}
+                for name, state in optimizer.states.items()
+            },
+            "wrappers": {
+                name: {
+                    key: {"kind": v.kind, "context": v.context, "parts": list(v.parts)}
+                    for key, v in state.items()
+                    if isinstance(v, WrapperSource)
+                }
                 for name, state in optimizer.states.items()
             },
         }
@@ -119,8 +142,12 @@ def read(folder: Path) -> Snapshot:
     buffers = {name: model.pop(name) for name in values["buffers"]}
     optimizer: SavedOptimizer | None = None
     if _OPTIMIZER in files:
-        states = values["optimizer"]["scalars"]
-        for place, source in read_tensors(data / _OPTIMIZER).items():
+        states, sources = values["optimizer"]["scalars"], read_tensors(data / _OPTIMIZER)
+        for name, wrappers in values["optimizer"].get("wrappers", {}).items():  # older checkpoints have none
+            for key, saved in wrappers.items():
+                parts = {part: sources.pop(f"{key}.{part}/{name}") for part in saved["parts"]}
+                states[name][key] = WrapperSource(saved["kind"], parts, saved["context"])
+        for place, source in sources.items():
             key, name = place.split("/", 1)
             states.setdefault(name, {})[key] = source
         groups = tuple(ParameterGroup(**group) for group in values["optimizer"]["groups"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.checkpoint.capture import Trained, restore_random, tied_names
-from harmony_ds.checkpoint.snapshot import SavedOptimizer, Snapshot, TensorSource, listed
+from harmony_ds.checkpoint.snapshot import SavedOptimizer, Snapshot, TensorSource, WrapperSource, listed
 from harmony_ds.config.optimizers import same_formula
 from harmony_ds.errors import CheckpointError
 from harmony_ds.model.buffers import persistent_buffers
@@ -217,6 +217,8 @@ def _put_optimizer(optimizer: HostOptimizer, saved: SavedOptimizer) -> None:
 
 def _read_into(memory: Any, value: Any, dtype: torch.dtype | None) -> Any:
     """Read a saved tensor, in `dtype` if one is given, into `memory` where that has its form, otherwise into new memory."""
+    if isinstance(value, WrapperSource):
+        return value.read()
     if not isinstance(value, TensorSource):
         return value
     tensor = (value if dtype is None else value.to(dtype)).read()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from harmony_ds.errors import CheckpointError
+from harmony_ds.offload.wrappers import inner_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,45 @@ class TensorSource:
 
 
 @dataclass(frozen=True, slots=True)
+class WrapperSource:
+    """A tensor of a class that keeps its values in other tensors, such as an optimizer's state in 8 bits.
+
+    Attributes:
+        kind: the class, as `module:name`.
+        parts: the tensors that hold its values, by the names of its attributes.
+        context: what else its `__tensor_flatten__` returns.
+    """
+
+    kind: str
+    parts: dict[str, TensorSource]
+    context: Any
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> WrapperSource:
+        """Take apart a wrapper whose values are in plain tensors."""
+        wrapper: Any = tensor
+        parts = {name: TensorSource.from_tensor(part) for name, part in inner_tensors(wrapper).items()}
+        kind = type(wrapper)
+        return WrapperSource(f"{kind.__module__}:{kind.__qualname__}", parts, wrapper.__tensor_flatten__()[1])
+
+    def read(self) -> Tensor:
+        """Return the tensor over memory of its own.
+
+        Raises:
+            CheckpointError: no class of this name has been imported.
+        """
+        module, _, name = self.kind.partition(":")
+        kind: Any = getattr(sys.modules.get(module), name, None)  # a checkpoint must not say what is imported
+        if not (isinstance(kind, type) and issubclass(kind, Tensor)):
+            raise CheckpointError(
+                f"the checkpoint holds a tensor of {self.kind}, which is not there: import its package."
+            )
+        inner = {key: source.read().clone() for key, source in self.parts.items()}
+        made: Tensor = kind.__tensor_unflatten__(inner, self.context, None, None)  # type: ignore[attr-defined]
+        return made
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterGroup:
     """One parameter group: names of its parameters and its hyper-parameters."""
 
@@ -57,7 +100,7 @@ class SavedOptimizer:
 
     Attributes:
         kind: its class's name.
-        states: by parameter, its tensors (`TensorSource`) and numbers, under its own keys.
+        states: by parameter, its tensors (`TensorSource`, `WrapperSource`) and numbers, under its own keys.
     """
 
     kind: str

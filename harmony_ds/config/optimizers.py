@@ -43,6 +43,7 @@ class OptimizerRow:
         native: DeepSpeed's compiled version for the host.
         on_device: torch's class that replaces it on an accelerator; for Lion, of the same size only.
         kept_as: names of its state in that class, where they differ.
+        state_bits: of a number of its state; 0: those of the ds_config's dtype for states.
         refusal: the reason why it is not run.
         whole: it does not treat parameters one by one.
     """
@@ -54,12 +55,17 @@ class OptimizerRow:
     native: Native | None = None
     on_device: str = ""
     kept_as: Mapping[str, str] = field(default_factory=dict)
+    state_bits: int = 0
     refusal: str = ""
     whole: bool = False
 
 
 _MUP = "it belongs to the package mup, with optimizers of its own: pass one as optimizer=..."
 _ONE_BIT = "1-bit optimizers compress what processes exchange, and gradients are exchanged whole"
+_ADAMS_OF_8_BITS = ("AdamW8bit", "Adam8bit", "AdamWFp8", "AdamFp8", "PagedAdamW8bit", "PagedAdam8bit")
+_ADAMS_OF_4_BITS = ("AdamW4bit", "Adam4bit")
+_OTHERS_OF_8_BITS = ("Lion8bit", "PagedLion8bit", "RMSprop8bit", "Adagrad8bit")
+"""Classes of torchao and bitsandbytes; none goes on with the state of another."""
 OPTIMIZERS = (
     OptimizerRow(
         ("adam", "adamw"),
@@ -87,6 +93,9 @@ OPTIMIZERS = (
     OptimizerRow((), ("sum",), classes=("Adagrad",)),
     OptimizerRow(("asgd",), ("ax",), classes=("ASGD",)),
     OptimizerRow(("rmsprop",), ("square_avg",), classes=("RMSprop",)),
+    *(OptimizerRow((), ("exp_avg", "exp_avg_sq"), classes=(name,), state_bits=8) for name in _ADAMS_OF_8_BITS),
+    *(OptimizerRow((), ("exp_avg", "exp_avg_sq"), classes=(name,), state_bits=4) for name in _ADAMS_OF_4_BITS),
+    *(OptimizerRow((), ("exp_avg",), classes=(name,), state_bits=8) for name in _OTHERS_OF_8_BITS),
     OptimizerRow(("adafactor",), classes=("Adafactor",)),
     OptimizerRow(("lbfgs",), classes=("LBFGS",), whole=True),
     OptimizerRow(("sparseadam",), ("exp_avg", "exp_avg_sq"), classes=("SparseAdam",), whole=True),
@@ -136,9 +145,20 @@ def refuse_what_is_not_run(section: Section | None) -> None:
 
 
 def state_numbers(name: str, options: Mapping[str, Any]) -> int | None:
-    """Return the fp32 numbers per parameter that the optimizer of this name or class keeps; None if unknown."""
-    name = name.lower()
-    row = next((row for row in OPTIMIZERS if name in (*row.names, *map(str.lower, row.classes))), None)
+    """Return the numbers per parameter that the optimizer of this name or class keeps; None if unknown."""
+    row = _row_of(name)
     if row is None or row.refusal:
-        return 2 if "adam" in name else None
+        return 2 if "adam" in name.lower() else None
     return 0 if row.needs and not options.get(row.needs) else len(row.keeps)
+
+
+def state_bytes(name: str, itemsize: int) -> float:
+    """Return the bytes of one of these numbers, which is `itemsize` where the optimizer does not quantize its state."""
+    row = _row_of(name)
+    return row.state_bits / 8 if row is not None and row.state_bits else itemsize
+
+
+def _row_of(name: str) -> OptimizerRow | None:
+    """Return the row of a name in a ds_config or of a class, in any case of letters."""
+    name = name.lower()
+    return next((row for row in OPTIMIZERS if name in (*row.names, *map(str.lower, row.classes))), None)

@@ -1,8 +1,9 @@
 """The user's optimizer, stepped on the host for the parameters of one pack at a time.
 
 An elementwise optimizer gives the same result whether all parameters are stepped together or pack by pack. torch's and
-DeepSpeed's optimizers are elementwise. The `step` of any other optimizer is called once, with all gradients, unless its
-class sets `elementwise = True`.
+DeepSpeed's optimizers are elementwise. torchao's and bitsandbytes' with state in 8 bits quantize blocks of one parameter,
+and may be stepped so, too. The `step` of any other optimizer is called once, with all gradients, unless its class sets
+`elementwise = True`.
 
 Five classes step masters on the host:
 
@@ -26,13 +27,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.config.optimizers import of_class, state_numbers
+from harmony_ds.config.optimizers import of_class, state_bytes, state_numbers
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.host_store import bypass_hooks
 from harmony_ds.offload.native import gil_free_op, native_of
+from harmony_ds.offload.wrappers import stored_bytes
 from harmony_ds.optim.synced_state import SyncedState, plain_state
 
-_KNOWN = ("torch", "deepspeed", "harmony_ds")
+_KNOWN = ("torch", "deepspeed", "harmony_ds", "torchao.optim.adam", "bitsandbytes.optim")
+"""Packages and modules whose optimizers step every parameter by itself."""
 Hyper = tuple[dict[str, Any], ...]
 """The hyper-parameters of every parameter group at one moment, without their parameters."""
 
@@ -283,14 +286,15 @@ class HostOptimizer:
     def state_bytes(self) -> int:
         """Return the bytes of host memory that the optimizer's state takes now."""
         states = list(plain_state(self.optimizer.state).values())
-        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+        return sum(stored_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
 
     def unallocated_bytes(self) -> int:
         """Return the bytes of optimizer state not yet allocated, which the first updates allocate; 0: not known."""
-        numbers = state_numbers(type(self.optimizer).__name__, self.optimizer.defaults) or 0
+        name = type(self.optimizer).__name__
+        numbers = state_numbers(name, self.optimizer.defaults) or 0
         wide = getattr(self.optimizer, "fp32_optimizer_states", False)
         dtype = torch.float32 if wide else self.master_dtype
-        return max(0, dtype.itemsize * numbers * self.trained_elements - self.state_bytes())
+        return max(0, int(state_bytes(name, dtype.itemsize) * numbers * self.trained_elements) - self.state_bytes())
 
 
 def partial_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -312,8 +316,17 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     if says is not None:
         return says
     stepping = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
+    if _overrides_by_place(optimizer):
+        return False
     modules = stepping.__module__, *_modules_of(stepping.__dict__["step"])
-    return all(module.split(".")[0] in _KNOWN for module in modules)
+    return all(f"{module}.".startswith(tuple(f"{known}." for known in _KNOWN)) for module in modules)
+
+
+def _overrides_by_place(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether bitsandbytes' options for single parameters are set: it finds those by their places in the groups."""
+    manager = getattr(optimizer, "mng", None)
+    names = ("index2config", "pid2config", "module_weight_config_triple")
+    return any(getattr(manager, name, None) for name in names)
 
 
 def _modules_of(function: Any) -> Iterator[str]:
