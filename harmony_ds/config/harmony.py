@@ -86,6 +86,9 @@ class HarmonySettings:
     """A file with a saved plan to run instead of a search."""
     profile: StrictStr | None = None
     """A file that keeps measured times and rates."""
+    progress: StrictBool = True
+    """Log what is measured and planned before the first step, and how long that step took (logger `harmony_ds.status`;
+    standard error if the program handles no logs)."""
     unknown_keys: Literal["error", "warn"] = "error"
     """An unknown key outside of this block is an error, or a warning in the log."""
     grouping: StrictBool = True

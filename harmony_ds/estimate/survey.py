@@ -268,7 +268,7 @@ def _config_on_meta(config: Config) -> Config:
     device_steps_alike = options.get("bias_correction") is not False or options.get("torch_adam")
     if config.disk_folder is not None or not device_steps_alike:  # then packs are not updated on the device
         residency = "kept" if residency == "auto" else "off"
-    settings = replace(config.harmony, plan=None, profile=None, residency=residency)
+    settings = replace(config.harmony, plan=None, profile=None, residency=residency, progress=False)
     return replace(config, optimizer=optimizer, harmony=settings, disk_folder=None, weights_folder=None)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import wraps
 from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 from torch import nn
 
@@ -22,7 +26,8 @@ def install_as_deepspeed() -> None:
     Replaced as well are `deepspeed.DeepSpeedEngine` (accelerate unwraps models by it), `deepspeed.init_distributed`,
     `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`, `safe_get_local_*` and `safe_set_local_*` of
     `deepspeed.utils`, and the functions of `deepspeed.utils.zero_to_fp32`; every parameter's `ds_status` says that it is
-    gathered, and `torch.distributed` is initialized, as the launcher says. Call it before the training code imports any of
+    gathered, and `torch.distributed` is initialized, as the launcher says. An `accelerate.Accelerator` that ignores its
+    `deepspeed_plugin` warns. Call it before the training code imports any of
     these names; DeepSpeed's other names stay as they are.
 
     Raises:
@@ -38,3 +43,28 @@ def install_as_deepspeed() -> None:
     vars(deepspeed.zero).update(Init=zero.Init, GatheredParameters=zero.GatheredParameters)
     status = import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
     nn.Parameter.ds_status = status.AVAILABLE  # type: ignore[attr-defined]
+    if find_spec("accelerate") is not None:
+        _warn_of_ignored_plugins()
+
+
+def _warn_of_ignored_plugins() -> None:
+    """Let an Accelerator warn if it was given a DeepSpeed plugin and does not use it: no engine would train its model."""
+    accelerate = import_module("accelerate")
+    init = accelerate.Accelerator.__init__
+    if hasattr(init, "__wrapped__"):
+        return
+
+    @wraps(init)
+    def init_and_warn(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        has_plugin = kwargs.get("deepspeed_plugin") is not None or kwargs.get("deepspeed_plugins") is not None
+        if has_plugin and self.distributed_type != accelerate.DistributedType.DEEPSPEED:
+            warnings.warn(
+                "this Accelerator ignores its deepspeed_plugin, so harmony_ds does not train what it prepares: accelerate "
+                "uses no DeepSpeed with cpu=True. Leave cpu=True out, and name the device in the ds_config: "
+                '"harmony": {"device": "cpu"}.',
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    accelerate.Accelerator.__init__ = init_and_warn

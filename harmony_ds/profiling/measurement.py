@@ -8,6 +8,7 @@ together from intervals: each call up to its return, the code after it up to the
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,10 +52,19 @@ class Measurement(LayerCallObserver):
     """
 
     def __init__(
-        self, runtime: Runtime, layers: tuple[Layer, ...], unlayered: tuple[str, ...] = (), rows: Rows = WHOLE_CALLS
+        self,
+        runtime: Runtime,
+        layers: tuple[Layer, ...],
+        unlayered: tuple[str, ...] = (),
+        rows: Rows = WHOLE_CALLS,
+        observers: Sequence[LayerCallObserver] = (),
     ) -> None:
-        """Run with `unlayered` parameters, as far as they are known, and with layer calls cut into `rows`."""
+        """Run with `unlayered` parameters, as far as they are known, and with layer calls cut into `rows`.
+
+        `observers` are told of each call, too, after this object.
+        """
         self._runtime = runtime
+        self._observers = observers
         self._layers = layers
         self._passes = ModelPasses(runtime, layers, unlayered, rows)
         self._interval: MemoryInterval
@@ -83,7 +93,7 @@ class Measurement(LayerCallObserver):
             ModelError: forward writes into parameters.
         """
         with (
-            self._passes.opened(self._run_call, [self]) as unlayered,
+            self._passes.opened(self._run_call, [self, *self._observers]) as unlayered,
             self._runtime.layer_calls.collecting_unseen() as self._surprises,
         ):
             _gather_from_zero(unlayered)  # the plan counts the unlayered parameters' gradients from the first task on

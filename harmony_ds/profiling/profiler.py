@@ -33,6 +33,7 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.profiling.measurement import Measurement
 from harmony_ds.profiling.profile_cache import ProfileFile, with_times
+from harmony_ds.profiling.progress import Progress
 from harmony_ds.profiling.rates import measure_rates
 from harmony_ds.profiling.row_probe import RowProbe
 from harmony_ds.profiling.sample import Sample, shapes_of
@@ -61,9 +62,12 @@ class Profiler:
         machine: the machine's rates, once they have been measured or loaded.
     """
 
-    def __init__(self, runtime: Runtime, layers: tuple[Layer, ...], graph: LayerGraph, file: ProfileFile) -> None:
-        """Keep times and rates in `file`."""
+    def __init__(
+        self, runtime: Runtime, layers: tuple[Layer, ...], graph: LayerGraph, file: ProfileFile, progress: Progress
+    ) -> None:
+        """Keep times and rates in `file`, and tell `progress` what is done."""
         self._runtime = runtime
+        self._progress = progress
         self._file = file
         self._layers = layers
         self._row_probe = RowProbe(runtime, layers)
@@ -141,7 +145,9 @@ class Profiler:
             self._probe_rows(sample)
         for _ in range(_ATTEMPTS):
             try:
-                return Measurement(self._runtime, self._layers, self.unlayered, self.rows(sizes)).measure(sample)
+                return Measurement(
+                    self._runtime, self._layers, self.unlayered, self.rows(sizes), (self._progress,)
+                ).measure(sample)
             except Exception as error:
                 found = self._runtime.installation.touched.difference(self.unlayered)
                 if not found and not isinstance(error, UnseenError):
@@ -152,7 +158,7 @@ class Profiler:
     def _time(self, table: CostTable, sample: Sample, sizes: Sizes) -> CostTable:
         """Return `table` with the times of `sample`; measure the machine's rates, if that has not been done."""
         runtime = self._runtime
-        timing = Timing(runtime, self._layers, self.unlayered, self.rows(sizes))
+        timing = Timing(runtime, self._layers, self.unlayered, self.rows(sizes), (self._progress,))
         timed = timing.time(table, sample)
         if self.machine is None:
             threads, dtype = runtime.updater.threads, runtime.residency.dtype
@@ -231,7 +237,8 @@ class Profiler:
         before = device.allocated_bytes()
         device.reset_peak()
         try:
-            yield
+            with self._progress.measuring(len(self._layers)):
+                yield
         except torch.OutOfMemoryError as error:
             self._runtime.stash.abandon()
             message = _explanation(device, before, error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,9 +56,16 @@ class Timing(LayerCallObserver):
     """
 
     def __init__(
-        self, runtime: Runtime, layers: tuple[Layer, ...], unlayered: tuple[str, ...] = (), rows: Rows = WHOLE_CALLS
+        self,
+        runtime: Runtime,
+        layers: tuple[Layer, ...],
+        unlayered: tuple[str, ...] = (),
+        rows: Rows = WHOLE_CALLS,
+        observers: Sequence[LayerCallObserver] = (),
     ) -> None:
+        """`observers` are told of each call, too, after this object."""
         self.device = runtime.device
+        self._observers = observers
         self._runtime = runtime
         self._layers = layers
         self._passes = ModelPasses(runtime, layers, unlayered, rows)
@@ -70,7 +78,7 @@ class Timing(LayerCallObserver):
     def time(self, costs: CostTable, sample: Sample) -> CostTable:
         """Return `costs` with the times of its forward pass and of propagating its loss."""
         self._lap()
-        with self._passes.opened(self._run_call, [self]):
+        with self._passes.opened(self._run_call, [self, *self._observers]):
             for number in range(_PASSES if self.device.has_values else 1):
                 self._passes.untouched.looks_into_layers = number == 0  # it takes time
                 self._structures.clear()

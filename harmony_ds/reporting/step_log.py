@@ -35,6 +35,8 @@ class StepLog:
         self._settings = settings
         self._processes = state.world.size
         self._record = record
+        self._planner = state.planner
+        self._told_of_first_step = False
         self._reporter = reporter
         config, values = settings.now, settings.now.values
         speaks = state.world.rank == 0  # one process speaks for all
@@ -61,6 +63,10 @@ class StepLog:
         """Report the optimizer step that is over; the counters of `steps` are those after it."""
         last = self._record.last
         assert last is not None
+        if self._planner.choices and not self._told_of_first_step:
+            predicted_ms = self._planner.choices[0].prediction.step_ms
+            self._planner.progress.first_step_done(last.step_ms, predicted_ms, last.deviation)
+            self._told_of_first_step = True
         size = self._settings.train_micro_batch_size_per_gpu() * self._processes
         number = steps.counters.global_steps
         if self._every and number % self._every == 0:

@@ -230,3 +230,8 @@ def amount(nbytes: int) -> str:
         if nbytes >= unit:
             return f"{nbytes / unit:,.1f} {name}"
     return f"{nbytes} B"
+
+
+def duration(ms: float) -> str:
+    """Milliseconds for people."""
+    return f"{ms / 1e3:,.1f} s" if ms >= 1e3 else f"{ms:.1f} ms"

@@ -19,6 +19,7 @@ from harmony_ds.model.trees import tensors_in
 from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.profiling.profile_cache import ProfileFile
 from harmony_ds.profiling.profiler import Profiler
+from harmony_ds.profiling.progress import Progress
 from harmony_ds.profiling.sample import InputShapes, Sample, shapes_of
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.choose import PlanRequest
@@ -96,7 +97,9 @@ class Planner:
         dtypes = f"{runtime.residency.dtype}, gradients of {self._element.gradient} bytes"
         if config.autocast_dtype is not None:
             dtypes += f", autocast to {config.autocast_dtype}"
-        self.profiler = Profiler(runtime, decomposition.layers, graph, ProfileFile(path, graph, dtypes, runtime.device))
+        file = ProfileFile(path, graph, dtypes, runtime.device)
+        self.progress = Progress(is_on=config.harmony.progress and runtime.world.rank == 0)
+        self.profiler = Profiler(runtime, decomposition.layers, graph, file, self.progress)
         self.sizes = CallSizes(runtime, config, self.profiler, self._choose_quickly, saved)
 
     @property
@@ -143,6 +146,9 @@ class Planner:
         moved = self._plan_that_fits(sample)
         shapes = shapes_of((sample.inputs, sample.inputs_beside))
         self._measured.append((shapes, sample.modes if sample.trains else b""))
+        if sample.trains:
+            budget_bytes = self._runtime.device.budget_bytes
+            self.progress.planned(self.choices[0], len(self.graph.calls), self.beside_bytes, budget_bytes)
         return moved
 
     def _plan_that_fits(self, sample: Sample) -> tuple[int, ...]:
@@ -318,7 +324,8 @@ class Planner:
         def found() -> tuple[Choice, ...]:
             if self._saved is not None:
                 return (adopt(self._saved, graph, costs, machine, self._element, request),)
-            choices = search(graph, costs, machine, self._element, request, top=_TOP if request.thorough else 1)
+            with self.progress.searching(len(costs.calls)):
+                choices = search(graph, costs, machine, self._element, request, top=_TOP if request.thorough else 1)
             if request.thorough and self._settings.parallel == "auto" and self._runtime.device.count > 1:
                 choices += tuple(self._of_replicas(graph, costs, machine, request))
                 _tell_of_replicas(choices)

@@ -204,7 +204,8 @@ class Step:
         """
         was_running, self._is_running = self._is_running, True
         try:
-            measure(self.context, pending, self.micro_batches)
+            with self.context.record.paused():
+                measure(self.context, pending, self.micro_batches)
         finally:
             self._is_running = was_running
 

@@ -89,6 +89,7 @@ def test_the_harmony_block_is_read() -> None:
         "split_masters": True,
         "reduce": "host",
         "tokens": 512,
+        "progress": False,
     }
     settings = load(harmony=block, bf16={"enabled": True}).harmony
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -254,6 +255,42 @@ def test_nothing_is_logged_unless_asked(caplog: pytest.LogCaptureFixture) -> Non
         train_groups(engine, [GROUPS[0][:2]])
         assert engine.get_wall_clock_timers() == {}
     assert not [record for record in caplog.records if record.name == "harmony_ds.progress"]
+
+
+def status_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "harmony_ds.status"]
+
+
+@pytest.mark.fixed_times
+def test_what_is_measured_planned_and_done_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(2, None, {"pack_layers": 1, "device_memory_gib": 0.5})
+    with engine_for(LLAMA.build(0.0), sgd, config) as engine:
+        train_groups(engine, [group[:2] for group in GROUPS for _ in range(2)])
+        engine(**GROUPS[0][0], use_cache=False)  # is measured anew
+        plan, first_step = engine.plan_report(), engine.memory_report()
+    lines = status_lines(caplog)
+    assert lines[:2] == ["measuring 6 layers with one micro-batch", "searching for a plan for 6 layer calls"]
+    assert re.fullmatch(
+        rf"6 packs, {first_step.planned_peak_bytes / 2**10:.1f} KiB of 512.0 MiB device memory, "
+        rf"{plan.predicted_step_ms:.1f} ms a step predicted \(2 micro-batches\); measured 6 layer calls in "
+        r"[\d.]+ m?s, searched in [\d.]+ m?s",
+        lines[2],
+    )
+    assert re.match(rf"first step done in [\d.]+ m?s, {plan.predicted_step_ms:.1f} ms predicted \(the first", lines[3])
+    assert len(lines) == 4
+
+
+@pytest.mark.parametrize("quiet", [{"harmony": {"device": "cpu", "progress": False}}, {"log_level": "warning"}])
+def test_the_engine_is_quiet_if_asked(quiet: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with engine_for(LLAMA.build(0.0), sgd, {**config_of(2), **quiet}) as engine:
+        train_groups(engine, [GROUPS[0][:2]])
+    assert status_lines(caplog) == []
+
+
+def test_a_first_step_that_is_not_as_planned_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with engine_for(LLAMA.build(0.0), sgd, config_of(4)) as engine:
+        train_groups(engine, [GROUPS[0][:2]])
+    assert "; not as planned: it had 2 micro-batches, and the plan is for 4)" in status_lines(caplog)[-1]
 
 
 def test_settings_are_dumped_as_asked(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import deepspeed
 import pytest
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from deepspeed.utils import zero_to_fp32
 from torch import nn
@@ -34,6 +35,7 @@ def deepspeed_as_it_was() -> Iterator[None]:
         for name in CHECKPOINT_READERS:
             patch.setattr(zero_to_fp32, name, getattr(zero_to_fp32, name))
         patch.setattr(nn.Parameter, "ds_status", None, raising=False)
+        patch.setattr(Accelerator, "__init__", Accelerator.__init__)
         patch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
         forget_accelerate()
         try:

@@ -100,6 +100,34 @@ def test_an_unchanged_trainer(installed: None, tmp_path: Path) -> None:
     ours.accelerator.free_memory()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_stock_trainer_evaluates_during_training_and_after_it(installed: None, tmp_path: Path, stage: int) -> None:
+    found = []
+    deepspeed_config = {**DS_CONFIG, "zero_optimization": {"stage": stage}}
+    for more in {}, {"use_cpu": False, "deepspeed": deepspeed_config, "logging_nan_inf_filter": False}:
+        forget_accelerate()
+        args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, num_train_epochs=1, **more)
+        trainer = Trainer(model=llama(), args=args, train_dataset=text(16), eval_dataset=text(6))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="a loss or an output was looked at")
+            trainer.train()
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert len(losses) == 2
+        found.append([*losses, trainer.evaluate()["eval_loss"], trainer.predict(text(4)).metrics["test_loss"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    unset_hf_deepspeed_config()
+    trainer.accelerator.free_memory()
+
+
+def test_an_accelerator_that_ignores_its_plugin_warns_once_installed(installed: None) -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config=DS_CONFIG)
+    harmony_ds.install_as_deepspeed()  # once more changes nothing
+    with pytest.warns(RuntimeWarning, match="harmony_ds does not train what it prepares.*Leave cpu=True out") as warned:
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    assert [Path(one.filename) for one in warned if "cpu=True" in str(one.message)] == [Path(__file__)]
+    assert isinstance(accelerator.prepare(llama()), type(llama()))  # a plain model
+
+
 def test_a_trainer_of_trl_with_zero_3(installed: None, tmp_path: Path, tokenizer: Any) -> None:
     """It uses the head's weight, once that says that it is gathered."""
     trl = pytest.importorskip("trl")
