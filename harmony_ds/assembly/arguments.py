@@ -18,7 +18,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from harmony_ds.config import Config, for_loaded_model, load_config
+from harmony_ds.config import Config, for_loaded_model, load_config, trained_dtypes
 from harmony_ds.config.optimizers import refuse_what_is_not_run
 from harmony_ds.device import Device, devices_of_process
 from harmony_ds.distributed import SingleProcess, join_world
@@ -85,7 +85,7 @@ def match_loaded_dtype(config: Config, model: nn.Module) -> Config:
 
     If the ds_config names no dtype, the model's is taken, and the log says what that means.
     """
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    dtypes = trained_dtypes(model)
     found = for_loaded_model(config, dtypes)
     if found is config:
         return config

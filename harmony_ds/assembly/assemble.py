@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -37,6 +37,7 @@ from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
+from harmony_ds.offload.packed import Packed, find_packed, stored_bytes
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.split_masters import SplitMasters
 from harmony_ds.offload.stash import Stash
@@ -98,13 +99,14 @@ def assemble(
     prepare_model(model, device.host_type, config.compute_dtype)
 
     # Layers, and the host memory that their parameters, masters and gradients will take.
-    decomposition = find_layers(model, harmony.layers, _room_for_layers(config, device, world))
+    packed = find_packed(model, config.compute_dtype, casts_frozen=config.casts_frozen)
+    decomposition = find_layers(model, harmony.layers, _room_for_layers(model, packed, config, device, world))
     trained = list(model.parameters() if model_parameters is None else model_parameters)
     planned_optimizer = describe_optimizer(config.optimizer, client_optimizer, trained)
     if device.host_type == "cpu":
-        need = host_memory_need(model, decomposition, config, planned_optimizer, page_locks=device.pins_host)
+        need = host_memory_need(model, decomposition, packed, config, planned_optimizer, page_locks=device.pins_host)
         preflight.refuse_without_host_memory(need, world)
-    store = _move_to_slabs(model, decomposition, config, planned_optimizer, device, world)
+    store = _move_to_slabs(model, decomposition, packed, config, planned_optimizer, device, world)
 
     # The optimizer, and who steps it: the host, or the device for packs that stay there.
     masters = Masters(store.parameters, store.masters)
@@ -119,7 +121,7 @@ def assemble(
     # What the planner starts from: the layers' graph, and how spare device memory may be used.
     residency = preflight.choose_residency(harmony, device, device_optimizer, world)
     config = replace(config, harmony=replace(harmony, residency=residency))
-    graph = layer_graph(decomposition, store.parameters)
+    graph = layer_graph(decomposition, store.parameters, {name: one.nbytes for name, one in packed.items()})
     updates_on_device = residency not in ("off", "kept")
     if saved_plan is not None and saved_plan.policy.resident:
         updates_on_device = True
@@ -160,7 +162,9 @@ def assemble(
     )
 
 
-def _room_for_layers(config: Config, device: Device, world: SingleProcess) -> Room | None:
+def _room_for_layers(
+    model: nn.Module, packed: Mapping[str, Packed], config: Config, device: Device, world: SingleProcess
+) -> Room | None:
     """Return the device memory that a layer has to fit, on the first process, so that all processes find the same layers.
 
     None: the device has no known bound.
@@ -168,7 +172,8 @@ def _room_for_layers(config: Config, device: Device, world: SingleProcess) -> Ro
     budget_bytes = world.compute_on_first("the device's memory", lambda: device.budget_bytes)
     if budget_bytes is None:
         return None
-    return Room(budget_bytes, config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
+    weight_bytes, gradient_bytes = config.compute_dtype.itemsize, config.accumulation_dtype.itemsize
+    return Room(budget_bytes, weight_bytes, gradient_bytes, stored_bytes(packed, model))
 
 
 # ---- host memory
@@ -177,6 +182,7 @@ def _room_for_layers(config: Config, device: Device, world: SingleProcess) -> Ro
 def _move_to_slabs(
     model: nn.Module,
     decomposition: Decomposition,
+    packed: Mapping[str, Packed],
     config: Config,
     optimizer: PlannedOptimizer,
     device: Device,
@@ -194,10 +200,10 @@ def _move_to_slabs(
 
     memory: Device | DiskWeights = device
     if config.weights_folder is not None:
-        nbytes = weights_file_bytes(model, decomposition, config.compute_dtype.itemsize)
+        nbytes = weights_file_bytes(model, decomposition, packed, config.compute_dtype.itemsize)
         memory = DiskWeights(config.weights_folder, device, nbytes, world)
 
-    store = HostStore(model, decomposition, config.compute_dtype, memory, world, masters)
+    store = HostStore(model, decomposition, config.compute_dtype, memory, world, masters, packed)
     world.agree("weights are there")
     world.broadcast_to_servers(store.tensors())
     _share_buffers(model, world)

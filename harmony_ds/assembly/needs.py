@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from harmony_ds.offload.disk import disk_bytes
 from harmony_ds.offload.disk_weights import HOST_BYTES
 from harmony_ds.offload.host_memory import HostNeed, MappedFiles
 from harmony_ds.offload.host_store import HostStore
+from harmony_ds.offload.packed import Packed
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
 from harmony_ds.optim.optimizers import ClientOptimizer, parameters_in
 from harmony_ds.scheduler.host_room import cast_bytes
@@ -80,7 +81,13 @@ def describe_optimizer(
 
 
 def host_memory_need(
-    model: nn.Module, decomposition: Decomposition, config: Config, optimizer: PlannedOptimizer, *, page_locks: bool
+    model: nn.Module,
+    decomposition: Decomposition,
+    packed: Mapping[str, Packed],
+    config: Config,
+    optimizer: PlannedOptimizer,
+    *,
+    page_locks: bool,
 ) -> HostNeed:
     """Return the host memory that is needed whatever the plan: without the stash, and gradients at their least.
 
@@ -90,7 +97,7 @@ def host_memory_need(
     parameters = dict(model.named_parameters())
     trainable = {name: parameter.numel() for name, parameter in parameters.items() if parameter.requires_grad}
 
-    weights = _slab_bytes(model, config.compute_dtype.itemsize)
+    weights = _slab_bytes(model, packed, config.compute_dtype.itemsize)
     if config.weights_folder is not None:
         weights = min(weights, HOST_BYTES)
 
@@ -108,7 +115,12 @@ def host_memory_need(
         states = optimizer.state_bytes(config.state_dtype)
 
     mapped = MappedFiles()
-    in_use = (parameter for parameter in parameters.values() if not mapped.holds(parameter))
+    there_bytes = 0
+    for name, parameter in parameters.items():
+        if name in packed:
+            there_bytes += packed[name].memory_bytes(mapped)
+        elif not mapped.holds(parameter):
+            there_bytes += parameter.numel() * parameter.element_size()
     return HostNeed(
         {
             "weights": weights,
@@ -117,23 +129,29 @@ def host_memory_need(
             "gradients": gradients,
             "casts": cast_bytes(optimizer.elements, config.accumulation_dtype.itemsize, config.master_dtype.itemsize),
         },
-        there_bytes=sum(parameter.numel() * parameter.element_size() for parameter in in_use),
+        there_bytes=there_bytes,
         page_locked_bytes=weights + gradients if page_locks else 0,
     )
 
 
-def _slab_bytes(model: nn.Module, weight_bytes: int) -> int:
-    """Return the bytes of all slabs, with `weight_bytes` for a number."""
-    return sum(slab_bytes(parameter.numel(), weight_bytes) for parameter in model.parameters())
+def _slab_bytes(model: nn.Module, packed: Mapping[str, Packed], weight_bytes: int) -> int:
+    """Return the bytes of all slabs, with `weight_bytes` for a number that is not packed."""
+    total = sum(one.nbytes for one in packed.values())
+    for name, parameter in model.named_parameters():
+        if name not in packed:
+            total += slab_bytes(parameter.numel(), weight_bytes)
+    return total
 
 
 # ---- files
 
 
-def weights_file_bytes(model: nn.Module, decomposition: Decomposition, weight_bytes: int) -> int:
+def weights_file_bytes(
+    model: nn.Module, decomposition: Decomposition, packed: Mapping[str, Packed], weight_bytes: int
+) -> int:
     """Return the bytes of the file for weights, in which every slab begins at a page."""
     slabs = len(decomposition.layers) + 1  # unlayered parameters have one, too
-    return _slab_bytes(model, weight_bytes) + slabs * disk_bytes(1, 1)
+    return _slab_bytes(model, packed, weight_bytes) + slabs * disk_bytes(1, 1)
 
 
 def optimizer_file_bytes(model: nn.Module, config: Config, optimizer: PlannedOptimizer) -> int:

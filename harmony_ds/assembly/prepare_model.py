@@ -42,16 +42,19 @@ def _check_on_host(model: nn.Module, host_type: str) -> None:
 def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Raise ModelError for parameters that would be trained as something else than they are."""
     for name, parameter in model.named_parameters():
+        is_frozen = not parameter.requires_grad
+        if is_frozen and parameter.layout is torch.strided and not nn.parameter.is_lazy(parameter):
+            continue  # where it is not of the compute dtype, it travels as its bytes
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
             raise ModelError(
                 f"{name} is a {type(parameter).__name__} of layout {parameter.layout}: the engine trains plain, dense "
-                "parameters alone."
+                "parameters alone. Freeze quantized weights (requires_grad_(False)), and train adapters beside them."
             )
         if parameter.dtype not in _TRAINED:
             raise ModelError(
                 f"{name} is of {parameter.dtype}, and the engine would compute with it in {dtype}: it trains "
-                "torch.float32, bfloat16 and float16 alone. Convert the model (model.float()), or keep what is not trained "
-                "in a buffer."
+                "torch.float32, bfloat16 and float16 alone. Convert the model (model.float()), or freeze it "
+                "(requires_grad_(False)): what is frozen keeps its dtype."
             )
         if dtype == torch.float32 and parameter.dtype != dtype:
             raise ModelError(

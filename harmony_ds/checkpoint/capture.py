@@ -70,9 +70,11 @@ def capture(
                 masters[name] = TensorSource(shape, store.master_dtype, partial(store.read_master, name))
     with bypass_hooks():
         extra = {key: one for key, one in trained.module.state_dict(keep_vars=True).items() if key.endswith(_EXTRA)}
-        parameters = {
-            name: TensorSource.from_tensor(p.data) for name, p in store.parameters.items() if name not in left_out
-        }
+        parameters: dict[str, TensorSource] = {}
+        for name, parameter in store.parameters.items():
+            if name not in left_out:
+                value = store.weight(name) if name in store.packed else parameter.data
+                parameters[name] = TensorSource.from_tensor(value)
     return Snapshot(
         progress=progress,
         parameters=parameters,

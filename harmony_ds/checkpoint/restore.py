@@ -102,6 +102,8 @@ def _refusals_of_model(trained: Trained, snapshot: Snapshot, strict: bool) -> li
     """Return the reasons why the saved tensors are not the model's; empty if they are."""
     complaints: list[str] = []
     ours: dict[str, Tensor] = {**trained.store.parameters, **persistent_buffers(trained.module)}
+    for name in trained.store.packed:
+        ours[name] = trained.store.weight(name)
     theirs = snapshot.tensors
     if strict:
         missing = [name for name in ours if name not in theirs]

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from harmony_ds.config.check import MICRO_BATCH, STEPS, Checked, check
 from harmony_ds.config.harmony import HarmonySettings
@@ -45,6 +46,13 @@ def load_config(
     return _make_config(raw, check(raw), world_size)
 
 
+def trained_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes of the parameters that are trained; of all, if none is."""
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return {parameter.dtype for parameter in trained or parameters}
+
+
 def dtype_of_checkpoint(parameter_dtypes: Collection[torch.dtype]) -> torch.dtype | None:
     """Return the one 16-bit dtype among those of a model's parameters; None: there is none, or there are two."""
     found = [dtype for dtype in _16_BIT if dtype in parameter_dtypes]
@@ -52,7 +60,7 @@ def dtype_of_checkpoint(parameter_dtypes: Collection[torch.dtype]) -> torch.dtyp
 
 
 def for_loaded_model(config: Config, parameter_dtypes: Collection[torch.dtype]) -> Config:
-    """Return the config for a model with parameters of these dtypes.
+    """Return the config for a model whose trained parameters have these dtypes.
 
     A model that was loaded in 16 bits, without a "bf16" or "fp16" block, is trained as DeepSpeed 0.19.8 trains it:
 
@@ -106,6 +114,7 @@ def _make_config(raw: dict[str, Any], checked: Checked, world_size: int) -> Conf
         optimizer=_section("optimizer", model.optimizer),
         scheduler=_section("scheduler", model.scheduler),
         compute_dtype=compute_dtype,
+        casts_frozen=compute_dtype != torch.float32,
         accumulation_dtype=_accumulation_dtype(model.data_types.grad_accum_dtype, compute_dtype, master_dtype),
         master_dtype=master_dtype,
         state_dtype=state_dtype,

@@ -23,6 +23,8 @@ class Config:
     """Everything that an engine is told by its ds_config.
 
     Attributes:
+        casts_frozen: whether frozen parameters of floating point are computed with in `compute_dtype`, as with a "bf16" or
+            "fp16" block; else each keeps its own dtype, as in plain PyTorch. Quantized ones always do.
         master_dtype: of the parameters that the optimizer steps.
         state_dtype: of what it keeps for each of their numbers.
         disk_folder, weights_folder: where masters and optimizer state, and where weights lie in a file; None: in memory.
@@ -42,6 +44,7 @@ class Config:
     optimizer: Section | None
     scheduler: Section | None
     compute_dtype: torch.dtype
+    casts_frozen: bool
     accumulation_dtype: torch.dtype
     master_dtype: torch.dtype
     state_dtype: torch.dtype

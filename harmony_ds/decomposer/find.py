@@ -6,8 +6,8 @@ after a forward pass. No architecture is named here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.errors import ConfigError, ModelError
 
+_ALL_PLAIN: Mapping[str, int] = {}
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -52,17 +53,21 @@ class Room:
     Attributes:
         budget_bytes: device memory that may be used.
         weight_bytes, gradient_bytes: device bytes of one weight, and of one gradient element.
+        stored_bytes: of packed parameters, by the parameter's id.
     """
 
     budget_bytes: int
     weight_bytes: int
     gradient_bytes: int
+    stored_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def holds(self, module: nn.Module) -> bool:
         """Return whether weights and gradients of `module` take at most half, so that another layer can be swapped in."""
         nbytes = 0
         for parameter in module.parameters():
-            nbytes += parameter.numel() * (self.weight_bytes + self.gradient_bytes * parameter.requires_grad)
+            stored = self.stored_bytes.get(id(parameter))
+            nbytes += parameter.numel() * self.weight_bytes if stored is None else stored
+            nbytes += parameter.numel() * self.gradient_bytes * parameter.requires_grad
         return 2 * nbytes <= self.budget_bytes
 
 
@@ -215,11 +220,21 @@ def _parameter_owners(module: nn.Module, name: str, blocks: set[nn.Module]) -> I
         yield from _parameter_owners(child, f"{name}.{child_name}" if name else child_name, blocks)
 
 
-def layer_graph(decomposition: Decomposition, parameters: dict[str, nn.Parameter]) -> LayerGraph:
-    """Return the layer graph of a decomposed model; its `calls` are empty, since no forward pass has run yet."""
+def layer_graph(
+    decomposition: Decomposition, parameters: dict[str, nn.Parameter], stored_bytes: Mapping[str, int] = _ALL_PLAIN
+) -> LayerGraph:
+    """Return the layer graph of a decomposed model; its `calls` are empty, since no forward pass has run yet.
+
+    Args:
+        stored_bytes: of packed parameters, by name.
+    """
+    specs: list[ParameterSpec] = []
+    for name, parameter in parameters.items():
+        stored = stored_bytes.get(name)
+        specs.append(ParameterSpec(name, tuple(parameter.shape), parameter.requires_grad, stored_bytes=stored))
     return LayerGraph(
         tuple(LayerSpec(layer.index, layer.name, layer.parameters) for layer in decomposition.layers),
-        tuple(ParameterSpec(name, tuple(p.shape), p.requires_grad) for name, p in parameters.items()),
+        tuple(specs),
         (),
         decomposition.unlayered,
     )

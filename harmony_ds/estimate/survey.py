@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harmony_ds.assembly.assemble import assemble
-from harmony_ds.config import Config, Section, for_loaded_model
+from harmony_ds.config import Config, Section, for_loaded_model, trained_dtypes
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device import Device, DeviceGroup
@@ -195,7 +195,7 @@ def frugal_policy(policy: Policy, request: PlanRequest) -> Policy:
 
 def _in_dtype_of(subject: Subject, config: Config) -> Config:
     """Return the ds_config as it trains a model that was loaded in the dtype that `subject` has."""
-    return for_loaded_model(config, {parameter.dtype for parameter in subject.model.parameters()})
+    return for_loaded_model(config, trained_dtypes(subject.model))
 
 
 def _key_of_model(profile: Profile) -> dict[str, str]:

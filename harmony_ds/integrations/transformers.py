@@ -37,7 +37,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.trainer import _is_peft_model
 from transformers.training_args import OptimizerNames
 
-from harmony_ds.config import dtype_of_checkpoint
+from harmony_ds.config import dtype_of_checkpoint, trained_dtypes
 from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
 from harmony_ds.errors import UnsupportedError, UsageError
@@ -242,7 +242,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         is_enabled = any(
             config.get(name, {}).get("enabled", False) is True for name in ("bf16", "fp16", "torch_autocast")
         )
-        loaded = dtype_of_checkpoint({parameter.dtype for parameter in self.model.parameters()})
+        loaded = dtype_of_checkpoint(trained_dtypes(self.model))
         name = "bf16" if loaded == torch.bfloat16 else "fp16"
         if loaded is None or is_enabled or given[name] != "auto":
             return

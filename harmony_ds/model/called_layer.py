@@ -84,10 +84,12 @@ class CalledLayer:
         """Return aliases of the layer's `copies` (a pack may hold more) that refuse gradients, for discarded graphs."""
         found: Leaves | None = copies.cache.get(self.reject_gradient)
         if found is None:
-            own = ((name, copies[name]) for name in self.names if name in copies)
-            found = copies.cache[self.reject_gradient] = Leaves(
-                {name: leaf_over(one.detach(), one) for name, one in own}
-            )
+            found = copies.cache[self.reject_gradient] = Leaves({}, copies.attributes)
+            for name in self.names:
+                if name in copies:
+                    one = copies[name]
+                    # What is frozen gets no gradient, and a packed tensor is more than its memory.
+                    found[name] = leaf_over(one.detach(), one) if type(one) is nn.Parameter else one
             for alias in found.values():
                 if alias.requires_grad:
                     alias.register_hook(self.reject_gradient.add)

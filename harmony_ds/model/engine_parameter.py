@@ -142,8 +142,11 @@ class ParameterLinks:
     ) -> None:
         self._owner = owner
         self._parameters = store.parameters
-        self._links = [ParameterLink(name, store, resident, optimizer, owner) for name in store.parameters]
-        for link, parameter in zip(self._links, store.parameters.values(), strict=True):
+        # Packed parameters have no gate: another class would take a quantized one its behaviour.
+        gated = [name for name in store.parameters if name not in store.packed]
+        self._links = [ParameterLink(name, store, resident, optimizer, owner) for name in gated]
+        for link in self._links:
+            parameter = store.parameters[link.name]
             parameter.__dict__["_hp_mapping"] = link
             parameter.__class__ = EngineParameter
 
@@ -179,6 +182,7 @@ class ParameterLinks:
 
     def remove(self) -> None:
         """Make the parameters plain ones again."""
-        for parameter in self._parameters.values():
+        for link in self._links:
+            parameter = self._parameters[link.name]
             parameter.__class__ = nn.Parameter
             parameter.__dict__.pop("_hp_mapping", None)

@@ -118,6 +118,14 @@ class FixedParameters(dict[str, Any]):
 class CallParameters(FixedParameters):
     """A module's parameters in a layer call: one may be taken out and put back (PEFT's LoRA of parameters)."""
 
+    def __setitem__(self, key: str, value: Any) -> None:
+        own = self.get(key)
+        is_frozen = own is not None and not (own.requires_grad or value.requires_grad)
+        if is_frozen and type(own) is type(value) is not nn.Parameter:
+            dict.__setitem__(self, key, value)  # PEFT's DoRA puts a packed weight, on the device, in its own place
+        else:
+            super().__setitem__(key, value)
+
     def __delitem__(self, key: str) -> None:
         vars(self)[key] = taken = self[key]
         dict.__delitem__(self, key)
@@ -244,6 +252,7 @@ class LayerParameters:
             own = {key: copies[name] for key, name in names.items() if name in copies}
             parameters = CallParameters({**module._parameters, **own})
             items.append((module.__dict__, "_parameters", parameters))
+            items += [(module.__dict__, key, value) for key, value in copies.attributes.get(module, {}).items()]
             if isinstance(module, nn.RNNBase):
                 # It computes with a list. If it made that itself, it would move parameters into cuDNN's memory.
                 weights = [parameters.get(name) for name in module._flat_weights_names]

@@ -8,14 +8,15 @@ parameter is its own master.
     bf16, fp16        parameter = slab view (2), master (4)              6 bytes per trainable parameter
     16-bit masters    parameter = slab view = master                     2 bytes per parameter
     split masters     parameter = slab view (2), the bits below (2)      4 bytes per trainable parameter
+    packed            the plain tensors that it consists of = slab views its bytes, whatever its dtype
 
 A model whose weights are a mapped file is read once, layer by layer; the system frees its pages when it needs memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,14 @@ from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess
 from harmony_ds.offload.disk import DiskMasters
 from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_memory import trim_allocator
-from harmony_ds.offload.layout import Region, layout_of
+from harmony_ds.offload.layout import ByteRegion, Region, layout_of
+from harmony_ds.offload.packed import Packed
 from harmony_ds.offload.split_masters import SplitMasters
 
 bypass_hooks = torch._C.DisableTorchFunctionSubclass
 """Context in which the engine's own code uses parameters without `EngineParameter`'s hook, which would wait for updates."""
 
+_NOTHING_PACKED: Mapping[str, Packed] = {}
 _WORTH_RETURNING = 2**20
 """So many freed bytes are worth the milliseconds that trimming the allocator takes."""
 
@@ -56,6 +59,7 @@ class HostStore:
         memory: Device | DiskWeights,
         world: SingleProcess = SINGLE_PROCESS,
         masters: torch.dtype | SplitMasters | DiskMasters = torch.float32,
+        packed: Mapping[str, Packed] = _NOTHING_PACKED,
     ) -> None:
         """Move `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
 
@@ -64,11 +68,13 @@ class HostStore:
         Args:
             memory: where the slabs are: in host memory for this device, or in a file.
             masters: the dtype of the masters, fp32 or `dtype`; or fp32 masters that are split or on a disk.
+            packed: parameters that travel as their bytes, by name.
         """
         self.dtype = dtype
         self.split = masters if isinstance(masters, SplitMasters) else None
         self.disk = masters if isinstance(masters, DiskMasters) else None
         self.master_dtype = masters if isinstance(masters, torch.dtype) else torch.float32
+        self.packed = packed
         self._world = world
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
@@ -91,7 +97,7 @@ class HostStore:
     def _move_to_slab(self, names: list[str]) -> int:
         """Move the parameters `names` into a new slab; return the bytes of their former memory."""
         freed_bytes = 0
-        places, end = layout_of({name: self.parameters[name] for name in names}, self.dtype.itemsize)
+        places, end = self._places_of(names)
         # Slabs that torch allocates are aligned already, and so is every region.
         if self.disk_weights is None:
             filled = slab = self._world.host_empty(self._device, end, self.dtype)
@@ -100,8 +106,14 @@ class HostStore:
             filled = torch.empty_like(slab)
         assert slab.data_ptr() % ALIGNMENT_BYTES == 0 or end == 0
         for name, place in places.items():
-            parameter = self.parameters[name]
+            self._places[name] = (len(self._slabs), place)
             view = place.view(filled)
+            if name in self.packed:
+                if self._world.is_local_first:
+                    self.packed[name].write_to(view)
+                freed_bytes += self.packed[name].move_to(place.view(slab))
+                continue
+            parameter = self.parameters[name]
             with torch.no_grad():
                 if parameter.requires_grad:
                     self.masters[name] = self._master(name, parameter)
@@ -116,11 +128,24 @@ class HostStore:
             parameter.data = place.view(slab)
             freed_bytes += before.numel() * before.element_size()
             del before  # frees its memory, unless the caller holds a reference
-            self._places[name] = (len(self._slabs), place)
         if self.disk_weights is not None and self._world.is_local_first:
             self.disk_weights.file.write(filled, slab)
         self._slabs.append(slab)
         return freed_bytes
+
+    def _places_of(self, names: list[str]) -> tuple[dict[str, Region], int]:
+        """Return the places of `names` in a slab of their own, and its number of elements."""
+        itemsize = self.dtype.itemsize
+        sizes: dict[str, Tensor | torch.Size] = {}
+        for name in names:
+            packed = self.packed.get(name)
+            sizes[name] = self.parameters[name] if packed is None else torch.Size((packed.nbytes // itemsize,))
+        places, end = layout_of(sizes, itemsize)
+        for name in names:
+            if name in self.packed:
+                nbytes = torch.Size((self.packed[name].nbytes,))
+                places[name] = ByteRegion(places[name].start, places[name].end, nbytes)
+        return places, end
 
     def _master(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if self.dtype == self.master_dtype or self.split is not None:
@@ -140,7 +165,7 @@ class HostStore:
         return [*self._slabs, *own]
 
     def weight(self, name: str) -> Tensor:
-        """Return the memory of the parameter `name` as a plain tensor."""
+        """Return the memory of the parameter `name` as a plain tensor: of a packed one, its bytes."""
         slab, place = self._places[name]
         return place.view(self._slabs[slab])
 
@@ -203,7 +228,7 @@ class HostStore:
     def _part(self, run: list[tuple[int, Region, str]]) -> SlabPart:
         slab, first, _ = run[0]
         start, end = first.start, run[-1][1].end
-        places = {name: Region(place.start - start, place.end - start, place.shape) for _, place, name in run}
+        places = {name: replace(place, start=place.start - start, end=place.end - start) for _, place, name in run}
         return SlabPart(self._slabs[slab][start:end], places)
 
     def compute_copy(self, name: str) -> Tensor | None:

@@ -26,6 +26,15 @@ class Region:
         return buffer.as_strided(self.shape, _strides(self.shape), buffer.storage_offset() + self.start)
 
 
+@dataclass(frozen=True, slots=True)
+class ByteRegion(Region):
+    """The place of a packed tensor in a buffer: elements whose bytes it is; `shape` is [bytes]."""
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """Return the bytes, uint8."""
+        return buffer[self.start : self.end].view(torch.uint8)
+
+
 @functools.cache
 def _strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()

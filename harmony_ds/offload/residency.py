@@ -28,6 +28,7 @@ from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.host_store import HostStore, bypass_hooks
 from harmony_ds.offload.ledger import Ledger, TrafficKind
+from harmony_ds.offload.rebuild import Attributes
 
 _NONE: Mapping[int, bool] = {}
 
@@ -36,14 +37,23 @@ class Leaves(dict[str, nn.Parameter]):
     """Leaf tensors that a pack's layer calls are run with, by canonical name.
 
     Attributes:
+        attributes: what else modules hold in a layer call: objects made with packed leaves.
         cache: objects that layer calls have derived from the leaves, by the object that made them.
     """
 
-    __slots__ = ("cache",)
+    __slots__ = ("attributes", "cache")
 
-    def __init__(self, leaves: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, leaves: Mapping[str, nn.Parameter], attributes: Attributes | None = None) -> None:
         super().__init__(leaves)
+        self.attributes: Attributes = {} if attributes is None else attributes
         self.cache: dict[object, Any] = {}
+
+    def add(self, more: Leaves) -> None:
+        """Add other leaves to these, or put them in the place of those of the same name."""
+        self.update(more)
+        for module, values in more.attributes.items():
+            self.attributes.setdefault(module, {}).update(values)
+        self.cache.clear()
 
     def drop_gradients(self) -> None:
         """Remove `.grad` of all leaves."""
@@ -65,21 +75,27 @@ class DeviceCopy:
     Attributes:
         buffer: device memory of the weights.
         leaves: by canonical name; autograd accumulates the running micro-batch's gradients in `.grad`.
+        memory: device memory of the leaves, by name; of packed ones, their bytes.
         gradients: sums over micro-batches in the accumulation dtype, where that is not the leaves'.
         earlier_sums: sums of earlier micro-batches, while those that share a loss add up their gradients on the leaves.
         hooked: names of the leaves that have the user's hooks.
         modes: modes of the call that the leaves' hooks and `requires_grad` were set for; None: not known.
+        was_used: whether the leaves were set for a call before.
         arrived: event after the swap-in (a promise of one, from a disk); None: the compute stream waits for it already.
         added: copies of parameters that were swapped in later, in buffers of their own.
     """
 
-    def __init__(self, buffer: Tensor, leaves: Leaves, arrived: Event | Future[Event]) -> None:
+    def __init__(
+        self, buffer: Tensor, leaves: Leaves, memory: dict[str, Tensor], arrived: Event | Future[Event]
+    ) -> None:
         self.buffer = buffer
         self.leaves = leaves
+        self.memory = memory
         self.gradients: dict[str, Tensor] = {}
         self.earlier_sums: dict[str, Tensor] = {}
         self.hooked: set[str] = set()
         self.modes: object = None
+        self.was_used = False
         self.arrived: Event | Future[Event] | None = arrived
         self.added: list[DeviceCopy] = []
 
@@ -164,9 +180,24 @@ class Residency:
         # From a disk, a thread copies on a stream of its own, after what the swap-in stream has waited for.
         arrived = issued if disk is None else disk.swap_in(from_disk, issued)
         self._last_swap_in[self._device.number] = arrived
+        return DeviceCopy(buffer, self.leaves_over(views), views, arrived)
+
+    def leaves_over(self, memory: Mapping[str, Tensor]) -> Leaves:
+        """Return leaves over device memory, by name: parameters, and packed tensors over their bytes."""
+        packed, leaves = self._store.packed, Leaves({})
         with bypass_hooks():
-            leaves = Leaves({name: leaf_over(view, self._store.parameters[name]) for name, view in views.items()})
-        return DeviceCopy(buffer, leaves, arrived)
+            for name, view in memory.items():
+                if name in packed:
+                    made, attributes = packed[name].rebuild(view)
+                    leaves.add(Leaves({name: made}, attributes))
+                else:
+                    leaves[name] = leaf_over(view, self._store.parameters[name])
+        return leaves
+
+    def _rebuild_packed(self, copy: DeviceCopy) -> None:
+        """Make the packed leaves of `copy` anew over their memory: forward may have changed what they consist of."""
+        packed = {name: copy.memory[name] for name in copy.leaves if name in self._store.packed and name in copy.memory}
+        copy.leaves.add(self.leaves_over(packed))
 
     @contextmanager
     def _buffer(self, numel: int) -> Iterator[Tensor]:
@@ -190,8 +221,8 @@ class Residency:
             more = self.swap_in(missing)
             copy.added.append(more)
             more.wait(self._device)
-            copy.leaves.update(more.leaves)
-            copy.leaves.cache.clear()
+            copy.leaves.add(more.leaves)
+            copy.memory.update(more.memory)
             copy.modes = None
 
     def finish_reads(self) -> None:
@@ -210,7 +241,10 @@ class Residency:
         for piece in self._store.parts_of(copy.leaves):
             values = piece.memory if disk is None else disk.file.copy_of(piece.memory)
             for name, place in piece.places.items():
-                if not same_bits(copy.leaves[name].detach(), place.view(values)):
+                leaf = copy.leaves[name]
+                # Forward may exchange `.data` of what is frozen (bitsandbytes casts biases so), but not write its memory.
+                on_device = leaf.detach() if leaf.requires_grad else copy.memory[name]
+                if not same_bits(on_device, place.view(values)):
                     modified.append(name)
         return modified
 
@@ -274,9 +308,13 @@ class Residency:
         """
         if copy.modes is modes:
             return
-        copy.modes = modes
+        if self._store.packed and copy.was_used:
+            self._rebuild_packed(copy)
+        copy.modes, copy.was_used = modes, True
         with bypass_hooks():
             for name, leaf in copy.leaves.items():
+                if name in self._store.packed:
+                    continue
                 parameter, known = self._store.parameters[name], leaf.__dict__
                 hooks, attributes = parameter._backward_hooks, _attributes(parameter)
                 trained = parameter.requires_grad

@@ -31,7 +31,7 @@ from harmony_ds.offload.host_buffers import HostBuffers
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.layout import layout_of
 from harmony_ds.offload.ledger import Ledger, TrafficKind
-from harmony_ds.offload.residency import DeviceCopy, Residency, leaf_over, same_bits
+from harmony_ds.offload.residency import DeviceCopy, Leaves, Residency, same_bits
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
 from harmony_ds.optim.host_optimizer import Hyper
 
@@ -104,14 +104,16 @@ class ResidentPacks(GradientSums):
         copy = self._residency.swap_in(fresh, TrafficKind.RESIDENT)
         self._packs.append(copy)
         copy.wait(self._device)
-        self._weights.update({name: copy.leaves[name].detach() for name in fresh})
+        for name in fresh:
+            self._weights[name] = copy.memory[name] if name in self._store.packed else copy.leaves[name].detach()
         self._written.update(fresh)  # they were not watched so far
         for name in fresh:
             if name in self._watched:
                 self._watched[name] = self._store.weight(name).clone()
-        for name in names:
-            if name not in copy.leaves:
-                copy.leaves[name] = leaf_over(self._weights[name], self._store.parameters[name])
+        shared = {name: self._weights[name] for name in names if name not in copy.leaves}
+        if shared:
+            copy.leaves.add(self._residency.leaves_over(shared))
+            copy.memory.update(shared)
         if self._optimizer is not None:
             self._load_training_state([name for name in fresh if self._optimizer.trains(name)], self._optimizer)
 
@@ -171,12 +173,19 @@ class ResidentPacks(GradientSums):
             self._last_read.synchronize()
             self._last_read = None
 
-    def leaves(self, names: Iterable[str]) -> Mapping[str, nn.Parameter]:
+    def leaves(self, names: Iterable[str]) -> Leaves:
         """Return the device's leaf tensors of those of `names` that are resident."""
-        found: dict[str, nn.Parameter] = {}
+        found = Leaves({})
+        packed: dict[str, Tensor] = {}
         for name in names:
-            if name in self._weights:
+            if name not in self._weights:
+                continue
+            if name in self._store.packed:
+                packed[name] = self._weights[name]
+            else:
                 found[name] = next(copy.leaves[name] for copy in self._packs if name in copy.leaves)
+        if packed:
+            found.add(self._residency.leaves_over(packed))
         return found
 
     def drop(self) -> None:

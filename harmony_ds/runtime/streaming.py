@@ -174,5 +174,5 @@ class Streamer:
         resident = self._runtime.resident_packs.leaves(names)
         missing = tuple(name for name in names if name not in self._unlayered and name not in resident)
         copy = self._runtime.residency.swap_in(missing)
-        copy.leaves.update(resident)
+        copy.leaves.add(resident)
         return copy

@@ -1,0 +1,276 @@
+"""Packed tensors: frozen weights that travel as the bytes that they consist of, whatever their class and dtype.
+
+    plain, of another dtype     uint8 codes, float8, fp32 scales, bf16 where fp32 computes     its own bytes
+    wrapper                     a class with `__tensor_flatten__` (torchao)                    those of its inner tensors
+    subclass with memory        made by `torch.Tensor._make_subclass` (bitsandbytes)           its own, and its attributes'
+    quantized ones, too         attributes of the modules that own it (HQQ's `meta`)           those of plain tensors there
+
+On the host, all these plain tensors become views of one run of bytes in a slab, so that whoever holds one sees it. On the
+device, an object of the same kind is made over the bytes that arrived, which copies and computes nothing. No library is
+imported or named here: tensors are found in attributes, dicts, lists, and objects of the library's own classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.decomposer.graph import slab_bytes
+from harmony_ds.errors import ModelError
+from harmony_ds.offload.host_memory import MappedFiles
+from harmony_ds.offload.rebuild import Attributes, Recipe, Recipes
+
+_DEPTH = 4
+"""So deep are dicts, lists and objects looked into for tensors."""
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
+COMPUTED_WITH = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The place of a plain tensor in the bytes of a packed one."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Return the tensor in `memory`, uint8 of shape [bytes]."""
+        flat = memory[self.start : self.start + self.nbytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset())
+
+
+class Packed:
+    """One packed tensor: the plain tensors that it consists of, their places in a run of bytes, and how it is rebuilt.
+
+    Attributes:
+        name: canonical.
+        nbytes: of all its plain tensors, each aligned as in a slab.
+        kind: what a checkpoint compares: class, shapes and dtypes, and how the numbers are quantized.
+    """
+
+    def __init__(self, name: str, tensor: Tensor, owners: Sequence[nn.Module], known: Iterable[int]) -> None:
+        """Find what `tensor` consists of.
+
+        Args:
+            owners: the modules that hold it.
+            known: ids of the model's other parameters and buffers, which are no parts of this one.
+
+        Raises:
+            ModelError: it cannot be taken apart, or not be put together again.
+        """
+        self.name = name
+        self.nbytes = 0
+        self._tensor = tensor
+        self._known = frozenset(known) - {id(tensor)}
+        self._found: list[Tensor] = []  # all plain tensors, by identity
+        self._part_of: dict[int, int] = {}  # id of a plain tensor -> number of its part
+        self._parts: list[_Part] = []
+        self._part_at: dict[tuple[Any, ...], int] = {}  # memory -> number of the part
+        self._own = memory_of(tensor)
+        self._owners = tuple(owners) if is_quantized(tensor) else ()
+        packages = {type(one).__module__.partition(".")[0] for one in (tensor, *self._owners)} - {"torch", "builtins"}
+        self._packages = frozenset(packages)
+        self._find_parts()
+        recipes = Recipes(self._part_of, self._packages, _DEPTH)
+        try:
+            self._recipe = recipes.of_parameter(tensor, self._own)
+            self._attributes = self._attribute_recipes(recipes)
+            self.rebuild(torch.zeros(self.nbytes, dtype=torch.uint8, device="meta"))
+        except (RuntimeError, TypeError, AttributeError, AssertionError, ValueError, KeyError) as error:
+            raise ModelError(
+                f"{name} is a {type(tensor).__name__} that cannot be put together again from its plain tensors: {error!r}. "
+                "Its class needs __tensor_flatten__ and __tensor_unflatten__, or memory of its own; or dequantize it."
+            ) from error
+        parts = "; ".join(f"{part.dtype}{list(part.shape)}" for part in self._parts)
+        settings = ", ".join(recipes.settings(tensor))
+        self.kind = f"{type(tensor).__module__}.{type(tensor).__qualname__} of {parts} ({settings})"
+
+    def _find_parts(self) -> None:
+        if self._own is not None:
+            self._note(self._own)
+        self._look_into(self._tensor)
+        for module in self._owners:
+            self._look_into({key: one for key, one in vars(module).items() if key not in _OF_EVERY_MODULE})
+        if not self._found:
+            raise ModelError(
+                f"{self.name} is a {type(self._tensor).__name__} of layout {self._tensor.layout}, in which no plain tensor "
+                "is found: its class needs __tensor_flatten__, or memory of its own."
+            )
+
+    def _note(self, tensor: Tensor) -> None:
+        """Note a plain tensor of this one; those over the same memory are one part."""
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+        if not is_plain or id(tensor) in self._known or id(tensor) in self._part_of:
+            return
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.data_ptr() == 0 or memory not in self._part_at:
+            self._part_at[memory] = len(self._parts)
+            self._parts.append(self._new_part(tensor))
+        self._part_of[id(tensor)] = self._part_at[memory]
+        self._found.append(tensor)
+
+    def _new_part(self, tensor: Tensor) -> _Part:
+        if tensor.numel() <= 1:
+            strides = (1,) * tensor.dim()  # it may have any
+        elif torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            strides = tensor.stride()
+        else:
+            strides = torch.empty(tensor.shape, device="meta").stride()
+        nbytes = tensor.numel() * tensor.element_size()
+        part = _Part(self.nbytes, nbytes, tensor.dtype, tensor.shape, strides)
+        self.nbytes += slab_bytes(nbytes, 1)
+        return part
+
+    def _look_into(self, value: Any, depth: int = 0) -> None:
+        """Note the plain tensors in a value: the packed tensor itself, or an attribute."""
+        if isinstance(value, Tensor):
+            self._note(value)
+            if is_wrapper(value):
+                for name in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+                    self._look_into(getattr(value, name), depth)
+            if value is not self._tensor or depth:
+                return
+            value = vars(value)
+        if depth == _DEPTH or isinstance(value, (nn.Module, type)):
+            return
+        inside: Iterable[Any] = ()
+        if type(value) is dict:
+            inside = value.values()
+        elif type(value) in (list, tuple):
+            inside = value
+        elif type(value).__module__.partition(".")[0] in self._packages:
+            inside = getattr(value, "__dict__", {}).values()
+        for one in inside:
+            self._look_into(one, depth + 1)
+
+    def _attribute_recipes(self, recipes: Recipes) -> list[tuple[nn.Module, str, Recipe]]:
+        """Return how attributes of the owners are made that hold parts, or that forward may move parts into."""
+        found: list[tuple[nn.Module, str, Recipe]] = []
+        for module in self._owners:
+            for key, value in vars(module).items():
+                if key in _OF_EVERY_MODULE:
+                    continue
+                recipe = recipes.of(value) or recipes.of_state(value, type(self._tensor))
+                if recipe is not None:
+                    found.append((module, key, recipe))
+        return found
+
+    @property
+    def ids(self) -> set[int]:
+        """The ids of its plain tensors on the host."""
+        return set(self._part_of)
+
+    # ---- the host
+
+    def memory_bytes(self, mapped: MappedFiles) -> int:
+        """Return the bytes of memory that its plain tensors take, but for those in mapped files."""
+        counted: set[int] = set()
+        total = 0
+        for tensor in self._found:
+            place = self._part_of[id(tensor)]
+            if place not in counted and not mapped.holds(tensor):
+                total += self._parts[place].nbytes
+            counted.add(place)
+        return total
+
+    @torch.no_grad()
+    def write_to(self, memory: Tensor) -> None:
+        """Write the bytes into `memory`, uint8 of shape [nbytes]."""
+        memory.zero_()
+        filled: set[int] = set()
+        for tensor in self._found:
+            place = self._part_of[id(tensor)]
+            if place not in filled:
+                self._parts[place].view(memory).copy_(tensor)
+                filled.add(place)
+
+    def move_to(self, memory: Tensor) -> int:
+        """Make the host's tensors views of `memory`, which holds their bytes; return how many bytes they had before."""
+        for tensor in self._found:
+            tensor.data = self._parts[self._part_of[id(tensor)]].view(memory)
+        if self._own is not None and self._own is not self._tensor:
+            self._tensor.data = self._own
+        return self.nbytes
+
+    # ---- the device
+
+    def rebuild(self, memory: Tensor) -> tuple[Any, Attributes]:
+        """Return an equal tensor over device `memory` [nbytes], and the attributes of its modules while they hold it."""
+        tensors = [part.view(memory) for part in self._parts]
+        attributes: Attributes = {}
+        for module, key, recipe in self._attributes:
+            attributes.setdefault(module, {})[key] = recipe.make(tensors)
+        return self._recipe.make(tensors), attributes
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor has no memory of its own, but inner tensors."""
+    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(type(tensor), "__tensor_flatten__")
+
+
+def memory_of(tensor: Tensor) -> Tensor | None:
+    """Return a plain tensor over the memory of `tensor`; None: it has none itself."""
+    if type(tensor) is Tensor:
+        return tensor
+    is_opaque = type(tensor).__torch_dispatch__ != torch._C._disabled_torch_dispatch_impl
+    if is_wrapper(tensor) or is_opaque or not torch._C._has_storage(tensor):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor._make_subclass(torch.Tensor, tensor.detach().as_subclass(torch.Tensor), False)
+
+
+# ---- which parameters are packed
+
+
+def find_packed(model: nn.Module, dtype: torch.dtype, *, casts_frozen: bool) -> dict[str, Packed]:
+    """Return the parameters of `model`, which computes in `dtype`, that travel as their bytes, by canonical name.
+
+    Args:
+        casts_frozen: whether frozen parameters of floating point are computed with in `dtype`. Those beside a quantized
+            one in a module never are: they may be its scales.
+
+    Raises:
+        ModelError: one of a quantized class cannot be taken apart.
+    """
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in _own_parameters(module):
+            owners.setdefault(id(parameter), []).append(module)
+    quantized = {id(parameter) for parameter in model.parameters() if is_quantized(parameter)}
+    cast: set[int] = set()
+    if casts_frozen:
+        cast.update(map(id, model.parameters()))
+        for module in model.modules():
+            own = {id(parameter) for parameter in _own_parameters(module)}
+            if not own.isdisjoint(quantized):
+                cast -= own
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[str, Packed] = {}
+    for name, parameter in model.named_parameters():
+        is_frozen = not parameter.requires_grad
+        keeps_dtype = id(parameter) in quantized or (parameter.dtype != dtype and id(parameter) not in cast)
+        if is_frozen and keeps_dtype:
+            found[name] = Packed(name, parameter, owners[id(parameter)], known)
+            known |= found[name].ids
+    return found
+
+
+def is_quantized(parameter: Tensor) -> bool:
+    """Return whether a parameter is of a class of its own, or of a dtype that is not computed with."""
+    return type(parameter) is not nn.Parameter or parameter.dtype not in COMPUTED_WITH
+
+
+def stored_bytes(packed: Mapping[str, Packed], model: nn.Module) -> dict[int, int]:
+    """Return the bytes of packed parameters by the parameter's id."""
+    return {id(p): packed[name].nbytes for name, p in model.named_parameters() if name in packed}
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]

@@ -1,0 +1,228 @@
+"""Small models on quantized, frozen bases, with adapters: bitsandbytes, torchao, and what users write by hand.
+
+`build(kind)` gives the same bits at every call. The base is a Llama whose linear layers in the blocks are quantized; LoRA
+matrices stand beside each, and they and the norms are trained.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.families import Batch
+
+WIDTH = 128
+VOCABULARY = 96
+LAYERS = 3
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with a trained low-rank product beside it."""
+
+    def __init__(self, base: nn.Module, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.randn(4, inputs, dtype=dtype) / inputs**0.5)
+        self.b = nn.Parameter(torch.randn(outputs, 4, dtype=dtype) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + F.linear(F.linear(x.to(self.a.dtype), self.a), self.b).to(x.dtype)
+
+
+class Codes(nn.Module):
+    """Integer codes in a parameter; scales and zeros in a dict (like HQQ)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        low, high = linear.weight.detach().aminmax(dim=1, keepdim=True)
+        scale = (high - low) / 255
+        self.W_q = nn.Parameter(((linear.weight.detach() - low) / scale).round().to(torch.uint8), requires_grad=False)
+        self.meta = {"scale": scale, "zero": low, "shape": linear.weight.shape, "nbits": 8}
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.W_q.to(x.dtype) * self.meta["scale"] + self.meta["zero"]
+        return F.linear(x, weight.to(x.dtype))
+
+
+class HalvedTensor(Tensor):
+    """A weight in int8 with a scale a row: a wrapper subclass as a user writes one."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> HalvedTensor:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], {"dtype": self.dtype}
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, strides: Any) -> HalvedTensor:
+        return HalvedTensor(inner["codes"], inner["scale"], context["dtype"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            x, weight, *bias = args
+            return F.linear(x, weight.codes.to(weight.dtype) * weight.scale, *bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default):
+            one = args[0]
+            return HalvedTensor(func(one.codes), func(one.scale), one.dtype)
+        raise NotImplementedError(f"{func} of a HalvedTensor")
+
+
+def codes(linear: nn.Linear) -> nn.Module:
+    return Codes(linear)
+
+
+def halved(linear: nn.Linear) -> nn.Module:
+    weight = linear.weight.detach()
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    wrapped = HalvedTensor((weight / scale).round().to(torch.int8), scale, weight.dtype)
+    linear.weight = nn.Parameter(wrapped, requires_grad=False)
+    return linear
+
+
+class Float8(nn.Linear):
+    """A float8 parameter and its scale (like FP8 checkpoints)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
+
+
+def float8(linear: nn.Linear) -> nn.Module:
+    made = Float8(linear.in_features, linear.out_features, bias=False)
+    scale = linear.weight.detach().float().abs().amax() / 448
+    made.scale = nn.Parameter(scale, requires_grad=False)
+    made.weight = nn.Parameter((linear.weight.detach().float() / scale).to(torch.float8_e4m3fn), requires_grad=False)
+    return made
+
+
+def bitsandbytes_4bit(quant_type: str, double: bool, storage: torch.dtype = torch.uint8) -> Callable[..., nn.Module]:
+    def quantize(linear: nn.Linear) -> nn.Module:
+        import bitsandbytes
+
+        made = bitsandbytes.nn.Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            bias=False,
+            compute_dtype=linear.weight.dtype,
+            compress_statistics=double,
+            quant_type=quant_type,
+            quant_storage=storage,
+        )
+        made.weight = bitsandbytes.nn.Params4bit(
+            linear.weight.detach().clone(),
+            requires_grad=False,
+            compress_statistics=double,
+            quant_type=quant_type,
+            quant_storage=storage,
+            module=made,
+        )
+        return made.to("cpu")
+
+    return quantize
+
+
+def bitsandbytes_int8(linear: nn.Linear) -> nn.Module:
+    import bitsandbytes
+
+    made = bitsandbytes.nn.Linear8bitLt(
+        linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, threshold=6.0
+    )
+    made.weight = bitsandbytes.nn.Int8Params(
+        linear.weight.detach().clone(), requires_grad=False, has_fp16_weights=False
+    )
+    return made.to("cpu")
+
+
+def torchao(make_config: Callable[[Any], Any]) -> Callable[..., nn.Module]:
+    def quantize(linear: nn.Linear) -> nn.Module:
+        from torchao import quantization
+
+        holder = nn.Sequential(linear)
+        quantization.quantize_(holder, make_config(quantization))
+        holder[0].weight.requires_grad_(False)
+        return holder[0]
+
+    return quantize
+
+
+def torchao_nf4(linear: nn.Linear) -> nn.Module:
+    from torchao.quantization import to_nf4
+
+    linear.weight = nn.Parameter(to_nf4(linear.weight.detach(), 64, 2), requires_grad=False)
+    return LinearNF4(linear)
+
+
+class LinearNF4(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+        return linear_nf4(input=x, weight=self.weight)
+
+
+KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "hand-written wrapper": halved,
+    "integer parameter": codes,
+    "float8 parameter": float8,
+    "bitsandbytes NF4": bitsandbytes_4bit("nf4", double=False),
+    "bitsandbytes NF4, double": bitsandbytes_4bit("nf4", double=True),
+    "bitsandbytes NF4, in bf16": bitsandbytes_4bit("nf4", double=True, storage=torch.bfloat16),
+    "bitsandbytes FP4": bitsandbytes_4bit("fp4", double=False),
+    "bitsandbytes int8": bitsandbytes_int8,
+    "torchao int8": torchao(lambda q: q.Int8WeightOnlyConfig()),
+    "torchao float8": torchao(lambda q: q.Float8WeightOnlyConfig()),
+    "torchao intx": torchao(lambda q: q.IntxWeightOnlyConfig(weight_dtype=torch.int4)),
+    "torchao NF4": torchao_nf4,
+}
+
+
+def build(
+    kind: str, dtype: torch.dtype = torch.float32, layers: int = LAYERS, lora: torch.dtype | None = None
+) -> nn.Module:
+    """Return a model whose blocks' linear layers are of this kind, the same bits at every call."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).to(dtype)
+    model.requires_grad_(False)
+    for block in model.model.layers:
+        for part in (block.self_attn, block.mlp):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, nn.Linear):
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        base = KINDS[kind](linear)
+                    setattr(part, name, LoraLinear(base, linear.in_features, linear.out_features, lora or dtype))
+        block.input_layernorm.requires_grad_(True)
+    return model.train()
+
+
+def batch(index: int) -> Batch:
+    """Return micro-batch `index`: two rows of tokens."""
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(0, VOCABULARY, (2, 7 + index % 3), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
