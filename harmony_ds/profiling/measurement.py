@@ -303,17 +303,17 @@ class Measurement(LayerCallObserver):
             assert entry.device_tensor is not None
             storage = entry.device_tensor.untyped_storage()
             memory = StorageWeakRef(storage)
-            for value in self._crossing:
-                if value.is_in(memory) and entry.nbytes == value.nbytes:
-                    value.stashed.append(len(self._measured.calls) - 1)
-            if _place(entry.device_tensor) in self._shared_inputs:
-                again_at_cut += entry.nbytes
-            elif memory.cdata in earlier:
-                again += entry.nbytes
-            else:
+            crossing = next((one for one in reversed(self._crossing) if one.is_in(memory)), None)
+            if crossing is not None and entry.nbytes == crossing.nbytes:
+                crossing.stashed.append(len(self._measured.calls) - 1)
+            if memory.cdata not in earlier:  # a call just before that raised has stashed nothing
                 first += entry.nbytes
                 self._stashed.append(_StashedInput(memory, storage.nbytes(), recorded.number))
                 bases[memory.cdata] = bases.get(memory.cdata, storage.nbytes()) - entry.nbytes
+            elif _place(entry.device_tensor) in self._shared_inputs:
+                again_at_cut += entry.nbytes
+            else:
+                again += entry.nbytes
         call.note(
             stash=StashBytes(
                 new_bytes=first,

@@ -315,6 +315,7 @@ class Lowering:
         needed_at: int = _BEFORE_UPDATES,
     ) -> int:
         """Add a job, and return its place; `needed_at`: of the pack that it updates on the host."""
+        assert duration_ms >= 0, f"{tasks[0]} would take {duration_ms} ms"
         own = self._own(stream)
         lane = own if stream == UPDATE or self._machine.copies_overlap else COMPUTE
         self._last[own] = len(self.jobs)

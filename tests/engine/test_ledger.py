@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harmony_ds import SwapReport
+from harmony_ds.scheduler.swaps import swaps_of
+from tests.boundaries import move_boundaries
 from tests.cover import spread
 from tests.engine.drive import WHOLE, adamw, config_of, engine_for, family, groups_of, sgd
 from tests.families import HIDDEN, ragged_length
+from tests.inside import planner_of
 
 pytestmark = pytest.mark.fixed_times
 
@@ -85,6 +88,45 @@ def test_activations_that_wait_on_the_host_are_each_input_of_an_unfused_layer_on
     tokens = 2 * sum(ragged_length(index) for index in range(4, 8))
     expected = stashed * tokens * HIDDEN * 4
     assert report.host_to_device["activations"] == report.device_to_host["activations"] == expected
+
+
+class Instead(nn.Module):
+    """Layers of which the second one raises, and another one is called instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), Raising(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)])
+        self.head = nn.Linear(HIDDEN, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.layers[0](inputs).tanh()
+        try:
+            hidden = self.layers[1](hidden)
+        except ValueError:
+            hidden = self.layers[2](hidden)
+        loss: Tensor = self.head(hidden).square().mean()
+        return loss
+
+
+class Raising(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise ValueError("not these inputs")
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_input_of_a_call_that_raised_is_stashed_for_the_one_that_came_instead(
+    moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if moved:  # of boundaries on the host, a stash takes copies over
+        move_boundaries(monkeypatch)
+    with engine_for(Instead(), sgd, config_of(4, None, {"pack_layers": 1, "stash": "host"})) as engine:
+        engine.train_batch(torch.randn(2, HIDDEN) for _ in range(4))
+        costs, _ = planner_of(engine).costs
+        report, planned = engine.swap_report(), swaps_of(engine.plan, costs)
+
+    assert report.device_to_host["activations"] == planned.stash_out + planned.boundaries_out
+    assert report.host_to_device["activations"] == planned.stash_in + planned.boundaries_in
+    assert planned.stash_in == 4 * 2 * HIDDEN * 4
 
 
 def test_a_stash_on_the_device_moves_nothing_and_data_is_the_batches_once() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.errors import BatchError, DoesNotFitError
+from harmony_ds.scheduler.swaps import swaps_of
 from tests.engine.drive import (
     config_of,
     engine_for,
@@ -97,6 +98,30 @@ def test_a_budget_that_does_not_hold_the_logits_trains_as_plain_pytorch(caplog: 
 
     assert relative_difference(found, plainly_trained(model)) < TOLERANCE
     assert "lm_head and the loss run in tiles of " in caplog.text
+
+
+def test_tiles_and_boundaries_on_the_host_train_where_neither_alone_fits() -> None:
+    """Many micro-batches: what waits between packs would take the budget, and so would the logits of one of them."""
+    model, count = llama(hidden_size=96), 36
+    head_bytes, waiting_bytes = VOCABULARY * 96 * 4, 2 * count * ROWS * LENGTH * 96 * 4
+    batches = [batch(index) for index in range(count)]
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    # The first part is for the head's weights, their gradients and those of a tile. The rest is half of what waits.
+    harmony = {"pack_layers": 1, "device_memory_gib": gib(3 * head_bytes + waiting_bytes // 2)}
+    with pytest.raises(DoesNotFitError):
+        trained(model, **harmony, tokens="off")
+    with engine_for(copies[0], sgd, config_of(count, clip=1.0, harmony=harmony)) as engine:
+        train_groups(engine, [batches, batches])
+        report, policy, planned = engine.memory_report(), engine.plan.policy, engine.plan.peak_bytes
+        costs, _ = planner_of(engine).costs
+        swaps, moved = engine.swap_report(), swaps_of(engine.plan, costs)
+    train_plainly(copies[1], [batches, batches], sgd(copies[1].parameters()), clip=1.0, seed_of=seed_of)
+
+    assert policy.tile_tokens > 0
+    assert policy.boundaries_on_host
+    assert report.device_peak_bytes == report.planned_peak_bytes == planned
+    assert swaps.device_to_host["activations"] == moved.stash_out + moved.boundaries_out
+    assert relative_difference(*copies) < TOLERANCE
 
 
 def test_tiles_are_off_where_the_logits_fit(caplog: pytest.LogCaptureFixture) -> None:

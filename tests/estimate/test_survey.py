@@ -355,6 +355,30 @@ def test_a_row_whose_logits_do_not_fit_is_estimated_in_tiles(tmp_path: Path) -> 
     assert surveyed(tokens=512).costs.tail_bytes < found.costs.tail_bytes
 
 
+def test_long_rows_take_no_more_device_memory_with_more_micro_batches(tmp_path: Path) -> None:
+    path = llama_file(tmp_path, 32000)
+
+    def surveyed(micro_batches: int, **harmony: Any) -> Survey:
+        config = load_config(
+            {
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": micro_batches,
+                "bf16": {"enabled": True},
+                "gradient_clipping": 1.0,
+                "harmony": {"device_memory_gib": 12.0, "pack_layers": 1, **harmony},
+            }
+        )
+        return estimate(load_subject(str(path), "meta", 1, 32768), config, HARDWARE)
+
+    few, many = surveyed(4), surveyed(64)
+    boundary_bytes = 32768 * 4096 * 2
+
+    assert smallest_peak_bytes(many) - smallest_peak_bytes(few) < 4 * boundary_bytes  # masks and rotary tables
+    assert forecast(many).plan.policy.boundaries_on_host
+    assert forecast(many).host_bytes["stash"] >= 64 * 2 * boundary_bytes
+    assert smallest_peak_bytes(surveyed(64, stash="device")) > 64 * boundary_bytes
+
+
 def test_a_row_whose_logits_fit_is_estimated_whole(tmp_path: Path) -> None:
     config = load_config({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}})
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harmony_ds.config import HarmonySettings
-from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.choose import PlanRequest, make_plan, may_move_boundaries
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.crossing import Crossings, CrossingValue, boundaries_go, waiting_bytes
@@ -151,6 +151,12 @@ def test_on_several_devices_of_one_process_they_go_to_the_next_device() -> None:
     policy = replace(MOVED, pipeline=2)
     assert not boundaries_go(reused(packs), policy)
     assert set("XYVZ").isdisjoint(text(compose_step(reused(packs), Group.with_fresh(3), policy)))
+
+
+def test_a_search_for_a_pipeline_does_not_move_them() -> None:
+    one_device = request(None, 16, pack_layers=1)
+    assert may_move_boundaries(one_device)
+    assert not may_move_boundaries(replace(one_device, policy=replace(one_device.policy, pipeline=2)))
 
 
 # ---- device memory
