@@ -156,13 +156,12 @@ def _ways_to_less_on_device(
     config: Config, needed_bytes: int, budget_bytes: int, survey_of: SurveyUnder
 ) -> Iterator[str]:
     """Yield what helps where the device's memory does not suffice: first the largest micro-batch that fits."""
-    rows = config.micro_batch
-    while rows > 1:
-        rows //= 2
+    rows, peak_bytes = config.micro_batch, needed_bytes
+    while rows > 1 and peak_bytes > budget_bytes:
+        rows = max(1, min(rows // 2, rows * budget_bytes // peak_bytes))  # bytes grow with the rows
         peak_bytes = smallest_peak_bytes(survey_of(replace(config, micro_batch=rows)))
-        if peak_bytes <= budget_bytes:
-            yield f"a micro-batch of {rows} rows (--micro-batch {rows}), which needs {amount(peak_bytes)} at least"
-            break
+    if peak_bytes <= budget_bytes:
+        yield f"a micro-batch of {rows} rows (--micro-batch {rows}), which needs {amount(peak_bytes)} at least"
     yield f"at least {amount(needed_bytes)} of device memory (--device-memory-gib, harmony.device_memory_gib)"
     yield "shorter rows (--sequence), or smaller layers (harmony.layers)"
 

@@ -46,7 +46,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     add("--warmup-steps", type=count, default=2, metavar="N", help="Steps before the first turn.")
     add("--limit-s", type=options.at_least(1, float), metavar="S", help="Begin no turn after so many seconds.")
     text = "The results, as JSON; the report (.md) and figure (.png) are written beside it."
-    add("--output", type=Path, default=Path("harmony-bench.json"), metavar="FILE", help=text)
+    add("--output", type=options.output_file, default=Path("harmony-bench.json"), metavar="FILE", help=text)
     add("--resume", action="store_true", help="Go on with what --output already holds.")
     options.add_json(parser)
 

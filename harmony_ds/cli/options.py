@@ -39,6 +39,18 @@ def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str]
     return number
 
 
+def output_file(text: str) -> Path:
+    """Return the path of a file that a command will write, and make its folder: the work before that may take minutes."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path.parent} cannot be made: {error.strerror}") from error
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder: name a file")
+    return path
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the model and its ds_config, as every command that reads a model takes them."""
     add, count = parser.add_argument, at_least(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from harmony_ds.cli import options
 from harmony_ds.cli.progress import tell
@@ -16,7 +15,7 @@ ABOUT = "Run one micro-batch of MODEL, with random weights, layer by layer on th
 def register(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     text = "Where the profile is written, as JSON."
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=text)
+    parser.add_argument("--output", type=options.output_file, required=True, metavar="FILE", help=text)
 
 
 def command(args: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     add_profile(parser)
     add = parser.add_argument
     text = "Where the trace is written, for https://ui.perfetto.dev."
-    add("--output", type=Path, required=True, metavar="FILE", help=text)
+    add("--output", type=options.output_file, required=True, metavar="FILE", help=text)
     add("--run", action="store_true", help="Also execute steps on the ds_config's device, with synthetic data.")
     text = "Steps that --run records, after two more; the one of median time is shown."
     add("--steps", type=options.at_least(1), default=3, metavar="N", help=text)

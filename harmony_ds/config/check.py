@@ -11,11 +11,13 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from harmony_ds.config.harmony import HARMONY_KEYS, HarmonySettings, help_of
-from harmony_ds.config.hints import AUTO, unknown_key
+from harmony_ds.config.hints import still_automatic, unknown_key
 from harmony_ds.config.keys import REFUSED_VALUES, RULES, rule_of
 from harmony_ds.config.read import value_at
 from harmony_ds.errors import ConfigError
 
+_PARAMS = ("optimizer.params", "scheduler.params")
+"""Blocks whose keys are those of a class that the ds_config names."""
 MICRO_BATCH, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
@@ -30,6 +32,7 @@ class Checked:
         ignored: paths of keys that mean nothing here.
         unknown: paths of keys that neither DeepSpeed nor harmony_ds has.
         used: paths of all others.
+        automatic: paths of keys that still say "auto", and must not.
     """
 
     model: Any = None
@@ -38,6 +41,7 @@ class Checked:
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
+    automatic: list[str] = field(default_factory=list)
 
     @property
     def without_meaning(self) -> tuple[str, ...]:
@@ -65,6 +69,8 @@ def check(raw: Mapping[str, Any]) -> Checked:
     for path in checked.unknown:
         if not lenient or path.startswith("harmony."):
             raise ConfigError(unknown_key(path, checked.unknown, (*RULES, *paths_of(ds_config))))
+    if checked.automatic:
+        raise ConfigError(still_automatic(checked.automatic))
     try:
         checked.model = model = ds_config(**checked.known)
     except ValidationError as error:
@@ -147,8 +153,10 @@ def _known_part(block: Mapping[str, Any], model: Any, prefix: str, checked: Chec
             checked.used.append(path)
         if value == "auto" and path != MICRO_BATCH and prefix != "harmony.":
             if not is_ignored:
-                raise ConfigError(f'"{path}" still says "auto": {AUTO}')
+                checked.automatic.append(path)
             continue
+        if path in _PARAMS and isinstance(value, Mapping):
+            checked.automatic += [f"{path}.{key}" for key, given in value.items() if given == "auto"]
         alias = fields[name].alias
         if alias in (None, name) or alias not in block:  # where both names of a key are given, DeepSpeed's alias counts
             known[name] = value

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 _GIB = 2**30
 _Count = Annotated[StrictInt, Field(ge=1)]
-_Gib = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+_Gib = Annotated[float, Strict(), Field(gt=0, le=2**30, allow_inf_nan=False)]
 ResidencyChoice = Literal["auto", "kept", "off"] | Annotated[StrictInt, Field(ge=0)]
 _NameList = Annotated[tuple[StrictStr, ...], Field(min_length=1)]
 

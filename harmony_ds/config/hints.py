@@ -32,10 +32,17 @@ _IN_PARAMS = (
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.IGNORECASE)
 _OF_ACCELERATE = {"compute_environment", "distributed_type", "deepspeed_config", "deepspeed_plugin"}
 
-AUTO = (
-    "Hugging Face's Trainer and accelerate fill it in before they call initialize. Without them, write a value or leave "
-    "the key out."
-)
+
+def still_automatic(paths: Sequence[str]) -> str:
+    """Return what is wrong with keys whose value is "auto", all of them at once."""
+    names = ", ".join(f'"{path}"' for path in paths)
+    say, it, the_keys, value = (
+        ("says", "it", "the key", "a value") if len(paths) == 1 else ("say", "them", "the keys", "values")
+    )
+    return (
+        f'{names} still {say} "auto": Hugging Face\'s Trainer and accelerate fill {it} in before they call initialize. '
+        f"Without them, write {value} or leave {the_keys} out."
+    )
 
 
 def unknown_key(path: str, unknown: Sequence[str], known: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 
 from harmony_ds.config.check import MICRO_BATCH, STEPS, Checked, check
 from harmony_ds.config.harmony import HarmonySettings
-from harmony_ds.config.hints import AUTO, refuse_text_numbers
+from harmony_ds.config.hints import refuse_text_numbers
 from harmony_ds.config.read import read_config, with_values
 from harmony_ds.config.settings import Config, Section
 from harmony_ds.errors import ConfigError
@@ -170,9 +170,6 @@ def _section(key: str, block: Any) -> Section | None:
             "parameter 'gradient_clipping' see: https://www.deepspeed.ai/docs/config-json/#gradient-clipping for more "
             "details"
         )
-    automatic = sorted(name for name, value in params.items() if value == "auto")
-    if automatic:
-        raise ConfigError(f'"{key}.params" still says "auto" for {automatic}: {AUTO}')
     refuse_text_numbers(f"{key}.params", params)
     return Section(block.type, dict(params))
 

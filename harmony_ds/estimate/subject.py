@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from harmony_ds.errors import ConfigError
@@ -110,10 +111,15 @@ def _hugging_face(path: Path) -> Callable[[], nn.Module]:
         raise ConfigError(f"{path} holds no config.json.")
     try:
         config = transformers.AutoConfig.from_pretrained(str(file))
-    except (OSError, ValueError, KeyError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{file} describes no model that transformers knows: {line}") from error
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(f"{file} describes no model that transformers knows: {_in_one_line(error)}") from error
     return partial(_class_for(transformers, config)._from_config, config)
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return what an error says, without line breaks; of a check of a field, what the check found."""
+    found = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
+    return " ".join(str(found).split()) or type(found).__name__
 
 
 def _class_for(transformers: Any, config: Any) -> Any:

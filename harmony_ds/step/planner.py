@@ -46,6 +46,8 @@ _LAYER_TILES = (16384, 4096, *_HEAD_TILES)
 """The same inside layers, where what is computed again costs time, and the gradients of many weights are added up."""
 _MOST_TILES = 3
 """Sizes of each that are tried, with which the model is measured: where none of them fits, smaller ones hardly do."""
+_TILES_OF_A_MICRO_BATCH = 4096
+"""No more are tried: a micro-batch of more has many millions of tokens, and takes longer to measure than anyone waits."""
 _GRAINS = 64
 """Part of the budget, by which the room for shared losses grows where it has been too small."""
 _FREE_PARTS, _MOST_FREE_PARTS = 32, 4
@@ -519,7 +521,7 @@ def _most_tokens(sample: Sample) -> int:
 
 def _next_smaller(sizes: Sequence[int], now: int, most: int) -> int | None:
     """Return the next of `sizes`, the largest first, that is smaller than `now` (0: all tokens, `most`); None: none is."""
-    tried = [size for size in sizes if size < most][:_MOST_TILES]
+    tried = [size for size in sizes if size < most <= size * _TILES_OF_A_MICRO_BATCH][:_MOST_TILES]
     return next((size for size in tried if size < (now or most)), None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -325,6 +326,22 @@ def test_a_config_unknown_to_transformers_is_an_error(tmp_path: Path) -> None:
     assert "describes no model" in found.stderr
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": "256"}, "'hidden_size' expected int, got str (value: '256')"),
+        ({"hidden_size": 256, "num_attention_heads": 7}, "not a multiple of the number of attention heads (7)"),
+    ],
+)
+def test_a_config_that_transformers_refuses_is_one_sentence(
+    tmp_path: Path, values: dict[str, object], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **values}), encoding="utf-8")
+    found = run("estimate", str(tmp_path))
+    assert found.exit_code == 1
+    assert message in found.stderr.strip().splitlines()[-1]
+
+
 def nothing() -> int:
     return 1
 
@@ -375,10 +392,27 @@ def test_a_profile_is_saved_and_planned_with(tiny: str, on_cpu: str, tmp_path: P
     assert data["tokens_per_s"] > 0
 
 
-def test_a_profile_that_cannot_be_written(tiny: str, on_cpu: str, tmp_path: Path) -> None:
-    found = run("profile", tiny, "--ds-config", on_cpu, "--output", str(tmp_path / "missing" / "profile.json"))
-    assert found.exit_code == 1
-    assert "No such file" in found.stderr
+def test_a_file_that_cannot_be_written_is_found_before_the_work(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    found = run("profile", tiny, "--ds-config", on_cpu, "--output", str(tmp_path / "file" / "profile.json"))
+    assert found.exit_code == 2
+    assert f"{tmp_path / 'file'} cannot be made" in found.stderr
+    assert "measuring" not in found.stderr
+    found = run("profile", tiny, "--ds-config", on_cpu, "--output", str(tmp_path))
+    assert found.exit_code == 2
+    assert "is a folder: name a file" in found.stderr
+
+
+def test_the_folder_of_an_output_is_made(tiny: str, on_cpu: str, tmp_path: Path) -> None:
+    file = tmp_path / "missing" / "profile.json"
+    assert run("profile", tiny, "--ds-config", on_cpu, "--output", str(file)).exit_code == 0
+    assert file.is_file()
+
+
+def test_where_not_even_a_row_in_a_million_fits_the_answer_names_how_many_do(tiny: str) -> None:
+    found = run("estimate", tiny, "--micro-batch", "1000000000", "--sequence", "16", "--no-advice")
+    assert found.exit_code == 3
+    assert re.search(r"\(1\) a micro-batch of \d+ rows", found.stdout + found.stderr)
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "No such file"), ("{}", "no profile of harmony_ds")])

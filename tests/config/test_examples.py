@@ -132,7 +132,7 @@ def test_the_auto_values_are_filled_as_hugging_face_fills_them(tmp_path: Path) -
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    with pytest.raises(ConfigError, match='still says "auto"'):
+    with pytest.raises(ConfigError, match='still say "auto"'):
         load_config(AUTO)
     # A TrainingArguments of deepspeed=... would ask for a process group.
     arguments = TrainingArguments(
