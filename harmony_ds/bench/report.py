@@ -9,6 +9,7 @@ import torch
 
 from harmony_ds.bench.results import Results
 from harmony_ds.bench.summary import Summary, summarize, tolerance
+from harmony_ds.bench.workload import Workload
 from harmony_ds.estimate.text import columns, wrapped
 from harmony_ds.scheduler.grid import amount, counted
 
@@ -37,7 +38,7 @@ def report(results: Results, figure: Path | None = None) -> str:
 def _setting(results: Results) -> str:
     """Describe what was compared: model, step, dtypes, machine, memory cap."""
     task, machine, rows = next(iter(results.rows.values())).task, results.environment, results.rows.values()
-    devices, memory_gib = task.devices, task.memory_gib
+    devices = task.devices
     dtype, summed = (_DTYPES[one] for one in (task.settings.compute_dtype, task.settings.accumulation_dtype))
     steps = {row.task.accumulation: None for row in rows if row.engine == "harmony"} or {task.accumulation: None}
     counts = ", ".join(str(count) for count in steps)
@@ -45,21 +46,27 @@ def _setting(results: Results) -> str:
     where = machine.get("gpu") or f"{machine['cpu']} as the device, {task.threads} thread(s) a process"
     each_rows = counted(task.rows, "row")
     each = "" if devices == 1 else f" on each of {devices} devices"
-    cap = "no cap on device memory"
-    if memory_gib is not None:
-        engines = "for every engine" if task.device == "cuda" else "kept by harmony alone: a CPU enforces none"
-        cap = f"device memory capped at {memory_gib:g} GiB, {engines}"
     return (
         f"{Path(task.model).name}: {results.parameters:,} parameters; {counts} micro-batches of {each_rows}{each}, {items} "
-        f"{results.unit} a step; computed in {dtype}, gradients summed in {summed}; {where}; {cap}."
+        f"{results.unit} a step; computed in {dtype}, gradients summed in {summed}; {where}; {cap_of(task)}."
     )
 
 
+def cap_of(task: Workload) -> str:
+    """Return how much device memory the engines had."""
+    if task.memory_gib is None:
+        return "no cap on device memory"
+    engines = "for every engine" if task.device == "cuda" else "kept by harmony alone: a CPU enforces none"
+    return f"device memory capped at {task.memory_gib:g} GiB, {engines}"
+
+
 def _verdicts(timed: list[Summary], unit: str) -> list[str]:
-    """Say for each size of a step which engine won by what, with harmony's time against the others'."""
+    """Say for each size of a step that several engines took which won by what, with harmony's time against the others'."""
     verdicts = []
     for size in sorted({one.items for one in timed}):
         of_size = sorted((one for one in timed if one.items == size), key=lambda one: -one.items_per_s)
+        if len(of_size) == 1:  # nothing to compare it with
+            continue
         names = [one.label.partition(" | ")[0] for one in of_size]  # without the size, where there are several
         text = f"{size:,} {unit} a step: {names[0]} is fastest, {size / of_size[0].items_per_s * 1e3:,.1f} ms."
         ratios = [

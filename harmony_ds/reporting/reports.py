@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from harmony_ds.scheduler.grid import counted
+from harmony_ds.scheduler.grid import amount, counted, duration
 from harmony_ds.scheduler.joining import Advice
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.swaps import Swaps
 from harmony_ds.scheduler.tiles import Tiles
+
+_ALTERNATIVES, _DIFFERENCE = 3, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +63,27 @@ class SwapReport:
     def __str__(self) -> str:
         title = f"swaps of one step, {counted(self.micro_batches, 'micro-batch')}"
         lines = [f"{title:<38}{'to device':>17}{'to host':>16}"]
-        lines += [
-            f"  {kind:<36}{self.host_to_device[kind]:>17,}{self.device_to_host[kind]:>16,}"
-            for kind in self.host_to_device
-        ]
-        lines.append(f"  weights and gradients {self.swap_bytes:,} bytes = {self.ratio:.4f} x the lower bound")
+        moved = [(into + self.device_to_host[kind], kind) for kind, into in self.host_to_device.items()]
+        for nbytes, kind in sorted(moved, reverse=True):
+            if nbytes:
+                into, out = self.host_to_device[kind], self.device_to_host[kind]
+                lines.append(f"  {kind:<36}{amount(into):>17}{amount(out):>16}")
+        lines.append(f"  weights and gradients {amount(self.swap_bytes)} = {self.ratio:.4f} x the lower bound")
         if self.swap_bytes:
             saved = self.zero3_offload_bytes / self.swap_bytes
-            lines.append(f"  ZeRO-3 offload would move {self.zero3_offload_bytes:,} bytes, {saved:.1f} x as much")
+            lines.append(f"  ZeRO-3 offload would move {amount(self.zero3_offload_bytes)}, {saved:.1f} x as much")
         if self.beside_calls:
             lines.append(
-                f"  beside the step, {counted(self.beside_calls, 'call')} without gradients: {self.beside_bytes:,} bytes = "
+                f"  beside the step, {counted(self.beside_calls, 'call')} without gradients: {amount(self.beside_bytes)} = "
                 f"{self.beside_ratio:.4f} x the lower bound"
             )
         if self.sent_bytes:
-            lines.append(f"  sent to other devices {self.sent_bytes:,} bytes")
+            lines.append(f"  sent to other devices {amount(self.sent_bytes)}")
         if len(self.links) > 1:
             for device, (into, out) in enumerate(self.links):
-                lines.append(f"  {f'link of device {device}':<36}{into:>17,}{out:>16,}")
+                lines.append(f"  {f'link of device {device}':<36}{amount(into):>17}{amount(out):>16}")
             for (source, target), nbytes in sorted(self.between_devices.items()):
-                lines.append(f"  from device {source} to {target} {nbytes:,} bytes")
+                lines.append(f"  from device {source} to {target} {amount(nbytes)}")
         return "\n".join(lines)
 
 
@@ -119,18 +122,23 @@ class MemoryReport:
     allocator_retries: int = 0
 
     def __str__(self) -> str:
-        budget = "unlimited" if self.budget_bytes is None else f"{self.budget_bytes:,}"
-        host = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.host_bytes.items())
-        several = len(self.device_peaks) > 1
-        each = f"\neach device {', '.join(f'{peak:,}' for peak in self.device_peaks)}" if several else ""
-        reserved = ""
+        budget = "unlimited" if self.budget_bytes is None else amount(self.budget_bytes)
+        lines = [
+            f"device peak {amount(self.device_peak_bytes)} ({self.counted}), planned {amount(self.planned_peak_bytes)}, "
+            f"budget {budget}"
+        ]
+        if self.beside_bytes:
+            lines.append(f"beside the plan {amount(self.beside_bytes)}")
+        if len(self.device_peaks) > 1:
+            lines.append(f"each device {', '.join(map(amount, self.device_peaks))}")
         if self.reserved_bytes is not None:
-            reserved = f"\nreserved by the allocator {self.reserved_bytes:,} bytes, retries {self.allocator_retries:,}"
-        return (
-            f"device peak {self.device_peak_bytes:,} bytes ({self.counted}), planned {self.planned_peak_bytes:,}, "
-            f"budget {budget}{each}{reserved}\nhost {sum(self.host_bytes.values()):,} bytes: {host}"
-            f"{f', disk {self.disk_bytes:,}' if self.disk_bytes else ''}"
-        )
+            lines.append(f"reserved by the allocator {amount(self.reserved_bytes)}, retries {self.allocator_retries:,}")
+        kinds = [(nbytes, kind) for kind, nbytes in self.host_bytes.items() if nbytes]
+        host = ", ".join(f"{kind} {amount(nbytes)}" for nbytes, kind in sorted(kinds, reverse=True))
+        lines.append(f"host {amount(sum(self.host_bytes.values()))}{': ' if host else ''}{host}")
+        if self.disk_bytes:
+            lines.append(f"disk {amount(self.disk_bytes)}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,33 +193,56 @@ class PlanReport:
     def __str__(self) -> str:
         best, prediction = self.choices[0].plan, self.choices[0].prediction
         typical, error = self.typical_step_ms, round(self.time_error or 0.0, 3) + 0.0  # never -0.0
-        measured = f"not measured yet (a plan's first step, {self.last_step_ms:,.1f} ms, does not count)"
+        measured = f"not measured yet (a plan's first step, {duration(self.last_step_ms)}, does not count)"
         if typical is not None:
-            measured = f"{typical:,.1f} ms measured ({error:+.1%})"
+            measured = f"{duration(typical)} measured ({error:+.1%})"
         elif self.deviation:
             measured = "not measured"
         lines = [
             f"plan: {self.choices[0].reason}",
-            f"  step          {prediction.step_ms:,.1f} ms predicted, {measured}; {prediction.bottleneck} works most, "
+            f"  step          {duration(prediction.step_ms)} predicted, {measured}; {prediction.bottleneck} works most, "
             f"the device computes {1 - prediction.idle_share:.0%} of the time",
-            f"  device peak   {best.peak_bytes:,} bytes planned, {self.device_peak_bytes:,} measured "
+            f"  device peak   {amount(best.peak_bytes)} planned, {amount(self.device_peak_bytes)} measured "
             f"({self.peak_error:+.1%})",
-            f"  swapped       {self.planned.total:,} bytes planned, {self.swapped_bytes:,} counted",
+            f"  swapped       {amount(self.planned.total)} planned, {amount(self.swapped_bytes)} counted",
         ]
         if self.deviation:
-            lines.append(f"  last step     {self.last_step_ms:,.1f} ms, not as planned: {self.deviation}")
+            lines.append(f"  last step     {duration(self.last_step_ms)}, not as planned: {self.deviation}")
         tiles = Tiles.from_policy(best.policy)
         if tiles.cut:
             lines.append(f"  tiles         {tiles}")
         sent, moved = self.planned.sent, self.planned.moved
         if sent:
-            lines.append(f"  between       {sent:,} bytes to other devices planned, {self.sent_bytes:,} counted")
+            lines.append(f"  between       {amount(sent)} to other devices planned, {amount(self.sent_bytes)} counted")
         if moved:
-            lines.append(f"  moved         {moved:,} bytes between devices planned, {self.moved_bytes:,} counted")
-        lines += [
-            f"  {rank}. instead   {choice.prediction.step_ms:,.1f} ms, peak {choice.plan.peak_bytes:,}: {choice.reason}"
-            for rank, choice in enumerate(self.choices[1:], start=2)
-        ]
+            lines.append(f"  moved         {amount(moved)} between devices planned, {amount(self.moved_bytes)} counted")
         if self.advice is not None:
             lines.append(f"  advice        {self.advice}")
+        for choice in self.alternatives:
+            ms, peak_bytes = choice.prediction.step_ms, choice.plan.peak_bytes
+            lines.append(f"  instead       {duration(ms)}, peak {amount(peak_bytes)}: {choice.reason}")
         return "\n".join(lines)
+
+    @property
+    def alternatives(self) -> tuple[Choice, ...]:
+        """At most three of the plans that were not chosen, the fastest first, each of which differs from the others shown
+        by a percent or more in time or in device peak.
+        """
+        shown = [self.choices[0]]
+        for choice in sorted(self.choices[1:], key=_step_ms):
+            if len(shown) <= _ALTERNATIVES and all(_differ(choice, one) for one in shown):
+                shown.append(choice)
+        return tuple(shown[1:])
+
+
+def _step_ms(choice: Choice) -> float:
+    return choice.prediction.step_ms
+
+
+def _differ(choice: Choice, other: Choice) -> bool:
+    """Return whether two plans differ by a percent or more in time or in device peak."""
+    pairs = (
+        (choice.prediction.step_ms, other.prediction.step_ms),
+        (choice.plan.peak_bytes, other.plan.peak_bytes),
+    )
+    return any(abs(one - another) >= _DIFFERENCE * max(one, another) > 0 for one, another in pairs)

@@ -27,7 +27,7 @@ _FORWARD_SHARES = (0.3, 0.45, 0.65)
 class CandidateKind(Enum):
     """What the packs of a cut have in common."""
 
-    EQUAL = "of {size} calls"
+    EQUAL = "of {size}"
     TIME = "of balanced time"
     MEMORY = "of balanced memory"
     WORKING = "of balanced working memory"
@@ -95,7 +95,7 @@ class Cuts:
         if bounds is None:
             return None
         backward, forward = bounds
-        name = cut.kind.value.format(size=self._size_of(cut))
+        name = cut.kind.value.format(size=counted(self._size_of(cut), "call"))
         if self._size is not None:
             name += ", as configured"
         if cut.small_first:

@@ -18,7 +18,7 @@ import torch
 from harmony_ds.bench import engines
 from harmony_ds.bench.ablation import AS_IT_IS, ablated, differing
 from harmony_ds.bench.child import ChildFailedError, Server, copied_bytes, merged
-from harmony_ds.bench.figure import draw
+from harmony_ds.bench.figure import draw, readable
 from harmony_ds.bench.report import report
 from harmony_ds.bench.results import Results, Rounds, Row
 from harmony_ds.bench.run import choose_micro_batch, run
@@ -212,6 +212,22 @@ def test_the_report_is_markdown_with_a_verdict(task: Workload) -> None:
     assert [cell.strip() for cell in tables[4].split("|")[1:4]] == [f"{zero3} / 128 tokens", "1 x 8 (best)", "200.0"]
     assert "micro-batches tried: 4 rows: 210 ms, 8 rows: 200 ms." in plain
     assert text.endswith("![throughput, memory and bytes of a step](figure.png)")
+
+
+def test_there_is_no_verdict_on_one_contestant(task: Workload) -> None:
+    failed = Row("torch", task, error="OutOfMemoryError: CUDA out of memory.", out_of_memory=True)
+    text = report(results_of(harmony=row(task, "harmony", [1.0], [1.0]), torch=failed))
+    assert "fastest" not in text
+    assert "torch: out of memory" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(12345.6, "12,346"), (99.96, "100.0"), (12.34, "12.3"), (1.234, "1.23"), (0.0004, "0.0004"), (0.0, "0.00")],
+)
+def test_numbers_in_the_figure_can_be_read(value: float, text: str) -> None:
+    assert readable(value) == text
+    assert readable(math.nan) == ""
 
 
 def test_a_figure_is_drawn_of_one_size_of_step_and_of_several(task: Workload, tmp_path: Path) -> None:
