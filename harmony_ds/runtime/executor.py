@@ -40,6 +40,7 @@ from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.optim.host_optimizer import Hyper
 from harmony_ds.optim.updater import Clipping
+from harmony_ds.runtime.failure import FailedCall, TaskFailure
 from harmony_ds.runtime.garbage import collection_within_steps
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
@@ -59,6 +60,7 @@ class Executor:
         backward_begun: whether a backward pass has begun since `begin`: the gradients of the step are not what they were.
         accumulated: the gradients of a step that runs in parts.
         updates: the handlers of gradients' tasks.
+        failure: the task of a micro-batch that has raised an error since `begin`.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -78,6 +80,8 @@ class Executor:
         self._copies: dict[int, DeviceCopy] = {}  # pack -> its weights that are on the device now
         self._copies_at_begin: list[DeviceCopy] = []  # those that an earlier plan of the step left there
         self.backward_begun = False
+        self.failure: TaskFailure | None = None
+        self._failed_backward: FailedCall | None = None
         self.accumulated = AccumulatedGradients(runtime)
         self.updates = Updates(runtime, self.accumulated)
         self._handlers: dict[TaskKind, Callable[[Task], None]] = {
@@ -178,6 +182,10 @@ class Executor:
                                 runtime.boundaries.free_copied()
                             for copy in unlayered:
                                 runtime.residency.check_user_settings(copy)
+            except BaseException as error:
+                if micro_batch is not None:
+                    self.failure = TaskFailure(task.micro_batch, self._failed_layer(micro_batch, error))
+                raise
             finally:
                 if micro_batch is not None:
                     micro_batch.at_work = False
@@ -185,6 +193,14 @@ class Executor:
             self._tasks_done += 1
             if self._progress_callback is not None:
                 self._progress_callback(self._tasks_done, len(self._plan.tasks), task)
+
+    def _failed_layer(self, micro_batch: MicroBatch, error: BaseException) -> int | None:
+        """Return the layer that raised `error`; None: code between layers, the loss, or not known."""
+        lane = micro_batch.lane
+        for failed in (self._failed_backward, None if lane is None else lane.failed_call):
+            if failed is not None and failed.error_id == id(error):
+                return failed.layer
+        return None
 
     def _apply_user_settings(self, pack: int, unlayered: list[DeviceCopy]) -> None:
         """Give the device copies of a pack and of the unlayered parameters the program's `requires_grad` and hooks."""
@@ -202,6 +218,7 @@ class Executor:
         """Begin a step, or a part of one."""
         self._copies_at_begin = self._unlayered
         self.backward_begun = False
+        self.failure = self._failed_backward = None
         self.updates.outcome = Outcome()
 
     def undo_run(self) -> None:
@@ -448,9 +465,13 @@ class Executor:
             owned = call.request.lane_settings is not None or micro_batch.lane_settings is not None
             if owned or self._copies[task.pack].modes is not self._runtime.contract.modes:
                 self._set_trained(task.pack, both_trained(call.request.lane_settings, micro_batch.lane_settings))
-            self._runtime.layer_calls.backward(
-                call, leaves, self._runtime.random.replay, lambda: self._accumulate(task.pack)
-            )
+            try:
+                self._runtime.layer_calls.backward(
+                    call, leaves, self._runtime.random.replay, lambda: self._accumulate(task.pack)
+                )
+            except BaseException as error:
+                self._failed_backward = FailedCall(call.request.layer, id(error))
+                raise
             call.propagated()
         micro_batch.close_heads(self._runtime.layer_calls.close_head)
         micro_batch.settle()

@@ -20,6 +20,7 @@ from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.intercept import Autocast, ContextFactory, Request, handled_by
 from harmony_ds.model.own_settings import LaneSettings, ModuleSettings, OutsideSettings
 from harmony_ds.model.trees import tensors_in
+from harmony_ds.runtime.failure import FailedCall
 from harmony_ds.runtime.thread_state import SuspendedModes, ThreadState
 
 PositionOf = Callable[[Request], int]
@@ -42,6 +43,7 @@ class Lane:
         request: the layer call that it waits at.
         result: what `function` has returned.
         lane_settings: settings of modules that it has made for itself; None: none.
+        failed_call: the last layer call that has raised an error.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Lane:
         self.device = thread.device
         self.request: Request | None = None
         self.result: Any = None
+        self.failed_call: FailedCall | None = None
         self._function = function
         self._grad = grad
         self._autocast = autocast
@@ -103,6 +106,7 @@ class Lane:
                 try:
                     self._reply = answer(self.request, position)
                 except BaseException as error:
+                    self.failed_call = FailedCall(self.request.layer, id(error))
                     if id(error) not in self.request.raised:
                         raise
                     self._note_return(self.request.layer, outside)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
-from pathlib import Path
 
-import torch
+from harmony_ds.step.calling_line import calling_line
 
 EARLY_READ = (
-    "a loss or an output was looked at before its accumulation boundary, so this micro-batch's forward pass swapped the "
-    "whole model in for itself. The value is right. To keep micro-batches grouped, look at losses after engine.step(), "
-    "keep sums out of place (total = total + loss.detach()), or use engine.train_batch()."
+    "a loss or an output was looked at before its step (loss.item(), print(loss), an accuracy): the engine had to run this "
+    "micro-batch's forward pass at once and alone, and copied the whole model to the device for it. The value is right; it "
+    "costs time. To avoid it, read losses after engine.step(), sum them by total = total + loss.detach(), or use "
+    "engine.train_batch()."
 )
 DIVIDED_TWICE = (
     "a loss was divided by gradient_accumulation_steps by hand, and its backward() divides gradients by them once more, as "
@@ -23,6 +22,10 @@ DROPPED = (
     "add up, which they go on to do in DeepSpeed's ZeRO-2, leave it out: engine.step() drops them at each boundary."
 )
 SKIPPED = (
+    "optimizer step %d was skipped: its gradients hold inf or NaN, so its loss was not finite, or overflowed on its way "
+    "back. Check the data, the learning rate and gradient_clipping. Said once: engine.skipped_steps counts them."
+)
+SKIPPED_AT_SCALE = (
     "optimizer step %d was skipped: its gradients hold inf or NaN. With a dynamic loss scale that is how the scale is "
     "found; steps that go on being skipped mean a loss that is not finite. Said once: engine.skipped_steps counts them."
 )
@@ -43,7 +46,7 @@ class OneTimeWarnings:
     def warn(self, text: str) -> None:
         """Warn of what the innermost line of the user's own code does."""
         if self._is_new(text):
-            warnings.warn(text, RuntimeWarning, stacklevel=_level_of_user())
+            warnings.warn(text, RuntimeWarning, stacklevel=calling_line()[2])
 
     def log(self, text: str, *values: object) -> None:
         """Log a warning of what has happened in training, whichever line is running."""
@@ -54,12 +57,3 @@ class OneTimeWarnings:
         new = text not in self._given
         self._given.add(text)
         return new
-
-
-def _level_of_user() -> int:
-    """Return the stack level, seen from the caller of `warnings.warn`, of the innermost line of the user's own."""
-    ours = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(ours):
-        level, frame = level + 1, frame.f_back
-    return max(level, 1)

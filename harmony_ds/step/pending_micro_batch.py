@@ -85,6 +85,7 @@ class PendingMicroBatch:
         is_of_outputs: whether the loss that autograd propagates back from now is made of its outputs.
         uses_non_outputs: whether a loss that it was propagated back from is made of more than its outputs.
         joins_others: whether the program has joined a tensor with a graph of layers to its outputs.
+        called_at: the file and the line of the program that has called it; ("", 0): not of a step.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class PendingMicroBatch:
         self.is_of_outputs = False
         self.uses_non_outputs = False
         self.joins_others = False
+        self.called_at = ("", 0)
 
     @property
     def resolved(self) -> bool:

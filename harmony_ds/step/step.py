@@ -24,14 +24,16 @@ from harmony_ds.optim.host_optimizer import Hyper
 from harmony_ds.optim.optimizer_chain import parts_of
 from harmony_ds.optim.schedules import ScheduleStep, can_step_back, check_schedule
 from harmony_ds.optim.updater import Clipping
+from harmony_ds.runtime.failure import TaskFailure
 from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.runtime.updates import Outcome
 from harmony_ds.scheduler.plan import Plan
+from harmony_ds.step.calling_line import calling_line
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.division import divided
 from harmony_ds.step.health import DESTROYED
 from harmony_ds.step.inputs import CallInputs
-from harmony_ds.step.one_time_warnings import DIVIDED_TWICE, DROPPED, EARLY_READ, NOT_FINITE, SKIPPED
+from harmony_ds.step.one_time_warnings import DIVIDED_TWICE, DROPPED, EARLY_READ, NOT_FINITE, SKIPPED, SKIPPED_AT_SCALE
 from harmony_ds.step.pending_micro_batch import PROPAGATED_ALREADY, LossFunction, Passes, PendingMicroBatch
 from harmony_ds.step.recovery import Recovery, comes_after_updates, drop_gradients, end_engine
 from harmony_ds.step.run import Run, RunKind, finish_run, plan_run, running
@@ -166,6 +168,7 @@ class Step:
             context.links.check_requires_grad()
             self._checked_modes = micro_batch.state.modes
         pending = PendingMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, profiling_context)
+        pending.called_at = calling_line()[:2]
         is_known = is_known and context.output_kinds.get(micro_batch) is not None
         is_known = is_known and context.planner.has_profiled(micro_batch.inputs, micro_batch.state.modes.flags)
         if context.world.any("call the model", not is_known):
@@ -636,13 +639,27 @@ class Step:
                     return
                 except BaseException as error:  # noqa: BLE001 - `recover` raises it, unless the run is to be made again
                     recovery.recover(error)
+                executor.failure = None  # the run is made again
                 for pending in run.pending:
                     self.measure(pending)
         except BaseException as error:
+            if executor.failure is not None:
+                self._note_place(error, run, executor.failure)
             recovery.end(error)
             raise
         finally:
             self._is_running = was_running
+
+    def _note_place(self, error: BaseException, run: Run, failure: TaskFailure) -> None:
+        """Note on an error of a run which micro-batch and layer it is of, and where the program called it."""
+        place = f"micro-batch {failure.micro_batch + 1} of {max(self.queued, len(run.pending))}"
+        if failure.layer is not None:
+            place += f", layer {self.context.state.layers[failure.layer].name}"
+        for pending in run.pending:
+            if pending.micro_batch.index == failure.micro_batch:
+                file, line = pending.called_at
+                place += f", called in {file}, line {line}"
+        error.add_note(f"harmony_ds: {place}")
 
     # ---- its end
 
@@ -763,7 +780,8 @@ class Step:
             counters.skipped_steps += 1
             if schedule_step is not None:
                 schedule_step.undo()
-            context.warnings.log(SKIPPED, counters.global_steps)
+            is_scaled = context.scaler.deepspeed_scaler.dynamic
+            context.warnings.log(SKIPPED_AT_SCALE if is_scaled else SKIPPED, counters.global_steps)
         elif not math.isfinite(norm.total):
             context.warnings.log(NOT_FINITE, counters.global_steps, norm.total)
 

@@ -37,7 +37,7 @@ LLAMA = family("llama")
 STEPS, ACCUMULATION = 3, 4
 GROUPS = groups_of(LLAMA, STEPS, ACCUMULATION)
 ONE_PACK_EACH = {"pack_layers": 1}
-LOOKED = "looked at before its accumulation boundary"
+LOOKED = "looked at before its step"
 
 
 class Switched(nn.Sequential):
