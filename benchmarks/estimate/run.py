@@ -39,10 +39,15 @@ def main() -> None:
         table.append(line(model, machine))
         print(table[-1], flush=True)
     if options.write:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        DOCUMENT.write_text("\n".join([before + BEGIN, *table, END + after]), encoding="utf-8")
+        put_into_page(BEGIN, table)
+
+
+def put_into_page(begin: str, table: list[str]) -> None:
+    """Replace the lines of docs/estimate.md between `begin` and the end of the table."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(END)
+    DOCUMENT.write_text("\n".join([before + begin, *table, END + after]), encoding="utf-8")
 
 
 def line(model: str, machine: str) -> str:

@@ -172,6 +172,17 @@ def test_adapters_are_trained_and_the_model_is_not(tiny: str) -> None:
     assert adapted["host_bytes"]["optimizer"] == 8 * adapted["trainable_parameters"]
 
 
+def test_a_base_can_be_quantized_where_adapters_are_trained(tiny: str) -> None:
+    arguments = ("estimate", tiny, "--sequence", "32", "--no-advice", "--lora", "2", "--base")
+    plain, whole, packed = (run_json(*arguments, base) for base in ("bf16", "int8", "nf4"))
+
+    assert plain["host_bytes"]["weights"] > whole["host_bytes"]["weights"] > packed["host_bytes"]["weights"]
+    assert plain["parameters"] == whole["parameters"] == packed["parameters"]
+    found = run("estimate", tiny, "--base", "nf4")
+    assert found.exit_code == 1
+    assert "--base nf4 freezes the model's layers: say what is trained beside them (--lora 16)" in found.stderr
+
+
 def test_adapters_need_linear_layers_and_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("estimate", "tests.cli.test_commands:table_alone", "--lora", "2")
     assert found.exit_code == 1
