@@ -46,6 +46,7 @@ from harmony_ds.optim.cores import update_threads
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
 from harmony_ds.optim.disk_optimizer import DiskOptimizer
 from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.optim.muon import mark_parameters
 from harmony_ds.optim.optimizer_chain import HostOptimizerChain, OptimizerChain
 from harmony_ds.optim.optimizers import (
     ClientOptimizer,
@@ -106,6 +107,7 @@ def assemble(
     if device.host_type == "cpu":
         need = host_memory_need(model, decomposition, packed, config, planned_optimizer, page_locks=device.pins_host)
         preflight.refuse_without_host_memory(need, world)
+    mark_parameters(model, config.optimizer if client_optimizer is None else None)
     store = _move_to_slabs(model, decomposition, packed, config, planned_optimizer, device, world)
 
     # The optimizer, and who steps it: the host, or the device for packs that stay there.

@@ -102,11 +102,6 @@ OPTIMIZERS = (
     OptimizerRow((), classes=("LoraFAOptimizer",), whole=True),
     OptimizerRow(("lamb",), refusal="its kernel is CUDA's and steps whole layers on the device"),
     OptimizerRow(("muadam", "muadamw", "musgd"), refusal=_MUP),
-    OptimizerRow(
-        ("muon",),
-        refusal="which parameters it takes stands on them (use_muon), and the others go to an Adam: say so in groups, "
-        "and pass optimizer=SingleDeviceMuonWithAuxAdam(groups), of deepspeed.runtime.zero.muon.original_muon",
-    ),
     OptimizerRow(("onebitadam", "zerooneadam", "onebitlamb"), refusal=_ONE_BIT),  # an older DeepSpeed's
 )
 NOT_RUN = {name: row.refusal for row in OPTIMIZERS if row.refusal for name in row.names}

@@ -308,6 +308,8 @@ def partial_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     part.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, bound to the user's object
     part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     part.param_groups = []
+    if isinstance(getattr(optimizer, "aux_optimizer", None), torch.optim.Optimizer):  # Muon's, for other parameters
+        part.aux_optimizer = partial_optimizer(optimizer.aux_optimizer)  # type: ignore[attr-defined]
     return part
 
 

@@ -9,6 +9,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from harmony_ds.config.optimizers import named
 from harmony_ds.errors import ConfigError, OptimizerError
 from harmony_ds.offload.native import make_native, native_of
 from harmony_ds.optim.device_optimizer import torch_equivalent
+from harmony_ds.optim.muon import MUON, make_muon, split_groups
 from harmony_ds.optim.optimizer_chain import parts_of
 
 ParameterGroups = Iterable[Any]
@@ -97,6 +99,8 @@ def build_optimizer(
         return optimizer
     if section is None:
         return None
+    if section.type.lower() == MUON:
+        given = split_groups(section.params, given)
     groups = masters.groups(given)
     if not groups:
         raise OptimizerError("no parameter of the model requires a gradient: there is nothing to optimize.")
@@ -135,6 +139,8 @@ def check_dtypes(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 
 def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if section.type.lower() == MUON:
+        return make_muon(groups, section.params, partial(_make_auxiliary_adam, section))
     row = named(section.type)
     if row is not None and row.native is not None:
         if groups[0]["params"][0].is_meta:  # compiled code cannot step meta tensors
@@ -158,6 +164,14 @@ def _by_name(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Opti
     check_params("optimizer.params", cls, section.params)
     optimizer: torch.optim.Optimizer = cls(groups, **section.params)
     return optimizer
+
+
+def _make_auxiliary_adam(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return the Adam of the parameters that are not Muon's; their groups have its rates."""
+    names = ("adam_w_mode", "torch_adam", "fp32_optimizer_states")
+    options = {name: section.params[name] for name in names if name in section.params}
+    on_meta = groups[0]["params"][0].is_meta  # compiled code cannot step meta tensors
+    return make_adam(Section("Adam", options), groups, torchs=on_meta)
 
 
 def make_adam(section: Section, parameters: ParameterGroups, torchs: bool = False) -> torch.optim.Optimizer:

@@ -239,7 +239,7 @@ def test_a_contradiction_is_an_assertion_error_and_a_value_error(more: dict[str,
         load_config({**MICRO, **more})
 
 
-@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "MuAdam", "MuSGD", "Muon"])
+@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "MuAdam", "MuSGD"])
 def test_an_optimizer_that_is_not_run_is_refused_with_its_reason(name: str) -> None:
     with pytest.raises(ConfigError, match=f'"optimizer.type": {name} is not run: {NOT_RUN[name.lower()][:20]}'):
         refuse_what_is_not_run(Section(name))
