@@ -101,8 +101,11 @@ def assemble(
 
     # Layers, and the host memory that their parameters, masters and gradients will take.
     packed = find_packed(model, config.compute_dtype, casts_frozen=config.casts_frozen)
-    decomposition = find_layers(model, harmony.layers, _room_for_layers(model, packed, config, device, world))
+    room = _room_for_layers(model, packed, config, device, world)
+    decomposition = find_layers(model, harmony.layers, room)
     trained = list(model.parameters() if model_parameters is None else model_parameters)
+    if room is not None and device.has_values:  # an estimate says more about what does not fit
+        preflight.refuse_small_budget(decomposition.layers, room, device.reserve_bytes())
     planned_optimizer = describe_optimizer(config.optimizer, client_optimizer, trained)
     if device.host_type == "cpu":
         need = host_memory_need(model, decomposition, packed, config, planned_optimizer, page_locks=device.pins_host)

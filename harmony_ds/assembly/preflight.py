@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from harmony_ds.config import Config, HarmonySettings
 from harmony_ds.config.harmony import ResidencyChoice
+from harmony_ds.decomposer.find import Layer, Room
 from harmony_ds.device import Device
 from harmony_ds.distributed import SingleProcess
-from harmony_ds.errors import ConfigError, UnsupportedError
+from harmony_ds.errors import ConfigError, DoesNotFitError, UnsupportedError
 from harmony_ds.offload.host_memory import HostNeed, check_host_memory
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
 from harmony_ds.scheduler.plan import Plan
@@ -50,6 +52,30 @@ def refuse_for_several_processes(config: Config, world: SingleProcess) -> None:
 
 def _needs_shared_memory(setting: str, servers: int) -> UnsupportedError:
     return UnsupportedError(f"harmony.{setting}: the {servers} servers of this training share no memory; leave it out.")
+
+
+def refuse_small_budget(layers: Sequence[Layer], room: Room, reserve_bytes: int) -> None:
+    """Raise DoesNotFitError if the budget cannot hold weights and gradients of a layer, whatever the plan.
+
+    A layer without anything to train may be one that forward never calls, and is left to measuring.
+
+    Args:
+        reserve_bytes: of the budget that libraries' workspaces and the allocator take.
+    """
+    most_bytes, largest = 0, ""
+    for layer in layers:
+        nbytes = room.taken_by(layer.module)
+        if nbytes > most_bytes and all(parameter.requires_grad for parameter in layer.module.parameters()):
+            most_bytes, largest = nbytes, layer.name
+    need_bytes = most_bytes + reserve_bytes
+    if need_bytes <= room.budget_bytes:
+        return
+    reserved = f" {reserve_bytes:,} are set aside for libraries' workspaces and the allocator." if reserve_bytes else ""
+    raise DoesNotFitError(
+        f"layer {largest} alone takes {most_bytes:,} bytes of device memory for its weights and gradients, and the budget "
+        f"is {room.budget_bytes:,}.{reserved} Ways out: (1) raise harmony.device_memory_gib, to well above "
+        f"{need_bytes / 2**30:.2g}; (2) name smaller layers in harmony.layers."
+    )
 
 
 def refuse_for_several_devices(residency: ResidencyChoice, devices: int, saved_plan: Plan | None) -> None:

@@ -63,12 +63,16 @@ class Room:
 
     def holds(self, module: nn.Module) -> bool:
         """Return whether weights and gradients of `module` take at most half, so that another layer can be swapped in."""
+        return 2 * self.taken_by(module) <= self.budget_bytes
+
+    def taken_by(self, module: nn.Module) -> int:
+        """Return the bytes of weights and gradients of `module`."""
         nbytes = 0
         for parameter in module.parameters():
             stored = self.stored_bytes.get(id(parameter))
             nbytes += parameter.numel() * self.weight_bytes if stored is None else stored
             nbytes += parameter.numel() * self.gradient_bytes * parameter.requires_grad
-        return 2 * nbytes <= self.budget_bytes
+        return nbytes
 
 
 def find_layers(model: nn.Module, patterns: tuple[str, ...] = (), room: Room | None = None) -> Decomposition:

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
 import harmony_ds
 from harmony_ds import BatchError, DoesNotFitError, ModelError, UnsupportedError
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.fixed_times
 
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 1, 4)
+LARGEST_LAYER_BYTES = 61_952  # weights and gradients
 
 
 def test_a_micro_batch_without_a_tensor() -> None:
@@ -52,9 +54,9 @@ def test_a_model_without_values() -> None:
 def test_a_budget_too_small_is_an_error_with_both_numbers_before_any_update() -> None:
     model = LLAMA.build(0.0)
     before = weights_of(model)
-    budget = 150_000
+    budget = 120_000
     with engine_for(model, adamw, config_of(4, None, {"device_memory_gib": budget / 2**30})) as engine:
-        with pytest.raises(DoesNotFitError, match=r"needs [\d,]+ bytes .* budget is 150,000") as caught:
+        with pytest.raises(DoesNotFitError, match=r"needs [\d,]+ bytes .* budget is 120,000") as caught:
             engine.train_batch(iter(GROUPS[0]))
         assert "device_memory_gib" in str(caught.value)
         assert engine.usable
@@ -79,6 +81,13 @@ def test_an_error_of_cuda_says_how_much_was_asked_for(monkeypatch: pytest.Monkey
         engine.train_batch(GROUPS[0])
 
 
+def with_one_trained_norm() -> nn.Module:
+    """Return a model that `initialize` cannot know not to fit: layers without anything to train may never be called."""
+    model = LLAMA.build(0.0).requires_grad_(False)
+    model.model.norm.weight.requires_grad_(True)
+    return model
+
+
 def test_memory_of_libraries_is_taken_off_the_budget_and_reported() -> None:
     with engine_for(LLAMA.build(0.0), sgd, config_of(4, None, {"pack_layers": 1})) as engine:
         train_groups(engine, GROUPS)
@@ -88,14 +97,47 @@ def test_memory_of_libraries_is_taken_off_the_budget_and_reported() -> None:
         train_groups(engine, GROUPS)
         assert engine.plan.peak_bytes == peak
         assert engine.memory_report().beside_bytes == 1040
-    whole = r"budget is 148,960 \(of 150,000, 1,040 are set aside for libraries'"
-    nothing = r"the budget is 900 bytes, of which libraries' workspaces .* take 1,040\. Up to"
-    for budget, said in ((150_000, whole), (900, nothing)):
+    whole = r"budget is 118,960 \(of 120,000, 1,040 are set aside for libraries'"
+    nothing = r"the budget is 1,400 bytes, of which libraries' workspaces .* take 1,040\. Up to"
+    for budget, said in ((120_000, whole), (1_400, nothing)):
+        model = LLAMA.build(0.0) if said is whole else with_one_trained_norm()
         with (
-            engine_for(LLAMA.build(0.0), sgd, config, device=Reserving(budget)) as engine,
+            engine_for(model, sgd, config, device=Reserving(budget)) as engine,
             pytest.raises(DoesNotFitError, match=said),
         ):
             train_groups(engine, GROUPS)
+
+
+def test_a_budget_that_one_layer_does_not_fit_is_refused_by_initialize() -> None:
+    model, expected = LLAMA.build(0.0), LLAMA.build(0.0)
+    before = weights_of(model)
+    said = (
+        r"layer model.layers.0 alone takes 61,952 bytes .* and the budget is 61,951\. Ways out: \(1\) raise harmony.dev"
+    )
+    with pytest.raises(DoesNotFitError, match=said):
+        harmony_ds.initialize(model=model, config=config_of(4), device=CpuDevice(LARGEST_LAYER_BYTES - 1))
+    reserved = r"and the budget is 62,991\. 1,040 are set aside for libraries' workspaces"
+    with pytest.raises(DoesNotFitError, match=reserved):
+        harmony_ds.initialize(model=model, config=config_of(4), device=Reserving(LARGEST_LAYER_BYTES + 1039))
+    assert_same(model, before, bitwise=True)
+    with engine_for(model, sgd, config_of(4)) as engine, engine_for(expected, sgd, config_of(4)) as other:
+        train_groups(engine, GROUPS)
+        train_groups(other, GROUPS)
+    assert_same(model, expected, bitwise=True)
+
+
+def test_a_large_frozen_layer_that_forward_may_never_call_is_not_refused_by_initialize() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(1000, 1000).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x).square().mean()
+
+    with engine_for(Unused(), sgd, config_of(1), device=CpuDevice(100_000)) as engine:
+        engine.train_batch([torch.ones(2, 4)])
+        assert engine.global_steps == 1
 
 
 def test_several_devices_set_aside_more_for_the_tensors_that_they_exchange() -> None:
@@ -107,7 +149,7 @@ def test_several_devices_set_aside_more_for_the_tensors_that_they_exchange() -> 
 
 
 def test_a_budget_too_small_for_measuring_is_an_error_before_training_that_leaves_nothing() -> None:
-    model, expected = LLAMA.build(0.0), LLAMA.build(0.0)
+    model, expected = with_one_trained_norm(), with_one_trained_norm()
     config = config_of(4, None, {"pack_layers": 1})
     with engine_for(expected, sgd, config) as engine:
         train_groups(engine, GROUPS)
