@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harmony_ds.config.harmony import HarmonySettings
+from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.grid import counted
@@ -123,7 +124,7 @@ def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: 
     return Plan(packing, policy, tasks, micro_batches, stays, max(peaks), costs.calls, walked.activation_bytes, peaks)
 
 
-def explain(plan: Plan, request: PlanRequest) -> str:
+def explain(plan: Plan, request: PlanRequest, graph: LayerGraph, costs: CostTable) -> str:
     """Why nothing fits, with the smallest plan that was found, and what to do about it."""
     assert request.budget_bytes is not None
     packs = plan.packing.covering
@@ -144,7 +145,19 @@ def explain(plan: Plan, request: PlanRequest) -> str:
         f"{request.budget}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
         f"gradients, {stays:,} that are resident, and about {max(rest, 0):,} of activations of "
-        f"{counted(plan.micro_batches, 'micro-batch')}. Ways out: "
+        f"{counted(plan.micro_batches, 'micro-batch')}. {_largest_operation(graph, costs)} Ways out: "
         + "; ".join(f"({number}) {way}" for number, way in enumerate(filter(None, ways), 1))
         + "."
     )
+
+
+def _largest_operation(graph: LayerGraph, costs: CostTable) -> str:
+    """Name what takes most device memory beside weights while one micro-batch goes through it."""
+    operations = [(costs.tail_bytes, "the loss")]
+    for layer, cost in zip(costs.calls, costs.costs, strict=True):
+        name = graph.layers[layer].name
+        operations.append((cost.forward.peak_bytes, f"the forward pass of layer {name}"))
+        operations.append((cost.backward.peak_bytes, f"the backward pass of layer {name}"))
+        operations.append((cost.backward.code_peak_bytes, f"the backward pass of the code after layer {name}"))
+    nbytes, name = max(operations)
+    return f"With one micro-batch, {name} takes most: {nbytes:,}."

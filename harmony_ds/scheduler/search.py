@@ -147,7 +147,7 @@ def _search_all_ways(
             found.append(choices)
         elif request.host_bytes is None:
             smallest = min((attempt.smallest_plan for attempt in tried), key=_peak_of)
-            failures.append(explain(smallest, way))
+            failures.append(explain(smallest, way, graph, costs))
     if not found:
         if failures:
             raise DoesNotFitError(failures[-1])

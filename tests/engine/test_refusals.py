@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from unittest.mock import Mock
 
 import pytest
@@ -59,6 +60,10 @@ def test_a_budget_too_small_is_an_error_with_both_numbers_before_any_update() ->
         with pytest.raises(DoesNotFitError, match=r"needs [\d,]+ bytes .* budget is 120,000") as caught:
             engine.train_batch(iter(GROUPS[0]))
         assert "device_memory_gib" in str(caught.value)
+        said = (
+            r"With one micro-batch, the (forward|backward) pass of layer (lm_head|model\.layers\.\d) takes most: [\d,]+"
+        )
+        assert re.search(said, str(caught.value))
         assert engine.usable
     assert_same(model, before, bitwise=True)
 

@@ -8,6 +8,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -272,6 +273,24 @@ def test_where_nothing_fits_the_error_has_both_numbers_and_the_ways_out() -> Non
         assert "harmony.pack_layers" not in str(caught.value) and "harmony.residency" not in str(caught.value)
     assert re.search(r"1,024 bytes of weights .* 1,024 of gradients, 128 that are resident", message)
     assert "4 micro-batches" in message
+
+
+@pytest.mark.parametrize(
+    ("most", "said"),
+    [
+        ({"forward": ForwardBytes(peak_bytes=98_765)}, "the forward pass of layer"),
+        ({"backward": BackwardBytes(peak_bytes=98_765)}, "the backward pass of layer"),
+        ({"backward": BackwardBytes(code_peak_bytes=98_765)}, "the backward pass of the code after layer"),
+    ],
+)
+def test_where_nothing_fits_the_error_names_what_takes_most_beside_weights(most: dict[str, Any], said: str) -> None:
+    costs = list(COSTS.costs)
+    costs[5] = replace(costs[5], **most)
+    expected = rf"With one micro-batch, {said} {re.escape(GRAPH.layers[GRAPH.calls[5]].name)} takes most: 98,765\."
+    with pytest.raises(DoesNotFitError, match=expected):
+        search(GRAPH, replace(COSTS, costs=tuple(costs)), GPU, FP32, request(1_000))
+    with pytest.raises(DoesNotFitError, match="the loss takes most: 77,777"):
+        search(GRAPH, replace(COSTS, tail_bytes=77_777), GPU, FP32, request(1_000))
 
 
 @pytest.mark.parametrize(("machine", "deferred"), pairs([GPU, CPU], [True, False]))
