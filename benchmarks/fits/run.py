@@ -45,8 +45,8 @@ CASES = (
     Case("Llama-3.1-8B, all weights", "llama-3.1-8b.json", 4096, 16),
     Case("Llama-3.1-8B, all weights", "llama-3.1-8b.json", 32768, 8),
     Case("Llama-3.1-8B, all weights", "llama-3.1-8b.json", 131072, 4),
-    Case("Qwen2.5-32B, LoRA of a bf16 base", "qwen2.5-32b.json", 4096, 16, "--lora 16 --base bf16"),
-    Case("Llama-3.1-70B, LoRA of an NF4 base", "llama-3.1-70b.json", 4096, 16, "--lora 16 --base nf4"),
+    Case("Qwen3-32B, LoRA of a bf16 base", "qwen3-32b.json", 4096, 16, "--lora 16 --base bf16"),
+    Case("Llama-3.1-70B, LoRA of an NF4 base", "llama-3.1-70b.json", 4096, 4, "--lora 16 --base nf4"),
 )
 
 
