@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.families import Batch
 
-WIDTH = 128
+WIDTH = 256
+"""Wide enough that integer buffers count as weights: 256 rows of 32 int32."""
 VOCABULARY = 96
 LAYERS = 3
 
@@ -48,6 +49,23 @@ class Codes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.W_q.to(x.dtype) * self.meta["scale"] + self.meta["zero"]
         return F.linear(x, weight.to(x.dtype))
+
+
+class Packed4Bit(nn.Module):
+    """Codes of 4 bits, eight in an int32, and scales in buffers; no parameter (like GPTQ and AWQ)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scales = weight.abs().amax(1, keepdim=True) / 7
+        digits = ((weight / scales).round() + 8).to(torch.int64).view(len(weight), -1, 8)
+        packed = (digits << (4 * torch.arange(8))).sum(-1)
+        self.register_buffer("qweight", torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32))
+        self.register_buffer("scales", scales.to(linear.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        digits = (self.qweight.unsqueeze(-1) >> (4 * torch.arange(8, device=x.device, dtype=torch.int32))) & 15
+        return F.linear(x, (digits.flatten(1).to(x.dtype) - 8) * self.scales)
 
 
 class HalvedTensor(Tensor):
@@ -181,6 +199,7 @@ KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "hand-written wrapper": halved,
     "integer parameter": codes,
     "float8 parameter": float8,
+    "integer buffers": Packed4Bit,
     "bitsandbytes NF4": bitsandbytes_4bit("nf4", double=False),
     "bitsandbytes NF4, double": bitsandbytes_4bit("nf4", double=True),
     "bitsandbytes NF4, in bf16": bitsandbytes_4bit("nf4", double=True, storage=torch.bfloat16),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from harmony_ds.assembly.needs import (
 )
 from harmony_ds.assembly.prepare_model import prepare_model
 from harmony_ds.config import Config
-from harmony_ds.decomposer.find import Decomposition, Room, find_layers, layer_graph
+from harmony_ds.decomposer.find import Decomposition, Room, add_buffers, find_layers, layer_graph
 from harmony_ds.device import Device, make_devices
 from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess, World
 from harmony_ds.errors import ModelError, UnsupportedError
@@ -37,7 +37,7 @@ from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
-from harmony_ds.offload.packed import Packed, find_packed, stored_bytes
+from harmony_ds.offload.packed import OwnedBuffer, Packed, find_packed, find_packed_buffers, pack_buffers, stored_bytes
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.split_masters import SplitMasters
 from harmony_ds.offload.stash import Stash
@@ -103,6 +103,9 @@ def assemble(
     packed = find_packed(model, config.compute_dtype, casts_frozen=config.casts_frozen)
     room = _room_for_layers(model, packed, config, device, world)
     decomposition = find_layers(model, harmony.layers, room)
+    buffers = find_packed_buffers(model, [layer.module for layer in decomposition.layers])
+    packed |= pack_buffers(buffers)
+    decomposition = add_buffers(decomposition, {name: owned.module for name, owned in buffers.items()})
     trained = list(model.parameters() if model_parameters is None else model_parameters)
     if room is not None and device.has_values:  # an estimate says more about what does not fit
         preflight.refuse_small_budget(decomposition.layers, room, device.reserve_bytes())
@@ -111,7 +114,7 @@ def assemble(
         need = host_memory_need(model, decomposition, packed, config, planned_optimizer, page_locks=device.pins_host)
         preflight.refuse_without_host_memory(need, world)
     mark_parameters(model, config.optimizer if client_optimizer is None else None)
-    store = _move_to_slabs(model, decomposition, packed, config, planned_optimizer, device, world)
+    store = _move_to_slabs(model, decomposition, packed, buffers, config, planned_optimizer, device, world)
 
     # The optimizer, and who steps it: the host, or the device for packs that stay there.
     masters = Masters(store.parameters, store.masters)
@@ -188,6 +191,7 @@ def _move_to_slabs(
     model: nn.Module,
     decomposition: Decomposition,
     packed: Mapping[str, Packed],
+    buffers: Mapping[str, OwnedBuffer],
     config: Config,
     optimizer: PlannedOptimizer,
     device: Device,
@@ -208,16 +212,16 @@ def _move_to_slabs(
         nbytes = weights_file_bytes(model, decomposition, packed, config.compute_dtype.itemsize)
         memory = DiskWeights(config.weights_folder, device, nbytes, world)
 
-    store = HostStore(model, decomposition, config.compute_dtype, memory, world, masters, packed)
+    store = HostStore(model, decomposition, config.compute_dtype, memory, world, masters, packed, buffers)
     world.agree("weights are there")
     world.broadcast_to_servers(store.tensors())
-    _share_buffers(model, world)
+    _share_buffers(model, buffers, world)
     return store
 
 
-def _share_buffers(model: nn.Module, world: SingleProcess) -> None:
-    """Copy the buffers of the first process to all others."""
-    buffers = dict(model.named_buffers())
+def _share_buffers(model: nn.Module, packed: Container[str], world: SingleProcess) -> None:
+    """Copy the buffers of the first process to all others, but for those in slabs, which are shared already."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in packed}
     first = world.compute_on_first("buffers", lambda: buffers)
     if first is not buffers:
         with torch.no_grad():
@@ -288,7 +292,9 @@ def _make_runtime(
 
     # Calls of layers.
     contract = Contract(model, decomposition.layers)
-    installation = Installation(model, decomposition.canonical, device, ledger, contract.settings.note_trained)
+    installation = Installation(
+        model, decomposition.canonical, device, ledger, contract.settings.note_trained, store.buffers.values()
+    )
     device_transfers = DeviceTransfers(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, device_transfers)
     joins = Joins(device, device_transfers, layer_calls.layers, residency)

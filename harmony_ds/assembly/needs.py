@@ -116,10 +116,10 @@ def host_memory_need(
 
     mapped = MappedFiles()
     there_bytes = 0
+    for one in packed.values():
+        there_bytes += one.memory_bytes(mapped)
     for name, parameter in parameters.items():
-        if name in packed:
-            there_bytes += packed[name].memory_bytes(mapped)
-        elif not mapped.holds(parameter):
+        if name not in packed and not mapped.holds(parameter):
             there_bytes += parameter.numel() * parameter.element_size()
     return HostNeed(
         {

@@ -73,7 +73,7 @@ def capture(
         parameters: dict[str, TensorSource] = {}
         for name, parameter in store.parameters.items():
             if name not in left_out:
-                value = store.weight(name) if name in store.packed else parameter.data
+                value = store.weight(name) if name in store.packed_kinds else parameter.data
                 parameters[name] = TensorSource.from_tensor(value)
     return Snapshot(
         progress=progress,
@@ -82,6 +82,7 @@ def capture(
         buffers={name: TensorSource.from_tensor(trained.buffers.get(name, buffer)) for name, buffer in buffers},
         tied=tied_names(trained.module),
         frozen=frozen,
+        packed={name: kind for name, kind in store.packed_kinds.items() if name in parameters},
         extra=extra,
         optimizer=None if trained.optimizer is None else _capture_optimizer(trained.optimizer),
         scheduler=(type(scheduler).__name__, scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None,

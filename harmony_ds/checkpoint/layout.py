@@ -1,7 +1,7 @@
 """harmony_ds's own layout.
 
 <tag>/manifest.json                    format, and size and checksum of every other file
-<tag>/data-<id>/model.safetensors      parameters (tied ones once) and buffers, in the dtype of compute
+<tag>/data-<id>/model.safetensors      parameters (tied ones once), in the dtype of compute or as bytes, and buffers
                 masters.safetensors    fp32 values of trained parameters, where compute is not in fp32
                 optimizer.safetensors  "exp_avg/<parameter>", ...; of a state in 8 bits "exp_avg.codes/<parameter>", ...
                 state.pt               everything else, as plain data and tensors: counters, client state, ...
@@ -35,7 +35,7 @@ from harmony_ds.errors import CheckpointError
 _FORMAT = "harmony_ds checkpoint 3"
 _MODEL, _MASTERS, _OPTIMIZER = "model.safetensors", "masters.safetensors", "optimizer.safetensors"
 _STATE, _PLAN = "state.pt", "plan.json"
-_IN_STATE = ("tied", "frozen", "extra", "scheduler", "random", "data", "client_state")
+_IN_STATE = ("tied", "frozen", "packed", "extra", "scheduler", "random", "data", "client_state")
 """Fields of a `Snapshot` that `state.pt` holds as they are."""
 
 
@@ -158,7 +158,7 @@ def read(folder: Path) -> Snapshot:
         buffers=buffers,
         masters=read_tensors(data / _MASTERS) if _MASTERS in files else {},
         optimizer=optimizer,
-        **{name: values[name] for name in _IN_STATE},
+        **{name: values[name] for name in _IN_STATE if name in values},  # older checkpoints have no "packed"
         plan=(data / _PLAN).read_text(encoding="utf-8") if _PLAN in files else None,
     )
 

@@ -102,7 +102,8 @@ def _refusals_of_model(trained: Trained, snapshot: Snapshot, strict: bool) -> li
     """Return the reasons why the saved tensors are not the model's; empty if they are."""
     complaints: list[str] = []
     ours: dict[str, Tensor] = {**trained.store.parameters, **persistent_buffers(trained.module)}
-    for name in trained.store.packed:
+    kinds = trained.store.packed_kinds
+    for name in kinds:
         ours[name] = trained.store.weight(name)
     theirs = snapshot.tensors
     if strict:
@@ -114,6 +115,16 @@ def _refusals_of_model(trained: Trained, snapshot: Snapshot, strict: bool) -> li
             complaints.append(f"missing in the checkpoint: {listed(lost)}")
         if unexpected := [name for name in theirs if name not in ours]:
             complaints.append(f"not in this model: {listed(unexpected)}")
+    differing = [name for name in {**kinds, **snapshot.packed} if name in ours and name in theirs]
+    differing = [name for name in differing if kinds.get(name) != snapshot.packed.get(name)]
+    if differing:
+        name = differing[0]
+        saved, own = (of.get(name, "not quantized") for of in (snapshot.packed, kinds))
+        complaints.append(
+            f"{name} is {saved} in the checkpoint and {own} in this model (and so are {len(differing) - 1} more): quantize "
+            "the model as it was, or save with exclude_frozen_parameters=True and load with load_module_strict=False"
+        )
+        return complaints
     complaints += [
         f"{name} is {list(theirs[name].shape)} in the checkpoint and {list(tensor.shape)} in this model"
         for name, tensor in ours.items()
@@ -190,6 +201,8 @@ def _put_weights(trained: Trained, snapshot: Snapshot, options: LoadOptions) -> 
 def _put_parameter(store: HostStore, name: str, snapshot: Snapshot) -> None:
     """Write the saved value of the parameter `name` into its weight, and into its master if it has one."""
     saved, weight = snapshot.parameters[name], store.weight(name)
+    if name in store.packed and name not in store.packed_kinds:
+        weight = store.parameters[name].data  # its values, not its bytes
     if name not in store.masters or not store.has_fp32_masters:
         weight.copy_(snapshot.fp32(name).read())
         return

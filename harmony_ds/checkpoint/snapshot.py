@@ -148,6 +148,7 @@ class Snapshot:
         buffers: the persistent ones.
         tied: other names of tied parameters -> their first name.
         frozen: parameters that are not trained; they may have been left out of `parameters`.
+        packed: how the parameters are quantized that `parameters` holds as bytes.
         extra: results of modules' `get_extra_state`, by their keys in the state dict.
         scheduler: the class's name (None: unknown) and the state_dict of the learning-rate scheduler.
         random: states of generators; None: not saved.
@@ -161,6 +162,7 @@ class Snapshot:
     masters: dict[str, TensorSource] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
+    packed: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     optimizer: SavedOptimizer | None = None
     scheduler: tuple[str | None, Any] | None = None

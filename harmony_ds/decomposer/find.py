@@ -7,7 +7,7 @@ after a forward pass. No architecture is named here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -27,7 +27,8 @@ class Layer:
     Attributes:
         index: its number in registration order.
         name: its qualified name in the model ("" for the model itself).
-        parameters: the canonical names of its parameters, its own and its descendants', each once.
+        parameters: the canonical names of its parameters, its own and its descendants', each once; and of its buffers that
+            travel with them.
     """
 
     index: int
@@ -224,18 +225,35 @@ def _parameter_owners(module: nn.Module, name: str, blocks: set[nn.Module]) -> I
         yield from _parameter_owners(child, f"{name}.{child_name}" if name else child_name, blocks)
 
 
+def add_buffers(decomposition: Decomposition, owners: Mapping[str, nn.Module]) -> Decomposition:
+    """Return the decomposition with buffers that travel as parameters do, among those of each layer that holds them.
+
+    Args:
+        owners: the buffers' modules, by the names of the buffers.
+    """
+    layers: list[Layer] = []
+    for layer in decomposition.layers:
+        inside = set(layer.module.modules())
+        own = tuple(name for name, module in owners.items() if module in inside)
+        layers.append(replace(layer, parameters=(*layer.parameters, *own)))
+    return replace(decomposition, layers=tuple(layers))
+
+
 def layer_graph(
     decomposition: Decomposition, parameters: dict[str, nn.Parameter], stored_bytes: Mapping[str, int] = _ALL_PLAIN
 ) -> LayerGraph:
     """Return the layer graph of a decomposed model; its `calls` are empty, since no forward pass has run yet.
 
     Args:
-        stored_bytes: of packed parameters, by name.
+        stored_bytes: of packed parameters, and of buffers that travel with them, by name.
     """
     specs: list[ParameterSpec] = []
     for name, parameter in parameters.items():
         stored = stored_bytes.get(name)
         specs.append(ParameterSpec(name, tuple(parameter.shape), parameter.requires_grad, stored_bytes=stored))
+    for name, stored in stored_bytes.items():
+        if name not in parameters:
+            specs.append(ParameterSpec(name, (stored,), trainable=False, stored_bytes=stored))
     return LayerGraph(
         tuple(LayerSpec(layer.index, layer.name, layer.parameters) for layer in decomposition.layers),
         tuple(specs),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from harmony_ds.model.patching import patched
 from harmony_ds.model.sameness import equal
 from harmony_ds.offload.ledger import Ledger, TrafficKind
 
+_NONE_SWAPPED: Mapping[nn.Module, Collection[str]] = {}
 Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
 
@@ -84,15 +85,29 @@ class _BufferCopy:
 class DeviceBuffers:
     """A model's buffers on the device: copied once, and copied back if the forward pass changed them."""
 
-    def __init__(self, modules: Sequence[nn.Module], device: Device, ledger: Ledger) -> None:
-        self._owners = [module for module in modules if buffers_of([module])]
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: Device,
+        ledger: Ledger,
+        swapped: Mapping[nn.Module, Collection[str]] = _NONE_SWAPPED,
+    ) -> None:
+        """Hold the buffers of `modules`, but for `swapped` ones (keys by module), which are swapped as weights are."""
+        self._swapped = swapped
+        self._owners = [module for module in modules if self._staying(module)]
         self._device = device
         self._ledger = ledger
         self._copies: dict[int, _BufferCopy] = {}  # by the id of the host's
         self._unversioned: set[nn.Module] = set()  # modules whose forward writes to buffers through `.data`
         self._places: Mapping[nn.Module, int] = {}
         self.are_written = False  # whether forward passes have been seen to change any
-        self.nbytes = sum(b.nbytes for b in {id(b): b for b in buffers_of(self._owners)}.values())
+        staying = {id(buffer): buffer for module in self._owners for buffer in self._staying(module).values()}
+        self.nbytes = sum(buffer.nbytes for buffer in staying.values())
+
+    def _staying(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the buffers of a module that stay on the device."""
+        away = self._swapped.get(module, ())
+        return {key: buffer for key, buffer in module._buffers.items() if buffer is not None and key not in away}
 
     @property
     def copied_bytes(self) -> int:
@@ -108,7 +123,9 @@ class DeviceBuffers:
         if places != self._places:
             self.drop()
             self._places = places
-        self._forget(buffer for module in self._owners if not self._is_fresh(module) for buffer in buffers_of([module]))
+        for module in self._owners:
+            if not self._is_fresh(module):
+                self._forget(self._staying(module).values())
         owned = [(module, module._buffers, self._copies_of(module)) for module in self._owners]
         self._device.enter(HOME)
         finished = False
@@ -120,7 +137,7 @@ class DeviceBuffers:
                 finished = True
             finally:
                 for module, host, copies in owned:
-                    if module in self._unversioned or _changed(module, copies):
+                    if module in self._unversioned or _changed(module, copies, self._swapped.get(module, ())):
                         if finished and keep:
                             self._copy_back(module, host, copies)
                         else:
@@ -142,12 +159,13 @@ class DeviceBuffers:
 
     def _is_fresh(self, module: nn.Module) -> bool:
         """Return whether the program has not written to the module's host buffers since they were copied."""
-        return all((copy := self._copies.get(id(b))) is not None and copy.is_fresh(b) for b in buffers_of([module]))
+        own = self._staying(module).values()
+        return all((copy := self._copies.get(id(b))) is not None and copy.is_fresh(b) for b in own)
 
     @torch.inference_mode(False)  # passes outside of it use the same copies, and read their versions
     def _copies_of(self, module: nn.Module) -> dict[str, _BufferCopy]:
         self._device.enter(self._places.get(module, HOME))
-        return {key: self._copy(host) for key, host in module._buffers.items() if host is not None}
+        return {key: self._copy(host) for key, host in self._staying(module).items()}
 
     def _copy(self, host: Tensor) -> _BufferCopy:
         known = self._copies.get(id(host))
@@ -166,7 +184,7 @@ class DeviceBuffers:
         """Copy device buffers into the host's, or put them in their place where shape or dtype changed."""
         self.are_written = True
         for key, now in module._buffers.items():
-            if now is None:
+            if now is None or key in self._swapped.get(module, ()):
                 continue
             self._ledger.book_out(TrafficKind.DATA, now.nbytes)
             target, copy = host.get(key), copies.get(key)
@@ -191,10 +209,11 @@ class DeviceBuffers:
                 self._device.enter(HOME)
 
 
-def _changed(module: nn.Module, copies: dict[str, _BufferCopy]) -> bool:
-    """Return whether a forward pass has changed or replaced the buffers of `module`, which were `copies`."""
+def _changed(module: nn.Module, copies: dict[str, _BufferCopy], swapped: Collection[str]) -> bool:
+    """Return whether a forward pass has changed or replaced buffers of `module`: `copies`, and those that are `swapped`."""
     return updates_statistics(module) or any(
         buffer is not None
+        and key not in swapped
         and (key not in copies or buffer is not copies[key].device or buffer._version != copies[key].device_version)
         for key, buffer in module._buffers.items()
     )

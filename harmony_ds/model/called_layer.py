@@ -84,7 +84,7 @@ class CalledLayer:
         """Return aliases of the layer's `copies` (a pack may hold more) that refuse gradients, for discarded graphs."""
         found: Leaves | None = copies.cache.get(self.reject_gradient)
         if found is None:
-            found = copies.cache[self.reject_gradient] = Leaves({}, copies.attributes)
+            found = copies.cache[self.reject_gradient] = Leaves({}, copies.attributes, copies.buffers)
             for name in self.names:
                 if name in copies:
                     one = copies[name]

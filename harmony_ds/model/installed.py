@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,8 @@ from harmony_ds.model.intercept import is_between_layers
 from harmony_ds.model.patching import Item, patched
 from harmony_ds.offload.host_store import bypass_hooks
 from harmony_ds.offload.ledger import Ledger
+from harmony_ds.offload.packed import OwnedBuffer
+from harmony_ds.offload.rebuild import Attributes
 from harmony_ds.offload.residency import Leaves
 
 _AT_HOME: Mapping[nn.Module, int] = {}
@@ -153,9 +155,18 @@ class Installation:
         device: Device,
         ledger: Ledger,
         note_trained: NoteTrained | None = None,
+        swapped_buffers: Iterable[OwnedBuffer] = (),
     ) -> None:
-        """Call `note_trained`, if given, with a parameter and its `requires_grad` before the model's code sets that."""
+        """Prepare the modules of `model`.
+
+        Args:
+            note_trained: called with a parameter and its `requires_grad` before the model's code sets that.
+            swapped_buffers: those that only layer calls find on the device, with their weights.
+        """
         self._device = device
+        self._swapped: dict[nn.Module, set[str]] = {}
+        for owned in swapped_buffers:
+            self._swapped.setdefault(owned.module, set()).add(owned.key)
         self.modules = tuple(model.modules())
         self._names: dict[nn.Module, dict[str, str]] = {}  # canonical names, of modules with parameters
         self._phantoms: dict[nn.Module, FixedParameters] = {}
@@ -170,7 +181,7 @@ class Installation:
                 }
                 self._phantoms[module] = FixedParameters({**module._parameters, **phantoms})
                 module.__dict__["_parameters"] = FixedParameters(module._parameters)
-        self.buffers = DeviceBuffers(self.modules, device, ledger)
+        self.buffers = DeviceBuffers(self.modules, device, ledger, self._swapped)
         self._open = False
         self.touched: set[str] = set()
         self.fetch: Touched | None = None  # gets a parameter that is used outside a layer call
@@ -220,21 +231,56 @@ class Installation:
             module.__dict__["_parameters"] = dict(module._parameters)
 
     def parameters_of(self, layer: nn.Module) -> LayerParameters:
-        own = [module for module in layer.modules() if module in self._names]
+        inside = list(layer.modules())
+        own = [module for module in inside if module in self._names]
         return LayerParameters(
             {module: self._names[module] for module in own},
             {module: [p.harmony_host for p in self._phantoms[module].values() if p is not None] for module in own},
+            has_buffers=any(module in self._swapped for module in inside),
         )
+
+
+class with_buffers(patched):  # noqa: N801 - as `patched`
+    """Context in which modules hold swapped buffers, too, which forward may read alone."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, items: Iterable[Item], buffers: Attributes) -> None:
+        self._held: list[tuple[nn.Module, str, Tensor]] = []
+        for module, own in buffers.items():
+            self._held += [(module, key, buffer) for key, buffer in own.items()]
+        # The dictionaries of now: they are exchanged as a whole while the model is installed.
+        more: list[Item] = [(module._buffers, key, buffer) for module, key, buffer in self._held]
+        super().__init__([*items, *more])
+
+    def __exit__(self, *error: object) -> None:
+        changed: tuple[nn.Module, str, Tensor] | None = None
+        for module, key, buffer in self._held:
+            if module._buffers.get(key) is not buffer or (buffer._version if not buffer.is_inference() else 0):
+                changed = module, key, buffer
+        super().__exit__(*error)
+        if changed is not None and error[0] is None:
+            module, key, buffer = changed
+            raise ModelError(
+                f"forward changes the buffer {key!r} of a {type(module).__name__}, {tuple(buffer.shape)} of "
+                f"{buffer.dtype}, which is taken for a part of a quantized weight and is swapped in only: the change would "
+                "be lost. Keep what changes in a module of its own, without integer codes, or make it torch.int64."
+            )
 
 
 class LayerParameters:
     """The modules of one layer with the names of their parameters, which hold device copies for the time of a call."""
 
     def __init__(
-        self, names: Mapping[nn.Module, Mapping[str, str]], hosts: Mapping[nn.Module, Sequence[nn.Parameter]]
+        self,
+        names: Mapping[nn.Module, Mapping[str, str]],
+        hosts: Mapping[nn.Module, Sequence[nn.Parameter]],
+        *,
+        has_buffers: bool,
     ) -> None:
         self._names = names  # canonical, of each module's parameters
         self._hosts = hosts
+        self._has_buffers = has_buffers  # such as are swapped with its weights
         self._all = {name for own in names.values() for name in own.values()}
 
     def are_hooked(self, module: nn.Module) -> bool:
@@ -244,6 +290,8 @@ class LayerParameters:
 
     def installed(self, copies: Leaves) -> patched:
         """Return a context in which the layer's modules hold `copies`."""
+        if self._has_buffers:
+            return with_buffers(self._items(copies), copies.buffers)
         return patched(copies.cache.get(self) or self._items(copies))
 
     def _items(self, copies: Leaves) -> list[Item]:

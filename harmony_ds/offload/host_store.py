@@ -29,13 +29,14 @@ from harmony_ds.offload.disk import DiskMasters
 from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_memory import trim_allocator
 from harmony_ds.offload.layout import ByteRegion, Region, layout_of
-from harmony_ds.offload.packed import Packed
+from harmony_ds.offload.packed import OwnedBuffer, Packed
 from harmony_ds.offload.split_masters import SplitMasters
 
 bypass_hooks = torch._C.DisableTorchFunctionSubclass
 """Context in which the engine's own code uses parameters without `EngineParameter`'s hook, which would wait for updates."""
 
 _NOTHING_PACKED: Mapping[str, Packed] = {}
+_NO_BUFFERS: Mapping[str, OwnedBuffer] = {}
 _WORTH_RETURNING = 2**20
 """So many freed bytes are worth the milliseconds that trimming the allocator takes."""
 
@@ -60,6 +61,7 @@ class HostStore:
         world: SingleProcess = SINGLE_PROCESS,
         masters: torch.dtype | SplitMasters | DiskMasters = torch.float32,
         packed: Mapping[str, Packed] = _NOTHING_PACKED,
+        buffers: Mapping[str, OwnedBuffer] = _NO_BUFFERS,
     ) -> None:
         """Move `model`'s parameters into slabs of `dtype`, layer by layer, so that only one layer exists twice.
 
@@ -68,13 +70,15 @@ class HostStore:
         Args:
             memory: where the slabs are: in host memory for this device, or in a file.
             masters: the dtype of the masters, fp32 or `dtype`; or fp32 masters that are split or on a disk.
-            packed: parameters that travel as their bytes, by name.
+            packed: parameters and buffers that travel as their bytes, by name.
+            buffers: those among them that are buffers.
         """
         self.dtype = dtype
         self.split = masters if isinstance(masters, SplitMasters) else None
         self.disk = masters if isinstance(masters, DiskMasters) else None
         self.master_dtype = masters if isinstance(masters, torch.dtype) else torch.float32
         self.packed = packed
+        self.buffers = buffers
         self._world = world
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters: dict[str, nn.Parameter] = {}
@@ -168,6 +172,11 @@ class HostStore:
         """Return the memory of the parameter `name` as a plain tensor: of a packed one, its bytes."""
         slab, place = self._places[name]
         return place.view(self._slabs[slab])
+
+    @property
+    def packed_kinds(self) -> dict[str, str]:
+        """How packed parameters are quantized, by name; one that is a plain tensor alone is its values in its own dtype."""
+        return {name: one.kind for name, one in self.packed.items() if name not in self.buffers and not one.is_plain}
 
     @property
     def has_fp32_masters(self) -> bool:

@@ -27,6 +27,8 @@ from harmony_ds.offload.rebuild import Attributes, Recipe, Recipes
 _DEPTH = 4
 """So deep are dicts, lists and objects looked into for tensors."""
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
+WORTH_SWAPPING_BYTES = 1 << 14
+"""Integer buffers from this size on are taken for quantized weights; smaller ones stay on the device."""
 COMPUTED_WITH = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -163,6 +165,11 @@ class Packed:
         return found
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is one plain tensor, so that its values say all of it."""
+        return type(self._tensor) in (Tensor, nn.Parameter) and len(self._parts) == 1
+
+    @property
     def ids(self) -> set[int]:
         """The ids of its plain tensors on the host."""
         return set(self._part_of)
@@ -226,7 +233,7 @@ def memory_of(tensor: Tensor) -> Tensor | None:
         return torch.Tensor._make_subclass(torch.Tensor, tensor.detach().as_subclass(torch.Tensor), False)
 
 
-# ---- which parameters are packed
+# ---- which tensors are packed
 
 
 def find_packed(model: nn.Module, dtype: torch.dtype, *, casts_frozen: bool) -> dict[str, Packed]:
@@ -260,6 +267,52 @@ def find_packed(model: nn.Module, dtype: torch.dtype, *, casts_frozen: bool) -> 
             found[name] = Packed(name, parameter, owners[id(parameter)], known)
             known |= found[name].ids
     return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnedBuffer:
+    """A buffer, its module, and its key there."""
+
+    buffer: Tensor
+    module: nn.Module
+    key: str
+
+
+def find_packed_buffers(model: nn.Module, layers: Iterable[nn.Module]) -> dict[str, OwnedBuffer]:
+    """Return the buffers inside of `layers` that are swapped with their layer's weights, by name.
+
+    They are large integer codes, and what lies beside such codes or beside a quantized parameter: scales, zeros. Buffers
+    that several modules hold stay on the device.
+    """
+    places: dict[int, int] = {}
+    for module in model.modules():
+        for buffer in module._buffers.values():
+            places[id(buffer)] = places.get(id(buffer), 0) + 1
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, OwnedBuffer] = {}
+    for module in dict.fromkeys(inner for layer in layers for inner in layer.modules()):
+        if isinstance(module, nn.modules.batchnorm._NormBase) or not module._buffers:
+            continue
+        own: dict[str, Tensor] = {}
+        for key, buffer in module._buffers.items():
+            is_plain = type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.requires_grad
+            if is_plain and buffer is not None and places[id(buffer)] == 1:
+                own[key] = buffer
+        is_weight = any(map(_are_codes, own.values())) or any(map(is_quantized, _own_parameters(module)))
+        for key, buffer in own.items() if is_weight else ():
+            found[f"{names[module]}.{key}".removeprefix(".")] = OwnedBuffer(buffer, module, key)
+    return found
+
+
+def pack_buffers(buffers: Mapping[str, OwnedBuffer]) -> dict[str, Packed]:
+    """Return packed tensors of these buffers, by name."""
+    return {name: Packed(name, owned.buffer, (), ()) for name, owned in buffers.items()}
+
+
+def _are_codes(buffer: Tensor) -> bool:
+    return not (buffer.is_floating_point() or buffer.is_complex()) and (
+        buffer.dtype not in (torch.int64, torch.bool) and buffer.nbytes >= WORTH_SWAPPING_BYTES
+    )
 
 
 def is_quantized(parameter: Tensor) -> bool:

@@ -38,21 +38,29 @@ class Leaves(dict[str, nn.Parameter]):
 
     Attributes:
         attributes: what else modules hold in a layer call: objects made with packed leaves.
+        buffers: and packed buffers, by module and key; they are no leaves.
         cache: objects that layer calls have derived from the leaves, by the object that made them.
     """
 
-    __slots__ = ("attributes", "cache")
+    __slots__ = ("attributes", "buffers", "cache")
 
-    def __init__(self, leaves: Mapping[str, nn.Parameter], attributes: Attributes | None = None) -> None:
+    def __init__(
+        self,
+        leaves: Mapping[str, nn.Parameter],
+        attributes: Attributes | None = None,
+        buffers: Attributes | None = None,
+    ) -> None:
         super().__init__(leaves)
         self.attributes: Attributes = {} if attributes is None else attributes
+        self.buffers: Attributes = {} if buffers is None else buffers
         self.cache: dict[object, Any] = {}
 
     def add(self, more: Leaves) -> None:
         """Add other leaves to these, or put them in the place of those of the same name."""
         self.update(more)
-        for module, values in more.attributes.items():
-            self.attributes.setdefault(module, {}).update(values)
+        for own, others in ((self.attributes, more.attributes), (self.buffers, more.buffers)):
+            for module, values in others.items():
+                own.setdefault(module, {}).update(values)
         self.cache.clear()
 
     def drop_gradients(self) -> None:
@@ -184,10 +192,13 @@ class Residency:
 
     def leaves_over(self, memory: Mapping[str, Tensor]) -> Leaves:
         """Return leaves over device memory, by name: parameters, and packed tensors over their bytes."""
-        packed, leaves = self._store.packed, Leaves({})
+        packed, buffers, leaves = self._store.packed, self._store.buffers, Leaves({})
         with bypass_hooks():
             for name, view in memory.items():
-                if name in packed:
+                if name in buffers:
+                    made, _ = packed[name].rebuild(view)
+                    leaves.buffers.setdefault(buffers[name].module, {})[buffers[name].key] = made
+                elif name in packed:
                     made, attributes = packed[name].rebuild(view)
                     leaves.add(Leaves({name: made}, attributes))
                 else:
@@ -196,7 +207,7 @@ class Residency:
 
     def _rebuild_packed(self, copy: DeviceCopy) -> None:
         """Make the packed leaves of `copy` anew over their memory: forward may have changed what they consist of."""
-        packed = {name: copy.memory[name] for name in copy.leaves if name in self._store.packed and name in copy.memory}
+        packed = {name: memory for name, memory in copy.memory.items() if name in self._store.packed}
         copy.leaves.add(self.leaves_over(packed))
 
     @contextmanager
@@ -216,7 +227,7 @@ class Residency:
 
     def add_parameters(self, copy: DeviceCopy, names: Iterable[str]) -> None:
         """Swap in those of `names` that `copy` does not have, and add them to it."""
-        missing = tuple(name for name in names if name not in copy.leaves)
+        missing = tuple(name for name in names if name not in copy.memory)
         if missing:
             more = self.swap_in(missing)
             copy.added.append(more)
@@ -238,12 +249,13 @@ class Residency:
         """Return the parameters of `copy` that have been written to on the device: they differ from the host's."""
         disk = self._store.disk_weights
         modified: list[str] = []
-        for piece in self._store.parts_of(copy.leaves):
+        for piece in self._store.parts_of(copy.memory):
             values = piece.memory if disk is None else disk.file.copy_of(piece.memory)
             for name, place in piece.places.items():
-                leaf = copy.leaves[name]
+                leaf = copy.leaves.get(name)
                 # Forward may exchange `.data` of what is frozen (bitsandbytes casts biases so), but not write its memory.
-                on_device = leaf.detach() if leaf.requires_grad else copy.memory[name]
+                is_trained = leaf is not None and leaf.requires_grad
+                on_device = leaf.detach() if leaf is not None and is_trained else copy.memory[name]
                 if not same_bits(on_device, place.view(values)):
                     modified.append(name)
         return modified
@@ -348,7 +360,8 @@ class Residency:
     def are_hooked(self, names: Iterable[str]) -> bool:
         """Return whether the user has registered hooks on parameters among `names`."""
         with bypass_hooks():
-            return any(self._store.parameters[name]._backward_hooks for name in names)
+            own = self._store.parameters
+            return any(own[name]._backward_hooks for name in names if name in own)  # buffers have no hooks
 
     def add_gradient(self, copy: DeviceCopy, name: str, gradient: Tensor) -> None:
         """Add `gradient` (on any device, of any dtype) to the sum of `name`."""

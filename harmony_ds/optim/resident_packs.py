@@ -19,7 +19,7 @@ A parameter that several resident packs share is on the device once; each pack a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -110,7 +110,7 @@ class ResidentPacks(GradientSums):
         for name in fresh:
             if name in self._watched:
                 self._watched[name] = self._store.weight(name).clone()
-        shared = {name: self._weights[name] for name in names if name not in copy.leaves}
+        shared = {name: self._weights[name] for name in names if name not in copy.memory}
         if shared:
             copy.leaves.add(self._residency.leaves_over(shared))
             copy.memory.update(shared)
@@ -172,6 +172,11 @@ class ResidentPacks(GradientSums):
         if self._last_read is not None:
             self._last_read.synchronize()
             self._last_read = None
+
+    @property
+    def held(self) -> Collection[str]:
+        """The names of all weights that are resident."""
+        return self._weights
 
     def leaves(self, names: Iterable[str]) -> Leaves:
         """Return the device's leaf tensors of those of `names` that are resident."""

@@ -41,7 +41,9 @@ class UserGradients:
     def _with_gradient(self, names: Iterable[str] | None) -> list[str]:
         parameters = self._store.parameters
         with bypass_hooks():
-            return [name for name in (parameters if names is None else names) if parameters[name].grad is not None]
+            # Packs have buffers, too, if these are quantized weights.
+            known = parameters if names is None else [name for name in names if name in parameters]
+            return [name for name in known if parameters[name].grad is not None]
 
     def find(self, name: str) -> Tensor | None:
         """Return the program's gradient of `name`; None: there is none."""

@@ -287,7 +287,7 @@ class Measurement(LayerCallObserver):
         names += [name for name, leaf in copy.leaves.items() if leaf._version]
         if names:
             raise ModelError(
-                f"forward writes into the parameter {names[0]}, a copy on the device there: what is written would be lost. "
+                f"forward writes into {names[0]}, a copy on the device there: what is written would be lost. "
                 "Change parameters between steps (engine.module.parameters()), or compute with a changed copy "
                 "(self.weight.clamp(...))."
             )

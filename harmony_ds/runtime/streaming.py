@@ -172,7 +172,8 @@ class Streamer:
     def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
         """Swap in those of `names` that are not on the device; return them with those that are."""
         resident = self._runtime.resident_packs.leaves(names)
-        missing = tuple(name for name in names if name not in self._unlayered and name not in resident)
+        held = self._runtime.resident_packs.held
+        missing = tuple(name for name in names if name not in self._unlayered and name not in held)
         copy = self._runtime.residency.swap_in(missing)
         copy.leaves.add(resident)
         return copy

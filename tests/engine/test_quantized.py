@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from harmony_ds.errors import ModelError
+from harmony_ds.errors import CheckpointError, ModelError
 from tests import quantized
 from tests.engine.drive import Groups, adamw, config_of, engine_for, loop, seed_of
+from tests.engine.test_disk import WEIGHTS, on
+from tests.inside import assembly_of
 from tests.oracle import train_plainly
 
 KINDS = list(quantized.KINDS)
@@ -127,3 +130,125 @@ def test_a_class_that_cannot_be_taken_apart_is_refused_by_name() -> None:
     model[1].weight = nn.Parameter(Sealed(), requires_grad=False)
     said = refused(model)
     assert "1.weight is a Sealed" in said and "__tensor_flatten__" in said
+
+
+class Counting(quantized.Packed4Bit):
+    """Codes that forward changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.qweight += 0
+        return super().forward(x)
+
+
+class Replacing(quantized.Packed4Bit):
+    """Codes that forward puts others in the place of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.qweight = self.qweight.clone()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Counting, Replacing])
+def test_integer_buffers_that_forward_changes_are_refused_by_name(kind: type[nn.Module]) -> None:
+    model = quantized.build("integer buffers")
+    model.model.layers[1].mlp.up_proj.base.__class__ = kind
+    with (
+        engine_for(model, lambda _: adamw_of(model), config_of(2)) as engine,
+        pytest.raises(ModelError, match=rf"the buffer 'qweight' of a {kind.__name__}.*torch.int64"),
+    ):
+        engine.train_batch(iter(GROUPS[0]))
+
+
+class Looking(nn.Module):
+    """A layer with a table that all such layers share, and a small counter."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("counter", torch.zeros(2, dtype=torch.int32))
+        self.register_buffer("table", table)
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter += 1
+        return x * self.weight + self.table[0, :4]
+
+
+def test_integer_buffers_that_are_small_or_shared_stay_on_the_device() -> None:
+    table = torch.ones(2, 4096, dtype=torch.int32)
+    model = nn.Sequential(nn.Sequential(Looking(table), Looking(table)), nn.Flatten(0))
+    config = config_of(2)
+    with engine_for(model, adamw, config) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).mean())
+            engine.step()
+        engine.finish_updates()
+        assert not assembly_of(engine).store.packed
+    assert model[0][0].counter.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes NF4, double", "torchao NF4", "integer buffers"])
+def test_evaluation_reads_the_packed_base(kind: str) -> None:
+    plain, model = quantized.build(kind), quantized.build(kind)
+    with engine_for(model, lambda _: adamw_of(model), config_of(ACCUMULATION)) as engine, torch.no_grad():
+        plain.eval()
+        engine.eval()
+        for batch in GROUPS[0]:
+            assert torch.equal(engine(**batch).logits, plain(**batch).logits)
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes NF4, double", "torchao int8", "integer buffers"])
+def test_a_packed_base_may_lie_on_a_disk(kind: str, tmp_path: Path) -> None:
+    plain, model = quantized.build(kind), quantized.build(kind)
+    expected = train_plainly(plain, GROUPS, adamw_of(plain), clip=None, seed_of=seed_of)
+    optimizer = adamw_of(model)
+    config = config_of(ACCUMULATION, **on(tmp_path, WEIGHTS))
+    with engine_for(model, lambda _: optimizer, config) as engine:
+        assert loop(engine, GROUPS) == expected
+    wanted = trained_by(plain)
+    assert all(torch.equal(weight, wanted[name]) for name, weight in trained_by(model).items())
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes NF4, double", "hand-written wrapper", "integer buffers"])
+def test_a_checkpoint_holds_the_packed_base(kind: str, tmp_path: Path) -> None:
+    plain = quantized.build(kind)
+    expected = train_plainly(plain, GROUPS, adamw_of(plain), clip=None, seed_of=seed_of)
+    first = quantized.build(kind)
+    with engine_for(first, lambda _: adamw_of(first), config_of(ACCUMULATION)) as engine:
+        loop(engine, GROUPS[:1])
+        engine.save_checkpoint(tmp_path)
+    resumed = quantized.build(kind)
+    with torch.no_grad():
+        for parameter in resumed.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    with engine_for(resumed, lambda _: adamw_of(resumed), config_of(ACCUMULATION)) as engine:
+        store = assembly_of(engine).store
+        for name in store.packed:
+            store.weight(name).zero_()
+        engine.load_checkpoint(tmp_path)
+        assert loop(engine, GROUPS[1:]) == expected[1:]
+    wanted = trained_by(plain)
+    assert all(torch.equal(weight, wanted[name]) for name, weight in trained_by(resumed).items())
+
+
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [
+        ("bitsandbytes NF4", "bitsandbytes FP4"),
+        ("bitsandbytes NF4", "torchao int8"),
+        ("torchao int8", "torchao float8"),
+    ],
+)
+def test_a_checkpoint_of_another_quantization_is_refused_before_anything_is_restored(
+    saved: str, other: str, tmp_path: Path
+) -> None:
+    first, second = quantized.build(saved), quantized.build(other)
+    with engine_for(first, lambda _: adamw_of(first), config_of(ACCUMULATION)) as engine:
+        engine.save_checkpoint(tmp_path)
+    before = {name: weight.clone() for name, weight in trained_by(second).items()}
+    with (
+        engine_for(second, lambda _: adamw_of(second), config_of(ACCUMULATION)) as engine,
+        pytest.raises(CheckpointError, match=r"q_proj\.base.* in the checkpoint and .* in this model"),
+    ):
+        engine.load_checkpoint(tmp_path)
+    assert all(torch.equal(weight, before[name]) for name, weight in trained_by(second).items())
