@@ -20,6 +20,7 @@ from harmony_ds.offload.host_memory import HostNeed, MappedFiles
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.packed import Packed
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
+from harmony_ds.optim.host_optimizer import kind_of
 from harmony_ds.optim.optimizers import ClientOptimizer, parameters_in
 from harmony_ds.scheduler.host_room import cast_bytes
 
@@ -60,7 +61,7 @@ def describe_optimizer(
     name: str | None
     options: dict[str, Any]
     if isinstance(client, torch.optim.Optimizer):
-        trained, name, options = client.param_groups, type(client).__name__, {}
+        trained, name, options = client.param_groups, kind_of(client), {}
         for group in client.param_groups:
             options.update({key: True for key, value in group.items() if value and key != "params"})
     elif client is not None:

@@ -290,11 +290,18 @@ class HostOptimizer:
 
     def unallocated_bytes(self) -> int:
         """Return the bytes of optimizer state not yet allocated, which the first updates allocate; 0: not known."""
-        name = type(self.optimizer).__name__
+        name = kind_of(self.optimizer)
         numbers = state_numbers(name, self.optimizer.defaults) or 0
         wide = getattr(self.optimizer, "fp32_optimizer_states", False)
         dtype = torch.float32 if wide else self.master_dtype
         return max(0, int(state_bytes(name, dtype.itemsize) * numbers * self.trained_elements) - self.state_bytes())
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of its class; of bitsandbytes' with `optim_bits=8`, that of the class that always has 8 bits."""
+    name = type(optimizer).__name__
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)
+    return f"{name}8bit" if bits == 8 and not name.endswith("8bit") else name
 
 
 def partial_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -45,10 +45,10 @@ def net() -> nn.Module:
     return build_seeded(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
 
 
-def made(name: str, parameters: Any) -> torch.optim.Optimizer:
+def made(name: str, parameters: Any, **options: Any) -> torch.optim.Optimizer:
     module, _, kind = name.rpartition(".")
     pytest.importorskip(module.partition(".")[0])
-    optimizer: torch.optim.Optimizer = getattr(importlib.import_module(module), kind)(parameters, lr=1e-2)
+    optimizer: torch.optim.Optimizer = getattr(importlib.import_module(module), kind)(parameters, lr=1e-2, **options)
     return optimizer
 
 
@@ -124,10 +124,18 @@ def test_only_a_class_that_has_been_imported_is_made_of_a_checkpoint(
             engine.load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["torchao.optim.AdamW8bit", "bitsandbytes.optim.AdamW8bit"])
-def test_the_state_takes_a_quarter_of_adams(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("torchao.optim.AdamW8bit", {}),
+        ("bitsandbytes.optim.AdamW8bit", {}),
+        ("bitsandbytes.optim.AdamW", {"optim_bits": 8}),  # as a Trainer makes it
+    ],
+    ids=str,
+)
+def test_the_state_takes_a_quarter_of_adams(name: str, options: dict[str, Any]) -> None:
     model = net()
-    optimizer = made(name, model.parameters())
+    optimizer = made(name, model.parameters(), **options)
     host = HostOptimizer(optimizer, dict(model.named_parameters()))
     planned = describe_optimizer(None, optimizer, ())
     numbers = sum(parameter.numel() for parameter in model.parameters())
