@@ -214,12 +214,12 @@ class Executor:
         """Call `callback(done, total, task)`, and no other callback, after each task of a plan; None: call none."""
         self._progress_callback = callback
 
-    def begin(self) -> None:
-        """Begin a step, or a part of one."""
+    def begin(self, outcome: Outcome) -> None:
+        """Begin a run of a step, which notes in `outcome` what it updates."""
         self._copies_at_begin = self._unlayered
         self.backward_begun = False
         self.failure = self._failed_backward = None
-        self.updates.outcome = Outcome()
+        self.updates.outcome = outcome
 
     def undo_run(self) -> None:
         """Free what the plan that failed has brought to the device.
@@ -227,27 +227,26 @@ class Executor:
         Device copies that earlier plans of the step have left stay: graphs of other micro-batches lead to their leaves.
         Their gradients stay, too, unless a backward pass of this plan has added to them.
         """
-        self._runtime.stash.abandon()
-        self._runtime.boundaries.abandon()
-        for pack, copy in list(self._copies.items()):
-            if copy not in self._copies_at_begin:
-                self._evict_copy(pack)
-            elif self.backward_begun:
-                self._runtime.residency.clear_gradients(copy)
-        if self.backward_begun:
-            self._runtime.resident_packs.clear_gradients()
-            self.updates.abandon()
-        self._runtime.device.enter(HOME)
+        self._free(kept=self._copies_at_begin, drops_gradients=self.backward_begun)
 
     def drop_step(self) -> None:
         """Free everything of the step on the device but resident packs; the updater drops gradients on the host."""
-        self._runtime.stash.abandon()
-        self._runtime.boundaries.abandon()
-        self._runtime.resident_packs.clear_gradients()
-        for pack in list(self._copies):
-            self._evict_copy(pack)
-        self.updates.abandon()
-        self._runtime.device.enter(HOME)
+        self._free(kept=(), drops_gradients=True)
+
+    def _free(self, kept: Sequence[DeviceCopy], drops_gradients: bool) -> None:
+        """Free device copies but the `kept`, once all copies that are under way are ordered before."""
+        runtime = self._runtime
+        runtime.stash.abandon()
+        runtime.boundaries.abandon()
+        for pack, copy in list(self._copies.items()):
+            if copy not in kept:
+                self._evict_copy(pack)
+            elif drops_gradients:
+                runtime.residency.clear_gradients(copy)
+        if drops_gradients:
+            runtime.resident_packs.clear_gradients()
+            self.updates.abandon()
+        runtime.device.enter(HOME)
 
     def _evict_copy(self, pack: int) -> None:
         self._runtime.device.enter(self._plan.packs[pack].device)

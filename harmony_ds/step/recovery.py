@@ -1,7 +1,7 @@
 """What is done about an error in a run: one table, by which `Recovery.recover` acts.
 
-`python -m harmony_ds.step.recovery` prints it. A run is either made again, after which the step goes on as if nothing had
-happened, or it is undone and the error raised. Whether a raised error drops the step is said in `transitions`.
+`python -m harmony_ds.step.recovery` prints it. The run is undone first. Then it is either made again, after which the step
+goes on as if nothing had happened, or the error is raised. Whether a raised error drops the step is said in `transitions`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from harmony_ds.distributed import PeerDiverged
 from harmony_ds.errors import DoesNotFitError, ModelError, PeerFailedError, UnsupportedError
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.runtime.micro_batch import OffPlanError
+from harmony_ds.runtime.updates import Outcome
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.retry_budget import RetryBudget
 from harmony_ds.step.run import Run, RunKind
@@ -51,33 +52,29 @@ class Remedy:
     when: str | None = None
 
 
-_AGAIN = Remedy(
-    "measure_again", "Undo the run, measure and plan anew, and run again: no weight has changed.", "can_run_again"
-)
+_AGAIN = Remedy("measure_again", "Measure and plan anew, and run again: no weight has changed.", "can_run_again")
 _ANOTHER_FORWARD = Remedy(
     "refuse_another_forward",
-    "Undo that forward pass; its caller gets the error: processes would have to run it again together.",
+    "Its caller gets the error: processes would have to run it again together.",
     "is_forward_alone",
 )
-_RAISE = Remedy("undo_and_raise", "Undo the run; the caller gets the error.")
+_RAISE = Remedy("raise_error", "The caller gets the error.")
 REMEDIES: dict[ErrorKind, tuple[Remedy, ...]] = {
     ErrorKind.USER_ERROR: (_RAISE,),
     ErrorKind.OFF_PLAN: (
         _AGAIN,
         Remedy(
             "refuse_another_attempt",
-            "Undo the run: each time it was made, the model called other layers. The error says what to do.",
+            "Each time the run was made, the model called other layers. The error says what to do.",
             "was_made_too_often",
         ),
         _ANOTHER_FORWARD,
-        Remedy(
-            "refuse_another_way", "Undo the run: what has been read cannot be run again. The error says what to do."
-        ),
+        Remedy("refuse_another_way", "What has been read cannot be run again. The error says what to do."),
     ),
     ErrorKind.OUT_OF_MEMORY: (
         Remedy(
             "plan_for_less",
-            "Undo the run, lower the device memory budget, plan anew, and run again: no weight has changed.",
+            "Lower the device memory budget, plan anew, and run again: no weight has changed.",
             "can_plan_for_less",
         ),
         _ANOTHER_FORWARD,
@@ -93,18 +90,24 @@ REMEDIES: dict[ErrorKind, tuple[Remedy, ...]] = {
 
 
 class Recovery:
-    """Recovery of one run from errors."""
+    """Recovery of one run from errors.
+
+    Attributes:
+        outcome: what the run has updated, this time.
+    """
 
     def __init__(self, context: StepContext, run: Run) -> None:
         self._context = context
         self._run = run
+        self.outcome = Outcome()
         self._budget = RetryBudget(context.runtime.device, context.planner)
         self._errors = 0  # so far
 
     def recover(self, error: BaseException) -> None:
-        """Do what the table says about `error`; return if the run is to be made again, else raise."""
+        """Undo the run, and do what the table says about `error`; return if the run is to be made again, else raise."""
         self._errors += 1
         remedy = self._remedy(self._kind_of(error))
+        self._undo()
         getattr(self, remedy.action)(error)
 
     def end(self, error: BaseException) -> None:
@@ -116,7 +119,7 @@ class Recovery:
         self._budget.restore(error)
 
     def _kind_of(self, error: BaseException) -> ErrorKind:
-        if comes_after_updates(self._context):
+        if comes_after_updates(self._context, self.outcome):
             return ErrorKind.UPDATE_FAILED
         if isinstance(error, OffPlanError | UnseenError):
             return ErrorKind.OFF_PLAN
@@ -173,32 +176,27 @@ class Recovery:
     # ---- what the table does
 
     def measure_again(self, error: BaseException) -> None:
-        """Undo the run; its micro-batches are measured, planned and run again."""
-        self._undo()
+        """Let the run's micro-batches be measured, planned and run again, in all processes."""
         if not isinstance(error, PeerDiverged):
             self._context.world.tell_diverged()
 
     def plan_for_less(self, error: torch.OutOfMemoryError) -> None:
-        """Undo the run; its micro-batches are planned for a lower budget, and run again."""
-        self._undo()
+        """Let the run's micro-batches be planned for a lower budget, and run again."""
         self._budget.lower(error)
 
-    def undo_and_raise(self, error: BaseException) -> NoReturn:
-        """Undo the run, and raise `error`."""
-        self._undo()
+    def raise_error(self, error: BaseException) -> NoReturn:
+        """Raise `error`."""
         raise error
 
     def refuse_another_forward(self, error: BaseException) -> NoReturn:
-        """Undo a forward pass that several processes cannot run again."""
-        self._undo()
+        """Raise an error for a forward pass that several processes cannot run again."""
         self._context.world.refuse(
             "a micro-batch that is looked at before its step takes another way through the model than those before"
         )
         raise error
 
     def refuse_another_way(self, _: BaseException) -> NoReturn:
-        """Undo a run that was to be made again, and cannot."""
-        self._undo()
+        """Raise an error for a run that was to be made again, and cannot."""
         raise UnsupportedError(
             "a micro-batch takes another way through the model than those that were measured (LayerDrop, or code "
             "that depends on data), in a step of which losses or outputs were looked at, or which has used gradients of "
@@ -207,8 +205,7 @@ class Recovery:
         ) from None
 
     def refuse_another_attempt(self, _: BaseException) -> NoReturn:
-        """Undo a run that has been made as often as it may."""
-        self._undo()
+        """Raise an error for a run that has been made as often as it may."""
         raise ModelError(
             f"the model called layers that it was not measured with {MOST_ATTEMPTS} times in a row, each time others, "
             "with the same inputs and random numbers of torch. Which layers a call runs must depend on those alone."
@@ -216,8 +213,8 @@ class Recovery:
 
     def give_up(self, error: BaseException) -> NoReturn:
         """End the engine, since something has been updated, and raise `error`."""
-        end_engine(self._context, error)
-        self.undo_and_raise(error)
+        end_engine(self._context, self.outcome, error)
+        raise error
 
     def _undo(self) -> None:
         """Free what the run has brought to the device; what earlier runs of the step have left there stays.
@@ -230,32 +227,30 @@ class Recovery:
         if self._run.kind in (RunKind.FORWARD, RunKind.PART, RunKind.EVALUATION):
             executor.undo_run()
             if executor.backward_begun:
-                discard_on_host(self._context)
+                self._discard_on_host()
         else:
-            drop_gradients(self._context)
+            executor.drop_step()
+            self._discard_on_host()
+
+    def _discard_on_host(self) -> None:
+        if not comes_after_updates(self._context, self.outcome):
+            self._context.runtime.updater.discard()
 
 
-def comes_after_updates(context: StepContext) -> bool:
+def comes_after_updates(context: StepContext, outcome: Outcome) -> bool:
     """Return whether an error now leaves some layers updated and others not: by this process, by others, or before."""
-    outcome = context.executor.updates.outcome
     return context.health.failed is not None or bool(outcome.updates_issued) or outcome.others_update
 
 
-def end_engine(context: StepContext, error: BaseException) -> None:
+def end_engine(context: StepContext, outcome: Outcome, error: BaseException) -> None:
     """Note that the engine cannot go on, since `error` came after updates of its step."""
     if context.health.failed is None:
-        packs = context.executor.updates.outcome.updates_issued
-        context.health.fail(f"a step failed after {packs} packs had been updated: {error!r}")
+        context.health.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
 
 
 def drop_gradients(context: StepContext) -> None:
     """Drop the gradients of the step, and what its runs have left on the device."""
     context.executor.drop_step()
-    discard_on_host(context)
-
-
-def discard_on_host(context: StepContext) -> None:
-    """Drop the gradients of the step on the host."""
     if context.health.failed is None:
         context.runtime.updater.discard()
 

@@ -53,7 +53,7 @@ class Step:
         state: how far it has come.
         micro_batches: those that are queued, in the order of their calls.
         buffers_before: the model's buffers that are saved, before the first forward pass, where those change them.
-        outcome: the norm, and what was updated.
+        outcome: the norm, and what was updated, by its last run: no run before the updates changes any weight.
         before: the step before, while it may not be known what became of it.
         number: the step's, from which its random numbers are drawn.
     """
@@ -423,8 +423,7 @@ class Step:
                     with self._divided(run):
                         self.execute(run)
                 self._note_propagated(wanted)
-                if self._run_updates(wanted, hyper, clipping):
-                    self.outcome = context.executor.updates.outcome
+                self._run_updates(wanted, hyper, clipping)
         context.record.finish_step(count)
         self._end()
 
@@ -449,17 +448,14 @@ class Step:
             )
         return hyper, clipping
 
-    def _run_updates(self, wanted: Sequence[PendingMicroBatch], hyper: Hyper, clipping: Clipping | None) -> bool:
-        """Issue the updates that the run of the `wanted` has not issued; return whether anything of the step has run."""
+    def _run_updates(self, wanted: Sequence[PendingMicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
+        """Issue the updates that the run of the `wanted` has not issued."""
         if self.has_accumulated:
             updates, self._updates = self._updates, None
             self.execute(Run(RunKind.UPDATE, (), hyper, clipping, updates=updates))
             self.context.executor.accumulated.note_used()
-            return True
-        if not wanted and self._has_gradients_by_hand():
+        elif not wanted and self._has_gradients_by_hand():
             self.execute(Run(RunKind.UPDATE_BY_HAND, (), hyper, clipping))
-            return True
-        return bool(wanted)
 
     def _has_gradients_by_hand(self) -> bool:
         """Return whether the program's own backward passes have left gradients on parameters of the optimizer."""
@@ -484,13 +480,11 @@ class Step:
     @contextmanager
     def _dropped_by_errors(self) -> Iterator[None]:
         """Drop the step if an error is raised in this context; if it comes after updates, the engine cannot go on."""
-        context = self.context
-        context.executor.begin()  # what its updates are going to be is known from here on: none so far
         try:
             yield
         except BaseException as error:
-            if comes_after_updates(context):
-                end_engine(context, error)
+            if comes_after_updates(self.context, self.outcome):
+                end_engine(self.context, self.outcome, error)
             self.state = StepState.FAILED
             self.drop()
             raise
@@ -626,7 +620,8 @@ class Step:
         try:
             while True:
                 try:
-                    executor.begin()
+                    self.outcome = recovery.outcome = Outcome()
+                    executor.begin(self.outcome)
                     planned = plan_run(context, run)
                     with running(context, planned):
                         if run.kind is RunKind.UPDATE_BY_HAND:
