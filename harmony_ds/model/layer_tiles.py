@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from harmony_ds.device.live_bytes import EagerDispatchMode
 from harmony_ds.model.boundary import ANCHOR, cut, is_of_autograd_function, propagate, reachable_nodes
@@ -119,7 +120,7 @@ class LayerTiles:
         """Find out whether the output of the last tiled call of a run of `layer` is read in its backward pass."""
         watch = self._watch = _Watch(layer)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(watch.save, _same), watch:
+            with torch.autograd.graph.saved_tensors_hooks(*watch.hooks), watch:
                 yield watch
         finally:
             self._watch = None
@@ -137,9 +138,11 @@ class LayerTiles:
         number = run.count
         run.count += 1
         work = _Work(call, tiled, self, run.restoring, number == run.skipped)
-        result = work.run()
-        if self._watch is not None:
-            self._watch.returned(number)
+        if self._watch is None:
+            return work.run()
+        with self._watch.paused():
+            result = work.run()
+        self._watch.returned(number)
         return result
 
     def _find(self, call: ModuleCall) -> TiledCall | None:
@@ -413,6 +416,7 @@ class _Watch(EagerDispatchMode):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self._layer = layer
+        self.hooks = self._save, _same
         self._last = _NONE_UNREAD
         self._last_node = 0
         self._read = False
@@ -425,7 +429,21 @@ class _Watch(EagerDispatchMode):
             self._read = True
         return func(*args, **(kwargs or {}))
 
-    def save(self, tensor: Tensor) -> Tensor:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not observe while open, which takes time: a tiled call runs, before which nothing matters."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if _get_current_dispatch_mode() is not self or hooks is None or hooks[0] is not self.hooks[0]:
+            yield  # the layer has put its own on top
+            return
+        with _pop_mode_temporarily():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            try:
+                yield
+            finally:
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+    def _save(self, tensor: Tensor) -> Tensor:
         """Note that the graph saves a tensor."""
         self._read = True
         return tensor.detach()  # the tensor itself would be a cycle, if it is the result of what saves it
