@@ -63,7 +63,8 @@ class UpdateProgress:
         return bool((done[indices] >= issued).all())
 
     def _indices(self, names: Sequence[str]) -> Tensor:
-        return torch.tensor([self._index[name] for name in names], dtype=torch.int64)
+        # Packs name buffers, too, that are swapped with their weights: these have no updates.
+        return torch.tensor([self._index[name] for name in names if name in self._index], dtype=torch.int64)
 
     # ---- norms
 

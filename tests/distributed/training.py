@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import harmony_ds
 from harmony_ds.offload.native import make_native
+from tests import quantized
 from tests.families import FAMILIES
 from tests.oracle import loss_in, seed_generators, with_floating_dtype
 
@@ -83,7 +84,7 @@ def build(name: str) -> nn.Module:
         if name == "layerdrop":
             return LayerDrop()
         return Experts() if name == "experts" else Mlp(0.2 if name == "mlp" else 0.0)
-    return _family(name).build(0.1)
+    return quantized.build(name) if name in quantized.KINDS else _family(name).build(0.1)
 
 
 def _built(training: Training) -> nn.Module:
@@ -107,7 +108,7 @@ def batch(name: str, number: int) -> dict[str, Any]:
         return {"x": torch.randn(3, 13, generator=generator)}
     if name == "experts":  # 3 of 4 are used, and by one micro-batch each
         return {"x": torch.randn(3, 13, generator=generator), "which": torch.tensor([number % 3])}
-    return dict(_family(name).batch(number))
+    return quantized.batch(number) if name in quantized.KINDS else dict(_family(name).batch(number))
 
 
 def data_of(training: Training, number: int) -> dict[str, Any]:
