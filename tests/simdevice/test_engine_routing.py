@@ -110,7 +110,7 @@ def test_a_step_above_its_plan_is_logged_and_the_next_plan_covers_it(caplog: pyt
     report = engine.memory_report()
     engine.destroy()
     assert report.device_peak_bytes <= report.planned_peak_bytes
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_plan_with_its_margin_that_does_not_fit_any_more_is_an_error_before_the_step() -> None:
@@ -134,7 +134,7 @@ def test_device_memory_of_the_program_is_not_counted_as_the_models(keep: int, ca
         kept += [torch.ones(5000, device="simdev") for _ in range(keep)]
         engine.train_batch(iter([rows_to(0, 1, 2, 3)] * 2))
     engine.destroy()
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_operators_with_sizes_from_data_are_detected_and_others_are_not() -> None:
