@@ -245,6 +245,10 @@ class Residency:
                 arrived.synchronize()
             del self._last_swap_in[number]
 
+    def is_buffer(self, name: str) -> bool:
+        """Return whether `name` is a buffer that is swapped in with its layer's weights, and no parameter."""
+        return name in self._store.buffers
+
     def modified_names(self, copy: DeviceCopy) -> list[str]:
         """Return the parameters of `copy` that have been written to on the device: they differ from the host's."""
         disk = self._store.disk_weights
@@ -252,11 +256,16 @@ class Residency:
         for piece in self._store.parts_of(copy.memory):
             values = piece.memory if disk is None else disk.file.copy_of(piece.memory)
             for name, place in piece.places.items():
-                leaf = copy.leaves.get(name)
-                # Forward may exchange `.data` of what is frozen (bitsandbytes casts biases so), but not write its memory.
-                is_trained = leaf is not None and leaf.requires_grad
-                on_device = leaf.detach() if leaf is not None and is_trained else copy.memory[name]
-                if not same_bits(on_device, place.view(values)):
+                on_host, leaf = place.view(values), copy.leaves.get(name)
+                is_modified = not same_bits(copy.memory[name], on_host)
+                if (
+                    leaf is not None
+                    and name not in self._store.packed
+                    and leaf.data_ptr() != copy.memory[name].data_ptr()
+                ):
+                    # Forward may give what is frozen another dtype by `.data`, as bitsandbytes does, but not other values.
+                    is_modified |= not same_bits(leaf.detach(), on_host.to(leaf.dtype))
+                if is_modified:
                     modified.append(name)
         return modified
 

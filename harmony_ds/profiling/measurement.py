@@ -286,8 +286,9 @@ class Measurement(LayerCallObserver):
         names = self._runtime.residency.modified_names(copy) if self._runtime.device.has_values else []
         names += [name for name, leaf in copy.leaves.items() if leaf._version]
         if names:
+            kind = "buffer" if self._runtime.residency.is_buffer(names[0]) else "parameter"
             raise ModelError(
-                f"forward writes into {names[0]}, a copy on the device there: what is written would be lost. "
+                f"forward writes into the {kind} {names[0]}, a copy on the device there: what is written would be lost. "
                 "Change parameters between steps (engine.module.parameters()), or compute with a changed copy "
                 "(self.weight.clamp(...))."
             )

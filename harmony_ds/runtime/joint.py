@@ -22,6 +22,7 @@ from harmony_ds.model.joined import RAISED, Joined, Joins
 from harmony_ds.model.own_settings import in_force
 from harmony_ds.model.random_streams import RandomStreams, states_differ
 from harmony_ds.model.trees import tensors_in
+from harmony_ds.runtime.failure import FailedCall
 from harmony_ds.runtime.lane import Lane, LayerCallRunner, PositionOf
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 
@@ -42,6 +43,11 @@ class JointLane:
             for number, lane in enumerate(self.lanes):
                 self._streams.start(number)
                 lane.resume(engine_thread=engine_thread)
+
+    @property
+    def failed_call(self) -> FailedCall | None:
+        """The last layer call that has raised an error in one of the lanes; joined calls run one by one after an error."""
+        return next((lane.failed_call for lane in self.lanes if lane.failed_call is not None), None)
 
     @property
     def finished(self) -> bool:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -112,7 +113,7 @@ class Records(logging.Handler):
 
 def fails_before_it_says_its_norm(read: str) -> Any:
     """Process 1's update thread fails when all weights are updated; process 0 then asks for what needs its norm."""
-    records = Records()
+    records, has_returned = Records(), threading.Event()
     logging.getLogger("concurrent.futures").addHandler(records)
     engine = engine_of(MLP)
     engine.train_batch(batches())
@@ -121,10 +122,12 @@ def fails_before_it_says_its_norm(read: str) -> Any:
     if engine.global_rank == 1:
 
         def burst(number: int, part: float) -> None:
+            has_returned.wait()
             raise RuntimeError("the norm has burst")
 
         progress.post_norm_part = burst
     engine.train_batch(batches())
+    has_returned.set()  # process 0 has its loss, too
     seen = error_of(getattr(engine, read))
     again = error_of(lambda: engine.train_batch(batches()))
     return seen, again, records.texts

@@ -34,7 +34,7 @@ def residency_in_bf16() -> tuple[Residency, DeviceCopy]:
     device = CpuDevice()
     store: Any = SimpleNamespace(dtype=torch.bfloat16)
     leaves = Leaves({f"p{i}": nn.Parameter(torch.zeros(3, i + 1, dtype=torch.bfloat16)) for i in range(6)})
-    copy = DeviceCopy(torch.empty(0), leaves, device.record(Stream.SWAP_IN))
+    copy = DeviceCopy(torch.empty(0), leaves, {}, device.record(Stream.SWAP_IN))
     return Residency(device, store, Ledger(), torch.float32), copy
 
 
@@ -109,7 +109,7 @@ def test_copies_from_a_disk_whose_wait_was_interrupted_are_waited_for_again() ->
     for wait in (lambda copy: copy.wait(device), lambda _: residency.finish_reads()):
         arrival = Interrupted()
         arrival.set_result(device.record(Stream.DISK))
-        copy = DeviceCopy(torch.empty(0), Leaves({}), arrival)
+        copy = DeviceCopy(torch.empty(0), Leaves({}), {}, arrival)
         residency._last_swap_in[0] = arrival
         with pytest.raises(KeyboardInterrupt):
             wait(copy)
