@@ -79,6 +79,51 @@ def test_resident_packs_of_a_quantized_base_train_to_the_same_bits(kind: str, re
     train_both(lambda: quantized.build(kind), residency=residency)
 
 
+class Experts(nn.Module):
+    """The blocks' MLP as two quantized experts with adapters: each token goes to the one that a router chooses."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.router = nn.Linear(quantized.WIDTH, 2, bias=False)
+        self.experts = nn.ModuleList()
+        for _ in range(2):
+            linear = nn.Linear(quantized.WIDTH, quantized.WIDTH, bias=False).requires_grad_(False)
+            base = quantized.KINDS[kind](linear)
+            self.experts.append(quantized.LoraLinear(base, quantized.WIDTH, quantized.WIDTH, torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1, keepdim=True)
+        outputs = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            outputs = outputs + (chosen == number) * weights * expert(x)
+        return outputs
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes NF4, double", "torchao int8", "integer parameter"])
+def test_quantized_experts_train_to_plain_pytorchs_bits(kind: str) -> None:
+    def build() -> nn.Module:
+        model = quantized.build(kind)
+        for number, block in enumerate(model.model.layers):
+            block.mlp = Experts(kind, number)
+        return model
+
+    train_both(build, clip=0.5)
+
+
+@pytest.mark.deep
+def test_a_base_eight_times_its_budget_trains_to_plain_pytorchs_bits() -> None:
+    def build() -> nn.Module:
+        return quantized.build("bitsandbytes NF4", layers=48)
+
+    model = build()
+    with engine_for(model, lambda _: adamw_of(model), config_of(ACCUMULATION)) as engine:
+        packed = assembly_of(engine).store.packed
+        packed_bytes = sum(one.nbytes for one in packed.values())
+    report, _ = train_both(build, device_memory_gib=packed_bytes / 8 / 2**30)
+    assert report.ratio == 1.0
+
+
 def test_packed_bytes_are_what_is_swapped() -> None:
     few, _ = train_both(lambda: quantized.build("bitsandbytes NF4"))
     many, _ = train_both(lambda: quantized.build("torchao int8"))

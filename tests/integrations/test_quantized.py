@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
@@ -15,6 +16,7 @@ from tests import quantized
 from tests.engine.drive import config_of, engine_for, loop, seed_of
 from tests.engine.test_quantized import ACCUMULATION, GROUPS, adamw_of, trained_by
 from tests.integrations.test_trainer import both, logged
+from tests.integrations.test_trl import PAIRS, kinds, settings_of
 from tests.oracle import train_plainly
 
 
@@ -85,6 +87,57 @@ def test_a_base_from_pretrained_trains_and_merges_as_in_plain_pytorch(
     merged, merged_plainly = model.merge_and_unload().eval(), plain.merge_and_unload().eval()
     with torch.no_grad():
         assert torch.equal(merged(**batch).logits, merged_plainly(**batch).logits)
+
+
+def test_two_adapters_on_one_base_train_in_turn(folder: Path) -> None:
+    def build() -> PeftModel:
+        model = tuned(folder, "nf4", dropout=0.0)
+        torch.manual_seed(5)
+        model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj", "down_proj"], init_lora_weights=False))
+        model.base_model.set_adapter(["default", "second"])
+        return model
+
+    plain, model = build(), build()
+    expected = train_plainly(plain, GROUPS, adamw_of(plain), clip=None, seed_of=seed_of)
+    optimizer, batch = adamw_of(model), GROUPS[0][0]
+    with engine_for(model, lambda _: optimizer, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        assert loop(engine, GROUPS) == expected
+        wanted = trained_by(plain)
+        assert all(torch.equal(weight, wanted[name]) for name, weight in trained_by(model).items())
+        assert any(".second." in name for name in wanted)
+        plain.eval()
+        engine.eval()
+        for one in (plain, model):
+            one.base_model.set_adapter("second")
+        with torch.no_grad():
+            assert torch.equal(engine(**batch).logits, plain(**batch).logits)
+
+
+@pytest.mark.parametrize("how", ["nf4", "torchao int8"])
+def test_trl_fine_tunes_and_aligns_adapters_on_a_quantized_base(
+    folder: Path, how: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    trl = pytest.importorskip("trl")
+    # Without clipping: the stock trainer takes the norm of bf16 gradients in bf16.
+    texts = Dataset.from_list(
+        [{"text": "a dog ran there the cat sat" if row % 3 else "the cat sat"} for row in range(22)]
+    )
+    pairs = Dataset.from_list(PAIRS)
+    made: list[list[Any]] = [[], []]
+    for trainer, config, data in ((trl.SFTTrainer, trl.SFTConfig, texts), (trl.DPOTrainer, trl.DPOConfig, pairs)):
+        for trainers, (kind, extra) in zip(made, kinds(trainer), strict=True):
+            args = settings_of(config, tmp_path, max_length=16, max_grad_norm=0.0)
+            model = tuned(folder, how, dropout=0.0)
+            # TRL makes adapters beside bitsandbytes' weights bf16: no fp32 masters, as with the stock trainer.
+            more = {"ds_config": {**extra["ds_config"], "bf16": {"enabled": False}}} if extra else {}
+            one = kind(model=model, args=args, train_dataset=data, processing_class=tokenizer, **more)
+            one.train()
+            trainers.append(one)
+    for stock, ours in zip(*made, strict=True):
+        assert [loss for loss, _, _ in logged(stock)] == [loss for loss, _, _ in logged(ours)]
+        wanted = trained_by(stock.model)
+        assert all(torch.equal(weight, wanted[name]) for name, weight in trained_by(ours.model).items())
+        assert ours.harmony_engine.swap_report().ratio == 1.0
 
 
 @pytest.mark.parametrize("how", ["nf4", "torchao int8"])
