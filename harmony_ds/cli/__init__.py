@@ -8,10 +8,8 @@ import sys
 
 
 def main() -> None:
-    """Run the console script, without garbage collection while modules are imported and when the process ends."""
-    gc.disable()
+    """Run the console script, and look for no garbage when the process ends."""
     from harmony_ds.cli.app import run
 
-    gc.enable()
     atexit.register(gc.freeze)
     sys.exit(run(sys.argv[1:]))

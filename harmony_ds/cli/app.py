@@ -1,4 +1,4 @@
-"""Parse the command line of `harmony-ds` and run the command: each is a module here that registers its arguments.
+"""Run one command of `harmony-ds`: each is a module here, imported once the command line has been found right.
 
 Exit codes: 0 done (a model fits), 1 wrong input, 2 wrong command line (argparse's), 3 the model does not fit, 4 the losses
 of compared engines differ, 130 interrupted. A closed pipe (`| head`) ends a command with 0.
@@ -7,19 +7,14 @@ of compared engines differ, 130 interrupted. A closed pipe (`| head`) ends a com
 from __future__ import annotations
 
 import argparse
+import gc
 import os
-import platform
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-import torch
+from harmony_ds.cli.command_line import parse
 
-from harmony_ds import __version__
-from harmony_ds.cli import bench, convert, estimate, machines, plan, profile, trace
-from harmony_ds.errors import HarmonyError
-
-_MODULES = (estimate, plan, profile, trace, machines, bench, convert)
-COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 WRONG_INPUT, INTERRUPTED = 1, 130
 
 
@@ -29,9 +24,17 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: the command line is wrong (2), or asks for help (0).
     """
-    args = _parser().parse_args(argv or ["--help"])
+    return _run_command(parse(argv))
+
+
+def _run_command(args: argparse.Namespace) -> int:
+    gc.disable()  # modules are no garbage, and torch is one of those imported here
+    from harmony_ds.errors import HarmonyError
+
+    command = import_module(f"harmony_ds.cli.{args.command}").command
+    gc.enable()
     try:
-        return int(COMMANDS[args.command].command(args))
+        return int(command(args))
     except BrokenPipeError:  # the reader of the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -40,16 +43,3 @@ def run(argv: Sequence[str]) -> int:
     except (HarmonyError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_INPUT
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="harmony-ds",
-        description="Training of models larger than the device: will it fit, how fast will it be, and what would help.",
-    )
-    versions = f"harmony_ds {__version__} (torch {torch.__version__}, Python {platform.python_version()})"
-    parser.add_argument("--version", action="version", version=versions)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, module in COMMANDS.items():
-        module.register(commands.add_parser(name, help=module.ABOUT, description=module.ABOUT))
-    return parser

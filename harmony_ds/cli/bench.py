@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
@@ -22,41 +21,7 @@ from harmony_ds.cli import options
 from harmony_ds.cli.progress import tell
 from harmony_ds.errors import ConfigError
 
-ABOUT = "Train MODEL under several engines and compare step times, memory, bytes moved and losses."
 LOSSES_DIFFER = 4
-
-
-def register(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser)
-    add, count, names = parser.add_argument, options.at_least(1), "A,B,..."
-    text = "Engines, harmony among them, by name or module:name (default: all that can run here)."
-    add("--engines", type=_names, metavar=names, help=text)
-    text = "Engines that run without the memory cap, beside the others."
-    add("--uncapped", type=_names, default=(), metavar=names, help=text)
-    text = "Micro-batches in a step; with several, engines are compared at each."
-    add("--accumulation", dest="counts", type=_numbers, metavar="N,M,...", help=text)
-    add("--device", choices=("cpu", "cuda"), help="Default: CUDA if there is one.")
-    add("--processes", type=count, default=1, metavar="N", help="Replicas, each a process with a device of its own.")
-    add("--threads", type=count, metavar="N", help="Per process (CPU: 1; CUDA: all cores).")
-    add("--ablate", action="store_true", help="harmony alone, each of its mechanisms switched off.")
-    text = "Run the other engines at their own best micro-batch (default: yes)."
-    add("--sweep", action=argparse.BooleanOptionalAction, default=True, help=text)
-    add("--rounds", type=count, default=5, metavar="N", help="Timed turns of every engine.")
-    add("--steps", type=count, default=2, metavar="N", help="Optimizer steps in a turn.")
-    add("--warmup-steps", type=count, default=2, metavar="N", help="Steps before the first turn.")
-    add("--limit-s", type=options.at_least(1, float), metavar="S", help="Begin no turn after so many seconds.")
-    text = "The results, as JSON; the report (.md) and figure (.png) are written beside it."
-    add("--output", type=options.output_file, default=Path("harmony-bench.json"), metavar="FILE", help=text)
-    add("--resume", action="store_true", help="Go on with what --output already holds.")
-    options.add_json(parser)
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
-def _numbers(text: str) -> list[float]:
-    return [options.at_least(1)(number) for number in text.split(",")]
 
 
 def command(args: argparse.Namespace) -> int:

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from harmony_ds.cli.options import add_json
 from harmony_ds.estimate.text import columns, wrapped
 from harmony_ds.profiling.hardware import known_hardware
 
-ABOUT = "List GPUs, links and hosts. A machine is GPU, GPU/LINK, GPU/HOST or GPU/LINK/HOST."
 _COLUMNS = {
     "gpus": {
         "GPU": "name", "GiB": "memory_gib", "TF fp32": "fp32_tflops", "bf16": "half_tflops",
@@ -22,9 +20,6 @@ _COLUMNS = {
         "both ways": "both_ways_gb_per_s"},
     "hosts": {"host": "name", "GiB": "memory_gib", "GB/s": "nominal_gb_per_s", "cores": "cores"},
 }  # fmt: skip
-
-
-register = add_json
 
 
 def command(args: argparse.Namespace) -> int:

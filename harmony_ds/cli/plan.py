@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from pathlib import Path
 
-from harmony_ds.cli import options
 from harmony_ds.cli.answer import answer, reply
 from harmony_ds.config import Config
 from harmony_ds.errors import ProfileError
@@ -14,19 +12,6 @@ from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import Survey, measure, with_profile
 from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.scheduler.profile import Profile
-
-ABOUT = "Say how MODEL will be trained on this machine: the plan, its time and memory, and what limits it."
-
-
-def register(parser: argparse.ArgumentParser) -> None:
-    options.add_answer(parser)
-    add_profile(parser)
-
-
-def add_profile(parser: argparse.ArgumentParser) -> None:
-    """Add `--profile`."""
-    text = "A profile that `harmony-ds profile` saved. Without one: measure now."
-    parser.add_argument("--profile", type=Path, metavar="FILE", help=text)
 
 
 def command(args: argparse.Namespace) -> int:

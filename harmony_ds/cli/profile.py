@@ -9,14 +9,6 @@ from harmony_ds.cli.progress import tell
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import measure
 
-ABOUT = "Run one micro-batch of MODEL, with random weights, layer by layer on the ds_config's device."
-
-
-def register(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser)
-    text = "Where the profile is written, as JSON."
-    parser.add_argument("--output", type=options.output_file, required=True, metavar="FILE", help=text)
-
 
 def command(args: argparse.Namespace) -> int:
     config = options.config_of(args)

@@ -14,7 +14,7 @@ from typing import Any
 from harmony_ds.assembly.preflight import read_plan
 from harmony_ds.cli import options
 from harmony_ds.cli.answer import DOES_NOT_FIT
-from harmony_ds.cli.plan import add_profile, survey_here
+from harmony_ds.cli.plan import survey_here
 from harmony_ds.cli.progress import tell
 from harmony_ds.config import Config
 from harmony_ds.engine import initialize
@@ -27,22 +27,8 @@ from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.spans import busy_of
 from harmony_ds.scheduler.trace import ExecutedStep, trace_of
 
-ABOUT = "Write a Chrome trace of one step of MODEL on this machine, and print how long each stream works."
 _WARM_UP = 2  # the first step of a plan touches memory for the first time, the second one takes over its updates
 _STEP = "the whole step"
-
-
-def register(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser)
-    options.add_accumulation(parser)
-    add_profile(parser)
-    add = parser.add_argument
-    text = "Where the trace is written, for https://ui.perfetto.dev."
-    add("--output", type=options.output_file, required=True, metavar="FILE", help=text)
-    add("--run", action="store_true", help="Also execute steps on the ds_config's device, with synthetic data.")
-    text = "Steps that --run records, after two more; the one of median time is shown."
-    add("--steps", type=options.at_least(1), default=3, metavar="N", help=text)
-    options.add_json(parser)
 
 
 def command(args: argparse.Namespace) -> int:

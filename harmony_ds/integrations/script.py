@@ -9,30 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harmony_ds.errors import UsageError
 from harmony_ds.integrations.as_deepspeed import install_as_deepspeed
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-USAGE = "Usage: python -m harmony_ds SCRIPT [ARGUMENT ...], or python -m harmony_ds -m MODULE [ARGUMENT ...]"
-
-
-def check_command(command: Sequence[str]) -> None:
-    """Check that a script or a module is named.
-
-    Args:
-        command: the script's path and its arguments; or `-m`, a module's name and its arguments.
-
-    Raises:
-        UsageError: none is named, or there is no such script.
-    """
-    is_module = command[:1] == ["-m"]
-    words = command[1:] if is_module else command
-    if not words or words[0].startswith("-"):
-        raise UsageError(f"no script is named. {USAGE}")
-    if not is_module and not Path(words[0]).is_file():
-        raise UsageError(f"there is no script {words[0]}. {USAGE}")
 
 
 def run_script(command: Sequence[str]) -> dict[str, Any]:
@@ -44,11 +24,7 @@ def run_script(command: Sequence[str]) -> dict[str, Any]:
 
     Args:
         command: the script's path and its arguments; or `-m`, a module's name and its arguments.
-
-    Raises:
-        UsageError: see `check_command`.
     """
-    check_command(command)
     install_as_deepspeed()
     if find_spec("transformers") is not None and find_spec("accelerate") is not None:
         install_in_trainers()

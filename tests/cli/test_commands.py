@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import harmony_ds
-from harmony_ds.cli.app import COMMANDS
+from harmony_ds.checkpoint import Layout
+from harmony_ds.cli.command_line import COMMANDS, parse
 from harmony_ds.cli.options import DEFAULT
+from harmony_ds.estimate.quantized import Quantization
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.scheduler.profile import Profile
 from tests.cli.shell import run
@@ -72,10 +74,10 @@ def test_no_garbage_is_looked_for_while_a_command_is_imported_and_when_its_proce
     seen = """if 1:
         import atexit, gc, sys
         from harmony_ds.cli import main
-        imported = lambda: "torch" not in sys.modules or hasattr(sys.modules.get("harmony_ds.cli.app"), "run")
+        imported = lambda: "torch" not in sys.modules or hasattr(sys.modules.get("harmony_ds.cli.machines"), "command")
         gc.set_threshold(10)
         gc.callbacks.append(lambda *_: imported() or print("collected"))
-        atexit.register(lambda: print(gc.get_freeze_count() > 0, gc.isenabled()))
+        atexit.register(lambda: print(gc.get_freeze_count() > 0, gc.isenabled()) or gc.callbacks.clear())
         sys.argv = ["harmony-ds", "machines"]
         main()"""
     ended = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
@@ -99,6 +101,23 @@ def test_help_fits_a_terminal(command: tuple[str, ...], monkeypatch: pytest.Monk
     assert found.exit_code == 0
     assert found.stdout.startswith("usage: harmony-ds")
     assert max(map(len, found.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("module", ["harmony_ds", "harmony_ds.cli"])
+def test_help_is_answered_without_torch(module: str) -> None:
+    asked = [sys.executable, "-X", "importtime", "-m", module, "--help"]
+    ended = subprocess.run(asked, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "harmony-ds" in ended.stdout
+    assert "harmony_ds" in imported
+    assert not imported & {"torch", "pydantic", "numpy"}
+
+
+def test_choices_of_the_command_line_are_all_that_there_are() -> None:
+    for how in Quantization:
+        assert parse(["estimate", "model", "--lora", "1", "--base", how.value]).base == how.value
+    for layout in Layout:
+        assert parse(["convert", "a", "b", "--to", layout.value]).to == layout
 
 
 def test_the_version_is_the_packages() -> None:

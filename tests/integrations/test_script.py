@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from harmony_ds.errors import UsageError
-from harmony_ds.integrations.script import check_command, install_in_trainers, run_script
+from harmony_ds.__main__ import main
+from harmony_ds.integrations.script import install_in_trainers, run_script
 from harmony_ds.integrations.transformers import HarmonyMixin, HarmonyTrainer
 from tests.integrations.as_deepspeed import deepspeed_as_it_was, forget_accelerate
 from tests.integrations.scripts.pieces import model, rows
@@ -127,8 +127,8 @@ def test_a_script_finds_its_own_arguments_and_neighbours(tmp_path: Path, as_it_w
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(command: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        check_command(command)
+    with pytest.raises(SystemExit, match=message):
+        main(command)
 
 
 def test_the_command_runs_a_module_and_names_what_is_wrong(tmp_path: Path) -> None:
