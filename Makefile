@@ -2,7 +2,7 @@
 # make demo   train a GPT-2 that exceeds its device budget eightfold, on this machine
 # make test   formatting, lint, types, import rules, and the tests that say within minutes whether anything is broken
 # make test-all   the same with all tests that need no GPU
-# make docs   all pages with their full tables, and the reference of all public names, in outputs/site
+# make docs   the site with all pages, their full tables, and the reference of all public names, in outputs/site
 # make test-gpu PYTHON_GPU=python3   the tests that need a CUDA device, with a Python that already has torch and deepspeed
 # make gpu-kit    all that a machine with a GPU and no network needs, in one folder
 # make bench-overhead   the cost of a layer call, beside plain PyTorch
@@ -60,8 +60,12 @@ demo:
 	$(MAKE) --jobs=2 $(ADAM) $(PRETRAIN)
 	$(BIN)/python examples/pretrain_gpt2/train.py
 
+# Warnings are errors: a link that leads nowhere, a page without a place in the sidebar, a docstring that names no argument.
+docs: export NO_MKDOCS_2_WARNING = 1
 docs: venv
-	$(BIN)/python -m tests.docs.site outputs/site
+	$(BIN)/python -m tests.compatibility.run outputs/answers.md
+	$(BIN)/python -m mkdocs build --strict
+	@echo "written: outputs/site/index.html; with its search: $(BIN)/python -m http.server --directory outputs/site"
 
 # One OpenMP thread and two processes, one core each: with more threads, spinning ones make small kernels many times
 # slower. The test device takes torch's one place for an accelerator: its tests run in a process of their own, beside the

@@ -78,16 +78,23 @@ def initialize(
     """Wrap `model`, in host memory, for training; the signature and the result are those of `deepspeed.initialize`.
 
     Args:
-        optimizer, lr_scheduler: over the model's parameters, or a callable that makes one; override the ds_config's.
-            Several optimizers over different parameters in a list, or in an object of the program's, are stepped together,
-            and so are several schedulers in a list.
+        args: the program's arguments; `args.deepspeed_config` may be the ds_config.
+        model: the model to train, in host memory.
+        optimizer: an optimizer of the model's parameters, or a callable that makes one; overrides the ds_config's. Several
+            optimizers over different parameters, in a list or in an object of the program's, are stepped together.
         model_parameters: parameters or parameter groups to train (all that require gradients).
-        training_data, collate_fn: a dataset, which the third result loads in micro-batches as DeepSpeed does.
-        config, config_params: the ds_config: a dict, a path, or url-safe base64 of JSON. `args.deepspeed_config` may be it.
+        training_data: a dataset, which the third result loads in micro-batches as DeepSpeed does.
+        lr_scheduler: a scheduler, a callable that makes one from the optimizer, or a list of schedulers, which are stepped
+            together; overrides the ds_config's.
+        distributed_port: accepted, without effect.
+        mpu: accepted as long as it asks for no other parallelism than copies of the model.
         dist_init_required: if True, `torch.distributed` and `deepspeed.comm` are initialized, for this process
             alone without a launcher.
+        collate_fn: joins the samples of `training_data` to a micro-batch.
+        config: the ds_config: a dict, a path, or url-safe base64 of JSON.
+        mesh_param: accepted as long as it asks for no other parallelism than copies of the model.
+        config_params: another name of `config`.
         device: an explicit device, instead of the ds_config's.
-        distributed_port, mpu, mesh_param: accepted for DeepSpeed's sake as long as they ask for no other parallelism.
 
     Returns:
         engine, optimizer, training data loader (or None), learning-rate scheduler (or None).
@@ -132,14 +139,13 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 class HarmonyEngine(nn.Module):
-    """The engine that trains one model. Attributes that it does not have are the model's.
+    """The engine that trains one model. Attributes that it does not have are the model's."""
 
-    Every method says which object does the work: `_steps` has the step that micro-batches are queued for, the optimizer,
-    the schedule and the counters; `_checkpoints` saves and loads, `_reporter` reports.
-
-    Methods that need a live engine begin with `check_alive()`. A program that is compiled runs them uncompiled
-    (`_disable_dynamo`), since dynamo cannot follow a forward pass that runs later.
-    """
+    # Every method says which object does the work: `_steps` has the step that micro-batches are queued for, the optimizer,
+    # the schedule and the counters; `_checkpoints` saves and loads, `_reporter` reports.
+    #
+    # Methods that need a live engine begin with `check_alive()`. A program that is compiled runs them uncompiled
+    # (`_disable_dynamo`), since dynamo cannot follow a forward pass that runs later.
 
     is_compiled = False
 
@@ -972,7 +978,10 @@ class HarmonyEngine(nn.Module):
         """Compile layers one by one; code between them stays as it is. A second call changes nothing.
 
         Args:
-            backend, compile_kwargs: as `torch.compile` takes them.
+            backend: as `torch.compile` takes it.
+            compile_kwargs: further arguments of `torch.compile`.
+            schedule: must be None: DeepCompile's passes are of whole models.
+            compiled_autograd_enabled: must be False.
 
         Raises:
             UnsupportedError: it asks for CUDA graphs, for passes of DeepCompile, or for compiled autograd.

@@ -25,6 +25,8 @@ from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
 
 class TaskKind(Enum):
+    """What a task does; the value is its letter in a printed plan."""
+
     SWAP_IN = "I"
     FORWARD = "F"
     FUSED = "L"
