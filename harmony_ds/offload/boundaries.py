@@ -163,7 +163,7 @@ class Boundaries:
             # The memory belongs to the compute stream, which may reuse it only after the copy.
             self._device.wait(Stream.COMPUTE, copied)
 
-    def abandon(self) -> None:
+    def forget_copies(self) -> None:
         """Forget copies under way after a failed step; to be called when the stash has ordered all streams."""
         self._copies_out.clear()
 

@@ -215,7 +215,7 @@ class Stash:
                 self._buffers.release(entry.buffer, self._device.record(Stream.SWAP_IN) if was_swapped_in else None)
             entry.host_tensor = entry.buffer = None
 
-    def abandon(self) -> None:
+    def order_streams(self) -> None:
         """Order all streams after a failed step, so that tensors may be dropped that copies or kernels still use."""
         for number in range(self._device.count):
             self._device.enter(number)

@@ -122,7 +122,7 @@ class Profiler:
             try:
                 tables.append((size, self._time(self._measure(sample, sizes), sample, sizes)))
             except torch.OutOfMemoryError:
-                self._runtime.stash.abandon()
+                self._runtime.stash.order_streams()
                 if not tables:
                     raise
                 _logger.info("slices of %d rows do not fit on the device; larger ones are not tried", size)
@@ -196,7 +196,7 @@ class Profiler:
                 self._row_probe.probe(alike, (few, more), self.unlayered)
             except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces here
                 _logger.warning("the model does not take %d rows of a micro-batch, to find them: %r", more, error)
-                self._runtime.stash.abandon()
+                self._runtime.stash.order_streams()
                 release_frames(error)
                 self._probed_calls = self._measure(sample, WHOLE).calls
         for layer, reason in self._row_probe.found[1].items():
@@ -240,7 +240,7 @@ class Profiler:
             with self._progress.measuring(len(self._layers)):
                 yield
         except torch.OutOfMemoryError as error:
-            self._runtime.stash.abandon()
+            self._runtime.stash.order_streams()
             message = _explanation(device, before, error)
             release_frames(error)
             raise DoesNotFitError(message) from error

@@ -221,7 +221,7 @@ class Executor:
         self.failure = self._failed_backward = None
         self.updates.outcome = outcome
 
-    def undo_run(self) -> None:
+    def free_run(self) -> None:
         """Free what the plan that failed has brought to the device.
 
         Device copies that earlier plans of the step have left stay: graphs of other micro-batches lead to their leaves.
@@ -229,15 +229,15 @@ class Executor:
         """
         self._free(kept=self._copies_at_begin, drops_gradients=self.backward_begun)
 
-    def drop_step(self) -> None:
+    def free_step(self) -> None:
         """Free everything of the step on the device but resident packs; the updater drops gradients on the host."""
         self._free(kept=(), drops_gradients=True)
 
     def _free(self, kept: Sequence[DeviceCopy], drops_gradients: bool) -> None:
         """Free device copies but the `kept`, once all copies that are under way are ordered before."""
         runtime = self._runtime
-        runtime.stash.abandon()
-        runtime.boundaries.abandon()
+        runtime.stash.order_streams()
+        runtime.boundaries.forget_copies()
         for pack, copy in list(self._copies.items()):
             if copy not in kept:
                 self._evict_copy(pack)
@@ -245,7 +245,7 @@ class Executor:
                 runtime.residency.clear_gradients(copy)
         if drops_gradients:
             runtime.resident_packs.clear_gradients()
-            self.updates.abandon()
+            self.updates.forget_copies()
         runtime.device.enter(HOME)
 
     def _evict_copy(self, pack: int) -> None:

@@ -212,7 +212,7 @@ class MicroBatch:
         if given or not self.inter_layer.is_trivial:
             self.outputs = map_tensors(own, self.outputs)
 
-    def abandon(self) -> None:
+    def reset(self) -> None:
         """End the lane wherever it is, and forget everything recorded."""
         if self.lane is not None:
             self.lane.close()
@@ -229,7 +229,7 @@ class MicroBatch:
 
     def close(self) -> None:
         """Drop its inputs and the program's objects: its step is over."""
-        self.abandon()
+        self.reset()
         self.forward, self.objective = (lambda: None), (lambda outputs: None)
         self.inputs, self.sharing = ((), {}), ()
         self.state = replace(self.state, attributes={}, trained_now=tuple)

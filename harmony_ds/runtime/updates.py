@@ -230,7 +230,7 @@ class Updates:
         self.promise_norm()
         updater.wait_all()
 
-    def abandon(self) -> None:
+    def forget_copies(self) -> None:
         """Drop the gradients that are on their way to the host, after a failure.
 
         Their memory may be reused: the stash has made the compute stream wait for all copies.

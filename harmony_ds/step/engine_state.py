@@ -90,7 +90,7 @@ class EngineState:
         """
         self.runtime.updater.stop()
         self.health.is_destroyed = True
-        self.executor.drop_step()
+        self.executor.free_step()
         self.runtime.resident_packs.destroy()
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch_state()

@@ -1,7 +1,8 @@
 """What is done about an error in a run: one table, by which `Recovery.recover` acts.
 
-`python -m harmony_ds.step.recovery` prints it. The run is undone first. Then it is either made again, after which the step
-goes on as if nothing had happened, or the error is raised. Whether a raised error drops the step is said in `transitions`.
+`python -m harmony_ds.step.recovery` prints it. The run is undone first, as `undo` says. Then it is either made again, after
+which the step goes on as if nothing had happened, or the error is raised. Whether a raised error drops the step is said in
+`transitions`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from harmony_ds.runtime.updates import Outcome
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.retry_budget import RetryBudget
 from harmony_ds.step.run import Run, RunKind
+from harmony_ds.step.undo import comes_after_updates, undo_run
 
 MOST_ATTEMPTS = 8
 """How often the same micro-batches run, if each time the model calls layers that were not measured."""
@@ -107,7 +109,7 @@ class Recovery:
         """Undo the run, and do what the table says about `error`; return if the run is to be made again, else raise."""
         self._errors += 1
         remedy = self._remedy(self._kind_of(error))
-        self._undo()
+        undo_run(self._context, self.outcome, self._run.keeps_earlier_runs)
         getattr(self, remedy.action)(error)
 
     def end(self, error: BaseException) -> None:
@@ -216,43 +218,11 @@ class Recovery:
         end_engine(self._context, self.outcome, error)
         raise error
 
-    def _undo(self) -> None:
-        """Free what the run has brought to the device; what earlier runs of the step have left there stays.
-
-        Once its backward pass has begun, its gradients lie among those of earlier runs of the step: then all are dropped.
-        """
-        executor = self._context.executor
-        if executor.backward_begun:
-            self._context.gradients.forget_received()
-        if self._run.kind in (RunKind.FORWARD, RunKind.PART, RunKind.EVALUATION):
-            executor.undo_run()
-            if executor.backward_begun:
-                self._discard_on_host()
-        else:
-            executor.drop_step()
-            self._discard_on_host()
-
-    def _discard_on_host(self) -> None:
-        if not comes_after_updates(self._context, self.outcome):
-            self._context.runtime.updater.discard()
-
-
-def comes_after_updates(context: StepContext, outcome: Outcome) -> bool:
-    """Return whether an error now leaves some layers updated and others not: by this process, by others, or before."""
-    return context.health.failed is not None or bool(outcome.updates_issued) or outcome.others_update
-
 
 def end_engine(context: StepContext, outcome: Outcome, error: BaseException) -> None:
     """Note that the engine cannot go on, since `error` came after updates of its step."""
     if context.health.failed is None:
         context.health.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
-
-
-def drop_gradients(context: StepContext) -> None:
-    """Drop the gradients of the step, and what its runs have left on the device."""
-    context.executor.drop_step()
-    if context.health.failed is None:
-        context.runtime.updater.discard()
 
 
 def remedies() -> Iterator[tuple[ErrorKind, Remedy]]:

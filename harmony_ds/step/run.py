@@ -14,6 +14,7 @@ from harmony_ds.scheduler.plan import EMPTY_PLAN, Plan, TaskKind
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.pending_micro_batch import PendingMicroBatch
 from harmony_ds.step.planner import others_bytes
+from harmony_ds.step.undo import undo_passes
 
 
 class RunKind(enum.Enum):
@@ -49,6 +50,11 @@ class Run:
     cannot_repeat: bool = False
     taken_gradients: int = 0
     updates: Plan | None = None
+
+    @property
+    def keeps_earlier_runs(self) -> bool:
+        """Whether, after an error, what earlier runs of the step have left stays."""
+        return self.kind in (RunKind.FORWARD, RunKind.PART, RunKind.EVALUATION)
 
 
 @dataclass(slots=True)
@@ -114,7 +120,7 @@ def _plan_update(context: StepContext, run: Run) -> PlannedRun:
 
 @contextmanager
 def running(context: StepContext, planned: PlannedRun) -> Iterator[None]:
-    """Run as the engine, which the user's code is called by; after an error, forget what micro-batches have done."""
+    """Run as the engine, which the user's code is called by; undo the passes of the run after an error."""
     runtime = context.runtime
     runtime.device.watch_peak()
     with runtime.contract.running():
@@ -122,9 +128,7 @@ def running(context: StepContext, planned: PlannedRun) -> Iterator[None]:
             with runtime.timeline.step(planned.plan) if planned.records else nullcontext():
                 yield
         except BaseException:
-            for micro_batch in planned.micro_batches:
-                micro_batch.abandon()
-            runtime.contract.settings.undo()
+            undo_passes(context, planned.micro_batches)
             raise
 
 

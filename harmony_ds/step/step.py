@@ -35,12 +35,13 @@ from harmony_ds.step.health import DESTROYED
 from harmony_ds.step.inputs import CallInputs
 from harmony_ds.step.one_time_warnings import DIVIDED_TWICE, DROPPED, EARLY_READ, NOT_FINITE, SKIPPED, SKIPPED_AT_SCALE
 from harmony_ds.step.pending_micro_batch import PROPAGATED_ALREADY, LossFunction, Passes, PendingMicroBatch
-from harmony_ds.step.recovery import Recovery, comes_after_updates, drop_gradients, end_engine
+from harmony_ds.step.recovery import Recovery, end_engine
 from harmony_ds.step.run import Run, RunKind, finish_run, plan_run, running
 from harmony_ds.step.samples import measure, new_micro_batch
 from harmony_ds.step.shared_loss import SharedLoss
 from harmony_ds.step.step_checks import check_grouping, check_same_step
 from harmony_ds.step.transitions import TRANSITIONS, Impossible, StepEvent, StepState, Transition
+from harmony_ds.step.undo import comes_after_updates, free_unused, undo_step
 from harmony_ds.step.used_gradients import check_dropped
 
 _logger = logging.getLogger("harmony_ds")
@@ -659,12 +660,9 @@ class Step:
     # ---- its end
 
     def drop(self) -> None:
-        """Drop the step: free what it has, and let the program hand its micro-batches over again."""
-        context = self.context
-        context.gradients.forget_received()
-        self._end()
-        context.record.discard()
-        context.counters.rewind()
+        """Drop the step: undo what its runs have done, and let the program hand its micro-batches over again."""
+        undo_step(self.context, self.has_accumulated)
+        self._close()
 
     def drop_with_engine(self) -> None:
         """Drop the step of an engine that is destroyed; warn if gradients are lost by that."""
@@ -678,13 +676,11 @@ class Step:
         self._close(keeps_outputs=False)
 
     def _end(self) -> None:
-        """Drop what runs of the step have left and nothing has used, and close the step."""
-        context = self.context
-        if (self.has_accumulated or context.executor.has_unlayered) and not context.health.is_destroyed:
-            drop_gradients(context)
-        self._close(keeps_outputs=True)
+        """End a step without an error."""
+        free_unused(self.context, self.has_accumulated)
+        self._close()
 
-    def _close(self, keeps_outputs: bool) -> None:
+    def _close(self, keeps_outputs: bool = True) -> None:
         """Forget all micro-batches and the engine's objects, since losses that the program keeps hold the step."""
         for pending in self.micro_batches:
             pending.close(keeps_outputs)

@@ -107,12 +107,12 @@ def _drop_by_swap_out(stash: Stash, entry: StashEntry) -> None:
     stash.swap_out([entry])
 
 
-def _drop_by_abandon(stash: Stash, entry: StashEntry) -> None:
-    stash.abandon()
+def _drop_by_ordering_streams(stash: Stash, entry: StashEntry) -> None:
+    stash.order_streams()
     entry.device_tensor = None
 
 
-@pytest.mark.parametrize("drop", [_drop_by_release, _drop_by_swap_out, _drop_by_abandon])
+@pytest.mark.parametrize("drop", [_drop_by_release, _drop_by_swap_out, _drop_by_ordering_streams])
 def test_a_stash_that_came_back_for_nothing_is_freed_after_its_copy(
     device: LateCpuDevice, drop: Callable[[Stash, StashEntry], None]
 ) -> None:
