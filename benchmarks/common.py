@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.bench.results import environment
+from harmony_ds.cli.app import run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+END_OF_TABLE = "<!-- end of table -->"
 GIB, MIB = 2**30, 2**20
 
 
@@ -100,3 +104,18 @@ def write_results(name: str, content: dict[str, Any]) -> None:
     """Write `results/NAME.json`, with the environment that it was measured in."""
     text = json.dumps({"environment": environment("cpu"), **content}, indent=1) + "\n"
     (RESULTS / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+def put_table(page: Path, begin: str, table: Sequence[str]) -> None:
+    """Replace the lines of a page between `begin`, which names the table's command, and the end of the table."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(END_OF_TABLE)
+    page.write_text("\n".join([before + begin, *table, END_OF_TABLE + after]), encoding="utf-8")
+
+
+def answer_of_command(words: Sequence[str]) -> dict[str, Any]:
+    """Return what `harmony-ds WORDS`, which print JSON, print."""
+    with redirect_stdout(io.StringIO()) as printed:
+        run(list(words))
+    answer: dict[str, Any] = json.loads(printed.getvalue())
+    return answer

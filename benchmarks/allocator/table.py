@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allocator.case import Case, Pools, answer_with_replanning
-from benchmarks.common import GIB, ROOT, write_results
+from benchmarks.common import GIB, ROOT, put_table, write_results
 
 DOCUMENT = ROOT / "docs" / "memory.md"
-BEGIN, END = "<!-- table: python -m benchmarks.allocator --write -->", "<!-- end of table -->"
+BEGIN = "<!-- table: python -m benchmarks.allocator --write -->"
 HEAD = (
     "| model | step | GiB: budget | planned | reserved | without a limit | retries | s per step, predicted "
     "| retries, s when replanned |\n|---|---|---|---|---|---|---|---|---|"
@@ -45,11 +45,7 @@ def write_table(pools: Pools, expandable: bool, to_files: bool) -> None:
     if not to_files:
         return
     write_results("allocator", {"pools": pools.value, "expandable": expandable, "cases": rows})
-    text = DOCUMENT.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    table = [HEAD, *(_line(case, row) for case, row in zip(cases(), rows, strict=True))]
-    DOCUMENT.write_text("\n".join([before + BEGIN, *table, END + after]), encoding="utf-8")
+    put_table(DOCUMENT, BEGIN, [HEAD, *(_line(case, row) for case, row in zip(cases(), rows, strict=True))])
 
 
 def _line(case: Case, found: dict[str, Any]) -> str:

@@ -8,15 +8,10 @@ Nothing is allocated; takes a few minutes.
 from __future__ import annotations
 
 import argparse
-import io
-import json
-from contextlib import redirect_stdout
 from itertools import product
-from typing import Any
 
-from benchmarks.common import GIB
-from benchmarks.estimate.run import put_into_page
-from harmony_ds.cli.app import run
+from benchmarks.common import GIB, answer_of_command, put_table
+from benchmarks.estimate.run import DOCUMENT
 
 BEGIN = "<!-- table: python -m benchmarks.estimate.lora --write -->"
 MODELS, BASES = ("llama-3.1-8b", "qwen3-32b", "llama-3.1-70b"), ("bf16", "int8", "nf4")
@@ -37,15 +32,13 @@ def main() -> None:
         table.append(line(model, base))
         print(table[-1], flush=True)
     if options.write:
-        put_into_page(BEGIN, table)
+        put_table(DOCUMENT, BEGIN, table)
 
 
 def line(model: str, base: str) -> str:
     """Return one line of the table: what `harmony-ds estimate` says."""
     path = f"benchmarks/models/{model}.json"
-    with redirect_stdout(io.StringIO()) as said:
-        run(["estimate", path, "--lora", "16", "--base", base, *OPTIONS.split()])
-    found: dict[str, Any] = json.loads(said.getvalue())
+    found = answer_of_command(["estimate", path, "--lora", "16", "--base", base, *OPTIONS.split()])
     swaps = found["swaps"]
     cells = [
         model,

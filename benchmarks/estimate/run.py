@@ -8,18 +8,14 @@ Nothing is allocated; takes a few minutes, most of it searching for plans.
 from __future__ import annotations
 
 import argparse
-import io
-import json
-from contextlib import redirect_stdout
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import GIB, ROOT
-from harmony_ds.cli.app import run
+from benchmarks.common import GIB, ROOT, answer_of_command, put_table
 
 DOCUMENT = ROOT / "docs" / "estimate.md"
-BEGIN, END = "<!-- table: python -m benchmarks.estimate.run --write -->", "<!-- end of table -->"
+BEGIN = "<!-- table: python -m benchmarks.estimate.run --write -->"
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b")
 MACHINES = {"rtx4090": (1, 32), "h100": (4, 8)}
 """Rows of a micro-batch, and micro-batches of a step: 65,536 tokens in all."""
@@ -39,15 +35,7 @@ def main() -> None:
         table.append(line(model, machine))
         print(table[-1], flush=True)
     if options.write:
-        put_into_page(BEGIN, table)
-
-
-def put_into_page(begin: str, table: list[str]) -> None:
-    """Replace the lines of docs/estimate.md between `begin` and the end of the table."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(END)
-    DOCUMENT.write_text("\n".join([before + begin, *table, END + after]), encoding="utf-8")
+        put_table(DOCUMENT, BEGIN, table)
 
 
 def line(model: str, machine: str) -> str:
@@ -55,9 +43,7 @@ def line(model: str, machine: str) -> str:
     path = Path(__file__).parent / "models" / f"{model}.json"
     rows, steps = MACHINES[machine]
     options = f"--machine {machine} --sequence 2048 --micro-batch {rows} --accumulation {steps} --json --no-advice"
-    with redirect_stdout(io.StringIO()) as said:
-        run(["estimate", str(path), *options.split()])
-    return f"| {model} | {' | '.join(cells(json.loads(said.getvalue())))} |"
+    return f"| {model} | {' | '.join(cells(answer_of_command(['estimate', str(path), *options.split()])))} |"
 
 
 def cells(found: dict[str, Any]) -> list[str]:

@@ -6,18 +6,14 @@ Each row is what `harmony-ds estimate` says, with host memory as it needs it. No
 from __future__ import annotations
 
 import argparse
-import io
-import json
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common import GIB, ROOT
-from harmony_ds.cli.app import run
+from benchmarks.common import GIB, ROOT, answer_of_command, put_table
 
 README = ROOT / "README.md"
 MODELS = ROOT / "benchmarks" / "models"
-BEGIN, END = "<!-- table: python -m benchmarks.fits.run --write -->", "<!-- end of table -->"
+BEGIN = "<!-- table: python -m benchmarks.fits.run --write -->"
 HEAD = "| what is trained | tokens a row | tokens a step | GiB: device | host | tokens/s |\n|---|---|---|---|---|---|"
 MACHINE, HOST_GIB = "rtx4090/pcie4/desktop-ddr5", 2000
 
@@ -57,21 +53,10 @@ def main() -> None:
     table = [HEAD]
     print(HEAD)
     for case in CASES:
-        table.append(line(case, answer_of(case)))
+        table.append(line(case, answer_of_command(case.command.split())))
         print(table[-1], flush=True)
     if options.write:
-        text = README.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        README.write_text("\n".join([before + BEGIN, *table, END + after]), encoding="utf-8")
-
-
-def answer_of(case: Case) -> dict[str, Any]:
-    """Return what `harmony-ds estimate --json` prints."""
-    with redirect_stdout(io.StringIO()) as said:
-        run(case.command.split())
-    found: dict[str, Any] = json.loads(said.getvalue())
-    return found
+        put_table(README, BEGIN, table)
 
 
 def line(case: Case, found: dict[str, Any]) -> str:

@@ -54,11 +54,6 @@ class StashEntry:
         tensor = self.device_tensor if self.device_tensor is not None else self.host_tensor
         return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
-    @property
-    def may_be_shared(self) -> bool:
-        """Whether another call may use the same entry."""
-        return self.device_tensor is not None or (self.crossed and self.host_tensor is not None)
-
     def check(self) -> None:
         """Raise ModelError if the tensor was changed in place on the device, so that its layer cannot be recomputed."""
         if self.device_tensor is not None and self.device_tensor._version != self.version:
@@ -85,11 +80,15 @@ class Stash:
     def put(self, tensor: Tensor, layer: str) -> StashEntry:
         """Return the entry of `tensor`, an input of `layer`; all layers that have it as an input share the entry."""
         entry: StashEntry | None = getattr(tensor, _ENTRY, None)
-        if entry is None or entry.version != tensor._version or not entry.may_be_shared:
+        if entry is None or entry.version != tensor._version:
             entry = StashEntry(tensor, layer)
             setattr(tensor, _ENTRY, entry)
-        if entry.device_tensor is None:  # it has been on the host, and is back
-            entry.device_tensor = tensor.detach()
+        elif entry.device_tensor is None:
+            if entry.crossed and entry.host_tensor is not None:  # it was on the host between two packs, and is back
+                entry.device_tensor = tensor.detach()
+            else:  # its calls have been recomputed, or wait on the host: it cannot be shared
+                entry = StashEntry(tensor, layer)
+                setattr(tensor, _ENTRY, entry)
         if not entry.users:
             entry.layer = layer
         entry.users += 1
@@ -110,8 +109,8 @@ class Stash:
                 entry.buffer, entry.host_tensor = self.copy_out(entry, tensor)
                 entry.arrived = device.record(Stream.SWAP_OUT)
                 self._copies_out[device.number].append((entry.arrived, tensor))
-            else:
-                self._wait_for(entry)
+            elif entry.arrived is not None:
+                self._wait_for(entry.arrived, entry)
             entry.device_tensor = None
 
     def copy_for_boundary(self, tensor: Tensor) -> tuple[StashEntry, bool]:
@@ -190,15 +189,15 @@ class Stash:
             self.swap_in([entry])
         tensor = entry.device_tensor
         assert tensor is not None
-        self._wait_for(entry)
+        if entry.arrived is not None:
+            self._wait_for(entry.arrived, entry)
         entry.check()
         return tensor if entry.stays else tensor.detach()
 
-    def _wait_for(self, entry: StashEntry) -> None:
+    def _wait_for(self, arrived: Event, entry: StashEntry) -> None:
         """Let the compute stream read or reuse the memory of a tensor only after the swap-in has written it."""
-        if entry.arrived is not None:
-            self._device.wait(Stream.COMPUTE, entry.arrived)
-            entry.arrived = None
+        self._device.wait(Stream.COMPUTE, arrived)
+        entry.arrived = None
 
     def release(self, entry: StashEntry) -> None:
         """Release `entry` for one of its users: free the device tensor, and with the last user the host's."""
@@ -206,8 +205,8 @@ class Stash:
         # Only a swap-in waits for the copy to the host; without one, that copy may still be queued on another stream.
         was_swapped_in = entry.device_tensor is not None
         if entry.host_tensor is not None:
-            if was_swapped_in:
-                self._wait_for(entry)
+            if was_swapped_in and entry.arrived is not None:
+                self._wait_for(entry.arrived, entry)
             entry.device_tensor = None
         if entry.users == 0:
             entry.device_tensor = None

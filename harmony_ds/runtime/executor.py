@@ -35,6 +35,7 @@ from harmony_ds.model.boundary import on_one_thread
 from harmony_ds.model.checkpointing import checkpoints_bypassed
 from harmony_ds.model.intercept import Autocast, Request
 from harmony_ds.model.own_settings import TrainedFlags, both_trained, trained_by
+from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
@@ -178,7 +179,7 @@ class Executor:
                                 runtime.boundaries.wait(micro_batch.boundary)
                                 micro_batch.boundary = None
                             handler(task)
-                            if task.kind in RUNS:
+                            if self._plan.policy.boundaries_on_host and task.kind in RUNS:
                                 runtime.boundaries.free_copied()
                             for copy in unlayered:
                                 runtime.residency.check_user_settings(copy)
@@ -372,16 +373,9 @@ class Executor:
         self._apply_own_requires_grad(task.pack, request)
         layer_calls, inter_layer = self._runtime.layer_calls, micro_batch.inter_layer
         read_state = self._runtime.random.snapshot
-        if micro_batch.reduce is not None:  # what is kept of its outputs is made while the weights are there
-            head = layer_calls.begin_head_without_gradients(request, leaves)
+        if layer_calls.tiles.size:
+            head = self._begin_cut_head(task, micro_batch, leaves, request, position, number)
             if head is not None:
-                return head
-        elif task.kind is TaskKind.FORWARD and not self._plan.rows.cuts:
-            record = partial(micro_batch.record_at, position)
-            weights = partial(self._weights_of, request.layer, task.pack)
-            head = layer_calls.begin_recorded_head(request, number, weights, inter_layer, record)
-            if head is not None:
-                micro_batch.heads.append((request.layer, head.head))
                 return head
         if task.kind is TaskKind.FORWARD_FOR_GRAPH:
             outputs, call = layer_calls.forward_with_graph(request, number, leaves, inter_layer, read_state)
@@ -391,9 +385,25 @@ class Executor:
             if not self._needs_backward[position]:  # it returned its input when it was measured
                 raise OffPlanError
             micro_batch.calls.append((position, call))
-        if request.grad:
+        if self._plan.policy.boundaries_on_host and request.grad:
             micro_batch.values.note(tensors_in(outputs))
         return outputs
+
+    def _begin_cut_head(
+        self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int, number: int
+    ) -> TokenTensor | None:
+        """Return the output of a head's call that runs in tiles of tokens, cut from its graph; None: it is not so cut."""
+        layer_calls = self._runtime.layer_calls
+        if micro_batch.reduce is not None:  # what is kept of its outputs is made while the weights are there
+            return layer_calls.begin_head_without_gradients(request, leaves)
+        if task.kind is not TaskKind.FORWARD or self._plan.rows.cuts:
+            return None
+        record = partial(micro_batch.record_at, position)
+        weights = partial(self._weights_of, request.layer, task.pack)
+        head = layer_calls.begin_recorded_head(request, number, weights, micro_batch.inter_layer, record)
+        if head is not None:
+            micro_batch.heads.append((request.layer, head.head))
+        return head
 
     @contextmanager
     def _weights_of(self, layer: int, pack: int) -> Iterator[Leaves]:
@@ -416,8 +426,12 @@ class Executor:
         """Return the outputs of a layer call as part of the micro-batch's graph."""
         micro_batch.pass_position(position)
         self._apply_own_requires_grad(task.pack, request)
-        head = self._runtime.layer_calls.begin_head(request, leaves, partial(self._accumulate, task.pack))
-        return self._runtime.layer_calls.run_attached(request, leaves) if head is None else head
+        layer_calls = self._runtime.layer_calls
+        if layer_calls.tiles.size:
+            head = layer_calls.begin_head(request, leaves, partial(self._accumulate, task.pack))
+            if head is not None:
+                return head
+        return layer_calls.run_attached(request, leaves)
 
     def _fused(self, task: Task) -> None:
         plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fits.run import BEGIN, CASES, END, HEAD
+from benchmarks.common import END_OF_TABLE
+from benchmarks.fits.run import BEGIN, CASES, HEAD
 from benchmarks.gpu.figure import bars, draw
 from tests.docs.pages import ROOT
 
@@ -43,7 +44,7 @@ def test_the_readme_says_who_won_on_the_gpu() -> None:
 
 
 def test_the_table_of_what_fits_has_the_rows_of_its_command() -> None:
-    table = README.read_text().partition(BEGIN)[2].partition(END)[0].strip().splitlines()
+    table = README.read_text().partition(BEGIN)[2].partition(END_OF_TABLE)[0].strip().splitlines()
     assert table[:2] == HEAD.splitlines()
     for case, row in zip(CASES, table[2:], strict=True):
         assert row.startswith(f"| {case.title} | {case.tokens:,} | {case.tokens * case.accumulation:,} |")
