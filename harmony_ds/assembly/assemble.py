@@ -296,7 +296,7 @@ def _make_runtime(
         model, decomposition.canonical, device, ledger, contract.settings.note_trained, store.buffers.values()
     )
     device_transfers = DeviceTransfers(device, ledger)
-    layer_calls = LayerCalls(decomposition.layers, installation, stash, device_transfers)
+    layer_calls = LayerCalls(decomposition.layers, installation, stash, device_transfers, device.parts_to_run)
     joins = Joins(device, device_transfers, layer_calls.layers, residency)
 
     return Runtime(

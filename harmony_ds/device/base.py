@@ -30,6 +30,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+PartsToRun = Callable[[Sequence[int]], Iterator[int]]
+"""The numbers of the parts to run of something that runs in parts of these sizes: see `Device.parts_to_run`."""
+
 
 class Stream(Enum):
     """Streams of a device; the work of each runs in order."""
@@ -133,6 +136,13 @@ class Device(ABC):
     def issued_ms(self) -> float:
         """Return the host's time in milliseconds, without waiting for the device: what issuing operations takes."""
         return time.perf_counter() * 1e3
+
+    def parts_to_run(self, sizes: Sequence[int]) -> Iterator[int]:
+        """Yield the numbers of the parts to run of something that runs in parts of these sizes, one after the other.
+
+        Those are all parts, where tensors have contents.
+        """
+        yield from range(len(sizes))
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:

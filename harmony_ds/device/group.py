@@ -94,6 +94,9 @@ class DeviceGroup(Device):
     def issued_ms(self) -> float:
         return max(member.issued_ms() for member in self.members)
 
+    def parts_to_run(self, sizes: Sequence[int]) -> Iterator[int]:
+        return self.current_member().parts_to_run(sizes)
+
     def timestamp(self, stream: Stream) -> Timestamp:
         return self._timestamp(self.number, stream)
 

@@ -5,8 +5,10 @@ Nothing is allocated or computed, so that a model of any size passes through the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +17,13 @@ from harmony_ds.device.allocator_room import fragment_bytes, reserve_bytes
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.device.cpu import HostStreamDevice
 from harmony_ds.device.live_bytes import LiveBytes
+
+
+class Clock(Protocol):
+    """Milliseconds of all operations so far: of computing, and of issuing them."""
+
+    ms: float
+    issued_ms: float
 
 
 class MetaDevice(HostStreamDevice):
@@ -26,8 +35,7 @@ class MetaDevice(HostStreamDevice):
 
     def __init__(
         self,
-        clock_ms: Callable[[], float],
-        issued_ms: Callable[[], float],
+        clock: Clock,
         budget_bytes: int | None = None,
         optimizer_device: str = "cuda",
         leaves_room: bool = False,
@@ -35,7 +43,7 @@ class MetaDevice(HostStreamDevice):
         """Make a device.
 
         Args:
-            clock_ms, issued_ms: milliseconds of all operations so far: of computing, and of issuing them.
+            clock: tells what the operations take.
             budget_bytes: memory of the device that is estimated.
             optimizer_device: its device type in torch.
             leaves_room: whether plans leave the room in the budget that libraries and the allocator of a CUDA device of
@@ -44,8 +52,7 @@ class MetaDevice(HostStreamDevice):
         self.name = "meta"
         self.torch_device = torch.device("meta")
         self.budget_bytes = budget_bytes
-        self._clock_ms = clock_ms
-        self._issued_ms = issued_ms
+        self._clock = clock
         self._optimizer_device = torch.device(optimizer_device)
         self._leaves_room = leaves_room
 
@@ -54,10 +61,23 @@ class MetaDevice(HostStreamDevice):
         return self._optimizer_device
 
     def now_ms(self) -> float:
-        return self._clock_ms()
+        return self._clock.ms
 
     def issued_ms(self) -> float:
-        return self._issued_ms()
+        return self._clock.issued_ms
+
+    def parts_to_run(self, sizes: Sequence[int]) -> Iterator[int]:
+        """Yield the first two of equal parts: the others take the time of the second, and the same memory again."""
+        first = 0
+        for _, equal in groupby(sizes):
+            count = len([*equal])
+            yield first
+            if count > 1:
+                ms, issued_ms = self._clock.ms, self._clock.issued_ms
+                yield first + 1
+                self._clock.ms += (count - 2) * (self._clock.ms - ms)
+                self._clock.issued_ms += (count - 2) * (self._clock.issued_ms - issued_ms)
+            first += count
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.empty(numel, dtype)

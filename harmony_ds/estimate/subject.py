@@ -9,6 +9,7 @@ On the meta device nothing is allocated; on the CPU the weights are random, whic
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import sys
 from collections.abc import Callable
@@ -23,7 +24,11 @@ from torch import Tensor, nn
 
 from harmony_ds.errors import ConfigError
 
+_logger = logging.getLogger(__name__)
+
 _DEFAULT_SEQUENCE = 2048
+_MOST_OFFSET = 8
+"""Rows that a table of positions has beside those of positions: OPT's and BART's begin at 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,28 @@ def _inputs(model: nn.Module, rows: int, sequence: int | None) -> dict[str, Tens
         )
     longest = getattr(text, "max_position_embeddings", None)
     if sequence is not None and longest is not None and sequence > longest:
-        raise ConfigError(f"--sequence {sequence} is longer than the model's {longest} positions.")
+        table = _table_of_positions(model, longest)
+        if table is not None:
+            raise ConfigError(f"--sequence {sequence} is longer than the {longest} positions of the model's {table}.")
+        _logger.warning(
+            "rows of %d tokens are longer than the %d positions that the model's config names. Positions are computed, so "
+            "that it runs; see that they are scaled as its authors say (rope_scaling).",
+            sequence,
+            longest,
+        )
     ids = torch.randint(text.vocab_size, (rows, sequence or min(_DEFAULT_SEQUENCE, longest or _DEFAULT_SEQUENCE)))
     labels = torch.randint(2, (rows,)) if kind.endswith("ForSequenceClassification") else ids
     return {"input_ids": ids, "labels": labels}
+
+
+def _table_of_positions(model: nn.Module, longest: int) -> str | None:
+    """Return the name of a module or buffer that holds a vector for each of `longest` positions; None: there is none."""
+    lookup: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    tables: dict[str, Tensor] = dict(model.named_buffers())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and (lookup is None or module.weight is not lookup.weight):
+            tables[name] = module.weight
+    for name, table in tables.items():
+        if table.dim() == 2 and table.is_floating_point() and 0 <= table.shape[0] - longest <= _MOST_OFFSET:
+            return name
+    return None

@@ -254,10 +254,7 @@ def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, opti
     count = len(wanted) if isinstance(wanted, tuple) else int(wanted)
     # A share of the machine's memory is left beside a budget that is not given.
     leaves_room = optimizer_device == "cuda" and config.harmony.budget_bytes is not None
-    made = [
-        MetaDevice(lambda: clock.ms, lambda: clock.issued_ms, budget, optimizer_device, leaves_room)
-        for _ in range(count)
-    ]
+    made = [MetaDevice(clock, budget, optimizer_device, leaves_room) for _ in range(count)]
     return made[0] if count == 1 else DeviceGroup(made)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.device.base import PartsToRun
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.arguments import Arguments, CallOutputs, LayerInputs
 from harmony_ds.model.boundary import cut, propagate
@@ -65,14 +66,20 @@ class LayerCalls:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], installation: Installation, stash: Stash, device_transfers: DeviceTransfers
+        self,
+        layers: Sequence[Layer],
+        installation: Installation,
+        stash: Stash,
+        device_transfers: DeviceTransfers,
+        parts_to_run: PartsToRun,
     ) -> None:
         self.tiles = TokenTiles()
-        self.layer_tiles = LayerTiles()
+        self.layer_tiles = LayerTiles(parts_to_run)
         self.layers = [
             CalledLayer(layer, installation.parameters_of(layer.module), self.layer_tiles) for layer in layers
         ]
         self._stash = stash
+        self._parts_to_run = parts_to_run
         self._device_transfers = device_transfers
         self._open_heads: list[tuple[int, HeadCall]] = []
         self.checks_recomputation = False
@@ -149,7 +156,9 @@ class LayerCalls:
         opened = self._open_head_in_tiles(request) if request.grad else None
         if opened is None:
             return None
-        head = HeadCall(opened.hidden, opened.run, self.tiles.size, partial(nullcontext, copies), gather)
+        head = HeadCall(
+            opened.hidden, opened.run, self.tiles.size, partial(nullcontext, copies), gather, self._parts_to_run
+        )
         return self._output_until_closed(head, request)
 
     def begin_recorded_head(
@@ -173,7 +182,7 @@ class LayerCalls:
         hidden, arguments = opened.hidden, opened.arguments
         target = inter_layer.target(hidden) if hidden.requires_grad else None
         cut_hidden = hidden.detach().requires_grad_(hidden.requires_grad)
-        head = HeadCall(cut_hidden, opened.run, self.tiles.size, weights, _nothing)
+        head = HeadCall(cut_hidden, opened.run, self.tiles.size, weights, _nothing, self._parts_to_run)
 
         def recorded(work: TiledWork) -> list[Tensor]:
             made = work.compute(head.hidden)
@@ -196,7 +205,14 @@ class LayerCalls:
         opened = None if request.grad else self._open_head_in_tiles(request)
         if opened is None:
             return None
-        head = HeadCall(opened.hidden.detach(), opened.run, self.tiles.size, partial(nullcontext, copies), _nothing)
+        head = HeadCall(
+            opened.hidden.detach(),
+            opened.run,
+            self.tiles.size,
+            partial(nullcontext, copies),
+            _nothing,
+            self._parts_to_run,
+        )
         return self._output_until_closed(head, request)
 
     def _output_until_closed(self, head: HeadCall, request: Request) -> TokenTensor | None:

@@ -26,6 +26,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
+from harmony_ds.device.base import PartsToRun
 from harmony_ds.device.live_bytes import EagerDispatchMode
 from harmony_ds.model.boundary import ANCHOR, cut, is_of_autograd_function, propagate, reachable_nodes
 from harmony_ds.model.intercept import Autocast, ContextFactory
@@ -74,8 +75,9 @@ class LayerTiles:
         unread: number of the tiled call, in the next run of a layer, whose output need not be computed; -1: there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts_to_run: PartsToRun) -> None:
         self.size = 0
+        self.parts_to_run = parts_to_run
         self.unread = _NONE_UNREAD
         self._known: dict[object, TiledCall] = {}
         self._refused: dict[tuple[nn.Module, bool], str] = {}  # also by whether it trains
@@ -285,8 +287,9 @@ class _Work:
     def tiles_of(self, tensors: Sequence[Tensor], has_graph: bool) -> Iterator[_Tile]:
         """Yield the tiles of a pass over `tensors`, the first tokens first; `has_graph`: with gradients on."""
         trained = [has_graph and tensor.requires_grad for tensor in tensors]
-        first = 0
-        for length in self.tiled.lengths:
+        lengths = self.tiled.lengths
+        for number in self.tiles.parts_to_run(lengths):
+            first, length = sum(lengths[:number]), lengths[number]
             inputs: list[Tensor] = []
             for tensor, place in zip(tensors, self.tiled.proof.places, strict=True):
                 part = tensor.detach()
@@ -295,7 +298,6 @@ class _Work:
                     part = part.contiguous() if tensor.is_contiguous() else part
                 inputs.append(part)
             yield _Tile.beginning_at(first, length, inputs, trained)
-            first += length
 
     def outputs_of(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run one tile, with a graph if gradients are on; return the tensors of its result."""

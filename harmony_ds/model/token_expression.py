@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from harmony_ds.device.base import PartsToRun
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.boundary import ANCHOR, cut, propagate
 from harmony_ds.model.intercept import Autocast, handled_by
@@ -50,6 +51,7 @@ class HeadCall:
         tile: int,
         weights: Callable[[], AbstractContextManager[Any]],
         gather: Callable[[], None],
+        parts_to_run: PartsToRun,
     ) -> None:
         """Make it of (..., H) `hidden` states.
 
@@ -63,6 +65,7 @@ class HeadCall:
         self.token_shape = hidden.shape[:-1]
         self.tile = tile
         self.gather = gather
+        self.parts_to_run = parts_to_run
         self.record: Callable[[TiledWork], list[Tensor]] | None = None
         self.entrance: Callable[[Tensor], Tensor] | None = None
         self.computed_whole_for: dict[str, tuple[int, ...]] = {}
@@ -298,8 +301,9 @@ class TiledWork:
 
     def tiles(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the number of the first place of each tile among all, and the tile's places."""
-        for first in range(0, self.places.numel(), self.head.tile):
-            yield first, self.places[first : first + self.head.tile]
+        parts = self.places.split(self.head.tile)
+        for number in self.head.parts_to_run([len(part) for part in parts]):
+            yield number * self.head.tile, parts[number]
 
     def results(self, tile: Tile, places: Tensor) -> list[Tensor]:
         """Return what is left of each of `places`."""

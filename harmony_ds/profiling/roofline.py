@@ -54,7 +54,8 @@ class RooflineClock(EagerDispatchMode):
     """Counts what every operation issued inside the context would take.
 
     Attributes:
-        ms, issued_ms, flops: so far.
+        ms, issued_ms: so far.
+        flops: of the operations that were run.
     """
 
     def __init__(self, rates: KernelRates) -> None:

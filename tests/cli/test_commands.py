@@ -337,7 +337,6 @@ def test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory(tin
         (("tests.cli.test_commands:nothing",), "must return a module"),
         (("tests.cli.test_commands:module_alone",), "returned a module alone"),
         (("{tiny}", "--ds-config", "none.json"), "no ds_config none.json"),
-        (("{tiny}", "--sequence", "65"), "longer than the model's 64 positions"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exits_with_1(tiny: str, arguments: tuple[str, ...], message: str) -> None:
@@ -347,6 +346,24 @@ def test_wrong_input_is_one_sentence_and_exits_with_1(tiny: str, arguments: tupl
     assert message in error
     assert all(line.endswith(" ...") for line in progress)
     assert not found.stdout
+
+
+def test_rows_longer_than_a_table_of_positions_are_an_error(tmp_path: Path) -> None:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}), encoding="utf-8")
+
+    found = run("estimate", str(tmp_path), "--sequence", "65")
+
+    assert found.exit_code == 1
+    assert "--sequence 65 is longer than the 64 positions of the model's transformer.wpe" in found.stderr
+
+
+def test_rows_longer_than_positions_that_are_computed_are_estimated(
+    tiny: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = run_json("estimate", tiny, "--sequence", "65", "--no-advice")
+    assert data["tokens_per_step"] == 16 * 65
+    assert "rows of 65 tokens are longer than the 64 positions" in caplog.text
 
 
 def test_a_config_unknown_to_transformers_is_an_error(tmp_path: Path) -> None:

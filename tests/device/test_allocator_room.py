@@ -7,6 +7,7 @@ import pytest
 from harmony_ds.device import CpuDevice
 from harmony_ds.device.allocator_room import SEGMENT_BYTES, fragment_bytes, reserve_bytes
 from harmony_ds.device.meta import MetaDevice
+from tests.device.test_meta import FakeClock
 
 MIB = 2**20
 
@@ -23,9 +24,9 @@ def test_fragments_are_half_of_the_working_memory_of_one_micro_batch_or_a_twelft
 
 
 def test_a_meta_device_leaves_the_room_of_a_cuda_device_where_it_is_told_to() -> None:
-    leaving = MetaDevice(lambda: 0.0, lambda: 0.0, 12_000 * MIB, "cuda", leaves_room=True)
+    leaving = MetaDevice(FakeClock(), 12_000 * MIB, "cuda", leaves_room=True)
     assert (leaving.reserve_bytes(), leaving.fragment_bytes(900 * MIB)) == (reserve_bytes((9, 0)), 450 * MIB)
-    other = MetaDevice(lambda: 0.0, lambda: 0.0, 2**30, "cuda")
+    other = MetaDevice(FakeClock(), 2**30, "cuda")
     assert (other.reserve_bytes(), other.fragment_bytes(1000 * MIB)) == (0, 0)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from harmony_ds.device.kernel_scratch import scratch_bytes
 from harmony_ds.device.meta import MetaDevice
+from tests.device.test_meta import FakeClock
 
 _aten = torch.ops.aten
 
@@ -39,7 +40,7 @@ def test_only_a_meta_device_that_stands_for_cuda_counts_it() -> None:
     indices = torch.empty(4096, dtype=torch.long, device="meta")
     peaks = []
     for optimizer_device in ("cpu", "cuda"):
-        device = MetaDevice(lambda: 0.0, lambda: 0.0, optimizer_device=optimizer_device)
+        device = MetaDevice(FakeClock(), optimizer_device=optimizer_device)
         with device.probe() as probe:
             summed = _aten.embedding_dense_backward(gradients, indices, 100, -1, False)
             peaks.append(probe.peak_bytes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from torch import nn
 
 from harmony_ds.assembly.assemble import assemble
 from harmony_ds.config import Config, load_config
+from harmony_ds.device import Device
 from harmony_ds.device.allocator_room import fragment_bytes, reserve_bytes
 from harmony_ds.device.meta import MetaDevice
 from harmony_ds.errors import ModelError, ProfileError
@@ -111,7 +113,7 @@ def table_on(device: type[MetaDevice]) -> CostTable:
     model = built_on_meta(one, 0.1)
     inputs = on_meta_device(one.batch(0))
     with on_meta(HARDWARE.kernels()) as clock:
-        made: EngineState = assemble(model, config_of(), None, None, device(lambda: clock.ms, lambda: clock.issued_ms))
+        made: EngineState = assemble(model, config_of(), None, None, device(clock))
         measurement = Measurement(made.runtime, made.layers)
         try:
             return measurement.measure(Sample(inputs, lambda named: model(**named), loss_of, 0))
@@ -353,6 +355,30 @@ def test_a_row_whose_logits_do_not_fit_is_estimated_in_tiles(tmp_path: Path) -> 
     assert smallest_peak_bytes(found) <= budget < smallest_peak_bytes(whole)
     assert forecast(found).plan.policy.tile_tokens == 1024
     assert surveyed(tokens=512).costs.tail_bytes < found.costs.tail_bytes
+
+
+def test_tiles_that_repeat_others_are_left_out_of_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = {"head": 1000, "layers": 700}
+    config = load_config(
+        {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "harmony": {"device": "cpu", "tokens": tokens}}
+    )
+
+    def costs() -> CostTable:
+        return estimate(load_subject(str(llama_file(tmp_path, 32000)), "meta", 1, 4096), config, HARDWARE).costs
+
+    found = costs()
+    monkeypatch.setattr(MetaDevice, "parts_to_run", Device.parts_to_run)
+    every = costs()
+
+    untimed = {"costs": (), "head_ms": 0.0, "tail_ms": 0.0, "issue_share": 0.0}
+    assert replace(found, **untimed) == replace(every, **untimed)
+    assert found.issue_share == pytest.approx(every.issue_share, rel=1e-3)
+    assert found.tail_ms == pytest.approx(every.tail_ms, rel=1e-3)
+    for one, other in zip(found.costs, every.costs, strict=True):
+        assert (one.forward, one.backward, one.stash) == (other.forward, other.backward, other.stash)
+        assert one.forward_ms == pytest.approx(other.forward_ms, rel=1e-3)
+        assert one.backward_ms == pytest.approx(other.backward_ms, rel=1e-3)
+        assert one.fused_ms == pytest.approx(other.fused_ms, rel=1e-3)
 
 
 def test_long_rows_take_no_more_device_memory_with_more_micro_batches(tmp_path: Path) -> None:

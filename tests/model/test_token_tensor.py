@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from harmony_ds.device import CpuDevice
 from harmony_ds.device.live_bytes import LiveBytes
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.token_expression import HeadCall
@@ -38,7 +39,7 @@ class Data:
 
 
 def head_of(module: nn.Module, hidden: Tensor, tile: int = TILE, gather: Callable[[], None] = lambda: None) -> HeadCall:
-    return HeadCall(hidden, lambda part, weights: module(part), tile, nullcontext, gather)
+    return HeadCall(hidden, lambda part, weights: module(part), tile, nullcontext, gather, CpuDevice().parts_to_run)
 
 
 def hidden_states() -> Tensor:
