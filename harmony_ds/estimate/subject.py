@@ -173,7 +173,8 @@ def _inputs(model: nn.Module, rows: int, sequence: int | None) -> dict[str, Tens
 
 def _table_of_positions(model: nn.Module, longest: int) -> str | None:
     """Return the name of a module or buffer that holds a vector for each of `longest` positions; None: there is none."""
-    lookup: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    hugging_face: Any = model
+    lookup = hugging_face.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     tables: dict[str, Tensor] = dict(model.named_buffers())
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and (lookup is None or module.weight is not lookup.weight):

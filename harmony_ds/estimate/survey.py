@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from harmony_ds.assembly.assemble import assemble
 from harmony_ds.config import Config, Section, for_loaded_model, trained_dtypes
@@ -28,7 +28,7 @@ from harmony_ds.estimate.subject import Subject
 from harmony_ds.model.intercept import Autocast
 from harmony_ds.model.trees import map_tensors
 from harmony_ds.profiling.hardware import Hardware, KernelRates, UpdateCost
-from harmony_ds.profiling.profiler import SEVERAL
+from harmony_ds.profiling.profiler import IN_LAYERS, SEVERAL, TOKENS
 from harmony_ds.profiling.roofline import RooflineClock, on_meta
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of
@@ -153,9 +153,11 @@ def with_profile(subject: Subject, config: Config, profile: Profile) -> Survey:
         ModelError: the model cannot be decomposed, or not run without data.
     """
     config = _in_dtype_of(subject, config)
-    tokens: Any = int(profile.key["tokens"]) if "tokens" in profile.key else "off"
-    config = replace(config, harmony=replace(config.harmony, tokens=tokens))
-    found = _survey_on_meta(subject, config, profile.machine, _NO_RATES, chooses_sizes=False)
+    in_tiles = replace(config, harmony=replace(config.harmony, tokens=_tokens_of(profile)))
+    found = _survey_on_meta(subject, in_tiles, profile.machine, _NO_RATES, chooses_sizes=False)
+    asked = config.harmony
+    settings = replace(found.request.settings, tokens=asked.tokens, progress=asked.progress)
+    found = replace(found, config=config, request=replace(found.request, settings=settings))
     Profile(profile.machine, profile.tables, _key_of_model(profile)).check(_key_of_model(found.profile))
     if profile.calls != found.graph.calls:
         raise ProfileError("the profile's layers are called in another order than this model's: profile again.")
@@ -168,6 +170,14 @@ def with_profile(subject: Subject, config: Config, profile: Profile) -> Survey:
         costs = profile.at(config.micro_batch)
         return replace(found, profile=replace(profile, tables=((config.micro_batch, costs),)), costs=costs)
     return _with_fastest_slices(replace(found, profile=profile), config.micro_batch)
+
+
+def _tokens_of(profile: Profile) -> Literal["off"] | tuple[int, int]:
+    """Return harmony.tokens as the profile was measured with."""
+    if TOKENS not in profile.key:
+        return "off"
+    head, layers = profile.key[TOKENS].split(IN_LAYERS)
+    return int(head), int(layers)
 
 
 def smallest_peak_bytes(survey: Survey) -> int:

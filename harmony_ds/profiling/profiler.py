@@ -49,6 +49,8 @@ _logger = logging.getLogger(__name__)
 
 SEVERAL = "of several sizes"
 """In the key of a profile: its tables are of one micro-batch in slices of different sizes."""
+TOKENS, IN_LAYERS = "tokens", ", inside layers "
+"""In the key of a profile: the tokens of a tile of the last layer and the loss, and of parts of layers."""
 
 _ATTEMPTS = 16
 _MOST_COUNTED = 8
@@ -216,7 +218,7 @@ class Profiler:
             key["pieces"] = SEVERAL if sizes is None else str(sizes)
         layer_calls = self._runtime.layer_calls
         if layer_calls.tiles.size or layer_calls.layer_tiles.size:
-            key["tokens"] = f"{layer_calls.tiles.size}, {layer_calls.layer_tiles.size} inside layers"
+            key[TOKENS] = f"{layer_calls.tiles.size}{IN_LAYERS}{layer_calls.layer_tiles.size}"
         return key
 
     def _load(self, key: dict[str, str]) -> Profile | None:

@@ -280,6 +280,18 @@ def test_a_saved_profile_stands_in_for_measuring(optimizer: str | None) -> None:
     assert found.request == measured.request
 
 
+def test_a_profile_measured_in_tiles_stands_in_for_measuring() -> None:
+    one = family("llama")
+    config = config_of(harmony={"device": "cpu", "device_memory_gib": 1, "tokens": {"head": 8, "layers": 8}})
+    measured = measure(Subject(one.build(0.0), one.batch(0)), config)
+    assert measured.request.policy.layer_tile_tokens == 8
+
+    found = with_profile(Subject(built_on_meta(one, 0.0), on_meta_device(one.batch(0))), config_of(), measured.profile)
+
+    assert found.costs == measured.costs
+    assert (found.request.policy.tile_tokens, found.request.policy.layer_tile_tokens) == (8, 8)
+
+
 def test_a_profile_of_another_model_is_refused() -> None:
     one, other = family("gpt2"), family("bert")
     saved = measure(Subject(one.build(0.0), one.batch(0)), config_of()).profile
