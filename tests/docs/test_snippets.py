@@ -22,7 +22,8 @@ from tests.integrations.as_deepspeed import deepspeed_as_it_was
 
 Names = dict[str, Any]
 README, *PAGES = DOCUMENTS
-SNIPPETS = [*fenced(README, "diff"), *(snippet for page in PAGES for snippet in fenced(page, "python"))]
+PYTHON = [snippet for page in PAGES for snippet in fenced(page, "python")]
+SNIPPETS = [*fenced(README, "diff"), *PYTHON]
 GPT2 = next(family for family in FAMILIES if family.name == "gpt2")
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -108,6 +109,12 @@ def a_trainer_of_deepspeed() -> Names:
     return names
 
 
+def beginning_of_loops() -> Names:
+    names: Names = {}
+    exec(next(snippet.text for snippet in PYTHON if snippet.page.name == "loops.md"), names)
+    return names
+
+
 def triplets() -> Names:
     engine, *_ = harmony_ds.initialize(model=Net(), config=CONFIG)
     return {"engine": engine, "F": torch.nn.functional, "batches": list(torch.randn(4, 3, 2, 4))}
@@ -147,6 +154,19 @@ def trained(steps: int) -> Callable[[Names], None]:
         assert names["engine"].global_steps == steps
 
     return check
+
+
+def begun(names: Names) -> None:
+    assert len(names["loader"]) == 8 * names["config"]["gradient_accumulation_steps"]
+
+
+def trained_by_trainer(names: Names) -> None:
+    assert names["trainer"].harmony_engine.swap_report().ratio == 1.0
+
+
+def trained_by_accelerate(names: Names) -> None:
+    assert names["model"].global_steps == 8
+    assert names["model"].swap_report().ratio == 1.0
 
 
 def stepped_together(names: Names) -> None:
@@ -201,7 +221,11 @@ AROUND: list[tuple[str, Callable[[], Names], Callable[[Names], None]]] = [
     ("docs/huggingface.md", a_trainer, trains),
     ("docs/huggingface.md", trl, mixed),
     ("docs/huggingface.md", dict, installed),
-    ("docs/loops.md", in_training, trained(2)),
+    ("docs/loops.md", dict, begun),
+    ("docs/loops.md", beginning_of_loops, trained(8)),
+    ("docs/loops.md", beginning_of_loops, trained(8)),
+    ("docs/loops.md", beginning_of_loops, trained_by_trainer),
+    ("docs/loops.md", beginning_of_loops, trained_by_accelerate),
     ("docs/loops.md", plain_loop, trained(4)),
     ("docs/loops.md", triplets, trained(2)),
     ("docs/loops.md", with_an_adapter, trained(2)),
