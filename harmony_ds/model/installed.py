@@ -300,7 +300,8 @@ class LayerParameters:
             own = {key: copies[name] for key, name in names.items() if name in copies}
             parameters = CallParameters({**module._parameters, **own})
             items.append((module.__dict__, "_parameters", parameters))
-            items += [(module.__dict__, key, value) for key, value in copies.attributes.get(module, {}).items()]
+            if module in copies.attributes:
+                items += [(module.__dict__, key, value) for key, value in copies.attributes[module].items()]
             if isinstance(module, nn.RNNBase):
                 # It computes with a list. If it made that itself, it would move parameters into cuDNN's memory.
                 weights = [parameters.get(name) for name in module._flat_weights_names]
