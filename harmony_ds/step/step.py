@@ -71,8 +71,10 @@ class Step:
         self._updates: Plan | None = None  # tasks that remain once some micro-batches have run, for the boundary
         self._checked_modes: object = None  # modes in which only what is trained requires a gradient
         self._backward_pass: str | None = None  # the program's last
+        # What the engine does now. Each may be true without the other: the model also runs for a loss that is read, and
+        # while the step is taken, losses of real outputs are propagated through between two runs.
         self._is_running = False  # the model's code, in a run or to measure it
-        self._is_propagating = False  # running forward and backward, at the boundary or before it
+        self._is_propagating = False  # taking the step, or running a part of it early
 
     @property
     def context(self) -> StepContext:
@@ -122,11 +124,11 @@ class Step:
     @property
     def is_open(self) -> bool:
         """Whether the step takes micro-batches."""
-        return self.state is StepState.OPEN
+        return self.state in (StepState.OPEN, StepState.ACCUMULATED)
 
     @property
     def has_accumulated(self) -> bool:
-        """Whether gradients of some micro-batches have accumulated, and wait for their updates."""
+        """Whether gradients of some micro-batches wait for their updates: the state is ACCUMULATED, or `take` runs."""
         return self._updates is not None
 
     @property
@@ -389,7 +391,7 @@ class Step:
         if not self._is_running:
             self._drop_failed()
 
-    def drop_accumulated(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the gradients that have accumulated since the last step."""
         context = self.context
         has_accumulated = self.may_read_gradients()

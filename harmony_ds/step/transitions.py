@@ -19,7 +19,8 @@ from dataclasses import dataclass
 class StepState(enum.Enum):
     """How far an optimizer step has come."""
 
-    OPEN = "it takes micro-batches; forward and backward passes of some may have run before the others"
+    OPEN = "it takes micro-batches; forward passes of some may have run alone"
+    ACCUMULATED = "the same, and gradients of some micro-batches have accumulated, which wait for the boundary"
     UPDATING = "all updates are issued; it may not be known yet whether the gradients were finite"
     DONE = "it is known what became of the step"
     FAILED = "it was dropped"
@@ -70,11 +71,11 @@ class Impossible:
 
 
 Cell = tuple[Transition, ...] | Impossible
-OPEN, UPDATING, DONE, FAILED, DESTROYED = StepState
+OPEN, ACCUMULATED, UPDATING, DONE, FAILED, DESTROYED = StepState
 E = StepEvent
 
 _NEXT = Impossible("the next step has begun, which takes this event")
-_OF_OPEN_STEPS: dict[StepEvent, tuple[Transition, ...]] = {
+_BEFORE_BOUNDARY: dict[StepEvent, tuple[Transition, ...]] = {
     E.CALL: (
         Transition(
             "queue",
@@ -116,7 +117,7 @@ _OF_OPEN_STEPS: dict[StepEvent, tuple[Transition, ...]] = {
         ),
         Transition(
             "run_early",
-            None,
+            ACCUMULATED,
             "Run forward and backward of all micro-batches that were propagated back from, and keep their gradients.",
             "waits_for_backward",
             error_drops=True,
@@ -126,20 +127,9 @@ _OF_OPEN_STEPS: dict[StepEvent, tuple[Transition, ...]] = {
     E.WRITE_PARAMETER: (
         Transition("check_write", None, "Refuse if a micro-batch that uses the old values still waits for backward()."),
     ),
-    E.ZERO_GRAD: (Transition("drop_accumulated", None, "Drop all gradients."),),
     E.EVALUATE: (
         Transition(
             "run_due_forwards", None, "Run the forward passes that wait, in their order, if forward changes buffers."
-        ),
-    ),
-    E.BOUNDARY: (
-        Transition(
-            "take",
-            UPDATING,
-            "Run forward, backward and updates of what was propagated back from, and return when the updates are issued: "
-            "one plan, unless some gradients were read before or the optimizer steps as a whole. Forget the other "
-            "micro-batches.",
-            error_drops=True,
         ),
     ),
     E.CALLER_FAILED: (Transition("drop", FAILED, "Drop the step: its micro-batches have to be handed over again."),),
@@ -148,8 +138,35 @@ _OF_OPEN_STEPS: dict[StepEvent, tuple[Transition, ...]] = {
 }
 TRANSITIONS: dict[tuple[StepState, StepEvent], Cell] = {
     **{(state, event): _NEXT for state in StepState for event in StepEvent},
-    **{(OPEN, event): cell for event, cell in _OF_OPEN_STEPS.items()},
-    (OPEN, E.READ_OUTCOME): Impossible("no update has been issued before the boundary"),
+    **{(state, event): cell for state in (OPEN, ACCUMULATED) for event, cell in _BEFORE_BOUNDARY.items()},
+    **{
+        (state, E.READ_OUTCOME): Impossible("no update has been issued before the boundary")
+        for state in (OPEN, ACCUMULATED)
+    },
+    (OPEN, E.ZERO_GRAD): (
+        Transition("drop_gradients", None, "Drop the gradients that the program has put on parameters itself."),
+    ),
+    (ACCUMULATED, E.ZERO_GRAD): (
+        Transition("drop_gradients", None, "Drop all gradients; warn once that those of micro-batches are lost."),
+    ),
+    (OPEN, E.BOUNDARY): (
+        Transition(
+            "take",
+            UPDATING,
+            "Run forward, backward and updates of what was propagated back from, and return when the updates are issued: "
+            "one plan, unless the optimizer steps as a whole. Forget the other micro-batches.",
+            error_drops=True,
+        ),
+    ),
+    (ACCUMULATED, E.BOUNDARY): (
+        Transition(
+            "take",
+            UPDATING,
+            "Run forward and backward of what was propagated back from since, each loss by itself, then the updates from "
+            "all gradients, and return when these are issued. Forget the other micro-batches.",
+            error_drops=True,
+        ),
+    ),
     # ---- after the boundary
     (UPDATING, E.READ_OUTCOME): (
         Transition(

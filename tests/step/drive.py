@@ -74,7 +74,7 @@ class Drive:
             self.call().item()
         if self.trains or before is Before.NOTHING:  # a frozen model hands gradients on when all are propagated from
             self.call()
-        assert self.step.is_open and self.step.has_accumulated is (before is Before.BACKWARD)
+        assert self.step.state is (StepState.ACCUMULATED if before is Before.BACKWARD else StepState.OPEN)
 
     def end_in(self, state: StepState) -> PendingMicroBatch:
         """Bring a step to its end in `state`; return one of its micro-batches."""
