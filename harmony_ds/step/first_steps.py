@@ -33,7 +33,7 @@ class FirstSteps:
 
     def note_what_losses_use(self, contract: Contract, micro_batches: Sequence[PendingMicroBatch]) -> None:
         """Note whether losses of micro-batches that ran at their calls are made of their outputs alone."""
-        tried = [pending for pending in micro_batches if pending.runs_at_call and pending.got_gradient]
+        tried = [pending for pending in micro_batches if pending.shows_what_losses_use]
         left = contract.leaves_side_tensors
         if not tried or not left:
             return

@@ -84,12 +84,14 @@ class Source(Protocol):
     def resolved(self) -> bool:
         """Whether its forward pass has run."""
 
-    runs_at_call: bool
-    """Whether its forward pass runs when the program has its outputs: see `FirstSteps.loss_uses_non_outputs`."""
     is_of_outputs: bool
     """Whether the program propagates back now from a loss that is made of outputs alone."""
     joins_others: bool
     """Whether the program has joined its outputs to a tensor with a graph of layers that is no output."""
+
+    @property
+    def runs_at_call(self) -> bool:
+        """Whether its forward pass runs when the program has its outputs: see `FirstSteps.loss_uses_non_outputs`."""
 
     @property
     def evaluates(self) -> bool:

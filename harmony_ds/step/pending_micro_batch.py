@@ -37,19 +37,34 @@ PROPAGATED_ALREADY = (
 )
 
 
-class Passes(enum.Enum):
-    """The passes of a micro-batch that have run.
+class Stage(enum.Enum):
+    """How far a micro-batch has come.
 
-    Most go from NONE to BOTH, in the run of their group. One whose loss or outputs the program reads early goes from NONE
-    to FORWARD, then to BOTH. If that forward pass raises an error, it is FAILED: reading it again runs it again, and the
-    next call or write drops it (DROPPED).
+    Most go from QUEUED to PROPAGATED, in the run of their group. For one whose loss or outputs the program reads early:
+
+        QUEUED -- forward alone --> FORWARDED -- a gradient comes --> RECEIVED -- its group runs --> PROPAGATED
+          |                             ^
+          |                             +-- read again --+
+          |                                              |
+          +------------------- an error --------------> FAILED -- the next call or write --> DROPPED
     """
 
-    NONE = "neither"
-    FORWARD = "forward, alone: the program read its loss or outputs"
-    FAILED = "forward, alone, and it raised an error, which the program has got"
-    DROPPED = "none any more: after such an error the program went on"
-    BOTH = "forward and backward"
+    QUEUED = "no pass has run"
+    FORWARDED = "its forward pass has run, alone: the program has read its loss or outputs"
+    RECEIVED = "the same, and gradients have come to its outputs, from which its backward pass is to run"
+    FAILED = "its forward pass, or its loss right after it, has raised an error, which the program has got"
+    DROPPED = "after such an error the program went on: no pass runs any more"
+    PROPAGATED = "its forward and its backward pass have run"
+
+
+class OutputsGiven(enum.Enum):
+    """What the engine gave its caller as a micro-batch's outputs."""
+
+    REAL = "the outputs, for which its forward pass ran; or none yet"
+    STAND_INS = "stand-ins, which are computed when the group runs"
+    ON_TRIAL = (
+        "the outputs, or stand-ins until the program has more than a number of them: it is to show what its loss uses"
+    )
 
 
 class StepOfMicroBatch(Protocol):
@@ -75,15 +90,13 @@ class PendingMicroBatch:
     Attributes:
         nodes: its outputs, and what the program makes of them.
         loss: what it propagates back from.
-        passes: those that have run.
-        is_pending: whether the caller of the engine was given stand-ins for its outputs.
-        got_gradient: whether a gradient has come to outputs that were computed by a forward pass alone.
+        stage: how far it has come.
+        outputs_given: what its caller was given as its outputs.
         divided_by: accumulation steps by which this engine or others have divided the gradients of its inputs.
         inputs_require_grad: whether any argument requires a gradient: then its backward pass cannot wait for the boundary.
-        runs_at_call: whether its forward pass runs when the program has its outputs, see
-            `FirstSteps.loss_uses_non_outputs`.
         is_of_outputs: whether the loss that autograd propagates back from now is made of its outputs.
         uses_non_outputs: whether a loss that it was propagated back from is made of more than its outputs.
+        shows_what_losses_use: whether the trial has a result, `uses_non_outputs`: a gradient has come to its outputs.
         joins_others: whether the program has joined a tensor with a graph of layers to its outputs.
         called_at: the file and the line of the program that has called it; ("", 0): not of a step.
     """
@@ -106,31 +119,42 @@ class PendingMicroBatch:
         self.loss_fn = loss_fn
         self.nodes: WeakSet[Node] = WeakSet()
         self.loss = SharedLoss(self)
-        self.passes = Passes.NONE
-        self.is_pending = False
-        self.got_gradient = False
+        self.stage = Stage.QUEUED
+        self.outputs_given = OutputsGiven.REAL
         self.divided_by: frozenset[int] = frozenset()
         self.inputs_require_grad = any(tensor.requires_grad for tensor in arguments.tensors)
-        self.runs_at_call = False
         self.is_of_outputs = False
         self.uses_non_outputs = False
+        self.shows_what_losses_use = False
         self.joins_others = False
         self.called_at = ("", 0)
 
     @property
     def resolved(self) -> bool:
         """Whether its forward pass has run, or has failed: its outputs are not pending any more."""
-        return self.passes is not Passes.NONE
+        return self.stage is not Stage.QUEUED
+
+    @property
+    def runs_at_call(self) -> bool:
+        """Whether its forward pass runs when the program has its outputs: see `FirstSteps.loss_uses_non_outputs`."""
+        return self.outputs_given is OutputsGiven.ON_TRIAL
+
+    @property
+    def has_run_alone(self) -> bool:
+        """Whether its forward pass has run, and its backward pass has not."""
+        return self.stage in (Stage.FORWARDED, Stage.RECEIVED)
 
     @property
     def needs_backward(self) -> bool:
         """Whether the program propagates back from it, and its backward pass has not run."""
-        return (bool(self.loss.terms) or self.got_gradient) and self.passes is not Passes.BOTH
+        if self.stage is Stage.PROPAGATED:
+            return False
+        return self.stage is Stage.RECEIVED or bool(self.loss.terms)
 
     @property
     def has_failed(self) -> bool:
         """Whether its forward pass has failed, and nothing but another read would run it again."""
-        return self.passes is Passes.FAILED and not self.needs_backward
+        return self.stage is Stage.FAILED and not self.needs_backward
 
     @property
     def evaluates(self) -> bool:
@@ -161,7 +185,7 @@ class PendingMicroBatch:
     def outputs(self) -> Any:
         """Return the model's outputs, with their graph; computed now if need be."""
         if self.micro_batch.outputs is None:
-            if self.passes in (Passes.BOTH, Passes.DROPPED) and self.step.is_open:
+            if self.stage in (Stage.PROPAGATED, Stage.DROPPED) and self.step.is_open:
                 self.refuse_read()
             self.step.handle(StepEvent.READ_OUTPUT, self)
         return self.micro_batch.outputs
@@ -169,9 +193,9 @@ class PendingMicroBatch:
     def refuse_read(self) -> NoReturn:
         """Raise BatchError: its outputs were not read in time."""
         why = "it was never propagated back from in its step"
-        if self.passes is Passes.BOTH:
+        if self.stage is Stage.PROPAGATED:
             why = "its backward pass is over"
-        elif self.passes is Passes.DROPPED:
+        elif self.stage is Stage.DROPPED:
             why = "its forward pass failed, and the program went on without it"
         raise BatchError(
             f"this micro-batch's outputs are not known any more: {why}. Look at them before engine.backward(loss) or "
@@ -186,7 +210,7 @@ class PendingMicroBatch:
         used = _used_by_others(outputs.values())
         handed_out = {key: _without_view(output) for key, output in outputs.items()}
         micro_batch.outputs = map_tensors(lambda tensor: handed_out.get(id(tensor), tensor), micro_batch.outputs)
-        self.passes = Passes.FORWARD
+        self.stage = Stage.FORWARDED
         if self.needs_backward:
             self.loss.propagate_now()
         for key, output in outputs.items():
@@ -240,7 +264,7 @@ class PendingMicroBatch:
             return made
 
         self._note_term(Node((self,), torch.Size(), torch.float32, device, function=scaled, operands=[loss.node]))
-        if self.passes is Passes.FORWARD:
+        if self.has_run_alone:
             self.loss.propagate_now()
         return loss
 
@@ -262,7 +286,7 @@ class PendingMicroBatch:
             return gradient
         self.check_not_propagated()
         self._note_caller()
-        self.got_gradient = True
+        self.note_gradient()
         self.uses_non_outputs |= not self.is_of_outputs
         backward_pass = None if self.loss.is_propagating else f"of autograd {torch._C._current_graph_task_id()}"
         self.step.handle(StepEvent.BACKWARD, self, backward_pass)
@@ -277,6 +301,12 @@ class PendingMicroBatch:
             )
         return gradient if divisor == 1 else gradient / divisor
 
+    def note_gradient(self) -> None:
+        """Note that gradients have come to its outputs, which a forward pass alone has computed."""
+        if self.stage in (Stage.FORWARDED, Stage.FAILED):  # FAILED: where a loss raised an error after the forward pass
+            self.stage = Stage.RECEIVED
+        self.shows_what_losses_use |= self.runs_at_call
+
     def _read_gradient(self) -> None:
         """Let gradients go on to the micro-batch's inputs, once autograd has brought all to its outputs."""
         if self.step.is_open:
@@ -290,7 +320,7 @@ class PendingMicroBatch:
     def check_not_propagated(self) -> None:
         """Raise UsageError if its backward pass or its step is over, or its engine destroyed."""
         self._refuse_after_step()
-        if self.passes is Passes.BOTH:
+        if self.stage is Stage.PROPAGATED:
             raise UsageError(PROPAGATED_ALREADY)
 
     def _refuse_after_step(self) -> None:
@@ -325,7 +355,7 @@ class PendingMicroBatch:
         """Return what the fused pack propagates back from; None if the forward pass ran alone, or a later one shares the
         loss.
         """
-        if self.passes is Passes.FORWARD:
+        if self.has_run_alone:
             keep_values({self: outputs}, {})
             return None
         self.micro_batch.outputs = outputs  # the engine has those of joined micro-batches
@@ -357,17 +387,17 @@ class PendingMicroBatch:
     def finish_propagation(self) -> None:
         """Note that its backward pass is done; what the program still has of it stays."""
         self.loss.terms.clear()
-        self.passes = Passes.BOTH
+        self.stage = Stage.PROPAGATED
 
     def drop(self) -> None:
         """Drop it after its forward pass has failed."""
-        self.passes = Passes.DROPPED
+        self.stage = Stage.DROPPED
         self.close()
 
     def close(self, keeps_outputs: bool = True) -> None:
         """Drop graph, outputs and inputs; `keeps_outputs`: but for values that the program may still read."""
         self.close_heads()
-        if self.passes is Passes.FORWARD and self.micro_batch.outputs is not None and keeps_outputs:
+        if self.has_run_alone and self.micro_batch.outputs is not None and keeps_outputs:
             keep_values({self: self.micro_batch.outputs}, {})
         for node in self.nodes:
             if node.value is not None:

@@ -25,8 +25,10 @@ class LossMember(Source, Protocol):
     micro_batch: MicroBatch
     loss: SharedLoss
     divided_by: frozenset[int]
-    got_gradient: bool
     inputs_require_grad: bool
+
+    def note_gradient(self) -> None:
+        """Note that gradients have come to its outputs, which a forward pass alone has computed."""
 
 
 class SharedLoss:
@@ -116,7 +118,8 @@ class SharedLoss:
         finally:
             self.is_propagating = False
         for member in self.members:
-            member.got_gradient, member.loss = True, SharedLoss(member)
+            member.note_gradient()
+            member.loss = SharedLoss(member)
 
 
 def keep_values(outputs: Mapping[Any, Any], values: Mapping[Node, Tensor]) -> None:

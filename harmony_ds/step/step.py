@@ -34,7 +34,7 @@ from harmony_ds.step.division import divided
 from harmony_ds.step.health import DESTROYED
 from harmony_ds.step.inputs import CallInputs
 from harmony_ds.step.one_time_warnings import DIVIDED_TWICE, DROPPED, EARLY_READ, NOT_FINITE, SKIPPED, SKIPPED_AT_SCALE
-from harmony_ds.step.pending_micro_batch import PROPAGATED_ALREADY, LossFunction, Passes, PendingMicroBatch
+from harmony_ds.step.pending_micro_batch import PROPAGATED_ALREADY, LossFunction, OutputsGiven, PendingMicroBatch, Stage
 from harmony_ds.step.recovery import Recovery, end_engine
 from harmony_ds.step.run import Run, RunKind, finish_run, plan_run, running
 from harmony_ds.step.samples import measure, new_micro_batch
@@ -134,12 +134,14 @@ class Step:
     @property
     def micro_batches_wait(self) -> bool:
         """Whether a micro-batch is queued whose backward pass has not run, and may still run."""
-        return any(one.passes is not Passes.BOTH and not one.has_failed for one in self.micro_batches)
+        return any(one.stage is not Stage.PROPAGATED and not one.has_failed for one in self.micro_batches)
 
     @property
     def waits_for_loss(self) -> bool:
         """Whether a micro-batch is queued that the program has not propagated back from (yet)."""
-        return any(one.passes in (Passes.NONE, Passes.FORWARD) and not one.needs_backward for one in self.micro_batches)
+        return any(
+            one.stage in (Stage.QUEUED, Stage.FORWARDED) and not one.needs_backward for one in self.micro_batches
+        )
 
     @property
     def queued(self) -> int:
@@ -197,10 +199,14 @@ class Step:
             return pending.outputs()
         left = context.runtime.contract.leaves_side_tensors
         uses_non_outputs = context.first_steps.loss_uses_non_outputs.get(left) if left else False
-        pending.runs_at_call = uses_non_outputs is None
+        if uses_non_outputs is None:
+            pending.outputs_given = OutputsGiven.ON_TRIAL
         outputs = context.output_kinds.outputs(pending.micro_batch, pending, bool(uses_non_outputs))
-        pending.is_pending = outputs is not None and not pending.runs_at_call
-        return pending.outputs() if outputs is None else outputs
+        if outputs is None:
+            return pending.outputs()
+        if uses_non_outputs is not None:
+            pending.outputs_given = OutputsGiven.STAND_INS
+        return outputs
 
     def measure(self, pending: PendingMicroBatch) -> None:
         """Measure the model with one micro-batch and plan anew; forward passes that ran already follow the new plan.
@@ -221,7 +227,7 @@ class Step:
         """Run the forward pass of a micro-batch whose loss or outputs the program reads."""
         context = self.context
         context.health.check_alive()
-        if pending.is_pending:
+        if pending.outputs_given is OutputsGiven.STAND_INS:
             context.warnings.warn(EARLY_READ)
         self._forward_of_call(pending)
         context.output_kinds.learn(pending.micro_batch, pending.micro_batch.outputs)
@@ -232,7 +238,7 @@ class Step:
         try:
             self._run_forward(pending)
         except BaseException:
-            pending.passes = Passes.FAILED
+            pending.stage = Stage.FAILED
             raise
 
     def run_due_forwards(self, until: PendingMicroBatch | None = None) -> None:
@@ -243,7 +249,7 @@ class Step:
         for pending in self.micro_batches:
             if pending is until:
                 return
-            if pending.passes is Passes.NONE:
+            if pending.stage is Stage.QUEUED:
                 self._run_forward(pending)
 
     @torch.inference_mode(False)
@@ -318,7 +324,7 @@ class Step:
         """Refuse to propagate back from a micro-batch whose step is over."""
         if self.state is StepState.DESTROYED:
             raise UsageError(DESTROYED)
-        if pending.passes is Passes.BOTH:
+        if pending.stage is Stage.PROPAGATED:
             raise UsageError(PROPAGATED_ALREADY)
         raise UsageError(
             "this micro-batch cannot be propagated back from any more: its step is over (engine.step() or "
@@ -530,12 +536,12 @@ class Step:
         end = len(self.micro_batches)
         if wanted and not is_boundary:
             end = wanted[-1] + 1
-        if any(one.passes is Passes.NONE and not one.needs_backward for one in self.micro_batches[:end]):
+        if any(one.stage is Stage.QUEUED and not one.needs_backward for one in self.micro_batches[:end]):
             self.run_due_forwards(until=self.micro_batches[end] if end < len(self.micro_batches) else None)
         if not is_boundary:
             return
         for pending in self.micro_batches:
-            if pending.passes is Passes.NONE and not pending.needs_backward and pending.is_held:
+            if pending.stage is Stage.QUEUED and not pending.needs_backward and pending.is_held:
                 self._forward_of_call(pending)  # before weights change
 
     def _close_unwanted(self) -> None:
@@ -557,7 +563,7 @@ class Step:
     def _with_unmeasured_loss(self, wanted: Sequence[PendingMicroBatch]) -> PendingMicroBatch | None:
         """Return the last micro-batch of a loss that is not measured yet; None: all are."""
         for pending in wanted:
-            makes_loss = pending.passes is Passes.NONE and pending is pending.loss.members[-1]
+            makes_loss = pending.stage is Stage.QUEUED and pending is pending.loss.members[-1]
             inputs = pending.micro_batch.inputs, pending.inputs_beside
             if makes_loss and not self.context.planner.has_profiled(inputs, pending.measured_modes):
                 return pending
@@ -588,9 +594,7 @@ class Step:
                 hyper,
                 clipping,
                 follows_part=self.has_accumulated,
-                cannot_repeat=self.context.world.any(
-                    "begin a step", any(pending.passes is Passes.FORWARD for pending in group)
-                ),
+                cannot_repeat=self.context.world.any("begin a step", any(pending.has_run_alone for pending in group)),
                 taken_gradients=self.context.runtime.user_gradients.popped,
             )
 
@@ -668,7 +672,7 @@ class Step:
 
     def drop_with_engine(self) -> None:
         """Drop the step of an engine that is destroyed; warn if gradients are lost by that."""
-        lost = sum(one.needs_backward or one.passes is Passes.BOTH for one in self.micro_batches)
+        lost = sum(one.needs_backward or one.stage is Stage.PROPAGATED for one in self.micro_batches)
         if lost:
             _logger.warning(
                 "destroy() drops the gradients of micro-batches (%d) whose step was not taken: call engine.step() at the "
