@@ -112,6 +112,7 @@ def initialize(
     parameters = None if model_parameters is None else list(model_parameters)
     refuse_duplicate_parameters(module, client_optimizer, parameters)
     checked_config, world = join_processes(checked_config, module, device)
+    _release_from_idle_engine(module)
     with world.reporting_failures():
         state = assemble(module, checked_config, client_optimizer, parameters, device, world)
         try:
@@ -127,7 +128,21 @@ def initialize(
         except BaseException:
             state.destroy()
             raise
+    _engine_of[module] = weakref.ref(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+_engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[HarmonyEngine]] = weakref.WeakKeyDictionary()
+"""The engine that was made last for each model."""
+
+
+def _release_from_idle_engine(model: nn.Module) -> None:
+    """Destroy the engine that trains `model`, if there is one and nothing waits in it: a new one takes the model over."""
+    earlier = _engine_of.get(model)
+    engine = None if earlier is None else earlier()
+    if engine is not None and engine.usable and engine._steps.is_idle:
+        engine._state.health.hand_over()
+        engine.destroy()
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -248,7 +263,8 @@ class HarmonyEngine(nn.Module):
                 scaled.backward()
             else:
                 self._steps.open.note_backward_from_real()
-                torch.autograd.backward(scaled, retain_graph=retain_graph)
+                with self._steps.context.gradients.receiving_scaled():
+                    torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach()
 
     @_disable_dynamo

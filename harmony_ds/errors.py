@@ -6,17 +6,18 @@
     ├── UsageError (AssertionError, RuntimeError)  calls of the engine that its state does not allow
     ├── UnsupportedError (NotImplementedError)  DeepSpeed's engine can do this, and this one cannot
     ├── ModelError                          a model that cannot be decomposed, or that breaks the contract while running
-    ├── OptimizerError                      an optimizer that cannot be built, or not be stepped layer by layer
-    ├── CheckpointError                     a checkpoint that cannot be written, is torn or foreign, or does not fit
+    ├── OptimizerError (ValueError, AssertionError)  an optimizer that cannot be built, or not be stepped layer by layer
+    ├── CheckpointError (RuntimeError)      a checkpoint that cannot be written, is torn or foreign, or does not fit
     ├── ProfileError                        a profile that cannot be read, is stale, or does not cover what is planned
     ├── DoesNotFitError (OutOfMemoryError)  the device memory budget holds no plan, or not one layer; before a step
     ├── HostMemoryError                     host memory (or a container's share) does not hold the training state
     ├── EngineFailedError                   training cannot go on: updated by half, or overflows at the smallest loss scale
     └── PeerFailedError                     another process of this training failed, or has ended
 
-Where DeepSpeed has an `assert`, ours is an AssertionError too, so that what catches its errors catches these. Memory that
-runs out during a step is torch's own OutOfMemoryError, on either device. Errors of the user's own code (a layer, a loss, an
-optimizer, Ctrl-C) are never wrapped: they surface as themselves.
+Where DeepSpeed has an `assert`, ours is an AssertionError too, and where torch raises under DeepSpeed (a state dict that
+does not fit, an optimizer without parameters), ours is of torch's class: what catches those errors catches these.
+Memory that runs out during a step is torch's own OutOfMemoryError, on either device. Errors of the user's own code (a
+layer, a loss, an optimizer, Ctrl-C) are never wrapped: they surface as themselves.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ class ModelError(HarmonyError):
     """The model cannot be decomposed into layers, or breaks the contract (docs/contract.md) while running."""
 
 
-class OptimizerError(HarmonyError):
+class OptimizerError(HarmonyError, ValueError, AssertionError):
     """The optimizer cannot be stepped layer by layer on the host, or its C++ code cannot be compiled here."""
 
 
-class CheckpointError(HarmonyError):
+class CheckpointError(HarmonyError, RuntimeError):
     """A checkpoint cannot be written or read, is torn or foreign, or is of another model or optimizer."""
 
 

@@ -123,8 +123,8 @@ def train_plainly_half(
             losses_of_group.append(loss.item())
             for name, parameter in parameters.items():
                 if parameter.grad is not None:
-                    gradient, parameter.grad = parameter.grad.to(accumulate), None
-                    sums[name] = sums[name] + gradient if name in sums else gradient
+                    gradient, parameter.grad = parameter.grad, None
+                    sums[name] = sums[name].add_(gradient) if name in sums else gradient.to(accumulate)
         for name, master in masters.items():
             master.grad = sums[name].float() / scale if name in sums else None
         if clip is not None:

@@ -18,7 +18,7 @@ from harmony_ds.assembly.needs import (
     optimizer_file_bytes,
     weights_file_bytes,
 )
-from harmony_ds.assembly.prepare_model import prepare_model
+from harmony_ds.assembly.prepare_model import cast_buffers, prepare_model
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition, Room, add_buffers, find_layers, layer_graph
 from harmony_ds.device import Device, make_devices
@@ -91,13 +91,17 @@ def assemble(
 
     # Arguments that contradict each other, or that several processes or devices cannot do.
     if belongs_to_engine(model):
-        raise ModelError("this model belongs to another engine: call that engine's destroy() first.")
+        raise ModelError(
+            "this model belongs to another engine, in which micro-batches or gradients wait for a step, or which trains it "
+            "as a part of another model: call that engine's destroy() first."
+        )
     preflight.refuse_for_several_processes(config, world)
     saved_plan = preflight.read_plan(harmony.plan)
     if device is None:
         device = make_devices(harmony.device, harmony.devices, harmony.budget_bytes, harmony.pin_memory)
     preflight.refuse_for_several_devices(harmony.residency, device.count, saved_plan)
     prepare_model(model, device.host_type, config.compute_dtype)
+    cast_buffers(model, config)
 
     # Layers, and the host memory that their parameters, masters and gradients will take.
     packed = find_packed(model, config.compute_dtype, casts_frozen=config.casts_frozen)

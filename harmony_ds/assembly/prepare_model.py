@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from harmony_ds.config import Config
 from harmony_ds.errors import ModelError
 
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,6 +83,19 @@ def _check_buffers(model: nn.Module) -> None:
                 f"the buffer {name} is of layout {buffer.layout}, and the engine copies dense ones alone: make it dense "
                 "(to_dense()), or give it to forward as an argument."
             )
+
+
+def cast_buffers(model: nn.Module, config: Config) -> None:
+    """Cast floating-point buffers to the ds_config's `buffer_dtype`, but not those that the model keeps in fp32."""
+    if config.buffer_dtype is None:
+        return
+    from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern
+
+    pattern = keep_in_fp32_pattern(model, config.values["data_types.keep_in_fp32_modules"], config.compute_dtype)
+    kept = set() if pattern is None else {id(buffer) for buffer in buffers_to_keep_in_fp32(model, pattern)}
+    for buffer in model.buffers():
+        if buffer.is_floating_point() and buffer.itemsize > 1 and id(buffer) not in kept:
+            buffer.data = buffer.data.to(config.buffer_dtype)
 
 
 def _switch_off_checkpointing(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from harmony_ds.config.harmony import HARMONY_KEYS, HarmonySettings, help_of
 from harmony_ds.config.hints import still_automatic, unknown_key
-from harmony_ds.config.keys import REFUSED_VALUES, RULES, rule_of
+from harmony_ds.config.keys import RULES, rule_of
 from harmony_ds.config.read import value_at
 from harmony_ds.errors import ConfigError
 
@@ -77,9 +76,6 @@ def check(raw: Mapping[str, Any]) -> Checked:
         raise _config_error(error, raw, set(".".join(paths_of(ds_config)).split("."))) from None
     model.bf16 = model.bf16 or model.bfloat16
     checked.values = dict(_flat(model.model_dump()))
-    for path, (value, reason) in REFUSED_VALUES.items():
-        if checked.values.get(path) == value:
-            raise ConfigError(f'"{path}" is {json.dumps(value)}: {reason}.')
     checked.known.pop("harmony", None)
     return checked
 

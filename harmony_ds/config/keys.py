@@ -47,8 +47,6 @@ def _read_rules() -> dict[str, Rule]:
 
 RULES = _read_rules()
 """By path; the rule of a block holds for all keys in it that have none of their own."""
-REFUSED_VALUES: dict[str, tuple[object, str]] = {path: tuple(row) for path, row in _TABLE["refused values"].items()}
-"""Values that DeepSpeed takes and that are refused here, each with the reason."""
 
 
 def rule_of(path: str) -> Rule | None:

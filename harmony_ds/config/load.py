@@ -81,7 +81,7 @@ def for_loaded_model(config: Config, parameter_dtypes: Collection[torch.dtype]) 
     config = replace(
         config,
         compute_dtype=loaded,
-        accumulation_dtype=_accumulation_dtype(config.values["data_types.grad_accum_dtype"], loaded, master),
+        accumulation_dtype=_accumulation_dtype(config.values["data_types.grad_accum_dtype"], master),
         master_dtype=master,
         state_dtype=master,
     )
@@ -115,9 +115,10 @@ def _make_config(raw: dict[str, Any], checked: Checked, world_size: int) -> Conf
         scheduler=_section("scheduler", model.scheduler),
         compute_dtype=compute_dtype,
         casts_frozen=compute_dtype != torch.float32,
-        accumulation_dtype=_accumulation_dtype(model.data_types.grad_accum_dtype, compute_dtype, master_dtype),
+        accumulation_dtype=_accumulation_dtype(model.data_types.grad_accum_dtype, master_dtype),
         master_dtype=master_dtype,
         state_dtype=state_dtype,
+        buffer_dtype=None if model.data_types.buffer_dtype is None else _dtype(model.data_types.buffer_dtype),
         disk_folder=_optimizer_folder(model.zero_optimization.offload_optimizer, harmony, master_dtype),
         weights_folder=_weights_folder(model.zero_optimization.offload_param, harmony),
         autocast_dtype=autocast_dtype,
@@ -272,15 +273,14 @@ def _nvme_folder(block: Any, key: str) -> str | None:
     return str(block.nvme_path)
 
 
-def _accumulation_dtype(name: str | None, compute: torch.dtype, master: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(name: str | None, master: torch.dtype) -> torch.dtype:
     """Return the dtype that gradients are added up in: the one that is named, or else the masters'."""
     if name is None:
         return master
     dtype = _dtype(name)
-    if dtype not in (torch.float32, compute):
+    if master != torch.float32 and dtype not in (torch.float32, master):
         raise ConfigError(
-            f'data_types.grad_accum_dtype is "{name}" but the model computes in {compute}: use "fp32" or that '
-            "(gradients are added up as they come, or in fp32; in a third dtype they would be rounded once more)."
+            f'data_types.grad_accum_dtype is "{name}" but masters are {master}: leave it out, or use "fp32".'
         )
     return dtype
 

@@ -66,6 +66,7 @@ class _OptimizerBlock(_Scheduler):
 class _DataTypes(_Block):
     grad_accum_dtype: _Dtype | None = None
     param_dtype: _Dtype | None = None
+    buffer_dtype: _Dtype | None = None
     keep_in_fp32_modules: Any = "auto"
 
 

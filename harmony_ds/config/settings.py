@@ -25,6 +25,7 @@ class Config:
     Attributes:
         casts_frozen: whether frozen parameters of floating point are computed with in `compute_dtype`, as with a "bf16" or
             "fp16" block; else each keeps its own dtype, as in plain PyTorch. Quantized ones always do.
+        buffer_dtype: that floating-point buffers are cast to; None: they keep theirs.
         master_dtype: of the parameters that the optimizer steps.
         state_dtype: of what it keeps for each of their numbers.
         disk_folder, weights_folder: where masters and optimizer state, and where weights lie in a file; None: in memory.
@@ -46,6 +47,7 @@ class Config:
     compute_dtype: torch.dtype
     casts_frozen: bool
     accumulation_dtype: torch.dtype
+    buffer_dtype: torch.dtype | None
     master_dtype: torch.dtype
     state_dtype: torch.dtype
     disk_folder: str | None
@@ -68,6 +70,12 @@ class Config:
         return 2 if self.harmony.split_masters else 4
 
     @property
+    def refuses_unused(self) -> bool:
+        """Whether a step in which a trained parameter gets no gradient is refused, as DeepSpeed does in these stages."""
+        stage = self.values["zero_optimization.stage"]
+        return stage in (1, 2) and not self.values["zero_optimization.ignore_unused_parameters"]
+
+    @property
     def deferred_update(self) -> bool:
-        """Whether no layer may be updated before the norm of all gradients is known."""
-        return self.gradient_clipping > 0 or self.skip_overflow
+        """Whether no layer may be updated before all gradients are there, and their norm is known."""
+        return self.gradient_clipping > 0 or self.skip_overflow or self.refuses_unused

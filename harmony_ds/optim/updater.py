@@ -59,11 +59,13 @@ class Clipping:
         max_norm: clip to this global norm (0: not at all).
         loss_scale: factor of the losses, by which gradients are divided.
         skip_overflow: skip the update if any gradient is inf or NaN.
+        refuses_unused: a parameter without a gradient is an error.
     """
 
     max_norm: float = 0.0
     loss_scale: float = 1.0
     skip_overflow: bool = False
+    refuses_unused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

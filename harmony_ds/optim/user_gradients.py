@@ -26,6 +26,10 @@ class UserGradients:
         """Return whether any of `names` (None: any parameter) has a gradient of the program."""
         return any(self.find(name) is not None for name in self._with_gradient(names))
 
+    def names(self) -> set[str]:
+        """Return the names of the parameters that have a gradient of the program."""
+        return {name for name in self._with_gradient(None) if self.find(name) is not None}
+
     def pop(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Remove the program's gradients of `names`, and return them."""
         gradients: dict[str, Tensor] = {}

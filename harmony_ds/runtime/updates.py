@@ -23,6 +23,7 @@ from torch import Tensor
 
 from harmony_ds.device.base import Event, Stream
 from harmony_ds.distributed import World
+from harmony_ds.errors import UsageError
 from harmony_ds.offload.host_gradients import GradientTransfer, SharedGradients
 from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.optim.host_optimizer import Hyper
@@ -199,6 +200,7 @@ class Updates:
         self._accumulated.to_host()
         self._runtime.resident_packs.drop()
         self._accumulated.collect_user_gradients(names)
+        self._refuse_unused(clipping)
         updater.measure(names)
         outcome.norm, outcome.may_skip = updater.norm(clipping), clipping.skip_overflow
         norm = outcome.norm.result()
@@ -223,12 +225,28 @@ class Updates:
         self._runtime.resident_packs.drop()
         self._accumulated.collect_user_gradients(names)
         if clipping is not None:
+            self._refuse_unused(clipping)
             updater.measure(names)
             self.outcome.norm, self.outcome.may_skip = updater.norm(clipping), clipping.skip_overflow
         self.outcome.updates_issued = 1
         updater.update(0, names, hyper, self.outcome.norm)
         self.promise_norm()
         updater.wait_all()
+
+    def _refuse_unused(self, clipping: Clipping) -> None:
+        """Raise UsageError if a trained parameter has no gradient, and the ds_config refuses that."""
+        if not clipping.refuses_unused:
+            return
+        optimizer, received = self._runtime.optimizer, self._runtime.gradients.received
+        assert optimizer is not None
+        resident = self._runtime.resident_packs
+        unused = [name for name in optimizer.trained if name not in received and resident.gradient(name) is None]
+        if unused:
+            raise UsageError(
+                f"your module has parameters that were not used in producing loss ({unused[0]}, and "
+                f"{len(unused) - 1} more). Let all trainable parameters take part in the loss, freeze those that do not, "
+                "or leave zero_optimization.ignore_unused_parameters out, which is false."
+            )
 
     def forget_copies(self) -> None:
         """Drop the gradients that are on their way to the host, after a failure.
@@ -300,6 +318,7 @@ class Updates:
                 resident_packs.measure(pack.owned)
             elif self._accumulated.collect_user_gradients(pack.owned):  # made since the pack's last swap-out
                 updater.measure(pack.owned)
+        self._refuse_unused(self._clipping)
         updater.add_norms(resident_packs.send_norms())
         self._runtime.world.agree("norm")  # from here on, weights change
         self.outcome.others_update = self._runtime.world.size > 1

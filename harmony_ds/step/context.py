@@ -137,7 +137,7 @@ class StepContext:
         config = self.settings.now
         if not config.deferred_update:
             return None
-        return Clipping(config.gradient_clipping, self.scaler.scale, config.skip_overflow)
+        return Clipping(config.gradient_clipping, self.scaler.scale, config.skip_overflow, config.refuses_unused)
 
     def check_can_propagate(self) -> None:
         """Raise UsageError if parameters would get gradients, and there is no optimizer for them.

@@ -11,6 +11,12 @@ DESTROYED = (
 )
 
 
+TAKEN_OVER = (
+    "a later engine has taken this engine's model over: harmony_ds.initialize was called for the model again while nothing "
+    "was queued here. Use that engine."
+)
+
+
 class EngineHealth:
     """State of an engine as a whole: usable; failed, for good; or destroyed.
 
@@ -23,6 +29,7 @@ class EngineHealth:
         self._world = world
         self._failed: str | None = None
         self.is_destroyed = False
+        self._end = DESTROYED
 
     @property
     def failed(self) -> str | None:
@@ -36,6 +43,10 @@ class EngineHealth:
         """Run nothing from now on, in no process: some layers were updated and others not."""
         self._failed = why
         self._world.give_up(f"it cannot go on: {why}")
+
+    def hand_over(self) -> None:
+        """Note that a later engine gets the model, and this one is about to be destroyed."""
+        self._end = TAKEN_OVER
 
     def check_usable(self) -> None:
         """Raise EngineFailedError after a failure that left some layers updated and others not.
@@ -53,4 +64,4 @@ class EngineHealth:
     def check_alive(self) -> None:
         """Raise UsageError after `destroy`."""
         if self.is_destroyed:
-            raise UsageError(DESTROYED)
+            raise UsageError(self._end)

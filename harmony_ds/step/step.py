@@ -446,14 +446,15 @@ class Step:
         if clipping is not None and not clips:
             clipping = replace(clipping, max_norm=0.0)
         context.apply_user_edits(self.micro_batches_wait)
-        is_scaled = context.scaler.scale != 1.0
-        if (context.world.size > 1 or is_scaled) and context.runtime.user_gradients.exist():
+        if context.world.size > 1 and context.runtime.user_gradients.exist():
             context.world.refuse(
                 "gradients that are put on parameters by hand, or by a backward pass of the program's own"
             )
+        if context.scaler.scale != 1.0 and context.gradients.unscaled():
             raise UnsupportedError(
                 "gradients were put on parameters by hand, or by a backward pass of the program's own, while losses are "
-                "scaled (fp16): they cannot be told from scaled ones. Add what they are of to the loss, or train in bf16."
+                "scaled (fp16): they cannot be told from scaled ones. Propagate with engine.backward(loss), add what they "
+                "are of to the loss, or train in bf16."
             )
         return hyper, clipping
 

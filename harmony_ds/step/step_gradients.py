@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +28,8 @@ class StepGradients:
         self._sums = (state.runtime.gradients, state.runtime.resident_packs)
         self._scaler = scaler
         self._shown: set[str] = set()  # unscaled now, and perhaps changed
+        self._scaled: set[str] = set()  # of the program's own gradients, those that are scaled, or are while not shown
+        self._shown_own: set[str] = set()
         self.used: set[str] = set()
 
     @torch.no_grad()
@@ -33,10 +38,11 @@ class StepGradients:
         total: Tensor | None = self._show(name) if accumulated else None
         if not accumulated and name in self.used:
             total = UsedGradient.stand_in_for(name, self._store.parameters[name])
-        own = self._own.find(name)
+        own = self._show_own(name)
         if total is None or own is None:
             return own if total is None else total
         total.add_(own.to(total.device))
+        self.forget_own(name)
         self._own.put(name, None)
         return total
 
@@ -48,9 +54,45 @@ class StepGradients:
                 gradient.div_(self._scaler.scale)
         return gradient
 
+    def _show_own(self, name: str) -> Tensor | None:
+        gradient = self._own.find(name)
+        if gradient is not None and name in self._scaled - self._shown_own:
+            self._shown_own.add(name)
+            gradient.div_(self._scaler.scale)
+        return gradient
+
+    @contextmanager
+    def receiving_scaled(self) -> Iterator[None]:
+        """Note that what parameters outside the engine's calls receive while open is of a loss times the loss scale."""
+        if self._scaler.scale == 1.0:
+            yield
+            return
+        self._hide_own()
+        unscaled = self.unscaled()
+        yield
+        self._scaled.update(self._own.names() - unscaled)
+
+    def unscaled(self) -> set[str]:
+        """Return the names of the program's own gradients that are not known to be scaled."""
+        return self._own.names() - self._scaled
+
+    def forget_own(self, name: str) -> None:
+        """Note that the program replaces its own gradient of `name`."""
+        self._scaled.discard(name)
+        self._shown_own.discard(name)
+
+    @torch.no_grad()
+    def _hide_own(self) -> None:
+        for name in self._shown_own:
+            gradient = self._own.find(name)
+            if gradient is not None:
+                gradient.mul_(self._scaler.scale)
+        self._shown_own.clear()
+
     @torch.no_grad()
     def hide(self) -> None:
         """Scale those that were shown again, before others are added to them or they are used."""
+        self._hide_own()
         for name in self._shown if self._scaler.scale != 1.0 else ():
             gradient = self._executor.accumulated_gradient(name)
             if gradient is not None:
@@ -64,9 +106,12 @@ class StepGradients:
         if accumulated:
             self._executor.drop_accumulated(self._store.parameters)
         self._own.pop(self._store.parameters)
+        self._scaled.clear()
+        self._shown_own.clear()
 
     def forget_used(self, by_hand: bool) -> None:
         """Forget the gradients that the step which is over has used; `by_hand`: the program has to drop them."""
+        self._scaled.clear()
         stepped = self.forget_received()
         if by_hand and self._optimizer is not None:
             with bypass_hooks():

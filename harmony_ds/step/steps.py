@@ -241,6 +241,11 @@ class Steps:
         """Note that the model is about to be called without gradients."""
         self.open.handle(StepEvent.EVALUATE)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no micro-batch and no gradient waits for a step, and nothing runs."""
+        return not (self.open.queued or self.open.has_accumulated or self.state.runtime.contract.is_running)
+
     def destroy(self) -> None:
         """Drop the open step with its engine."""
         self.open.handle(StepEvent.DESTROY)
@@ -300,6 +305,7 @@ class Steps:
     def put_gradient(self, name: str, value: Tensor | None) -> None:
         """Use `value` in the place of the gradient that has accumulated for `name`."""
         self.context.gradients.used.discard(name)
+        self.context.gradients.forget_own(name)
         if self.open.handle(StepEvent.READ_GRADIENT):
             self.state.executor.drop_accumulated((name,))
         if value is not None:

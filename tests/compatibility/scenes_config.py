@@ -30,6 +30,11 @@ READ: dict[str, dict[str, Any]] = {
     "zero_optimization.cpu_offload": {**MICRO, "zero_optimization": {"stage": 2, "cpu_offload": True}},
     "optimizer": {**MICRO, "optimizer": ADAMW},
     "scheduler": {**MICRO, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
+    "ignore_unused_parameters false": {
+        **MICRO,
+        "zero_optimization": {"stage": 2, "ignore_unused_parameters": False},
+    },
+    "log_level in capitals": {**MICRO, "log_level": "INFO"},
     "a harmony block": {**MICRO, "harmony": {"device": "cpu"}},
     "an unknown key": {**MICRO, "gradient_cliping": 1.0},
     "bf16.enabled auto": {**MICRO, "bf16": {"enabled": "auto"}},
@@ -76,10 +81,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "compression_training": ({**MICRO, "compression_training": {"weight_quantization": {}}}, "ompression"),
     "flops_profiler": ({**MICRO, "flops_profiler": {"enabled": True}}, "FLOPs"),
-    "ignore_unused_parameters false": (
-        {**MICRO, "zero_optimization": {"stage": 2, "ignore_unused_parameters": False}},
-        "ignore_unused_parameters",
-    ),
 }
 
 

@@ -375,9 +375,20 @@ def refused(api: Api, script: Script) -> None:
 
     script.row("initialize: an optimizer that ZeRO was not tested with", lambda: with_sgd(config(1, **untested)))
     third = {**bf16, "data_types": {"grad_accum_dtype": "fp16"}}
-    script.row("bf16: gradients added up in fp16", lambda: started(config(1, **third)))
+    script.row("bf16: gradients added up in fp16", lambda: trained(api, config(2, **third)))
     cast = {**bf16, "data_types": {"buffer_dtype": "bf16"}}
     script.row("bf16: buffer_dtype", lambda: started(config(1, **cast)))
+    script.row("a second engine of a model", lambda: second_engine(api))
+    strict = {**OFFLOAD, "ignore_unused_parameters": False}
+    script.row(
+        "a step with an unused parameter, ignore_unused_parameters false",
+        lambda: trained(api, config(1, zero_optimization=strict), HalfUsed()),
+        "not used in producing loss",
+    )
+    scaled = {"fp16": {"enabled": True, "loss_scale": 64}}
+    script.row(
+        "fp16: engine.backward of a loss of engine.module", lambda: trained(api, config(1, **scaled), direct=True)
+    )
     masterless = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
     script.row("bf16: bf16_master_weights_and_grads", lambda: started(config(1, **masterless)))
     eight = Quantized()
@@ -391,6 +402,42 @@ def refused(api: Api, script: Script) -> None:
     script.row(
         "loss.backward(), stage 0", lambda: applied_without_zero(api, lambda engine: engine(*batches(1)[0]).backward())
     )
+
+
+class HalfUsed(Net):
+    """Has a layer that no loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(2, 2)
+
+
+def trained(
+    api: Api, ds_config: dict[str, Any], model: torch.nn.Module | None = None, direct: bool = False
+) -> dict[str, list[float]]:
+    """Return the largest weight of each parameter after a step, and its norm; `direct`: the losses are the module's own."""
+    with api.engine(ds_config, model=net() if model is None else model) as engine:
+        for inputs, targets in batches(engine.gradient_accumulation_steps()):
+            engine.backward((engine.module if direct else engine)(inputs, targets))
+            engine.step()
+        largest = [parameter.abs().max().item() for parameter in engine.module.parameters()]
+        return about([*largest, float(engine.get_global_grad_norm())])
+
+
+def second_engine(api: Api) -> list[float]:
+    """Losses of an engine whose model another one has trained before."""
+    model = net()
+    losses = []
+    with api.engine(config(1), model=model) as first:
+        inputs, targets = batches(1)[0]
+        first.backward(first(inputs, targets))
+        first.step()
+        with api.engine(config(1), model=model) as second:
+            for inputs, targets in batches(2):
+                losses.append(second(inputs, targets))
+                second.backward(losses[-1])
+                second.step()
+    return [loss.item() for loss in losses]
 
 
 def applied_without_zero(api: Api, make_gradients: Callable[[Any], object], **more: Any) -> bool:

@@ -13,7 +13,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, Dtyp
 from harmony_ds.config import load_config
 from harmony_ds.config.check import ds_config_type, paths_of
 from harmony_ds.config.harmony import HARMONY_KEYS
-from harmony_ds.config.keys import REFUSED_VALUES, RULES, rule_of
+from harmony_ds.config.keys import RULES, rule_of
 from harmony_ds.config.optimizers import NOT_RUN
 from tests.docs.config_tables import all_keys, tables, with_tables
 
@@ -69,12 +69,10 @@ def test_every_key_that_deepspeed_reads_is_known_and_no_other() -> None:
 
 
 def test_every_rule_is_about_a_key_that_deepspeed_has_or_had() -> None:
-    older = {
-        path for path in REFUSED if "." not in path or path.split(".")[1].startswith(("mics", "zeropp", "buffer_dtype"))
-    }
+    older = {path for path in REFUSED if "." not in path or path.split(".")[1].startswith(("mics", "zeropp"))}
     known = {".".join(path.split(".")[:depth]) for path in PATHS for depth in range(1, 5)}
 
-    assert (RULES.keys() | REFUSED_VALUES.keys()) - older <= known
+    assert RULES.keys() - older <= known
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ def test_bf16_under_both_names(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), (None, torch.float32)],
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("half", torch.float16), (None, torch.float32)],
 )
-def test_gradients_accumulate_in_fp32_or_the_compute_dtype(name: str | None, dtype: torch.dtype) -> None:
+def test_gradients_accumulate_in_fp32_or_the_dtype_that_is_named(name: str | None, dtype: torch.dtype) -> None:
     config = load(bf16={"enabled": True}, data_types={"grad_accum_dtype": name})
 
     assert config.accumulation_dtype == dtype

@@ -356,3 +356,78 @@ def test_loading_a_checkpoint_drops_the_part_of_a_step_that_has_run(
         optimizer.step()
         optimizer.zero_grad()
     assert_same(model, plain, bitwise=True)
+
+
+def fp16_of_module(act: Any) -> Net:
+    """Train two steps of two micro-batches in fp16, some losses of `engine.module`; return the model."""
+    model = net()
+    fp16 = {"enabled": True, "loss_scale": 256}
+    with engine_for(model, adamw, config_of(2, 0.5, fp16=fp16)) as engine:
+        for step in range(2):
+            for number in range(2):
+                inputs, targets = batch(2 * step + number)
+                act(engine, number, inputs.half(), targets)
+                engine.step()
+        assert engine.global_steps == 2 and engine.skipped_steps == 0
+    return model
+
+
+@pytest.mark.parametrize("others", ["all", "first", "second"])
+def test_losses_that_the_module_computed_are_scaled_by_backward_in_fp16(others: str) -> None:
+    of_module = {"all": (0, 1), "first": (0,), "second": (1,)}[others]
+
+    def mixed(engine: HarmonyEngine, number: int, inputs: Tensor, targets: Tensor) -> None:
+        engine.backward((engine.module if number in of_module else engine)(inputs, targets))
+        engine.module.head.weight.grad  # noqa: B018 - shown unscaled, and scaled again
+
+    def whole(engine: HarmonyEngine, _number: int, inputs: Tensor, targets: Tensor) -> None:
+        engine.backward(engine(inputs, targets))
+
+    assert_same(fp16_of_module(mixed), fp16_of_module(whole), bitwise=False, relative=2e-3)
+
+
+def test_gradients_are_shown_unscaled_whoever_computed_the_loss() -> None:
+    shown = []
+    for of_module in (False, True):
+        with engine_for(net(), adamw, config_of(1, 0.5, fp16={"enabled": True, "loss_scale": 256})) as engine:
+            inputs, targets = batch(0)
+            engine.backward((engine.module if of_module else engine)(inputs.half(), targets))
+            gradient = engine.module.head.weight.grad
+            assert gradient is not None
+            shown.append(gradient.clone().float())
+    assert torch.allclose(shown[0], shown[1], rtol=1e-2, atol=1e-5)
+
+
+def test_a_gradient_put_in_the_place_of_a_scaled_one_is_refused_in_fp16() -> None:
+    model = net()
+    with engine_for(model, adamw, config_of(1, 0.5, fp16={"enabled": True, "loss_scale": 256})) as engine:
+        before = weights_of(model)
+        inputs, targets = batch(0)
+        engine.backward(engine.module(inputs.half(), targets))
+        model.head.weight.grad = torch.ones_like(model.head.weight)
+        with pytest.raises(UnsupportedError, match="cannot be told from scaled ones"):
+            engine.step()
+        assert_same(weights_of(model), before, bitwise=True)
+
+
+class HalfUsed(Net):
+    """Has a layer that no loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_unused_parameters_are_refused_where_the_ds_config_says_so(clip: float | None) -> None:
+    zero = {"stage": 2, "ignore_unused_parameters": False}
+    model = HalfUsed()
+    with engine_for(model, sgd, config_of(2, clip, zero_optimization=zero)) as engine:
+        before = weights_of(model)
+        with pytest.raises(AssertionError, match=r"not used in producing loss \(unused\.(weight|bias), and 1 more\)"):
+            engine.train_batch([batch(0), batch(1)])
+        assert_same(weights_of(model), before, bitwise=True)
+    for whole, block in ((net(), zero), (HalfUsed(), {**zero, "stage": 3})):
+        with engine_for(whole, sgd, config_of(2, clip, zero_optimization=block)) as engine:
+            engine.train_batch([batch(0), batch(1)])
+            assert engine.was_step_applied()

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import harmony_ds
-from harmony_ds import HarmonyEngine, ModelError, UnsupportedError, UsageError
+from harmony_ds import ConfigError, HarmonyEngine, ModelError, UnsupportedError, UsageError
 from harmony_ds.device import CpuDevice
 from harmony_ds.offload.disk import DiskFile
 from tests.cover import spread
@@ -134,15 +134,39 @@ def test_an_engine_that_waits_for_garbage_collection_does_not_hold_its_model() -
         train_groups(again, GROUPS[:1])
 
 
-def test_a_live_engine_keeps_its_model() -> None:
+def test_an_engine_keeps_a_model_whose_micro_batches_wait_or_that_is_part_of_its_own() -> None:
     plain, _ = plainly(LLAMA, 0.1, GROUPS[:2], adamw, 0.5)
     model = LLAMA.build(0.1)
     with engine_for(model, adamw, CONFIG) as engine:
         train_groups(engine, GROUPS[:1])
-        for taken in (model, model.model):
-            with pytest.raises(ModelError, match="belongs to another engine"):
-                initialized(taken)
-        train_groups(engine, GROUPS[1:2])
+        with pytest.raises(ModelError, match="belongs to another engine"):
+            initialized(model.model)
+        for batch in GROUPS[1]:
+            engine.backward(engine(**batch).loss)
+            with pytest.raises(ModelError, match="belongs to another engine, in which micro-batches or gradients wait"):
+                initialized(model)
+            engine.step()
+    assert_same(model, plain, bitwise=True)
+
+
+def test_an_engine_takes_a_model_over_from_an_idle_one_which_says_so_when_it_is_used() -> None:
+    plain, _ = plainly(LLAMA, 0.0, GROUPS[:2], adamw, 0.5)
+    model = LLAMA.build(0.0)
+    optimizer = adamw(list(model.parameters()))
+    first, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    train_groups(first, GROUPS[:1])
+    with pytest.raises(ConfigError):
+        harmony_ds.initialize(model=model, optimizer=optimizer, config={**CONFIG, "gradient_clipping": -1})
+    assert first.usable
+    second, *_ = harmony_ds.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    try:
+        for use in (lambda: first(**GROUPS[1][0]), first.step, lambda: first.save_checkpoint("nowhere")):
+            with pytest.raises(UsageError, match="a later engine has taken this engine's model over"):
+                use()
+        first.destroy()
+        train_groups(second, GROUPS[1:2])
+    finally:
+        second.destroy()
     assert_same(model, plain, bitwise=True)
 
 

@@ -95,6 +95,62 @@ def test_gradients_accumulated_in_bf16(clip: float | None) -> None:
     assert_same(model, plain, bitwise=clip is None, relative=0.008)
 
 
+@pytest.mark.parametrize("residency", ["off", 100])
+@pytest.mark.parametrize(
+    ("block", "compute", "accumulate"),
+    [
+        ({}, torch.float32, "bf16"),
+        (BF16, torch.bfloat16, "fp16"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, torch.float16, "bf16"),
+    ],
+    ids=["bf16 of fp32", "fp16 of bf16", "bf16 of fp16"],
+)
+def test_gradients_accumulated_in_a_third_dtype(
+    block: dict[str, Any], compute: torch.dtype, accumulate: str, residency: Any
+) -> None:
+    groups = groups_of(LLAMA, 3, 4)
+    plain, sums = LLAMA.build(0.1), {"bf16": torch.bfloat16, "fp16": torch.float16}[accumulate]
+    scale = 128.0 if compute == torch.float16 else 1.0
+    run = train_plainly_half(
+        plain, groups, adamw, clip=None, seed_of=seed_of, dtype=compute, accumulate=sums, scale=scale
+    )
+    model = LLAMA.build(0.1)
+    harmony = {"pack_layers": 2, "residency": residency}
+    config = config_of(4, None, harmony, data_types={"grad_accum_dtype": accumulate}, **block)
+    with engine_for(model, adamw, config) as engine:
+        assert train_groups(engine, groups) == means_of(run.losses)
+        assert engine.swap_report().ratio == 1.0 or residency != "off"
+    assert_same(model, plain, bitwise=True)
+
+
+class WithBuffers(nn.Module):
+    """A layer with a buffer that it multiplies with, one that it wants in fp32, and one of integers."""
+
+    _keep_in_fp32_modules_strict = ("wide",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        for name in ("scale", "wide"):
+            self.register_buffer(name, torch.full((4,), 1 / 3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer((inputs * self.scale).to(self.layer.weight.dtype)).float().mean()
+
+
+def test_buffers_are_cast_where_the_ds_config_says_so() -> None:
+    for data_types, expected in (({}, torch.float32), ({"buffer_dtype": "bf16"}, torch.bfloat16)):
+        model = WithBuffers()
+        with engine_for(model, adamw, config_of(1, None, data_types=data_types, **BF16)) as engine:
+            assert model.scale.dtype == expected
+            assert (model.wide.dtype, model.count.dtype) == (torch.float32, torch.long)
+            assert engine.train_batch(iter([(torch.ones(2, 4).bfloat16(),)])).isfinite()
+    listed = {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["sca*"]}
+    with engine_for(WithBuffers(), adamw, config_of(1, None, data_types=listed, **BF16)) as engine:
+        assert (engine.module.scale.dtype, engine.module.wide.dtype) == (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_fp16_with_a_static_loss_scale(clip: float | None) -> None:
     groups = groups_of(LLAMA, 3, 4)
