@@ -8,8 +8,8 @@ only with its last reference.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class StashEntry:
         "buffer",
         "crossed",
         "device_tensor",
+        "due",
         "host_tensor",
         "layer",
         "stays",
@@ -46,6 +47,8 @@ class StashEntry:
         self.arrived: Event | None = None  # after the last copy, if nothing has waited for it
         self.crossed = False  # the copy on the host is a boundary's, too: it outlives a swap-out
         self.users = 0  # layer calls that will be recomputed with it
+        # Of them, those of each pack that it was asked back for, the pack that runs first at the front.
+        self.due: list[int] = []
         self.version = tensor._version
         self.layer = layer
 
@@ -159,12 +162,21 @@ class Stash:
             # The tensor's memory belongs to the compute stream, which may reuse it only after the copy.
             self._device.wait(Stream.COMPUTE, copied)
 
-    def swap_in(self, entries: Iterable[StashEntry]) -> None:
-        """Issue the copies back to the device; `tensor` waits for them."""
+    def swap_in(self, entries: Sequence[StashEntry]) -> None:
+        """Issue the copies back to the device of what the calls of one pack, or some, will be recomputed with.
+
+        Args:
+            entries: of all those calls. `tensor` waits for the copies.
+        """
+        for entry, calls in Counter(entries).items():  # several calls may share one
+            entry.due.append(calls)
+        self._copy_in(entries)
+
+    def _copy_in(self, entries: Iterable[StashEntry]) -> None:
         device = self._device
         self._free_copied()
         coming: list[tuple[StashEntry, Tensor, Tensor]] = []  # with the tensors on the host and on the device
-        for entry in dict.fromkeys(entries):  # several calls may share one
+        for entry in dict.fromkeys(entries):
             if entry.device_tensor is not None:
                 continue
             host = entry.host_tensor
@@ -185,8 +197,8 @@ class Stash:
 
     def tensor(self, entry: StashEntry) -> Tensor:
         """Return an alias of the entry's tensor on the device, ready for the compute stream."""
-        if entry.device_tensor is None:
-            self.swap_in([entry])
+        if entry.device_tensor is None:  # the pack before has released it, or its pack's stash is not on the host
+            self._copy_in([entry])
         tensor = entry.device_tensor
         assert tensor is not None
         if entry.arrived is not None:
@@ -200,8 +212,13 @@ class Stash:
         entry.arrived = None
 
     def release(self, entry: StashEntry) -> None:
-        """Release `entry` for one of its users: free the device tensor, and with the last user the host's."""
+        """Release `entry` for one of its users: the pack's last frees the device tensor, the last of all the host's."""
         entry.users -= 1
+        if entry.due:
+            entry.due[0] -= 1
+            if entry.due[0] and entry.users:
+                return
+            del entry.due[0]
         # Only a swap-in waits for the copy to the host; without one, that copy may still be queued on another stream.
         was_swapped_in = entry.device_tensor is not None
         if entry.host_tensor is not None:
