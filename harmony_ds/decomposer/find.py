@@ -1,4 +1,5 @@
-"""Find the layers of any `nn.Module`: its repeated blocks, and every other module that owns parameters directly.
+"""Find the layers of any `nn.Module`: its repeated blocks, and every other module that owns parameters directly. A layer
+that peft has put adapters beside is one with them.
 
 `find_layers` takes a model and returns its `Layer`s in registration order, since the order of their calls is only known
 after a forward pass. No architecture is named here.
@@ -180,6 +181,11 @@ def _is_checkpointing_layer(module: nn.Module) -> bool:
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
+def _is_adapted_layer(module: nn.Module) -> bool:
+    """Return whether `module` is one of peft: a layer, and adapters beside it whose outputs are added to its own."""
+    return any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__)
+
+
 def _outermost_elements(module: nn.Module, covered: set[nn.Module]) -> Iterator[nn.Module]:
     """Yield the elements of the outermost lists below `module` that contain no block found already."""
     for child in module.children():
@@ -216,7 +222,7 @@ def _parameter_owners(module: nn.Module, name: str, blocks: set[nn.Module]) -> I
     if module in blocks:
         yield _ParameterOwner(name, module, is_layer=True)
         return
-    if any(parameter is not None for parameter in module._parameters.values()):
+    if _is_adapted_layer(module) or any(parameter is not None for parameter in module._parameters.values()):
         is_layer = not isinstance(module, _CONTAINERS) and not any(inner in blocks for inner in module.modules())
         yield _ParameterOwner(name, module, is_layer)
         if is_layer:

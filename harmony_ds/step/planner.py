@@ -515,8 +515,13 @@ def host_room_bytes(runtime: Runtime) -> int | None:
 
 
 def _most_tokens(sample: Sample) -> int:
-    """Return how many tokens a micro-batch has at most: the largest number of places in two dimensions of its tensors."""
-    return max((t.shape[:2].numel() for t in tensors_in(sample.inputs) if t.dim() > 1), default=0)
+    """Return how many tokens a micro-batch has at most: places in the first two dimensions of token ids and labels.
+
+    Where there are none, those of other tensors count: embeddings, patches of images.
+    """
+    tensors = [t for t in tensors_in(sample.inputs) if t.dim() > 1]
+    of_ids = [t for t in tensors if not t.is_floating_point()]
+    return max((t.shape[:2].numel() for t in of_ids or tensors), default=0)
 
 
 def _next_smaller(sizes: Sequence[int], now: int, most: int) -> int | None:

@@ -54,6 +54,17 @@ def names(decomposition: Decomposition) -> str:
     return " ".join(layer.name for layer in decomposition.layers)
 
 
+def test_a_layer_with_adapters_beside_it_is_one_layer() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["wte", "lm_head"])
+    found = find_layers(peft.inject_adapter_in_model(settings, family("gpt2").build(0.0)))
+    assert names(found) == LAYERS["gpt2"]
+    assert [name.rpartition(".")[0] for name in found.layers[-1].parameters if "lora" in name] == [
+        "lm_head.lora_A.default",
+        "lm_head.lora_B.default",
+    ]
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_the_blocks_and_every_other_owner_of_parameters(name: str) -> None:
     found = find_layers(family(name).build(0.0))
