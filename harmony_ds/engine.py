@@ -228,7 +228,7 @@ class HarmonyEngine(nn.Module):
         with self._world.reporting_failures():
             step = self._steps.open
             self._steps.context.apply_user_edits(step.micro_batches_wait)
-            return step.outputs_of(step.handle(StepEvent.CALL, CallInputs(args, kwargs, take_over=True)))
+            return step.outputs_of(step.handle(StepEvent.CALL, CallInputs(args, kwargs, copies_tensors=True)))
 
     def _is_running(self) -> bool:
         """Return whether the caller is a function that this engine runs, such as `compute_loss`."""

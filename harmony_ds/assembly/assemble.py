@@ -309,7 +309,7 @@ def _make_runtime(
         resident_packs=resident_packs,
         stash=stash,
         boundaries=Boundaries(device, ledger, stash),
-        gradients=gradients,
+        host_gradients=gradients,
         optimizer=host_optimizer,
         updater=updater,
         installation=installation,

@@ -96,7 +96,7 @@ class Checkpoints:
     def _resume(self, progress: checkpoint.Progress | None) -> None:
         """Count on from `progress`, and begin a step without micro-batches; None: the engine's own counters go on."""
         if progress is None:
-            self._steps.forget()
+            self._steps.drop_steps()
             return
         self._steps.resume(
             global_steps=progress.global_steps,

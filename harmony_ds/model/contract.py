@@ -2,7 +2,7 @@
 
 A micro-batch runs later than the program calls the model, so its call's state is recorded, and found again when it runs:
 
-    take       at the call: record its modes, and the plain attributes of the model's modules
+    read_state at the call: record its modes, and the plain attributes of the model's modules
     check      before its micro-batch runs: those attributes must be unchanged
     entered    around all that runs for the call: set its modes
     running    around the engine's runs: attributes that change meanwhile were set by forward

@@ -206,8 +206,8 @@ class Joins:
             self._buffers.release(buffer, arrived)
         self._checks.clear()
 
-    def forget(self) -> None:
-        """Drop what was compared in a step, which is over or has failed."""
+    def discard_checks(self) -> None:
+        """Discard what was compared in a step, which is over or has failed."""
         self._same.clear()
         self._doubts.clear()
         self._give_back()

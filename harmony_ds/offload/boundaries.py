@@ -163,8 +163,8 @@ class Boundaries:
             # The memory belongs to the compute stream, which may reuse it only after the copy.
             self._device.wait(Stream.COMPUTE, copied)
 
-    def forget_copies(self) -> None:
-        """Forget copies under way after a failed step; to be called when the stash has ordered all streams."""
+    def discard_copies(self) -> None:
+        """Discard copies under way after a failed step; to be called when the stash has ordered all streams."""
         self._copies_out.clear()
 
 

@@ -89,13 +89,13 @@ class ResidentPacks(GradientSums):
         if self.holds(packs):
             self.sync_to_device()
         else:
-            self.drop()
+            self.evict_all()
             try:
                 for names in packs:
                     self._load_pack(names)
                 self._names = tuple(packs)
             except BaseException:
-                self.drop()
+                self.evict_all()
                 raise
         return list(self._packs)
 
@@ -193,7 +193,7 @@ class ResidentPacks(GradientSums):
             found.add(self._residency.leaves_over(packed))
         return found
 
-    def drop(self) -> None:
+    def evict_all(self) -> None:
         """Copy what changed to the host, and free everything on the device."""
         self.sync_to_host()
         for name in self._watched:
@@ -218,7 +218,7 @@ class ResidentPacks(GradientSums):
 
     def destroy(self) -> None:
         """Drop all packs, and free page-locked memory."""
-        self.drop()
+        self.evict_all()
         self._norm_buffers.destroy()
 
     # ---- what the program reads and writes on the host

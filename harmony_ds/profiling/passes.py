@@ -165,7 +165,7 @@ class ModelPasses(LayerCallObserver):
 
     def release_head(self) -> None:
         """Evict the weights of the head of the last pass, whose output and loss are not used any more."""
-        self._streamer.release_kept()
+        self._streamer.evict_kept()
         self._weights_of_head = self.untouched.layer = ()
 
     def switch_to_own_random_numbers(self) -> None:

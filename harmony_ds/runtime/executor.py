@@ -59,7 +59,7 @@ class Executor:
 
     Attributes:
         backward_begun: whether a backward pass has begun since `begin`: the gradients of the step are not what they were.
-        accumulated: the gradients of a step that runs in parts.
+        accumulated_gradients: those of a step that runs in parts.
         updates: the handlers of gradients' tasks.
         failure: the task of a micro-batch that has raised an error since `begin`.
     """
@@ -83,8 +83,8 @@ class Executor:
         self.backward_begun = False
         self.failure: TaskFailure | None = None
         self._failed_backward: FailedCall | None = None
-        self.accumulated = AccumulatedGradients(runtime)
-        self.updates = Updates(runtime, self.accumulated)
+        self.accumulated_gradients = AccumulatedGradients(runtime)
+        self.updates = Updates(runtime, self.accumulated_gradients)
         self._handlers: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.SWAP_IN: self._swap_in,
             TaskKind.GATHER: self._gather,
@@ -150,7 +150,7 @@ class Executor:
                     runtime.random.check_drawn()
             finally:
                 runtime.layer_calls.close_heads()
-                runtime.joins.forget()
+                runtime.joins.discard_checks()
                 runtime.random.close()
                 self._micro_batches = {}
                 for index in plan.policy.resident:
@@ -171,13 +171,13 @@ class Executor:
                             runtime.joins.check()
                         handler(task)
                     else:
-                        micro_batch.at_work = True
+                        micro_batch.is_at_work = True
                         with contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
                             unlayered = self._unlayered
                             self._apply_user_settings(task.pack, unlayered)
-                            if micro_batch.boundary is not None and task.kind in RUNS:
-                                runtime.boundaries.wait(micro_batch.boundary)
-                                micro_batch.boundary = None
+                            if micro_batch.held_on_host is not None and task.kind in RUNS:
+                                runtime.boundaries.wait(micro_batch.held_on_host)
+                                micro_batch.held_on_host = None
                             handler(task)
                             if self._plan.policy.boundaries_on_host and task.kind in RUNS:
                                 runtime.boundaries.free_copied()
@@ -189,7 +189,7 @@ class Executor:
                 raise
             finally:
                 if micro_batch is not None:
-                    micro_batch.at_work = False
+                    micro_batch.is_at_work = False
                 runtime.device.discharge(nbytes)
             self._tasks_done += 1
             if self._progress_callback is not None:
@@ -228,25 +228,25 @@ class Executor:
         Device copies that earlier plans of the step have left stay: graphs of other micro-batches lead to their leaves.
         Their gradients stay, too, unless a backward pass of this plan has added to them.
         """
-        self._free(kept=self._copies_at_begin, drops_gradients=self.backward_begun)
+        self._free(kept=self._copies_at_begin, discards_gradients=self.backward_begun)
 
     def free_step(self) -> None:
         """Free everything of the step on the device but resident packs; the updater drops gradients on the host."""
-        self._free(kept=(), drops_gradients=True)
+        self._free(kept=(), discards_gradients=True)
 
-    def _free(self, kept: Sequence[DeviceCopy], drops_gradients: bool) -> None:
+    def _free(self, kept: Sequence[DeviceCopy], discards_gradients: bool) -> None:
         """Free device copies but the `kept`, once all copies that are under way are ordered before."""
         runtime = self._runtime
         runtime.stash.order_streams()
-        runtime.boundaries.forget_copies()
+        runtime.boundaries.discard_copies()
         for pack, copy in list(self._copies.items()):
             if copy not in kept:
                 self._evict_copy(pack)
-            elif drops_gradients:
+            elif discards_gradients:
                 runtime.residency.clear_gradients(copy)
-        if drops_gradients:
+        if discards_gradients:
             runtime.resident_packs.clear_gradients()
-            self.updates.forget_copies()
+            self.updates.discard_copies()
         runtime.device.enter(HOME)
 
     def _evict_copy(self, pack: int) -> None:
@@ -464,7 +464,7 @@ class Executor:
         if plan.rows.cuts:
             self._backward(task)
             return
-        micro_batch.settle()
+        micro_batch.propagate_rest()
         self._accumulate(task.pack)
 
     def _backward(self, task: Task) -> None:
@@ -473,7 +473,7 @@ class Executor:
         if task.kind is not TaskKind.FUSED:
             self._begin_shared_loss(task)
         self.backward_begun = True
-        for call in micro_batch.take_calls(self._plan.packs[task.pack]):
+        for call in micro_batch.pop_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(call.number)
             owned = call.request.lane_settings is not None or micro_batch.lane_settings is not None
             if owned or self._copies[task.pack].modes is not self._runtime.contract.modes:
@@ -487,7 +487,7 @@ class Executor:
                 raise
             call.propagated()
         micro_batch.close_heads(self._runtime.layer_calls.close_head)
-        micro_batch.settle()
+        micro_batch.propagate_rest()
         self._accumulate(task.pack)
         if micro_batch.sharing and micro_batch is micro_batch.sharing[0]:
             self._runtime.residency.end_shared_loss(self._copies[task.pack])
@@ -552,11 +552,11 @@ class Executor:
 
     def accumulated_gradient(self, name: str) -> Tensor | None:
         """Return the gradient of `name` that has accumulated in this step: the tensor itself; None: there is none."""
-        return self.accumulated.find(name, self._unlayered)
+        return self.accumulated_gradients.find(name, self._unlayered)
 
-    def drop_accumulated(self, names: Iterable[str]) -> None:
-        """Drop the gradients of `names` that have accumulated in this step."""
-        self.accumulated.drop(names, self._unlayered)
+    def discard_accumulated(self, names: Iterable[str]) -> None:
+        """Discard the gradients of `names` that have accumulated in this step."""
+        self.accumulated_gradients.discard(names, self._unlayered)
 
     # ---- between packs
 
@@ -564,14 +564,14 @@ class Executor:
         micro_batch, runtime = self._micro_batches[task.micro_batch], self._runtime
         if (lane := micro_batch.lane) is not None:
             waiting = micro_batch.values.crossing(lane.argument_tensors(), micro_batch.inter_layer, runtime.stash)
-            micro_batch.boundary = runtime.boundaries.swap_out(waiting, ())
+            micro_batch.held_on_host = runtime.boundaries.swap_out(waiting, ())
 
     def _boundary_gradients_out(self, task: Task) -> None:
         micro_batch = self._micro_batches[task.micro_batch]
-        micro_batch.boundary = self._runtime.boundaries.swap_out((), micro_batch.waiting_gradients())
+        micro_batch.held_on_host = self._runtime.boundaries.swap_out((), micro_batch.waiting_gradients())
 
     def _boundary_in(self, task: Task) -> None:
-        if (boundary := self._micro_batches[task.micro_batch].boundary) is not None:
+        if (boundary := self._micro_batches[task.micro_batch].held_on_host) is not None:
             self._runtime.boundaries.swap_in(boundary)
 
     # ---- between devices

@@ -75,7 +75,7 @@ class MicroBatch:
     lane_settings: LaneSettings | None = None
     """Settings of modules that its code has left."""
     forwarded: bool = False
-    at_work: bool = False
+    is_at_work: bool = False
     """Whether the engine runs it now, forward or back."""
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
     """Recorded calls with their positions, in the order they were made."""
@@ -85,7 +85,7 @@ class MicroBatch:
     sharing: tuple[MicroBatch, ...] = ()
     values: WaitingValues = field(default_factory=WaitingValues)
     """Outputs of its layer calls."""
-    boundary: BoundaryOnHost | None = None
+    held_on_host: BoundaryOnHost | None = None
     """What it has on the host while it waits between two packs."""
     _cursor: int = 0
     _numbers: int = 0
@@ -125,7 +125,7 @@ class MicroBatch:
         """Return the recorded calls of `pack`."""
         return [call for position, call in self.calls if position in pack.positions]
 
-    def take_calls(self, pack: Pack) -> Iterator[RecordedCall]:
+    def pop_calls(self, pack: Pack) -> Iterator[RecordedCall]:
         """Yield the recorded calls of `pack`, the last one first, and forget each."""
         while self.calls and self.calls[-1][0] >= pack.positions[0]:
             yield self.calls.pop()[1]
@@ -186,7 +186,7 @@ class MicroBatch:
             ]
         return waiting + self.inter_layer.waiting()
 
-    def settle(self) -> None:
+    def propagate_rest(self) -> None:
         """Propagate what is left after all layers: to unlayered parameters and to the user's own leaves."""
         if not self.calls:
             self.inter_layer.propagate_due(-1)
@@ -217,7 +217,7 @@ class MicroBatch:
         if self.lane is not None:
             self.lane.close()
         self.lane = None
-        self.outputs = self.lane_settings = self.boundary = None
+        self.outputs = self.lane_settings = self.held_on_host = None
         self.values = WaitingValues()
         self.calls.clear()
         for _, head in self.heads:

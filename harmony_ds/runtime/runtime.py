@@ -33,7 +33,7 @@ class Runtime:
     resident_packs: ResidentPacks
     stash: Stash
     boundaries: Boundaries
-    gradients: HostGradients
+    host_gradients: HostGradients
     optimizer: HostOptimizer | None
     updater: Updater
     installation: Installation

@@ -111,7 +111,7 @@ class Streamer:
             self._runtime.installation.fetch = None
             self.is_open = False
             self._run_call, self._observers = None, ()
-            self.release_kept()
+            self.evict_kept()
             for left in (copy, *self._used_between_calls.values(), *self._prefetched.values()):
                 self._runtime.residency.evict(left)
             self._used_between_calls.clear()
@@ -138,10 +138,10 @@ class Streamer:
                     observer.call_finished()
 
     def keep(self, copy: DeviceCopy) -> None:
-        """Keep the weights of the call that runs now until `release_kept`: what it gives is computed later."""
+        """Keep the weights of the call that runs now until `evict_kept`: what it gives is computed later."""
         self._kept.append(copy)
 
-    def release_kept(self) -> None:
+    def evict_kept(self) -> None:
         """Evict the weights that were kept, of which nothing is computed any more."""
         self._runtime.layer_calls.close_heads()
         while self._kept:

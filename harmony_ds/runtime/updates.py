@@ -40,13 +40,13 @@ class Outcome:
         norm: of all gradients; promised when the step returns.
         may_skip: whether its updates are skipped if gradients turn out not to be finite.
         updates_issued: packs whose weights it has changed, or will.
-        others_update: whether other processes may change weights, though the step fails here.
+        peers_update: whether other processes may change weights, though the step fails here.
     """
 
     norm: Future[GradientNorm] | None = None
     may_skip: bool = False
     updates_issued: int = 0
-    others_update: bool = False
+    peers_update: bool = False
 
     @property
     def overflow(self) -> bool:
@@ -78,7 +78,7 @@ class AccumulatedGradients:
         runtime.world.refuse(f"a loss with {min(own)} in it outside the model's forward (a temperature, a penalty)")
         # Copies: the program may write into its tensors right after the step.
         copies = {name: gradient.clone() for name, gradient in own.items()}
-        runtime.updater.deposit(runtime.gradients.wrap(copies))
+        runtime.updater.deposit(runtime.host_gradients.wrap(copies))
         return True
 
     def to_host(self) -> None:
@@ -86,7 +86,7 @@ class AccumulatedGradients:
         runtime = self._runtime
         gradients = runtime.resident_packs.pop_all()
         if gradients:
-            runtime.updater.deposit(runtime.gradients.wrap(gradients))
+            runtime.updater.deposit(runtime.host_gradients.wrap(gradients))
             runtime.updater.measure(tuple(gradients))
             self._moved_to_host = True
 
@@ -111,10 +111,10 @@ class AccumulatedGradients:
         gradient = runtime.resident_packs.gradient(name)
         return runtime.updater.gradient(name) if gradient is None else gradient
 
-    def drop(self, names: Iterable[str], unlayered: Sequence[DeviceCopy]) -> None:
-        """Drop the gradients of `names`."""
+    def discard(self, names: Iterable[str], unlayered: Sequence[DeviceCopy]) -> None:
+        """Discard the gradients of `names`."""
         runtime = self._runtime
-        runtime.gradients.received.difference_update(names)
+        runtime.host_gradients.received.difference_update(names)
         runtime.updater.discard_gradients(tuple(names))
         runtime.resident_packs.clear_gradients(names)
         for copy in unlayered:
@@ -174,7 +174,7 @@ class Updates:
             largest = max(pack.gradient_bytes for pack in packs)
             runtime.world.make_slots(runtime.device, plan.policy.gradient_slabs, largest)
         piece_bytes = [pack.piece_bytes(runtime.world.local_rank) for pack in packs]
-        runtime.gradients.reserve(piece_bytes, plan.held_transfers)
+        runtime.host_gradients.reserve(piece_bytes, plan.held_transfers)
 
     def start(self, hyper: Hyper, clipping: Clipping | None) -> None:
         """Begin to run the plan, with `hyper` for updates; with `clipping`, they wait for the norm of all gradients."""
@@ -198,7 +198,7 @@ class Updates:
         assert optimizer is not None
         names = tuple(optimizer.trained)
         self._accumulated.to_host()
-        self._runtime.resident_packs.drop()
+        self._runtime.resident_packs.evict_all()
         self._accumulated.collect_user_gradients(names)
         self._refuse_unused(clipping)
         updater.measure(names)
@@ -222,7 +222,7 @@ class Updates:
             return
         names = tuple(optimizer.trained)
         updater.wait_all()
-        self._runtime.resident_packs.drop()
+        self._runtime.resident_packs.evict_all()
         self._accumulated.collect_user_gradients(names)
         if clipping is not None:
             self._refuse_unused(clipping)
@@ -237,7 +237,7 @@ class Updates:
         """Raise UsageError if a trained parameter has no gradient, and the ds_config refuses that."""
         if not clipping.refuses_unused:
             return
-        optimizer, received = self._runtime.optimizer, self._runtime.gradients.received
+        optimizer, received = self._runtime.optimizer, self._runtime.host_gradients.received
         assert optimizer is not None
         resident = self._runtime.resident_packs
         unused = [name for name in optimizer.trained if name not in received and resident.gradient(name) is None]
@@ -248,8 +248,8 @@ class Updates:
                 "or leave zero_optimization.ignore_unused_parameters out, which is false."
             )
 
-    def forget_copies(self) -> None:
-        """Drop the gradients that are on their way to the host, after a failure.
+    def discard_copies(self) -> None:
+        """Discard the gradients that are on their way to the host, after a failure.
 
         Their memory may be reused: the stash has made the compute stream wait for all copies.
         """
@@ -263,29 +263,31 @@ class Updates:
         """REDUCE: add up a pack's gradients over all processes, on the host or the device."""
         runtime, kind = self._runtime, f"of pack {task.pack}"
         if self._plan.policy.reduce_on_host:
-            transfer, write = runtime.gradients.sum_shared(kind, self._shared.pop(task.pack), self._extra_transfers)
+            transfer, write = runtime.host_gradients.sum_shared(
+                kind, self._shared.pop(task.pack), self._extra_transfers
+            )
             runtime.updater.queue_sum(write)
             self._deposit(task, transfer)
         else:
             gradients, dtype = runtime.residency.gradients(copy), runtime.residency.accumulation_dtype
             self._reduced[task.pack] = runtime.world.reduce(kind, runtime.device, copy.leaves, gradients, dtype)
-        self.outcome.others_update |= self._clipping is None
+        self.outcome.peers_update |= self._clipping is None
 
     def swap_out(self, task: Task, copy: DeviceCopy) -> None:
         """SWAP_OUT: copy a pack's gradients to the host, and have the updater keep them."""
         runtime = self._runtime
         own = runtime.residency.gradients(copy)
         if self._plan.policy.reduce_on_host:
-            shared = runtime.gradients.copy_to_shared(own, copy.leaves, runtime.updater.raise_failure)
+            shared = runtime.host_gradients.copy_to_shared(own, copy.leaves, runtime.updater.raise_failure)
             self._shared[task.pack] = shared
             self._copies_out[task.pack] = _CopiesOut([*own.values()], shared.arrived)
             return
         gradients, made_on = own, Stream.COMPUTE
         if task.pack in self._reduced:
             gradients, made_on = self._reduced.pop(task.pack), Stream.PEER
-        norms = runtime.gradients.norms_of(gradients)
+        norms = runtime.host_gradients.norms_of(gradients)
         pack_bytes = self._plan.packs[task.pack].piece_bytes(runtime.world.local_rank)
-        transfer = runtime.gradients.swap_out(gradients, self._extra_transfers, made_on, norms, pack_bytes)
+        transfer = runtime.host_gradients.swap_out(gradients, self._extra_transfers, made_on, norms, pack_bytes)
         tensors = [*own.values(), *gradients.values()]
         if norms is not None:
             tensors.append(norms)
@@ -321,7 +323,7 @@ class Updates:
         self._refuse_unused(self._clipping)
         updater.add_norms(resident_packs.send_norms())
         self._runtime.world.agree("norm")  # from here on, weights change
-        self.outcome.others_update = self._runtime.world.size > 1
+        self.outcome.peers_update = self._runtime.world.size > 1
         self.outcome.norm, self.outcome.may_skip = updater.norm(self._clipping), self._clipping.skip_overflow
 
     def update(self, task: Task) -> None:

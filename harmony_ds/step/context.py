@@ -43,7 +43,7 @@ class StepContext:
         lr_scheduler: the program's, or the ds_config's; None: there is none.
         override: of the optimizer's `step`; None without an optimizer.
         links: of the model's parameters.
-        gradients: between two steps, as the program reads and changes them.
+        step_gradients: between two steps, as the program reads and changes them.
         record: measurements of the last steps.
         seed: of all random numbers.
     """
@@ -56,7 +56,7 @@ class StepContext:
     lr_scheduler: Any
     override: OptimizerOverride | None
     links: ParameterLinks
-    gradients: StepGradients
+    step_gradients: StepGradients
     record: StepRecord
     model_calls: ModelCalls
     replaced_forward: ReplacedForward

@@ -59,8 +59,8 @@ class EngineState:
     def free_device(self) -> None:
         """Move what stays on the device from step to step, weights and gradients, to the host."""
         self.runtime.updater.wait_all()
-        self.executor.accumulated.to_host()
-        self.runtime.resident_packs.drop()
+        self.executor.accumulated_gradients.to_host()
+        self.runtime.resident_packs.evict_all()
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
@@ -77,8 +77,8 @@ class EngineState:
         return {
             **self.store.host_bytes(),
             "optimizer": 0 if optimizer is None else optimizer.state_bytes(),
-            "gradients": self.runtime.gradients.host_bytes,
-            "casts": 0 if self.runtime.gradients.casts is None else self.runtime.gradients.casts.nbytes,
+            "gradients": self.runtime.host_gradients.host_bytes,
+            "casts": 0 if self.runtime.host_gradients.casts is None else self.runtime.host_gradients.casts.nbytes,
             "stash": self.runtime.stash.host_bytes,
         }
 
@@ -98,7 +98,7 @@ class EngineState:
             self.host_optimizer.close()
         self.interception.remove()
         self.runtime.installation.remove()
-        self.runtime.gradients.destroy()
+        self.runtime.host_gradients.destroy()
         self.runtime.stash.destroy()
         self.runtime.joins.destroy()
         self.store.release()

@@ -19,11 +19,14 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 class CallInputs:
     """The arguments of one call of the model. Each run gets fresh containers: the caller sees no write into them."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], take_over: bool = False) -> None:
-        """Copy containers; `take_over`: tensors and arrays, too. One tensor stays one; its gradients reach the caller's."""
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], copies_tensors: bool = False) -> None:
+        """Copy containers; `copies_tensors`: tensors and arrays, too.
+
+        One tensor stays one; its gradients reach the caller's.
+        """
         leaves, self._shape = flatten((args, kwargs))
         leaves = [leaf.node.materialize() if isinstance(leaf, PendingTensor) else leaf for leaf in leaves]
-        own = {id(leaf): _own(leaf) if take_over else leaf for leaf in leaves}
+        own = {id(leaf): _own(leaf) if copies_tensors else leaf for leaf in leaves}
         self._leaves = [own[id(leaf)] for leaf in leaves]
 
     @property
@@ -42,8 +45,8 @@ class CallInputs:
         args, kwargs = unflatten([copies.get(id(leaf), leaf) for leaf in self._leaves], self._shape)
         return args, kwargs
 
-    def forget(self) -> None:
-        """Release everything."""
+    def close(self) -> None:
+        """Hold no argument any more."""
         self._leaves = []
 
 
@@ -64,7 +67,7 @@ def take_batches(data: Iterator[Any] | Sequence[Any], count: int, whole: bool = 
         )
     # Taken over one by one: it may yield the same buffers again.
     taken = islice(data, count)
-    batches = [CallInputs((batch,), {}, take_over=True) if whole else _arguments_of(batch) for batch in taken]
+    batches = [CallInputs((batch,), {}, copies_tensors=True) if whole else _arguments_of(batch) for batch in taken]
     if not batches:
         raise StopIteration("the data iterator is at its end")
     return batches
@@ -72,8 +75,8 @@ def take_batches(data: Iterator[Any] | Sequence[Any], count: int, whole: bool = 
 
 def _arguments_of(batch: Any) -> CallInputs:
     if isinstance(batch, Mapping):
-        return CallInputs((), dict(batch), take_over=True)
-    return CallInputs(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, take_over=True)
+        return CallInputs((), dict(batch), copies_tensors=True)
+    return CallInputs(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, copies_tensors=True)
 
 
 def _own(leaf: Any) -> Any:

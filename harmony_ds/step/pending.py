@@ -81,12 +81,12 @@ class Source(Protocol):
         """Return the model's outputs, with their graph; computed now if need be."""
 
     @property
-    def resolved(self) -> bool:
+    def has_run(self) -> bool:
         """Whether its forward pass has run."""
 
     is_of_outputs: bool
     """Whether the program propagates back now from a loss that is made of outputs alone."""
-    joins_others: bool
+    joins_other_graphs: bool
     """Whether the program has joined its outputs to a tensor with a graph of layers that is no output."""
 
     @property
@@ -142,9 +142,9 @@ class Node:
     number: int = field(default_factory=itertools.count().__next__)
 
     @property
-    def resolved(self) -> bool:
+    def is_available(self) -> bool:
         """Whether its value is known, or can be had without a forward pass."""
-        return self.value is not None or all(source.resolved for source in self.sources)
+        return self.value is not None or all(source.has_run for source in self.sources)
 
     def materialize(self) -> Tensor:
         """Return its value, computed now if need be."""
@@ -236,7 +236,7 @@ class PendingTensor(torch.Tensor):
         for source in node.sources:
             source.check_not_propagated()
         plain = not args and not any(kwargs.values()) and node.shape.numel() == 1 and node.requires_grad
-        waits = plain and not any(source.resolved for source in node.sources)
+        waits = plain and not any(source.has_run for source in node.sources)
         if waits and (node.is_separable or node.sources[0].share_loss(node.sources)):
             for source in node.sources:
                 source.backward(node)
@@ -252,7 +252,7 @@ class PendingTensor(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         waiting = f"PendingTensor(of shape {tuple(self.node.shape)}, not computed yet)"
-        return repr(self.node.materialize()) if self.node.resolved else waiting
+        return repr(self.node.materialize()) if self.node.is_available else waiting
 
     @classmethod
     @_disable_dynamo
@@ -334,10 +334,10 @@ def _defer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     others = [one for one in operands if isinstance(one, Tensor)]
     grad = torch.is_grad_enabled()
     elsewhere = [other for other in others if other.requires_grad and _leads_elsewhere(other)]
-    joins_others = any(map(_reaches_layers, elsewhere))
-    for source in [source for node in nodes for source in node.sources if joins_others]:
-        source.joins_others = True
-    if joins_others and not all(node.resolved for node in nodes):
+    joins_other_graphs = any(map(_reaches_layers, elsewhere))
+    for source in [source for node in nodes for source in node.sources if joins_other_graphs]:
+        source.joins_other_graphs = True
+    if joins_other_graphs and not all(node.is_available for node in nodes):
         raise BatchError(
             "a loss is made of outputs that have not been computed, and of a tensor that an earlier forward pass has left "
             "elsewhere (an attribute of a module, or what a hook has kept). Let the model return that tensor; or read a "
@@ -433,7 +433,7 @@ def _copied_operand(operand: Any) -> Any:
     """Return an operand as it is now: a tensor or an array may be written into before its micro-batch runs."""
     if isinstance(operand, PendingTensor):
         runs_at_call = any(source.runs_at_call for source in operand.node.sources)
-        return operand.node.materialize() if operand.node.resolved and not runs_at_call else operand.node
+        return operand.node.materialize() if operand.node.is_available and not runs_at_call else operand.node
     operand = operand.copy() if isinstance(operand, np.ndarray) else operand
     return operand.clone() if isinstance(operand, Tensor) else operand
 

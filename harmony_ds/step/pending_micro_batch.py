@@ -97,7 +97,7 @@ class PendingMicroBatch:
         is_of_outputs: whether the loss that autograd propagates back from now is made of its outputs.
         uses_non_outputs: whether a loss that it was propagated back from is made of more than its outputs.
         shows_what_losses_use: whether the trial has a result, `uses_non_outputs`: a gradient has come to its outputs.
-        joins_others: whether the program has joined a tensor with a graph of layers to its outputs.
+        joins_other_graphs: whether the program has joined a tensor with a graph of layers to its outputs.
         called_at: the file and the line of the program that has called it; ("", 0): not of a step.
     """
 
@@ -126,11 +126,11 @@ class PendingMicroBatch:
         self.is_of_outputs = False
         self.uses_non_outputs = False
         self.shows_what_losses_use = False
-        self.joins_others = False
+        self.joins_other_graphs = False
         self.called_at = ("", 0)
 
     @property
-    def resolved(self) -> bool:
+    def has_run(self) -> bool:
         """Whether its forward pass has run, or has failed: its outputs are not pending any more."""
         return self.stage is not Stage.QUEUED
 
@@ -207,7 +207,7 @@ class PendingMicroBatch:
         micro_batch = self.micro_batch
         micro_batch.cut_outputs()
         outputs = {id(output): output for output in tensors_in(micro_batch.outputs) if output.requires_grad}
-        used = _used_by_others(outputs.values())
+        used = _used_by_other_outputs(outputs.values())
         handed_out = {key: _without_view(output) for key, output in outputs.items()}
         micro_batch.outputs = map_tensors(lambda tensor: handed_out.get(id(tensor), tensor), micro_batch.outputs)
         self.stage = Stage.FORWARDED
@@ -234,7 +234,7 @@ class PendingMicroBatch:
                 return False
         for other in others:
             if other.loss is not self.loss:
-                self.loss.take_over(other.loss)
+                self.loss.merge(other.loss)
         return True
 
     def backward(self, node: Node) -> None:
@@ -280,7 +280,9 @@ class PendingMicroBatch:
 
     def receive(self, gradient: Tensor) -> Tensor:
         """Take a gradient of one of its outputs, which a forward pass alone has computed; return what goes on."""
-        if self.micro_batch.at_work:  # on its way from a later layer to an earlier one: an output may lie between them
+        if (
+            self.micro_batch.is_at_work
+        ):  # on its way from a later layer to an earlier one: an output may lie between them
             return gradient
         if is_for_measuring() is not None:  # another engine measures a loss that leads here, too
             return gradient
@@ -293,7 +295,7 @@ class PendingMicroBatch:
         if self.inputs_require_grad:
             torch.autograd.Variable._execution_engine.queue_callback(self._read_gradient)
         divisor = self._divisor(frozenset())
-        if divisor != 1 and self.joins_others:
+        if divisor != 1 and self.joins_other_graphs:
             raise UnsupportedError(
                 "loss.backward() of a loss that is made of more than the model's outputs (an attribute of a module, or "
                 "what a hook has kept): only gradients that come by outputs can be divided by the accumulation steps. Call "
@@ -404,7 +406,7 @@ class PendingMicroBatch:
                 node.function, node.operands = None, ()
         self.loss.terms.clear()
         self.micro_batch.close()
-        self.arguments.forget()
+        self.arguments.close()
 
 
 def _surrogate_part(output: Tensor) -> Tensor:
@@ -413,7 +415,7 @@ def _surrogate_part(output: Tensor) -> Tensor:
     return values.log_softmax(-1).amax(-1).sum() if is_not_computed(output) else values.sum()
 
 
-def _used_by_others(outputs: Collection[Tensor]) -> set[int]:
+def _used_by_other_outputs(outputs: Collection[Tensor]) -> set[int]:
     """Return the ids of those `outputs` that others were computed from."""
     edges = {edge for node in reachable_nodes(output.grad_fn for output in outputs) for edge in node.next_functions}
     return {id(output) for output in outputs if (output.grad_fn, output.output_nr) in edges}

@@ -143,7 +143,7 @@ class Planner:
             DoesNotFitError: no plan fits, or not even one layer at a time.
         """
         if self._before_bytes is None:
-            self._before_bytes = others_bytes(self._runtime)
+            self._before_bytes = unplanned_bytes(self._runtime)
             self._host_bytes = host_room_bytes(self._runtime)
         moved = self._plan_that_fits(sample)
         shapes = shapes_of((sample.inputs, sample.inputs_beside))
@@ -496,7 +496,7 @@ def _tell_of_replicas(choices: tuple[Choice, ...]) -> None:
         )
 
 
-def others_bytes(runtime: Runtime) -> int:
+def unplanned_bytes(runtime: Runtime) -> int:
     """Return device memory beside buffers and resident packs: tensors of the program's own, and losses that were read."""
     return max(
         0, runtime.device.allocated_bytes() - runtime.installation.buffers.copied_bytes - runtime.resident_packs.nbytes

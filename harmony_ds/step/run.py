@@ -13,7 +13,7 @@ from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.scheduler.plan import EMPTY_PLAN, Plan, TaskKind
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.pending_micro_batch import PendingMicroBatch
-from harmony_ds.step.planner import others_bytes
+from harmony_ds.step.planner import unplanned_bytes
 from harmony_ds.step.undo import undo_passes
 
 
@@ -66,7 +66,7 @@ class PlannedRun:
         rest: after a PART: the tasks that remain (norm and updates), which run at the boundary.
         records: whether the timeline records it as a step.
         watches_peak: whether its peak of device memory is to be that of the plan.
-        others_bytes: device memory that was in use before.
+        unplanned_bytes: device memory that was in use before.
     """
 
     plan: Plan
@@ -74,7 +74,7 @@ class PlannedRun:
     rest: Plan | None = None
     records: bool = False
     watches_peak: bool = False
-    others_bytes: int = 0
+    unplanned_bytes: int = 0
 
 
 def plan_run(context: StepContext, run: Run) -> PlannedRun:
@@ -104,7 +104,7 @@ def plan_run(context: StepContext, run: Run) -> PlannedRun:
     # The plan's peak is that of passes whose losses and outputs are not read.
     is_as_planned = not any(pending.micro_batch.forwarded for pending in run.pending)
     planned = PlannedRun(plan, micro_batches, records=True, watches_peak=is_as_planned)
-    planned.others_bytes = others_bytes(context.runtime)
+    planned.unplanned_bytes = unplanned_bytes(context.runtime)
     context.allocator_retries.begin_step()
     return planned
 
@@ -142,7 +142,7 @@ def finish_run(context: StepContext, run: Run, planned: PlannedRun) -> None:
         if planned.watches_peak and device.peak_has_risen():
             # Workspaces are made when a thread first needs one, in some step.
             set_aside_bytes = context.planner.reserve_bytes + context.planner.exchange_bytes(planned.plan)
-            peak_bytes = device.peak_bytes() - planned.others_bytes - set_aside_bytes
+            peak_bytes = device.peak_bytes() - planned.unplanned_bytes - set_aside_bytes
         context.planner.check_peak(peak_bytes)
         context.allocator_retries.finish_step()
     elif run.kind is RunKind.UPDATE and context.steps_whole:

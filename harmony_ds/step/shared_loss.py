@@ -50,8 +50,8 @@ class SharedLoss:
         self.expected: Callable[[Tensor], None] | None = None
         self.is_propagating = False
 
-    def take_over(self, other: SharedLoss) -> None:
-        """Take over the micro-batches and terms of `other`."""
+    def merge(self, other: SharedLoss) -> None:
+        """Add the micro-batches and terms of `other`, whose micro-batches share this loss from now on."""
         self.members = sorted([*self.members, *other.members], key=lambda member: member.micro_batch.index)
         self.terms += other.terms
         for member in other.members:

@@ -397,13 +397,13 @@ class Step:
         if not self._is_running:
             self._drop_failed()
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients that have accumulated since the last step."""
+    def discard_gradients(self) -> None:
+        """Discard the gradients that have accumulated since the last step."""
         context = self.context
         has_accumulated = self.may_read_gradients()
         if has_accumulated:
             context.warnings.warn(DROPPED)
-        context.gradients.drop(has_accumulated)
+        context.step_gradients.discard(has_accumulated)
 
     # ---- the boundary
 
@@ -463,7 +463,7 @@ class Step:
         if self.has_accumulated:
             updates, self._updates = self._updates, None
             self.execute(Run(RunKind.UPDATE, (), hyper, clipping, updates=updates))
-            self.context.executor.accumulated.note_used()
+            self.context.executor.accumulated_gradients.note_used()
         elif not wanted and self._has_gradients_by_hand():
             self.execute(Run(RunKind.UPDATE_BY_HAND, (), hyper, clipping))
 
@@ -478,11 +478,11 @@ class Step:
     def _propagating(self) -> Iterator[None]:
         """Run the step, or a part of it, with gradients on: the caller may read them under `torch.no_grad()`."""
         context = self.context
-        check_dropped(context.gradients.used)
+        check_dropped(context.step_gradients.used)
         self._is_propagating = True
         try:
             with torch.inference_mode(False), torch.enable_grad(), gate(passed=False):  # forward may use others
-                context.gradients.hide()
+                context.step_gradients.hide()
                 yield
         finally:
             self._is_propagating = False

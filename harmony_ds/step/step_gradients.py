@@ -25,7 +25,7 @@ class StepGradients:
         self._store, self._optimizer = state.store, state.host_optimizer
         self._executor = state.executor
         self._own, self._updater = state.runtime.user_gradients, state.runtime.updater
-        self._sums = (state.runtime.gradients, state.runtime.resident_packs)
+        self._sums = (state.runtime.host_gradients, state.runtime.resident_packs)
         self._scaler = scaler
         self._shown: set[str] = set()  # unscaled now, and perhaps changed
         self._scaled: set[str] = set()  # of the program's own gradients, those that are scaled, or are while not shown
@@ -33,10 +33,14 @@ class StepGradients:
         self.used: set[str] = set()
 
     @torch.no_grad()
-    def read(self, name: str, accumulated: bool) -> Tensor | None:
-        """Return the `.grad` of `name`, which is used as the program changes it; `accumulated`: some wait for updates."""
-        total: Tensor | None = self._show(name) if accumulated else None
-        if not accumulated and name in self.used:
+    def read(self, name: str, has_accumulated: bool) -> Tensor | None:
+        """Return the `.grad` of `name`, which is used as the program changes it.
+
+        Args:
+            has_accumulated: whether gradients of the open step wait for their updates.
+        """
+        total: Tensor | None = self._show(name) if has_accumulated else None
+        if not has_accumulated and name in self.used:
             total = UsedGradient.stand_in_for(name, self._store.parameters[name])
         own = self._show_own(name)
         if total is None or own is None:
@@ -101,10 +105,10 @@ class StepGradients:
             self._updater.measure(tuple(self._shown))
             self._shown.clear()
 
-    def drop(self, accumulated: bool) -> None:
-        """Drop all; `accumulated`: some wait for their update."""
-        if accumulated:
-            self._executor.drop_accumulated(self._store.parameters)
+    def discard(self, has_accumulated: bool) -> None:
+        """Discard all gradients; `has_accumulated`: some of the open step wait for their updates."""
+        if has_accumulated:
+            self._executor.discard_accumulated(self._store.parameters)
         self._own.pop(self._store.parameters)
         self._scaled.clear()
         self._shown_own.clear()
@@ -112,13 +116,13 @@ class StepGradients:
     def forget_used(self, by_hand: bool) -> None:
         """Forget the gradients that the step which is over has used; `by_hand`: the program has to drop them."""
         self._scaled.clear()
-        stepped = self.forget_received()
+        stepped = self.pop_received()
         if by_hand and self._optimizer is not None:
             with bypass_hooks():
                 self.used.update(stepped.intersection(self._optimizer.trained))
 
-    def forget_received(self) -> set[str]:
-        """Forget of which parameters the step has received gradients, and return them: it has used them, or drops them."""
+    def pop_received(self) -> set[str]:
+        """Remove and return the names of parameters that have received gradients, which are used or discarded now."""
         received: set[str] = set()
         for sums in self._sums:
             received |= sums.pop_received()

@@ -117,7 +117,7 @@ class StepRecord:
         """Note that forward and backward passes of so many micro-batches have run, of joined ones as one."""
         self._runs.groups.append(micro_batches)
 
-    def discard(self) -> None:
+    def forget_step(self) -> None:
         """Forget the open step, which is dropped: its bytes are not the next one's."""
         self._runs = _Runs()
         self._state.ledger.drain()

@@ -92,7 +92,7 @@ class Steps:
             lr_scheduler=scheduler,
             override=override,
             links=links,
-            gradients=gradients,
+            step_gradients=gradients,
             record=record,
             model_calls=ModelCalls(device, state.ledger, autocast, casts),
             replaced_forward=ReplacedForward(model),
@@ -118,7 +118,7 @@ class Steps:
         The next step begins after `micro_steps` calls of `engine.step()`, though the scheduler raises an error: the
         updates of this one are issued, and its micro-batches must not be handed over again.
         """
-        self.context.gradients.forget_used(by_hand=schedule is None)
+        self.context.step_gradients.forget_used(by_hand=schedule is None)
         try:
             step.count(self.context, schedule)
             self.context.links.refresh_aliases()  # it waits: if that is interrupted, the step is taken all the same
@@ -205,7 +205,7 @@ class Steps:
 
     # ---- checkpoints, and the end
 
-    def forget(self, seed: int | None = None) -> None:
+    def drop_steps(self, seed: int | None = None) -> None:
         """Drop the open step and forget the last one: other weights are loaded. Go on with `seed`, if it is not fixed."""
         self.open.handle(StepEvent.LOAD_CHECKPOINT)
         self.counters.forget_last_step()
@@ -223,7 +223,7 @@ class Steps:
         seed: int | None,
     ) -> None:
         """Go on from a checkpoint: count on from its numbers, with the state of its loss scaler and its seed."""
-        self.forget(seed)
+        self.drop_steps(seed)
         self.counters.global_steps = global_steps
         self.counters.global_samples = global_samples
         self.counters.skipped_steps = skipped_steps
@@ -256,7 +256,7 @@ class Steps:
         """Drop the gradients that have accumulated since the last step."""
         if self.state.host_optimizer is None:
             return
-        self.context.gradients.used.clear()
+        self.context.step_gradients.used.clear()
         self.open.handle(StepEvent.READ_GRADIENT)
         self.open.handle(StepEvent.ZERO_GRAD)
 
@@ -270,9 +270,9 @@ class Steps:
         step = self.open
         queued = step.queued
         if not queued and not self.state.runtime.user_gradients.exist(optimizer.trained):
-            check_dropped(context.gradients.used)
+            check_dropped(context.step_gradients.used)
             return
-        unmanaged = context.gradients.pop_unmanaged()
+        unmanaged = context.step_gradients.pop_unmanaged()
         try:
             step.handle(StepEvent.BOUNDARY, None)
             self.count_step(step, None, self.counters.group_began + queued)
@@ -300,14 +300,14 @@ class Steps:
     def gradient(self, name: str) -> Tensor | None:
         """Return the gradient of `name` itself, not scaled, as it has accumulated since the last step."""
         has_accumulated: bool = self.open.handle(StepEvent.READ_GRADIENT)
-        return self.context.gradients.read(name, has_accumulated)
+        return self.context.step_gradients.read(name, has_accumulated)
 
     def put_gradient(self, name: str, value: Tensor | None) -> None:
         """Use `value` in the place of the gradient that has accumulated for `name`."""
-        self.context.gradients.used.discard(name)
-        self.context.gradients.forget_own(name)
+        self.context.step_gradients.used.discard(name)
+        self.context.step_gradients.forget_own(name)
         if self.open.handle(StepEvent.READ_GRADIENT):
-            self.state.executor.drop_accumulated((name,))
+            self.state.executor.discard_accumulated((name,))
         if value is not None:
             self.wait_for_updates()  # a pending update would take it
         self.state.runtime.user_gradients.put(name, value)

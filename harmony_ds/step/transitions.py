@@ -144,10 +144,10 @@ TRANSITIONS: dict[tuple[StepState, StepEvent], Cell] = {
         for state in (OPEN, ACCUMULATED)
     },
     (OPEN, E.ZERO_GRAD): (
-        Transition("drop_gradients", None, "Drop the gradients that the program has put on parameters itself."),
+        Transition("discard_gradients", None, "Discard the gradients that the program has put on parameters itself."),
     ),
     (ACCUMULATED, E.ZERO_GRAD): (
-        Transition("drop_gradients", None, "Drop all gradients; warn once that those of micro-batches are lost."),
+        Transition("discard_gradients", None, "Discard all gradients; warn once that those of micro-batches are lost."),
     ),
     (OPEN, E.BOUNDARY): (
         Transition(

@@ -33,13 +33,13 @@ def undo_run(context: StepContext, outcome: Outcome, keeps_earlier_runs: bool) -
     """
     executor = context.executor
     if executor.backward_begun:
-        context.gradients.forget_received()
+        context.step_gradients.pop_received()
     if keeps_earlier_runs:
         executor.free_run()
     else:
         executor.free_step()
-    drops_gradients = executor.backward_begun or not keeps_earlier_runs
-    if drops_gradients and not comes_after_updates(context, outcome):
+    discards_gradients = executor.backward_begun or not keeps_earlier_runs
+    if discards_gradients and not comes_after_updates(context, outcome):
         context.runtime.updater.discard()
 
 
@@ -49,9 +49,9 @@ def undo_step(context: StepContext, has_accumulated: bool) -> None:
     Args:
         has_accumulated: whether gradients of the step wait for their updates.
     """
-    context.gradients.forget_received()
+    context.step_gradients.pop_received()
     free_unused(context, has_accumulated)
-    context.record.discard()
+    context.record.forget_step()
     context.counters.rewind()
 
 
@@ -65,4 +65,4 @@ def free_unused(context: StepContext, has_accumulated: bool) -> None:
 
 def comes_after_updates(context: StepContext, outcome: Outcome) -> bool:
     """Return whether an error now leaves some layers updated and others not: by this process, by others, or before."""
-    return context.health.failed is not None or bool(outcome.updates_issued) or outcome.others_update
+    return context.health.failed is not None or bool(outcome.updates_issued) or outcome.peers_update

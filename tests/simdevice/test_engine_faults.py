@@ -148,7 +148,7 @@ def state_of(engine: HarmonyEngine, devices: Any) -> Any:
     held = [device.allocated_bytes() for device in devices]
     stash = parts.stash._buffers
     asked = stash._asked_bytes - sum(buffer.asked for buffer in stash._dropped)
-    return {**weights_of(engine.module), **state}, (held, asked, parts.gradients._buffers_in_use)
+    return {**weights_of(engine.module), **state}, (held, asked, parts.host_gradients._buffers_in_use)
 
 
 @pytest.mark.parametrize(

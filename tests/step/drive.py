@@ -83,7 +83,7 @@ class Drive:
         if state is StepState.DESTROYED:
             self.engine.destroy()
         elif state is StepState.FAILED:
-            self.engine._steps.forget()
+            self.engine._steps.drop_steps()
         else:
             self.engine.backward(loss)
             self.engine.step()

@@ -277,6 +277,6 @@ def test_strings_that_are_data_are_not_learned_one_by_one() -> None:
 
 def test_a_tensor_that_is_given_twice_is_one_on_the_device_and_not_the_caller_s() -> None:
     ids = torch.arange(3)
-    args, kwargs = CallInputs((ids,), {"labels": ids}, take_over=True).mapped(torch.clone)
+    args, kwargs = CallInputs((ids,), {"labels": ids}, copies_tensors=True).mapped(torch.clone)
     assert args[0] is kwargs["labels"] and args[0] is not ids
     assert torch.equal(args[0], ids)

@@ -28,10 +28,10 @@ class FakeSource:
         self.noted: list[Node] = []
         self.shares = False
         self.nodes: WeakSet[Node] = WeakSet()
-        self.evaluates = self.runs_at_call = self.is_of_outputs = self.joins_others = False
+        self.evaluates = self.runs_at_call = self.is_of_outputs = self.joins_other_graphs = False
 
     @property
-    def resolved(self) -> bool:
+    def has_run(self) -> bool:
         return self.known is not None
 
     def outputs(self) -> Tensor:
@@ -152,10 +152,10 @@ def test_sums_over_micro_batches_are_pending_until_all_are_asked_for() -> None:
     total = sum(loss.detach() for loss in losses)
     assert isinstance(total, PendingTensor)
     assert total.node.sources == sources
-    assert not total.node.resolved
+    assert not total.node.is_available
 
     assert total.item() == 2.0 + 4.0 + 6.0
-    assert total.node.resolved
+    assert total.node.is_available
     assert [source.looked for source in sources] == [1, 1, 1]
 
 

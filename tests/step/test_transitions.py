@@ -71,7 +71,7 @@ def trigger(drive: Drive, event: StepEvent, action: str) -> None:
         with pytest.raises(ValueError, match="the caller's own"), drive.engine._group_at_once(step):
             raise ValueError("the caller's own")
     elif event is E.LOAD_CHECKPOINT:
-        drive.engine._steps.forget()
+        drive.engine._steps.drop_steps()
     elif event is E.DESTROY:
         drive.engine.destroy()
     else:
