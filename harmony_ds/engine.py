@@ -263,7 +263,7 @@ class HarmonyEngine(nn.Module):
                 scaled.backward()
             else:
                 self._steps.open.note_backward_from_real()
-                with self._steps.context.gradients.receiving_scaled():
+                with self._steps.context.step_gradients.receiving_scaled():
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach()
 

@@ -231,7 +231,7 @@ class Executor:
         self._free(kept=self._copies_at_begin, discards_gradients=self.backward_begun)
 
     def free_step(self) -> None:
-        """Free everything of the step on the device but resident packs; the updater drops gradients on the host."""
+        """Free everything of the step on the device but resident packs; the updater discards gradients on the host."""
         self._free(kept=(), discards_gradients=True)
 
     def _free(self, kept: Sequence[DeviceCopy], discards_gradients: bool) -> None:

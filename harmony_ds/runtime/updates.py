@@ -61,8 +61,8 @@ class Outcome:
 class AccumulatedGradients:
     """The gradients of a step so far, which wait for their update on the host or, those of resident packs, on the device.
 
-    A step may run in parts; between them the program may read, change and drop these gradients. The argument `unlayered` is
-    the device copy of the parameters that no layer has, while it is on the device.
+    A step may run in parts; between them the program may read, change and discard these gradients. The argument `unlayered`
+    is the device copy of the parameters that no layer has, while it is on the device.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -305,7 +305,7 @@ class Updates:
                 runtime.updater.measure(pack.owned)
 
     def free_gradients(self, task: Task) -> None:
-        """FREE_GRADIENTS: drop the device tensors of a pack's gradients, which have been copied to the host."""
+        """FREE_GRADIENTS: free the device tensors of a pack's gradients, which have been copied to the host."""
         copies = self._copies_out.pop(task.pack)
         # The tensors belong to the compute stream, which may reuse their memory only after the copies.
         self._runtime.device.wait(Stream.COMPUTE, copies.arrived)

@@ -39,7 +39,7 @@ class Run:
         follows_part: whether a PART of the step has run before, whose gradients wait.
         cannot_repeat: whether in any process a forward pass had run alone, whose outputs the program has.
         taken_gradients: how many gradients had been taken from the program's parameters before.
-        updates: of an UPDATE: the tasks that the step's PARTs have left.
+        update_plan: of an UPDATE: the tasks that the step's PARTs have left.
     """
 
     kind: RunKind
@@ -49,7 +49,7 @@ class Run:
     follows_part: bool = False
     cannot_repeat: bool = False
     taken_gradients: int = 0
-    updates: Plan | None = None
+    update_plan: Plan | None = None
 
     @property
     def keeps_earlier_runs(self) -> bool:
@@ -63,7 +63,7 @@ class PlannedRun:
 
     Attributes:
         micro_batches: those whose layer calls are joined count as one.
-        rest: after a PART: the tasks that remain (norm and updates), which run at the boundary.
+        update_plan: after a PART: the tasks that remain (norm and updates), which run at the boundary.
         records: whether the timeline records it as a step.
         watches_peak: whether its peak of device memory is to be that of the plan.
         unplanned_bytes: device memory that was in use before.
@@ -71,7 +71,7 @@ class PlannedRun:
 
     plan: Plan
     micro_batches: Sequence[MicroBatch]
-    rest: Plan | None = None
+    update_plan: Plan | None = None
     records: bool = False
     watches_peak: bool = False
     unplanned_bytes: int = 0
@@ -111,7 +111,7 @@ def plan_run(context: StepContext, run: Run) -> PlannedRun:
 
 def _plan_update(context: StepContext, run: Run) -> PlannedRun:
     """Return the tasks that the parts of a step have left; an optimizer that steps as a whole does the rest of them."""
-    plan = run.updates
+    plan = run.update_plan
     assert plan is not None
     if context.steps_whole:
         plan = plan.part(0, [task.kind for task in plan.tasks].index(TaskKind.NORM))

@@ -68,7 +68,7 @@ class Step:
         self.before = before
         self._context: StepContext | None = context  # None after its end: losses that the program keeps hold the step
         self.number = context.counters.step_number
-        self._updates: Plan | None = None  # tasks that remain once some micro-batches have run, for the boundary
+        self._update_plan: Plan | None = None  # tasks that remain once some micro-batches have run, for the boundary
         self._checked_modes: object = None  # modes in which only what is trained requires a gradient
         self._backward_pass: str | None = None  # the program's last
         # What the engine does now. Each may be true without the other: the model also runs for a loss that is read, and
@@ -129,7 +129,7 @@ class Step:
     @property
     def has_accumulated(self) -> bool:
         """Whether gradients of some micro-batches wait for their updates: the state is ACCUMULATED, or `take` runs."""
-        return self._updates is not None
+        return self._update_plan is not None
 
     @property
     def micro_batches_wait(self) -> bool:
@@ -450,7 +450,7 @@ class Step:
             context.world.refuse(
                 "gradients that are put on parameters by hand, or by a backward pass of the program's own"
             )
-        if context.scaler.scale != 1.0 and context.gradients.unscaled():
+        if context.scaler.scale != 1.0 and context.step_gradients.unscaled():
             raise UnsupportedError(
                 "gradients were put on parameters by hand, or by a backward pass of the program's own, while losses are "
                 "scaled (fp16): they cannot be told from scaled ones. Propagate with engine.backward(loss), add what they "
@@ -461,8 +461,8 @@ class Step:
     def _run_updates(self, wanted: Sequence[PendingMicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
         """Issue the updates that the run of the `wanted` has not issued."""
         if self.has_accumulated:
-            updates, self._updates = self._updates, None
-            self.execute(Run(RunKind.UPDATE, (), hyper, clipping, updates=updates))
+            update_plan, self._update_plan = self._update_plan, None
+            self.execute(Run(RunKind.UPDATE, (), hyper, clipping, update_plan=update_plan))
             self.context.executor.accumulated_gradients.note_used()
         elif not wanted and self._has_gradients_by_hand():
             self.execute(Run(RunKind.UPDATE_BY_HAND, (), hyper, clipping))
@@ -638,7 +638,7 @@ class Step:
                             executor.run(planned.plan, planned.micro_batches, run.hyper, run.clipping)
                             finish_run(context, run, planned)
                     if run.kind is RunKind.PART:
-                        self._updates = planned.rest
+                        self._update_plan = planned.update_plan
                     return
                 except BaseException as error:  # noqa: BLE001 - `recover` raises it, unless the run is to be made again
                     recovery.recover(error)
@@ -693,7 +693,7 @@ class Step:
             pending.close(keeps_outputs)
         self.micro_batches.clear()
         self.buffers_before = {}
-        self._updates = None
+        self._update_plan = None
         self._context = None
 
     # ---- after the boundary: the norm

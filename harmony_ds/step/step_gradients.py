@@ -113,8 +113,8 @@ class StepGradients:
         self._scaled.clear()
         self._shown_own.clear()
 
-    def forget_used(self, by_hand: bool) -> None:
-        """Forget the gradients that the step which is over has used; `by_hand`: the program has to drop them."""
+    def note_used(self, by_hand: bool) -> None:
+        """Note that the step which is over has used its gradients; `by_hand`: the program has to drop them."""
         self._scaled.clear()
         stepped = self.pop_received()
         if by_hand and self._optimizer is not None:

@@ -118,7 +118,7 @@ class Steps:
         The next step begins after `micro_steps` calls of `engine.step()`, though the scheduler raises an error: the
         updates of this one are issued, and its micro-batches must not be handed over again.
         """
-        self.context.step_gradients.forget_used(by_hand=schedule is None)
+        self.context.step_gradients.note_used(by_hand=schedule is None)
         try:
             step.count(self.context, schedule)
             self.context.links.refresh_aliases()  # it waits: if that is interrupted, the step is taken all the same
