@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import harmony_ds
-from benchmarks.allocator.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
 from benchmarks.allocator.events import Allocated, Event, Freed, PoolFilled, StepBegun, TaskDone, Used
 from benchmarks.allocator.recorder import RecordedDevice, Recorder
 from benchmarks.common import GIB, MIB
@@ -30,6 +29,7 @@ from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.optim.updater import Clipping, GradientNorm
 from harmony_ds.profiling.hardware import Host, hardware_of
 from harmony_ds.profiling.roofline import on_meta
+from harmony_ds.scheduler.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Plan
 

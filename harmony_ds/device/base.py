@@ -260,6 +260,11 @@ class Device(ABC):
         """
         return 0
 
+    @property
+    def has_caching_allocator(self) -> bool:
+        """Whether its memory is torch's caching allocator's, in segments that grow up to a budget that was given."""
+        return False
+
     def fill_pool(self) -> None:  # noqa: B027 - only CUDA's allocator has pools
         """Let the allocator take the rest of the budget now, so that no request of a step has to ask for more."""
 

@@ -255,9 +255,13 @@ class CudaDevice(Device):
         fixed_bytes = 0 if self._grows_at_first else (self._given_bytes or 0) // FIXED_PARTS
         return reserve_bytes(capability) + fixed_bytes
 
+    @property
+    def has_caching_allocator(self) -> bool:
+        return self._given_bytes is not None and self._grows_at_first
+
     def fragment_bytes(self, working_bytes: int) -> int:
         """Return the fragments of segments that grow, under a given budget: without one, there is memory beside it."""
-        if self._given_bytes is None or not self._grows_at_first:
+        if self._given_bytes is None or not self.has_caching_allocator:
             return 0
         return fragment_bytes(self._given_bytes, working_bytes)
 

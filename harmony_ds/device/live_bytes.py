@@ -63,10 +63,10 @@ class LiveBytes(EagerDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = {t.untyped_storage()._cdata for t in tensors_among((args, kwargs)) if _is_plain(t)}
+        known = {t.untyped_storage()._cdata for t in tensors_among((args, kwargs)) if is_plain(t)}
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_among(result):
-            if _is_plain(tensor) and tensor.device.type == self._device_type:
+            if is_plain(tensor) and tensor.device.type == self._device_type:
                 self._follow(tensor, known)
         if self._counts_scratch:
             self._peak = max(self._peak, self._live + scratch_bytes(func, args))
@@ -103,5 +103,5 @@ _WITHOUT_MEMORY = ("PhantomParameter", "TokenTensor")
 """Classes of tensors, by name, that stand for others."""
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     return type(tensor).__name__ not in _WITHOUT_MEMORY and tensor.layout is torch.strided

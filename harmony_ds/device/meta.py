@@ -85,8 +85,12 @@ class MetaDevice(HostStreamDevice):
     def reserve_bytes(self) -> int:
         return reserve_bytes((9, 0)) if self._leaves_room else 0
 
+    @property
+    def has_caching_allocator(self) -> bool:
+        return self.budget_bytes is not None and self._leaves_room
+
     def fragment_bytes(self, working_bytes: int) -> int:
-        if self.budget_bytes is None or not self._leaves_room:
+        if self.budget_bytes is None or not self.has_caching_allocator:
             return 0
         return fragment_bytes(self.budget_bytes, working_bytes)
 

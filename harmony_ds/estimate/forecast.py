@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from harmony_ds.estimate.survey import Survey, frugal_policy, update_cost
 from harmony_ds.offload.disk_weights import HOST_BYTES
-from harmony_ds.scheduler.choose import make_plan
+from harmony_ds.scheduler.allocator_fit import is_replayed, leaving, search_fitting
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.host_room import cast_bytes, waiting_of
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
@@ -98,6 +99,10 @@ class Forecast:
         return {name: ms / self.prediction.step_ms for name, ms in self.prediction.busy_ms.items()}
 
 
+_CHOICES = 10
+"""Plans among which the allocator's needs decide."""
+
+
 def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
     """Return the forecast of the fastest plan that host memory holds; if it holds none, of the fastest plan of all.
 
@@ -108,8 +113,17 @@ def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
     if host_budget_bytes is not None:
         left = max(0, host_budget_bytes - sum(_state_bytes(survey).values()))
         request = replace(request, host_bytes=left // request.policy.devices)
-    choice = search(survey.graph, survey.costs, survey.profile.machine, survey.element, request)[0]
-    return Forecast(survey, choice, host_budget_bytes)
+    top = _CHOICES if request.thorough else 1
+
+    def search_with(less: PlanRequest) -> tuple[Choice, ...]:
+        return search(survey.graph, survey.costs, survey.profile.machine, survey.element, less, top)
+
+    if not (survey.fragment_bytes and is_replayed(request, survey.costs)):
+        return Forecast(survey, search_with(request)[0], host_budget_bytes)
+    fitting = search_fitting(search_with, leaving(request, -survey.fragment_bytes), survey.costs, survey.fragment_bytes)
+    more_bytes = fitting.fragment_bytes - survey.fragment_bytes
+    survey = replace(survey, request=leaving(survey.request, more_bytes), fragment_bytes=fitting.fragment_bytes)
+    return Forecast(survey, fitting.choices[0], host_budget_bytes)
 
 
 def _state_bytes(survey: Survey) -> dict[str, int]:

@@ -61,6 +61,8 @@ class Survey:
         costs: of the configured micro-batch, in the slices that its layer calls are cut into.
         request: what the ds_config asks of a plan: memory budgets, policy, number of micro-batches.
         may_join: whether layer calls may take the rows of several micro-batches.
+        fragment_bytes: what the request leaves of the budget for memory in pieces, of which the plan that is found may need
+            more or less.
     """
 
     subject: Subject
@@ -70,6 +72,7 @@ class Survey:
     costs: CostTable
     request: PlanRequest
     may_join: bool = False
+    fragment_bytes: int = 0
 
     @property
     def element(self) -> ElementBytes:
@@ -352,7 +355,7 @@ def _survey_in_tiles(
     graph = planner.graph_with(profile.calls)
     fragment_bytes = state.device.fragment_bytes(sized.table.working_bytes)
     request = planner.request(graph, config.gradient_accumulation_steps, sized.sizes, fragment_bytes)
-    return Survey(subject, config, graph, profile, sized.table, request, planner.sizes.may_join)
+    return Survey(subject, config, graph, profile, sized.table, request, planner.sizes.may_join, fragment_bytes)
 
 
 def _sample_of(subject: Subject, config: Config, state: EngineState) -> Sample:

@@ -7,12 +7,50 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harmony_ds.model.targets import InterLayerGradient, OutputGradient
+from harmony_ds.scheduler.allocations import Allocations, CallAllocations, Event, Events
 from harmony_ds.scheduler.costs import CallCost, CostTable, ForwardBytes
 from harmony_ds.scheduler.crossing import CrossingValue
 from harmony_ds.scheduler.flow import Flow
 
 _Gradient = OutputGradient | InterLayerGradient
 _NOTHING_KNOWN = CallCost()
+_Pairs = list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class RecordedEvents:
+    """Allocations of a call, as they are recorded; see `CallAllocations`."""
+
+    forward: _Pairs = field(default_factory=list)
+    code: _Pairs = field(default_factory=list)
+    recompute: _Pairs = field(default_factory=list)
+    propagate: _Pairs = field(default_factory=list)
+    outputs: tuple[int, ...] = ()
+    graph_outputs: tuple[int, ...] = ()
+    stashed: tuple[int, ...] = ()
+    incoming: tuple[int, ...] = ()
+    outgoing: tuple[int, ...] = ()
+    unsummed: tuple[int, ...] = ()
+    sums: tuple[int, ...] = ()
+
+    def as_cost(self) -> CallAllocations:
+        return CallAllocations(
+            _events(self.forward),
+            _events(self.code),
+            _events(self.recompute),
+            _events(self.propagate),
+            self.outputs,
+            self.graph_outputs,
+            self.stashed,
+            self.incoming,
+            self.outgoing,
+            self.unsummed,
+            self.sums,
+        )
+
+
+def _events(pairs: _Pairs) -> Events:
+    return tuple(Event(*pair) for pair in pairs)
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +66,7 @@ class CallMeasurement:
         made: gradients of the call's outputs.
         taken: gradients that propagating through the call yields.
         settled: gradients that propagating through the code after the call yields.
+        events: what it allocates.
     """
 
     layer: int = -1
@@ -38,6 +77,7 @@ class CallMeasurement:
     made: list[OutputGradient] = field(default_factory=list)
     taken: list[_Gradient] = field(default_factory=list)
     settled: list[OutputGradient] = field(default_factory=list)
+    events: RecordedEvents = field(default_factory=RecordedEvents)
 
     def note(self, **known: Any) -> None:
         """Replace fields of `cost`."""
@@ -68,6 +108,7 @@ class MicroBatchMeasurement:
         flow: what is handed from layer to layer, where several devices are to run them.
         outputs: bytes of the model's outputs, and of the graph of the code after the last call.
         crossing: tensors that may wait on the host between two calls.
+        lead, loss, propagate, incoming: see `Allocations`.
     """
 
     calls: list[CallMeasurement] = field(default_factory=list)
@@ -80,6 +121,15 @@ class MicroBatchMeasurement:
     flow: Flow = field(default_factory=Flow)
     outputs: int = 0
     crossing: tuple[CrossingValue, ...] = ()
+    lead: _Pairs = field(default_factory=list)
+    loss: _Pairs = field(default_factory=list)
+    propagate: _Pairs = field(default_factory=list)
+    incoming: tuple[int, ...] = ()
+
+    def allocations(self) -> Allocations:
+        """Return what the micro-batch has allocated, as far as that was recorded."""
+        calls = tuple(call.events.as_cost() for call in self.calls)
+        return Allocations(_events(self.lead), calls, _events(self.loss), _events(self.propagate), self.incoming)
 
     def table(self) -> CostTable:
         """Return the costs of every call."""

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.decomposer.graph import slab_bytes
+from harmony_ds.device.allocation_trace import AllocationTrace
 from harmony_ds.device.base import MemoryProbe
 from harmony_ds.errors import ModelError
 from harmony_ds.model.contract import UnseenError
@@ -27,12 +28,12 @@ from harmony_ds.model.crossing import WaitingValues
 from harmony_ds.model.intercept import Request
 from harmony_ds.model.recorded_call import RecordedCall, WriteCheck
 from harmony_ds.model.sameness import comparison
-from harmony_ds.model.targets import InterLayerGradient, OutputGradient
+from harmony_ds.model.targets import GradientSum, InterLayerGradient, OutputGradient
 from harmony_ds.model.token_tensor import TokenTensor, is_not_computed
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.offload.stash import StashEntry
-from harmony_ds.profiling.call_measurement import CallMeasurement, MicroBatchMeasurement
+from harmony_ds.profiling.call_measurement import CallMeasurement, MicroBatchMeasurement, RecordedEvents
 from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.profiling.watches import FlowWatch, RoutingWatch, extremes
@@ -58,10 +59,13 @@ class Measurement(LayerCallObserver):
         unlayered: tuple[str, ...] = (),
         rows: Rows = WHOLE_CALLS,
         observers: Sequence[LayerCallObserver] = (),
+        traces: bool = False,
     ) -> None:
         """Run with `unlayered` parameters, as far as they are known, and with layer calls cut into `rows`.
 
-        `observers` are told of each call, too, after this object.
+        Args:
+            observers: told of each call, too, after this object.
+            traces: whether allocations are recorded, one by one. Compiled code runs uncompiled then.
         """
         self._runtime = runtime
         self._observers = observers
@@ -83,6 +87,8 @@ class Measurement(LayerCallObserver):
         self._write_checks: list[tuple[int, WriteCheck]] = []  # of inputs of calls, by layer
         self._surprises: list[str] = []
         self._flow: FlowWatch | None = None
+        self._traces = traces
+        self._trace = AllocationTrace(runtime.device.torch_device.type)  # records only where it is entered
 
     def measure(self, sample: Sample) -> CostTable:
         """Return costs of its forward pass and of propagating its loss.
@@ -99,12 +105,13 @@ class Measurement(LayerCallObserver):
             _gather_from_zero(unlayered)  # the plan counts the unlayered parameters' gradients from the first task on
             self._unlayered = unlayered
             self._flow = FlowWatch(unlayered.leaves.values()) if self._runtime.device.count > 1 else None
-            with self._runtime.device.probe() as probe:
+            with self._runtime.device.probe() as probe, self._trace if self._traces else nullcontext():
                 self._interval = MemoryInterval(probe)
                 torch.ones(1, 1, device=self._runtime.device.torch_device).matrix_power(2)  # cuBLAS's workspace stays
                 self._base = probe.allocated_bytes()
                 self._run(sample)
-        return replace(self._measured.table(), in_slices=self._passes.rows.cuts)
+        table = replace(self._measured.table(), in_slices=self._passes.rows.cuts)
+        return replace(table, allocations=self._measured.allocations()) if self._traces else table
 
     def _run(self, sample: Sample) -> None:
         """Run the micro-batch forward and backward, and note what the passes take."""
@@ -112,25 +119,31 @@ class Measurement(LayerCallObserver):
         measured.scalar = self._allocated_bytes(torch.float32)
         measured.grain = self._allocated_bytes(torch.uint8)
         self._interval.begin()
+        self._trace.begin(measured.lead)
         with self._flow or nullcontext():
             outputs = self._passes.forward(sample)
             measured.outputs = _storage_bytes(outputs) + max(0, self._interval.left())
             if self._flow is not None:
                 self._flow.in_loss = True
+            self._trace.begin(measured.loss)
             loss = sample.surrogate_loss(outputs)
         if self._flow is not None:
             measured.flow = self._flow.flow
         self._check_surprises()
         self._check_unwritten(self._unlayered)
         measured.spans = self._passes.inter_layer.spans(self._consumers(), loss, len(measured.calls))
+        self._trace.begin(measured.propagate)
         self._passes.propagate_loss(loss)
         # The loss is scaled before it is propagated.
         measured.tail.note(forward=ForwardBytes(peak_bytes=self._interval.peak() + 2 * measured.scalar))
         del outputs, loss
+        self._inputs = []
         self._passes.release_head()
+        measured.incoming = self._trace.numbers(gradient.gradient for call in measured.calls for gradient in call.made)
+        self._trace.begin([])
+        self._trace.pause()
         measured.tail.taken.extend(self._take_gradients())
         measured.tail.unlayered = self._changed_unlayered_gradients()
-        self._inputs = []
         held = max(0, self._interval.alive() - self._base)
         for stashed in self._pop_freed():
             call = measured.calls[stashed.number]
@@ -155,6 +168,7 @@ class Measurement(LayerCallObserver):
     def call_reached(self, request: Request) -> None:
         """Note the bytes of the code since the last call; release that call's inputs."""
         self._check_last_call()
+        self._trace.pause()
         calls, interval, lead = self._measured.calls, self._interval, 0
         if calls:
             graph = calls[-1].cost.forward.graph_bytes
@@ -197,7 +211,9 @@ class Measurement(LayerCallObserver):
         if head is not None:  # what it takes, the loss takes
             return head
         with RoutingWatch() as watch:
-            outputs, recorded = self._passes.record(replace(request, forward=forward), copy)
+            with self._trace.recording(call.events.forward):
+                outputs, recorded = self._passes.record(replace(request, forward=forward), copy)
+            call.events.outputs = self._trace.numbers(tensors_in(outputs))
         call.note_forward(peak_bytes=interval.peak())
         if self._flow is not None:
             self._flow.call(request, self._inputs, outputs)
@@ -238,6 +254,7 @@ class Measurement(LayerCallObserver):
     def call_finished(self) -> None:
         """Begin to measure the code after the call."""
         self._interval.begin()
+        self._trace.begin(self._measured.calls[-1].events.code)
 
     # ---- what was not known of the model
 
@@ -326,6 +343,7 @@ class Measurement(LayerCallObserver):
         )
         call.made = [gradient for gradient in recorded.output_gradients if gradient is not None]
         call.taken = [target for target in recorded.targets if isinstance(target, (OutputGradient, InterLayerGradient))]
+        call.events.stashed = self._trace.numbers(e.device_tensor for e in recorded.entries)
 
     def _propagate(self, call: CallMeasurement, recorded: RecordedCall, copy: DeviceCopy, routes: bool) -> None:
         """Run backward with a made-up gradient; what reaches earlier calls is dropped.
@@ -357,20 +375,40 @@ class Measurement(LayerCallObserver):
 
     def _backward(self, call: CallMeasurement, recorded: RecordedCall, copy: DeviceCopy) -> None:
         gather = partial(_gather, self._runtime.residency, copy)
-        with self._passes.made_up_gradients(recorded) as reached:
+        events, trace = RecordedEvents(), self._trace
+        with trace.recording([]), self._passes.made_up_gradients(recorded) as reached:
+            events.incoming = trace.numbers(t.gradient for t in recorded.output_gradients if t is not None)
             self._interval.begin()
             if recorded.slicing is None:
-                replay = self._runtime.random.replay
-                self._runtime.layer_calls.recompute(recorded, copy.leaves, replay, as_in_steps=True)
+                with trace.recording(events.recompute):
+                    replay = self._runtime.random.replay
+                    again = self._runtime.layer_calls.recompute(recorded, copy.leaves, replay, as_in_steps=True)
+                    events.graph_outputs = trace.numbers(again)
+                    del again
                 call.note_forward(kept_graph_bytes=self._interval.left())
-            self._runtime.layer_calls.backward(recorded, copy.leaves, self._runtime.random.replay, gather)
+            with trace.recording(events.propagate):
+                self._runtime.layer_calls.backward(recorded, copy.leaves, self._runtime.random.replay, gather)
             call.backward = max(call.backward, self._interval.peak())
+            events.outgoing = trace.numbers(
+                target.gradient for target in recorded.targets if isinstance(target, GradientSum)
+            )
+        self._note_events(call, events, copy)
         call.unlayered |= self._changed_unlayered_gradients()
         self._reached |= dict.fromkeys(one for one in reached if isinstance(one, InterLayerGradient))
         if not self._runtime.residency.accumulates_in_place:
             unsummed_bytes = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
             call.note(backward=replace(call.cost.backward, unsummed_bytes=unsummed_bytes))
         gather()
+
+    def _note_events(self, call: CallMeasurement, events: RecordedEvents, copy: DeviceCopy) -> None:
+        """Note what running the call backward has allocated."""
+        trained, residency = [leaf for leaf in copy.leaves.values() if leaf.requires_grad], self._runtime.residency
+        events.sums = tuple(leaf.numel() * residency.accumulation_dtype.itemsize for leaf in trained)
+        if not residency.accumulates_in_place:
+            events.unsummed = self._trace.numbers(leaf.grad for leaf in trained)
+        forward = call.events
+        events.forward, events.code, events.outputs = forward.forward, forward.code, forward.outputs
+        events.stashed, call.events = forward.stashed, events
 
     # ---- the code between the calls
 

@@ -106,6 +106,7 @@ class Profiler:
         table = self._measure(sample, sizes)
         if check_bytes is not None:
             check_bytes(table)
+        table = self._with_allocations(table, sample, sizes)
         key = self._key(table.calls, sample, sizes)
         if (known := self._load(key)) is not None:
             return replace(known, tables=((sample.rows, with_times(table, known.tables[0][1])),))
@@ -134,7 +135,8 @@ class Profiler:
     def in_slices(self, sample: Sample, profile: Profile, sizes: Sizes) -> CostTable:
         """Return bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them."""
         with self._within_budget():
-            return with_times(self._measure(sample, sizes), combined(profile, sizes, sample.rows))
+            table = self._with_allocations(self._measure(sample, sizes), sample, sizes)
+            return with_times(table, combined(profile, sizes, sample.rows))
 
     # ---- passes
 
@@ -147,8 +149,9 @@ class Profiler:
             self._probe_rows(sample)
         for _ in range(_ATTEMPTS):
             try:
+                rows, observers = self.rows(sizes), (self._progress,)
                 return Measurement(
-                    self._runtime, self._layers, self.unlayered, self.rows(sizes), (self._progress,)
+                    self._runtime, self._layers, self.unlayered, rows, observers, self._traces_at_once
                 ).measure(sample)
             except Exception as error:
                 found = self._runtime.installation.touched.difference(self.unlayered)
@@ -156,6 +159,27 @@ class Profiler:
                     raise
                 self.join_unlayered((*self.unlayered, *sorted(found)))
         raise AssertionError("the model shows something new each time it is measured")
+
+    @property
+    def _traces_at_once(self) -> bool:
+        """Whether allocations are recorded while bytes are measured: they are counted by operations, too."""
+        device = self._runtime.device
+        return device.has_caching_allocator and not device.has_values
+
+    def _with_allocations(self, table: CostTable, sample: Sample, sizes: Sizes) -> CostTable:
+        """Return `table` with what its micro-batch allocates, where a caching allocator has to serve that."""
+        device = self._runtime.device
+        if not device.has_caching_allocator or self._traces_at_once:
+            return table
+        # In a pass of its own, whose bytes do not count: operations are watched one by one, and none is compiled.
+        measurement = Measurement(self._runtime, self._layers, self.unlayered, self.rows(sizes), traces=True)
+        try:
+            traced = measurement.measure(sample)
+        except torch.OutOfMemoryError as error:  # it may take more than what was measured
+            self._runtime.stash.order_streams()
+            release_frames(error)
+            return table
+        return replace(table, allocations=traced.allocations if traced.calls == table.calls else None)
 
     def _time(self, table: CostTable, sample: Sample, sizes: Sizes) -> CostTable:
         """Return `table` with the times of `sample`; measure the machine's rates, if that has not been done."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from harmony_ds.decomposer.graph import merge_calls, positions_of
+from harmony_ds.scheduler.allocations import Allocations
 from harmony_ds.scheduler.crossing import CrossingValue
 from harmony_ds.scheduler.flow import Flow
 
@@ -209,6 +210,7 @@ class CostTable:
         flow: what is handed from layer to layer, where several devices are to run them.
         crossing: tensors that may wait on the host between two calls.
         output_bytes: what the model's outputs and the graph of the code after the last call hold until the loss is made.
+        allocations: what a micro-batch allocates, request by request; None: not known.
     """
 
     calls: tuple[int, ...]
@@ -225,6 +227,7 @@ class CostTable:
     flow: Flow = field(default_factory=Flow)
     output_bytes: int = 0
     crossing: tuple[CrossingValue, ...] = ()
+    allocations: Allocations | None = None
 
     def crossing_gradient_bytes(self, position: int, fused: int) -> int:
         """Return the gradients that may wait on the host between the call at `position` and those before it.
@@ -248,14 +251,18 @@ class CostTable:
         for table in (self, other):
             for position, cost in zip(positions_of(table.calls, order), table.costs, strict=True):
                 costs[position] = costs[position].worst(cost)
-        rest = [f.name for f in fields(CostTable) if f.name not in ("calls", "costs", "flow", "crossing")]
+        rest = [
+            f.name for f in fields(CostTable) if f.name not in ("calls", "costs", "flow", "crossing", "allocations")
+        ]
         most = {name: max(getattr(self, name), getattr(other, name)) for name in rest}
         larger = max(self, other, key=lambda table: sum(table.flow.nbytes))
         flow = larger.flow.at(positions_of(larger.calls, order))
         larger = max(self, other, key=lambda table: sum(value.nbytes for value in table.crossing))
         positions = positions_of(larger.calls, order)
         crossing = tuple(value.at(positions) for value in larger.crossing)
-        return CostTable(order, tuple(costs), flow=flow, crossing=crossing, **most)
+        larger = max(self, other, key=lambda table: table.working_bytes)
+        allocations = larger.allocations if larger.calls == order else None
+        return CostTable(order, tuple(costs), flow=flow, crossing=crossing, allocations=allocations, **most)
 
     def including(self, other: CostTable) -> CostTable:
         """Return this table and, at the costs of `other`, the calls that only `other` has."""
@@ -264,4 +271,7 @@ class CostTable:
         known = dict(zip((*theirs, *own), (*other.costs, *self.costs), strict=True))
         costs = tuple(known.get(position, CallCost()) for position in range(len(order)))
         crossing = tuple(value.at(own) for value in self.crossing)
-        return replace(self, calls=order, costs=costs, flow=self.flow.at(own), crossing=crossing)
+        allocations = self.allocations if order == self.calls else None
+        return replace(
+            self, calls=order, costs=costs, flow=self.flow.at(own), crossing=crossing, allocations=allocations
+        )

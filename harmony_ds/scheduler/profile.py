@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from harmony_ds.errors import ProfileError
+from harmony_ds.scheduler.allocations import Allocations
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.crossing import CrossingValue
 from harmony_ds.scheduler.flow import Flow
@@ -20,7 +21,7 @@ from harmony_ds.scheduler.flow import Flow
 UPDATE_BYTES_PER_ELEMENT = 28.0
 """Adam in fp32: master, both moments read and written (24), the gradient read (4)."""
 
-_FORMAT = 8
+_FORMAT = 9
 _SHOWN = 60  # characters of an entry in an error
 _Costs = TypeVar("_Costs", CallCost, CostTable, WaitingBytes, StashBytes, ForwardBytes, BackwardBytes)
 
@@ -253,6 +254,8 @@ def _table(data: dict[str, Any]) -> CostTable:
     costs = tuple(_call_cost(cost) for cost in data["costs"])
     crossing = tuple(CrossingValue.from_dict(value) for value in data["crossing"])
     whole = {"calls": tuple(data["calls"]), "costs": costs, "flow": Flow.from_dict(data["flow"]), "crossing": crossing}
+    if data["allocations"] is not None:
+        whole["allocations"] = Allocations.from_dict(data["allocations"])
     return CostTable(**{**data, **whole})
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from harmony_ds.profiling.profiler import Profiler
 from harmony_ds.profiling.progress import Progress
 from harmony_ds.profiling.sample import InputShapes, Sample, shapes_of
 from harmony_ds.runtime.runtime import Runtime
+from harmony_ds.scheduler.allocator_fit import Fitting, is_replayed, is_served, leaving, search_fitting
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
@@ -50,6 +52,9 @@ _TILES_OF_A_MICRO_BATCH = 4096
 """No more are tried: a micro-batch of more has many millions of tokens, and takes longer to measure than anyone waits."""
 _GRAINS = 64
 """Part of the budget, by which the room for shared losses grows where it has been too small."""
+_LEAST_SHARE, _SAME_SHARE = 0.5, 0.95
+"""Micro-batches of several sizes are taken to have down to this share of the largest one's elements; as of one size count
+those that have no less than the second."""
 _FREE_PARTS, _MOST_FREE_PARTS = 32, 4
 """Parts of the budget; how many of them plans leave free at most for an allocator that is short of room again and again."""
 
@@ -88,6 +93,8 @@ class Planner:
         self._shared_loss_bytes = 0  # of the budget: for groups whose micro-batches share losses
         self._left_free_bytes = 0  # of the budget: for an allocator that has been short of room
         self._fragment_bytes = 0  # of the budget: for pieces of memory that serve no request
+        self._least_share = 1.0  # of the largest micro-batch that was measured, what others have of its elements
+        self._check_allocator = False  # whether the plan was found before that was known
         self._may_leave_free = saved is None  # whether a plan may fit beside more of it
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
@@ -124,7 +131,17 @@ class Planner:
     def has_profiled(self, inputs: Any, modes: bytes | None = None) -> bool:
         """Return whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
         shapes = shapes_of(inputs)
-        return any(modes in (None, own) and _dominates(known, shapes) for known, own in self._measured)
+        for known, own in self._measured:
+            if modes in (None, own) and _dominates(known, shapes):
+                if modes is not None and known != shapes:
+                    self._note_smaller(known, shapes)
+                return True
+        return False
+
+    def _note_smaller(self, known: InputShapes, shapes: InputShapes) -> None:
+        """Note that micro-batches differ in size: pieces of the one's memory serve the other's requests worse."""
+        if self._least_share == 1.0 and _elements(shapes) < _SAME_SHARE * _elements(known):
+            self._least_share, self._check_allocator = _LEAST_SHARE, True
 
     def reconsider_joining(self) -> None:
         """Measure joined calls anew, where an error had ended them that a step has now raised with single ones, too."""
@@ -309,12 +326,18 @@ class Planner:
         """Return the best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
         fragment_bytes = self._runtime.device.fragment_bytes(costs.working_bytes)
         if fragment_bytes + self._left_free_bytes:
-            less = self.request(graph, group_size, sizes, fragment_bytes + self._left_free_bytes)
+            less = replace(self.request(graph, group_size, sizes, self._left_free_bytes), thorough=thorough)
+            search_with = partial(self._search, graph, costs)
             with suppress(DoesNotFitError):
-                choices = self._search(graph, costs, replace(less, thorough=thorough))
-                if thorough:  # else it is one of several that are compared
-                    self._fragment_bytes = fragment_bytes
-                return choices
+                if not thorough:  # one of several that are compared
+                    return search_with(leaving(less, fragment_bytes))
+                if self._saved is None and is_replayed(less, costs):
+                    fragment_bytes = max(fragment_bytes, self._fragment_bytes)
+                    fitting = search_fitting(search_with, less, costs, fragment_bytes, self._least_share)
+                else:
+                    fitting = Fitting(search_with(leaving(less, fragment_bytes)), fragment_bytes)
+                self._fragment_bytes = fitting.fragment_bytes
+                return fitting.choices
             if thorough:
                 self._fragment_bytes, self._left_free_bytes, self._may_leave_free = 0, 0, False
         return self._search(graph, costs, replace(self.request(graph, group_size, sizes), thorough=thorough))
@@ -418,11 +441,24 @@ class Planner:
         """Return the plan, made anew if so many single micro-batches are more than it is for."""
         assert self.plan is not None
         sizes = Sizes.from_policy(self.plan.policy)
+        if self._check_allocator and self._runtime.world.size == 1:  # of several, each would find something else
+            self._outgrown |= not self._is_served(self.plan)
+        self._check_allocator = False
         if self._outgrown or micro_batches > self.plan.micro_batches * sizes.joined_count:
             size = max(micro_batches, self.plan.micro_batches * sizes.joined_count)
             self.choices = self._choose(self.graph, self.costs[0], size, sizes)
             self._outgrown = False
         return self.choices[0].plan
+
+    def _is_served(self, plan: Plan) -> bool:
+        """Return whether the device's allocator can serve `plan` without giving memory back in between."""
+        costs, request = (
+            self.costs[0],
+            self.request(self.graph, self._group_size, left_free_bytes=self._left_free_bytes),
+        )
+        if not self._runtime.device.has_caching_allocator or costs.allocations is None:
+            return True
+        return is_served(plan, request, costs, self._least_share)
 
     def raise_peak(self, peaks: tuple[int, ...]) -> bool:
         """Let the plan's peaks cover those of a group too, if the budget holds them; return whether it does."""
@@ -528,6 +564,10 @@ def _next_smaller(sizes: Sequence[int], now: int, most: int) -> int | None:
     """Return the next of `sizes`, the largest first, that is smaller than `now` (0: all tokens, `most`); None: none is."""
     tried = [size for size in sizes if size < most <= size * _TILES_OF_A_MICRO_BATCH][:_MOST_TILES]
     return next((size for size in tried if size < (now or most)), None)
+
+
+def _elements(shapes: InputShapes) -> int:
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def _dominates(known: InputShapes, shapes: InputShapes) -> bool:

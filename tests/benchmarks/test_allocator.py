@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.allocator.case import STEPS, WORKSPACES, Case, Pools, Recording, answer, record, replay
 from benchmarks.allocator.events import Allocated, Event, Freed, StepBegun, TaskDone, Used
 from harmony_ds.device.base import Stream
+from harmony_ds.scheduler.caching_allocator import CachingAllocator
+from harmony_ds.scheduler.replay import Replay
 
 MIB = 2**20
 MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "llama-7m.json"
@@ -28,6 +31,25 @@ def test_an_engine_allocates_what_it_has_planned(recording: Recording) -> None:
     allocated = replay(recording.events, None, expandable=True, pools=Pools.ENGINE).allocated_peak_bytes
     in_plan = allocated - sum(WORKSPACES)
     assert 0.9 * recording.planned_peak_bytes < in_plan <= recording.planned_peak_bytes
+
+
+@pytest.mark.parametrize("harmony", [{}, {"stash": "host", "residency": "off"}, {"micro_batch": 1}])
+def test_planning_replays_what_the_engine_allocates(harmony: dict[str, Any]) -> None:
+    """As far as the fullest moment shows it; and the plan that was found needs no retry."""
+    case = Case(MODEL, rows=2, accumulation=3, sequence=256, cap_gib=0.22, harmony=harmony)
+    found = record(case)
+    in_engine = replay(found.events, None, expandable=True, pools=Pools.ENGINE)
+    allocator = CachingAllocator(expandable=True)
+    for nbytes in WORKSPACES:
+        allocator.malloc(nbytes, "compute")
+    planned = Replay(found.plan, found.costs, allocator)
+    planned.load_resident()
+    for _ in range(STEPS):
+        allocator.stats.reset()
+        planned.step()
+    assert allocator.stats.allocated_peak_bytes == pytest.approx(in_engine.allocated_peak_bytes, rel=0.03)
+    assert allocator.stats.reserved_peak_bytes == pytest.approx(in_engine.reserved_peak_bytes, abs=20 * MIB)
+    assert answer(case, found, Pools.ENGINE, expandable=True)["retries_a_step"] == 0
 
 
 def test_everything_but_what_stays_on_the_device_is_freed(recording: Recording) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.allocator.caching_allocator import (
+from harmony_ds.scheduler.caching_allocator import (
     Block,
     CachingAllocator,
     SimulatedOutOfMemoryError,

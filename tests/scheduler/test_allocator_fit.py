@@ -1,0 +1,150 @@
+"""What of the budget is left to the allocator's fragments: what the plan that is found needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from harmony_ds.config.harmony import HarmonySettings
+from harmony_ds.device.allocator_room import SEGMENT_BYTES
+from harmony_ds.errors import DoesNotFitError
+from harmony_ds.scheduler import allocator_fit
+from harmony_ds.scheduler.allocator_fit import Fitting, is_served, leaving, search_fitting
+from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.plan import Plan, Policy
+from harmony_ds.scheduler.search import Choice
+from harmony_ds.scheduler.simulate import simulate
+from tests.scheduler.examples import GPU, costs_of, packs_of, parse, reused
+
+MIB = 2**20
+BUDGET = 2560 * MIB  # a 64th is 40 MiB, a 256th is 10
+LIMIT = BUDGET - SEGMENT_BYTES - 10 * MIB
+LUCKY = BUDGET + 77 * MIB
+"""What a plan reserves that happens to need no retry with all of the budget, nor with a 512th less."""
+POOL = BUDGET - SEGMENT_BYTES - 5 * MIB
+COSTS = costs_of((0, 1))
+REQUEST = PlanRequest(HarmonySettings(), 1, BUDGET, 0, Policy())
+
+
+def plan_that_reserves(nbytes: int) -> Plan:
+    return Plan(reused(packs_of(True, True)), Policy(), parse("I0 F0.0 E0"), 1, 0, peak_bytes=nbytes)
+
+
+def choice(reserved: int, ms: float) -> Choice:
+    plan = plan_that_reserves(reserved)
+    prediction = simulate(plan, COSTS, GPU)
+    return Choice(plan, type(prediction)(**{**_fields(prediction), "step_ms": ms}), "")
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+@pytest.fixture(autouse=True)
+def _reserves_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserved_bytes(plan: Plan, costs: Any, least_share: float) -> int:
+        return round(plan.peak_bytes / least_share)
+
+    def retries(plan: Plan, costs: Any, pool_bytes: int) -> int:
+        return int(plan.peak_bytes != LUCKY or pool_bytes < POOL)
+
+    monkeypatch.setattr(allocator_fit, "reserved_bytes", reserved_bytes)
+    monkeypatch.setattr(allocator_fit, "retries", retries)
+
+
+class Searches:
+    """A search that finds given choices by the MiB that it has to leave of the budget."""
+
+    def __init__(self, found: Callable[[int], tuple[Choice, ...]]) -> None:
+        self.left: list[int] = []
+        self._found = found
+
+    def __call__(self, request: PlanRequest) -> tuple[Choice, ...]:
+        assert request.budget_bytes is not None and request.budget_bytes + request.beside_bytes == BUDGET
+        self.left.append(request.beside_bytes // MIB)
+        return self._found(self.left[-1])
+
+
+def fit(searches: Searches, fragment_mib: int, least_share: float = 1.0) -> Fitting:
+    return search_fitting(searches, REQUEST, COSTS, fragment_mib * MIB, least_share)
+
+
+def test_a_plan_that_takes_what_there_is_runs() -> None:
+    served = choice(LIMIT, 10.0)
+    searches = Searches(lambda left: (served,))
+    assert fit(searches, 100) == Fitting((served,), 100 * MIB)
+    assert searches.left == [100]
+
+
+def test_of_plans_that_are_as_fast_one_that_is_served_runs() -> None:
+    first, second, third = choice(LIMIT + 1, 10.0), choice(LIMIT, 10.05), choice(LIMIT, 10.0)
+    searches = Searches(lambda left: (first, second, third))
+    assert fit(searches, 100).choices == (second, first, third)
+    assert searches.left == [100]
+
+
+def test_a_slower_plan_does_not_run_for_being_served() -> None:
+    fast, slow = choice(LIMIT + 60 * MIB, 10.0), choice(LIMIT, 11.0)
+    better = choice(LIMIT, 10.5)
+    searches = Searches(lambda left: (fast, slow) if left < 160 else (better,))
+    assert fit(searches, 100) == Fitting((better,), 160 * MIB)
+    assert searches.left == [100, 160]
+
+
+def test_at_least_a_64th_more_is_left_at_a_time() -> None:
+    searches = Searches(lambda left: (choice(LIMIT + 1 if left == 100 else LIMIT, 10.0),))
+    fit(searches, 100)
+    assert searches.left == [100, 140]
+
+
+def test_what_a_plan_does_not_need_is_given_to_the_next() -> None:
+    slow, fast = choice(LIMIT - 70 * MIB, 10.0), choice(LIMIT, 9.0)
+    searches = Searches(lambda left: (slow,) if left == 100 else (fast,))
+    assert fit(searches, 100) == Fitting((fast,), 30 * MIB)
+
+
+def test_a_plan_that_was_given_too_much_does_not_run() -> None:
+    slow, too_large = choice(LIMIT - 70 * MIB, 10.0), choice(LIMIT + 1, 9.0)
+    searches = Searches(lambda left: (slow,) if left == 100 else (too_large,))
+    assert fit(searches, 100) == Fitting((slow,), 100 * MIB)
+
+
+def test_where_no_plan_is_served_the_last_one_that_fits_runs() -> None:
+    def found(left: int) -> tuple[Choice, ...]:
+        if left > 150:
+            raise DoesNotFitError("too small")
+        return (choice(LIMIT + 100 * MIB, 10.0 + left),)
+
+    searches = Searches(found)
+    fitting = fit(searches, 100)
+    assert searches.left == [100, 200]
+    assert (fitting.choices[0].prediction.step_ms, fitting.fragment_bytes) == (110.0, 100 * MIB)
+    with pytest.raises(DoesNotFitError):
+        fit(searches, 160)
+
+
+def test_a_plan_runs_whose_blocks_fit_by_the_way_they_lie() -> None:
+    lucky = choice(LUCKY, 10.0)
+    assert fit(Searches(lambda left: (lucky,)), 100).choices == (lucky,)
+    assert not is_served(lucky.plan, REQUEST, COSTS, 0.9)
+
+
+def test_where_much_is_left_a_quarter_less_is_tried() -> None:
+    searches = Searches(lambda left: (choice(LIMIT, left / 10),))
+    assert fit(searches, 240).fragment_bytes == 135 * MIB
+    assert searches.left == [240, 180, 135]
+
+
+def test_micro_batches_of_several_sizes_need_more() -> None:
+    small, large = choice(LIMIT // 2, 10.0), choice(LIMIT, 9.0)
+    searches = Searches(lambda left: (large, small) if left == 100 else (small,))
+    assert fit(searches, 100, least_share=0.5) == Fitting((small,), (100 + 8 * 40) * MIB)
+    assert is_served(small.plan, REQUEST, COSTS, 0.5) and not is_served(large.plan, REQUEST, COSTS, 0.5)
+
+
+def test_what_is_left_is_beside_the_plan() -> None:
+    less = leaving(REQUEST, 600)
+    assert (less.budget_bytes, less.beside_bytes) == (BUDGET - 600, 600)
+    assert leaving(less, -600) == REQUEST
