@@ -1,28 +1,60 @@
-"""`torch.utils.checkpoint` and `deepspeed.checkpointing` in code that the engine runs: they just call their function.
+"""`torch.utils.checkpoint` and `deepspeed.checkpointing` in code that the engine runs: most just call their function.
 
 Layers are recomputed anyway, while their parameters are on the device; a checkpoint's own recomputation would come too
 late, and one around a layer would run the model's code in the middle of a backward pass. So from an engine's first run
 on, checkpoints ask whether an engine runs on their thread. Elsewhere they work as before.
+
+    in a layer, or around layers      the function is called
+    between layers                    torch's own, without reentry: a loss in chunks, say; others call the function
+
+Whether a function calls layers shows when it is called: then it is known by its code, and the pass runs again.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from inspect import unwrap
+from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
+
+from harmony_ds.model.contract import UnseenError
+from harmony_ds.model.intercept import Handler, Request, active_handler, is_intercepted, set_handler
+from harmony_ds.model.token_tensor import is_not_computed
+from harmony_ds.model.trees import tensors_in
 
 
 class _Recomputation(threading.local):
     runs = False
 
 
+class _NoLayers:
+    """A handler of layer calls while a checkpoint of torch's own is open, whose function is not known to call any."""
+
+    def __init__(self, handler: Handler, checkpoint: Generator[None], code: Any) -> None:
+        self.device = handler.device
+        self._handler = handler
+        self._checkpoint = checkpoint
+        self._code = code
+
+    def call(self, request: Request) -> NoReturn:
+        """End the checkpoint, and know the function the next time."""
+        set_handler(self._handler)
+        self._checkpoint.close()
+        _calling_layers.add(self._code)
+        raise UnseenError("a function in a torch.utils.checkpoint calls a layer, which was not seen before.")
+
+
 _engine = _Recomputation()
+_calling_layers: WeakSet[Any] = WeakSet()
+"""Code of functions in checkpoints that has called layers."""
 _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"  # takes seconds to import: not imported here
 
 
@@ -74,5 +106,32 @@ def _non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
     if not _engine.runs:
         yield from _generator(*args, **kwargs)
         return
-    with kwargs.get("context_fn", args[2])()[0]:  # by position before torch 2.14
-        yield
+    handler = active_handler()
+    code = _code_of(args[0])
+    if handler is None or code is None or code in _calling_layers or _takes_token_tensors(args, kwargs):
+        with kwargs.get("context_fn", args[2])()[0]:  # by position before torch 2.14
+            yield
+        return
+    own = _generator(*args, **kwargs)
+    set_handler(_NoLayers(handler, own, code))
+    yield from own
+    set_handler(handler)
+
+
+_OF_A_CALL = frozenset(["__call__", "_wrapped_call_impl", "_call_impl", "forward"])
+"""Names of methods that a module is called by."""
+
+
+def _code_of(function: Any) -> Any:
+    """Return the code that a checkpointed function runs, by which it is known; None: it is a layer, or cannot be known."""
+    while isinstance(function, partial):
+        function = function.func
+    called = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    if isinstance(called, nn.Module) and getattr(function, "__name__", "forward") in _OF_A_CALL:
+        return None if is_intercepted(called) else type(called)
+    return getattr(unwrap(function), "__code__", None)
+
+
+def _takes_token_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the function is given what is computed in tiles, forward and back: there is nothing left to save."""
+    return any(map(is_not_computed, tensors_in((args, kwargs))))

@@ -127,6 +127,21 @@ def is_between_layers() -> bool:
     return _active.handler is not None
 
 
+def active_handler() -> Handler | None:
+    """Return what handles layer calls of the calling thread."""
+    return _active.handler
+
+
+def set_handler(handler: Handler) -> None:
+    """Let layer calls of the calling thread go to `handler` from now on."""
+    _active.handler = handler
+
+
+def is_intercepted(module: nn.Module) -> bool:
+    """Return whether `module` is a layer, or contains one."""
+    return any(isinstance(vars(one).get("forward"), InterceptedForward) for one in module.modules())
+
+
 class handled_by:  # noqa: N801 - used as a function; a class, because it is entered for each layer call
     """Context in which layer calls of this thread go to `handler`, or (None) run as they are."""
 

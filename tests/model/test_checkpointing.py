@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -81,6 +82,62 @@ def test_random_numbers_that_a_checkpoint_does_not_keep_are_those_of_the_forward
         for group in GROUPS:
             engine.train_batch(iter(group))
     assert_same(model, plain, bitwise=True)
+
+
+class ChunkedLoss(Net):
+    """Computes its loss in checkpointed chunks, of many values for each number: nothing in them is a layer."""
+
+    def __init__(self, is_checkpointed: bool, way: str = "other") -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.checkpoint = WAYS[way] if is_checkpointed else lambda function, x: function(x)
+        self.runs = Counter[str]()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        made = self.head(self.run(x)) - y
+        return {"loss": sum(self.checkpoint(self.chunk, part) for part in made.split(1, dim=1)) / WIDTH}
+
+    def chunk(self, part: Tensor) -> Tensor:
+        self.runs["chunk"] += 1
+        many = (part * self.scale).expand(-1, 10_000) * torch.linspace(0, 1, 10_000, device=part.device)
+        return F.dropout(many, 0.3).exp().sin().square().mean()
+
+
+@pytest.mark.parametrize(("way", "pack"), pairs(["other", "context", "unchecked"], [1, 100]))
+def test_checkpoints_between_layers_are_torchs_own(way: str, pack: int) -> None:
+    assert_equals_plain(lambda: ChunkedLoss(True, way), bitwise=True, pack_layers=pack)
+    with training(lambda: ChunkedLoss(True, way), pack_layers=pack) as (model, engine):
+        engine.train_batch(iter(GROUPS[0]))
+        model.runs.clear()
+        engine.train_batch(iter(GROUPS[1]))
+    assert model.runs["chunk"] == 2 * WIDTH * ACCUMULATION
+
+
+def test_a_checkpoint_between_layers_saves_what_it_saves_in_plain_pytorch() -> None:
+    peaks = []
+    for is_checkpointed in (True, False):
+        with training(partial(ChunkedLoss, is_checkpointed)) as (_, engine):
+            for group in GROUPS:
+                engine.train_batch(iter(group))
+            report = engine.memory_report()
+        assert report.device_peak_bytes == report.planned_peak_bytes
+        peaks.append(report.device_peak_bytes)
+    chunk_bytes = 2 * 10_000 * 4
+    assert peaks[1] - peaks[0] > 3 * (WIDTH - 1) * chunk_bytes
+
+
+class Wrapped(Net):
+    """Functions of one code are checkpointed: some call layers, others call none."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, torch.sin):
+            x = checkpoint(lambda h, block=block: block(h) * 2, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("pack", [1, 100])
+def test_checkpoints_of_one_code_around_layers_and_between_them(pack: int) -> None:
+    assert_equals_plain(Wrapped, bitwise=True, pack_layers=pack)
 
 
 # ---- others' checkpoints
