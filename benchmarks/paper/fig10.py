@@ -17,7 +17,7 @@ from benchmarks.training import Ours, Plain, planned_bytes, sgd
 TITLE = "Fig. 10: throughput against batch"
 PAPER = (
     "BERT-96, GPT2-XL, VGG416 and ResNet1026, four GTX 1080 Ti; up to 7.6x over baselines with virtualised memory, whose "
-    "code is not public. Swapping for each micro-batch stands for them here."
+    "code is not public. Swapping for each micro-batch takes their place here."
 )
 ROWS = {"BERT": 1, "GPT-2": 1, "VGG": 2, "ResNet": 2}
 HEADROOM = 1.15

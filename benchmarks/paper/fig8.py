@@ -87,15 +87,15 @@ def draw(content: Content) -> Figure:
 def says(content: Content) -> str:
     part = content["measured"]
     fits = sorted((cell for cell in part["cells"] if cell["fits"]), key=lambda cell: float(cell["over_plain"]))
-    fast, slow = (
-        f"{cell['rows']} samples by {cell['pack_layers']} layers ({cell['over_plain']:.2f})"
+    (fast, quick), (slow, long) = (
+        (f"micro-batches of {cell['rows']} with packs of {cell['pack_layers']}", f"{cell['over_plain']:.2f}")
         for cell in (fits[0], fits[-1])
     )
     return (
         f"Measured: {part['model']} under {part['budget_bytes'] / MIB:.1f} MiB (weights "
         f"{part['weight_bytes'] / MIB:.1f}): {len(part['cells']) - len(fits)} of {len(part['cells'])} combinations do not "
-        f"fit, and the engine says so before the step; of the others {fast} takes least and {slow} most of plain PyTorch's "
-        "step with micro-batches of one."
+        f"fit, and the engine says so before the step. Of the others, {fast} are fastest ({quick} of the time of plain "
+        f"PyTorch's step with micro-batches of one), and {slow} slowest ({long})."
     )
 
 

@@ -22,10 +22,9 @@ _HEAD = """# The paper's experiments
 
 <!-- written by benchmarks/paper/page.py from benchmarks/results/paper -->
 
-What becomes of the figures of Harmony (VLDB'22) with this engine? `make paper` runs everything (20 minutes).
-**Measured** is on the CPU device, with small models and one thread: bytes are counted, times are ratios within one run.
-No GPU was used. Schedules are in [vldb22.md](vldb22.md). What is said of the paper is from its
-abstract and scripts.
+What do the experiments of Harmony (VLDB'22) give with this engine? `make paper` runs all of them (20 minutes).
+**Measured** means on the CPU device, with small models and one thread: bytes are counted, times are ratios within one run.
+No GPU was used. Schedules are in [vldb22.md](vldb22.md). Statements about the paper come from its abstract and scripts.
 """
 
 

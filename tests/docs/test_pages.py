@@ -40,3 +40,9 @@ def test_the_index_leads_to_every_page() -> None:
     reached = {(INDEX.parent / link.partition("#")[0]).resolve() for link in links(INDEX)}
 
     assert {page for page in DOCUMENTS if page.parent == INDEX.parent} - {INDEX} <= reached
+
+
+def test_the_sidebar_of_the_site_has_every_page() -> None:
+    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+
+    assert {str(page.relative_to(ROOT)) for page in PAGES} <= listed

@@ -1,0 +1,73 @@
+"""The command line of the two comparisons, their tables, and where these are written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+from benchmarks.common import RESULTS, ROOT, quiet, write_results
+from benchmarks.trainer.compare import Case, Row, compare
+
+PAGE = ROOT / "docs" / "huggingface.md"
+BEGIN, END = "<!-- table: python -m benchmarks.{name}.run --write -->", "<!-- end of table: {name} -->"
+
+
+def run_cases(about: str | None, name: str, cases: Iterable[Case]) -> None:
+    """Compare all cases, print a line for each and the tables; with --write, keep them."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="+", metavar="KIND", help="the cases of these kinds; --write keeps the other rows"
+    )
+    parser.add_argument("--write", action="store_true", help=f"write results/{name}.json and the table of {PAGE.name}")
+    options = parser.parse_args()
+    quiet()
+    kept = rows_of(name) if options.only else {}
+    rows = []
+    for case in cases:
+        if not options.only or case.kind in options.only:
+            rows.append(compare(case))
+            print(line(rows[-1]), flush=True)
+        elif (case.kind, case.name) in kept:
+            rows.append(kept[case.kind, case.name])
+    print(f"\n{tables(rows)}")
+    if options.write:
+        write_results(name, {"rows": [asdict(row) for row in rows]})
+        begin, end = BEGIN.format(name=name), END.format(name=name)
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+        _, _, after = rest.partition(end)
+        PAGE.write_text("\n".join([before + begin, tables(rows), end + after]), encoding="utf-8")
+
+
+def rows_of(name: str) -> dict[tuple[str, str], Row]:
+    """Return the rows of results/NAME.json by kind and name; none, if it has not been written."""
+    file = RESULTS / f"{name}.json"
+    found = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+    return {(row["kind"], row["name"]): Row(**row) for row in found}
+
+
+def line(row: Row) -> str:
+    """Return one case in one line."""
+    outcome = row.error or row.differs or "equal"
+    return f"{row.kind}, {row.name}: {outcome}; {row.steps} steps, ratio {row.ratio:.2f}, {row.seconds:.1f} s"
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Return a table of what was tried, a line for each kind, and one of what was not equal."""
+    kinds: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        kinds[row.kind].append(row)
+    lines = ["| | tried | equal | ratio |", "|---|---|---|---|"]
+    for kind, inside in kinds.items():
+        equal = [row for row in inside if row.is_equal]
+        most = max((row.ratio for row in equal), default=0.0)
+        tried = ", ".join(f"`{row.name}`" if "=" in row.name else row.name for row in inside)
+        lines.append(f"| {kind} | {tried} | {len(equal)} of {len(inside)} | {f'{most:.2f}' if equal else ''} |")
+    others = [row for row in rows if not row.is_equal]
+    if others:
+        lines += ["", "| not equal | |", "|---|---|"]
+        for row in others:
+            lines.append(f"| {row.kind}, {row.name} | {(row.error or row.differs).replace('|', '/')} |")
+    return "\n".join(lines)
