@@ -159,7 +159,7 @@ class RecordedDevice(MetaDevice):
     """Meta device that tells a recorder what it does, and leaves as much room as a CUDA device."""
 
     def __init__(self, clock: RooflineClock, budget_bytes: int, recorder: Recorder) -> None:
-        super().__init__(lambda: clock.ms, lambda: clock.issued_ms, budget_bytes, "cuda", leaves_room=True)
+        super().__init__(clock, budget_bytes, "cuda", leaves_room=True)
         self._recorder = recorder
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
