@@ -45,7 +45,7 @@ from harmony_ds.step.output_structure import (
     summary,
     written,
 )
-from harmony_ds.step.pending import Node, PendingTensor, Source
+from harmony_ds.step.pending import Node, OutputsGiven, PendingTensor, Source
 from harmony_ds.step.shape_rules import ShapeRules
 
 _MOST_WORDS = 16
@@ -194,7 +194,7 @@ class _PendingOutputs:
             self.expectation.shown.append(structure)
 
     def tensor(self, leaf: TensorLeaf) -> PendingTensor:
-        if self.source.runs_at_call and leaf.shape:
+        if self.source.outputs_given is OutputsGiven.ON_TRIAL and leaf.shape:
             self.source.outputs()  # what hooks and attributes get is there when the program has its outputs
         tensor: PendingTensor | None = self.made.get(leaf.path)
         if tensor is None:

@@ -11,6 +11,7 @@ collectives, writing in place where another tensor may share the memory, adding 
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import weakref
@@ -71,6 +72,16 @@ _METADATA = _SHAPE.union(
 )
 
 
+class OutputsGiven(enum.Enum):
+    """What the engine gave its caller as a micro-batch's outputs."""
+
+    REAL = "the outputs, for which its forward pass ran; or none yet"
+    STAND_INS = "stand-ins, which are computed when the group runs"
+    ON_TRIAL = (
+        "the outputs, or stand-ins until the program has more than a number of them: it is to show what its loss uses"
+    )
+
+
 class Source(Protocol):
     """One queued micro-batch."""
 
@@ -84,14 +95,12 @@ class Source(Protocol):
     def has_run(self) -> bool:
         """Whether its forward pass has run."""
 
+    outputs_given: OutputsGiven
+    """What its caller was given as its outputs."""
     is_of_outputs: bool
     """Whether the program propagates back now from a loss that is made of outputs alone."""
     joins_other_graphs: bool
     """Whether the program has joined its outputs to a tensor with a graph of layers that is no output."""
-
-    @property
-    def runs_at_call(self) -> bool:
-        """Whether its forward pass runs when the program has its outputs: see `FirstSteps.loss_uses_non_outputs`."""
 
     @property
     def evaluates(self) -> bool:
@@ -432,8 +441,8 @@ def _reaches_layers(tensor: Tensor) -> bool:
 def _copied_operand(operand: Any) -> Any:
     """Return an operand as it is now: a tensor or an array may be written into before its micro-batch runs."""
     if isinstance(operand, PendingTensor):
-        runs_at_call = any(source.runs_at_call for source in operand.node.sources)
-        return operand.node.materialize() if operand.node.is_available and not runs_at_call else operand.node
+        is_on_trial = any(source.outputs_given is OutputsGiven.ON_TRIAL for source in operand.node.sources)
+        return operand.node.materialize() if operand.node.is_available and not is_on_trial else operand.node
     operand = operand.copy() if isinstance(operand, np.ndarray) else operand
     return operand.clone() if isinstance(operand, Tensor) else operand
 

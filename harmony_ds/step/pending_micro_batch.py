@@ -26,7 +26,7 @@ from harmony_ds.model.untouched import is_for_measuring
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.step.division import divided_by
 from harmony_ds.step.inputs import CallInputs
-from harmony_ds.step.pending import Node, PendingTensor, mark_entrance
+from harmony_ds.step.pending import Node, OutputsGiven, PendingTensor, mark_entrance
 from harmony_ds.step.shared_loss import SharedLoss, keep_values
 from harmony_ds.step.transitions import StepEvent
 
@@ -57,14 +57,8 @@ class Stage(enum.Enum):
     PROPAGATED = "its forward and its backward pass have run"
 
 
-class OutputsGiven(enum.Enum):
-    """What the engine gave its caller as a micro-batch's outputs."""
-
-    REAL = "the outputs, for which its forward pass ran; or none yet"
-    STAND_INS = "stand-ins, which are computed when the group runs"
-    ON_TRIAL = (
-        "the outputs, or stand-ins until the program has more than a number of them: it is to show what its loss uses"
-    )
+RUN_ALONE = (Stage.FORWARDED, Stage.RECEIVED)
+"""Stages in which the forward pass has run alone, and the backward pass has not run."""
 
 
 class StepOfMicroBatch(Protocol):
@@ -133,16 +127,6 @@ class PendingMicroBatch:
     def has_run(self) -> bool:
         """Whether its forward pass has run, or has failed: its outputs are not pending any more."""
         return self.stage is not Stage.QUEUED
-
-    @property
-    def runs_at_call(self) -> bool:
-        """Whether its forward pass runs when the program has its outputs: see `FirstSteps.loss_uses_non_outputs`."""
-        return self.outputs_given is OutputsGiven.ON_TRIAL
-
-    @property
-    def has_run_alone(self) -> bool:
-        """Whether its forward pass has run, and its backward pass has not."""
-        return self.stage in (Stage.FORWARDED, Stage.RECEIVED)
 
     @property
     def needs_backward(self) -> bool:
@@ -264,7 +248,7 @@ class PendingMicroBatch:
             return made
 
         self._note_term(Node((self,), torch.Size(), torch.float32, device, function=scaled, operands=[loss.node]))
-        if self.has_run_alone:
+        if self.stage in RUN_ALONE:
             self.loss.propagate_now()
         return loss
 
@@ -307,7 +291,7 @@ class PendingMicroBatch:
         """Note that gradients have come to its outputs, which a forward pass alone has computed."""
         if self.stage in (Stage.FORWARDED, Stage.FAILED):  # FAILED: where a loss raised an error after the forward pass
             self.stage = Stage.RECEIVED
-        self.shows_what_losses_use |= self.runs_at_call
+        self.shows_what_losses_use |= self.outputs_given is OutputsGiven.ON_TRIAL
 
     def _read_gradient(self) -> None:
         """Let gradients go on to the micro-batch's inputs, once autograd has brought all to its outputs."""
@@ -357,7 +341,7 @@ class PendingMicroBatch:
         """Return what the fused pack propagates back from; None if the forward pass ran alone, or a later one shares the
         loss.
         """
-        if self.has_run_alone:
+        if self.stage in RUN_ALONE:
             keep_values({self: outputs}, {})
             return None
         self.micro_batch.outputs = outputs  # the engine has those of joined micro-batches
@@ -399,7 +383,7 @@ class PendingMicroBatch:
     def close(self, keeps_outputs: bool = True) -> None:
         """Drop graph, outputs and inputs; `keeps_outputs`: but for values that the program may still read."""
         self.close_heads()
-        if self.has_run_alone and self.micro_batch.outputs is not None and keeps_outputs:
+        if self.stage in RUN_ALONE and self.micro_batch.outputs is not None and keeps_outputs:
             keep_values({self: self.micro_batch.outputs}, {})
         for node in self.nodes:
             if node.value is not None:

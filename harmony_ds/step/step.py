@@ -34,7 +34,8 @@ from harmony_ds.step.division import divided
 from harmony_ds.step.health import DESTROYED
 from harmony_ds.step.inputs import CallInputs
 from harmony_ds.step.one_time_warnings import DIVIDED_TWICE, DROPPED, EARLY_READ, NOT_FINITE, SKIPPED, SKIPPED_AT_SCALE
-from harmony_ds.step.pending_micro_batch import PROPAGATED_ALREADY, LossFunction, OutputsGiven, PendingMicroBatch, Stage
+from harmony_ds.step.pending import OutputsGiven
+from harmony_ds.step.pending_micro_batch import PROPAGATED_ALREADY, RUN_ALONE, LossFunction, PendingMicroBatch, Stage
 from harmony_ds.step.recovery import Recovery, end_engine
 from harmony_ds.step.run import Run, RunKind, finish_run, plan_run, running
 from harmony_ds.step.samples import measure, new_micro_batch
@@ -595,7 +596,9 @@ class Step:
                 hyper,
                 clipping,
                 follows_part=self.has_accumulated,
-                cannot_repeat=self.context.world.any("begin a step", any(pending.has_run_alone for pending in group)),
+                cannot_repeat=self.context.world.any(
+                    "begin a step", any(pending.stage in RUN_ALONE for pending in group)
+                ),
                 taken_gradients=self.context.runtime.user_gradients.popped,
             )
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harmony_ds.errors import BatchError
-from harmony_ds.step.pending import Evaluation, Node, PendingTensor
+from harmony_ds.step.pending import Evaluation, Node, OutputsGiven, PendingTensor
 
 
 class FakeSource:
@@ -28,7 +28,8 @@ class FakeSource:
         self.noted: list[Node] = []
         self.shares = False
         self.nodes: WeakSet[Node] = WeakSet()
-        self.evaluates = self.runs_at_call = self.is_of_outputs = self.joins_other_graphs = False
+        self.outputs_given = OutputsGiven.STAND_INS
+        self.evaluates = self.is_of_outputs = self.joins_other_graphs = False
 
     @property
     def has_run(self) -> bool:
