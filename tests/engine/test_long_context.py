@@ -451,6 +451,39 @@ def test_families_train_under_budgets_that_do_not_hold_their_logits(architecture
         assert (one - other).abs().max() < TOLERANCE * other.abs().max(), name
 
 
+def packed(index: int, is_one_row: bool) -> Batch:
+    """Rows of several texts each, whose positions begin anew; or all of them in one row."""
+    one = batch(index)
+    positions = torch.arange(LENGTH).repeat(ROWS, 1)
+    for row in range(ROWS):
+        begin = 30 + 7 * row + index % 5
+        positions[row, begin:] = torch.arange(LENGTH - begin)
+    found = {**one, "labels": one["labels"].masked_fill(positions == 0, -100), "position_ids": positions}
+    return {name: value.view(1, -1) for name, value in found.items()} if is_one_row else found
+
+
+@pytest.mark.parametrize(
+    ("is_one_row", "harmony", "size"),
+    [
+        (False, {"micro_batch": 2 * ROWS}, ("joined_count", 2)),
+        (False, {"micro_batch": ROWS // 2}, ("forward_rows", ROWS // 2)),
+        (False, {"tokens": {"head": 40, "layers": 48}}, ("layer_tile_tokens", 48)),
+        (True, {"micro_batch": 2}, ("joined_count", 2)),
+        (True, {"tokens": {"head": 40, "layers": 48}}, ("layer_tile_tokens", 48)),
+    ],
+)
+def test_packed_rows_are_joined_sliced_and_cut(is_one_row: bool, harmony: Any, size: tuple[str, int]) -> None:
+    model = llama(max_position_embeddings=ROWS * LENGTH)
+    expected = copy.deepcopy(model)
+    batches = [[packed(10 * step + place, is_one_row) for place in range(ACCUMULATION)] for step in range(STEPS)]
+    train_plainly(expected, batches, sgd(expected.parameters()), clip=1.0, seed_of=seed_of)
+    with engine_for(model, sgd, config_of(ACCUMULATION, clip=1.0, harmony=harmony)) as engine:
+        train_groups(engine, batches)
+        assert getattr(engine.plan.policy, size[0]) == size[1]
+
+    assert relative_difference(model, expected) < TOLERANCE
+
+
 def test_dropout_draws_the_same_numbers_with_tiles() -> None:
     model = llama(attention_dropout=0.1)
 

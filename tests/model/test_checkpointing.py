@@ -263,6 +263,66 @@ def test_deepspeeds_tiles_as_layers(pack: int) -> None:
     assert_equals_plain(TiledNet, pack_layers=pack)
 
 
+VALUES = 2000
+
+
+def checkpointed_in_chunks(net: ChunkedHead, x: Tensor, classes: Tensor) -> Any:
+    chunks = zip(x.chunk(4), classes.chunk(4), strict=True)
+    return sum(checkpoint(net.loss_of, *chunk, use_reentrant=False) for chunk in chunks) / 4
+
+
+def fused_by_deepspeed(net: ChunkedHead, x: Tensor, classes: Tensor) -> Any:
+    fused = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp").TiledFusedLogitsLoss
+    rows = x.unsqueeze(0), classes.unsqueeze(0)
+    return fused.apply(ChunkedHead.loss_of, net, *rows, None, 4, [net.wide.weight], "mean")
+
+
+def tiled_by_deepspeed(net: ChunkedHead, x: Tensor, classes: Tensor) -> Any:
+    tiled = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp").sequence_tiled_compute
+    rows = {"x": x.unsqueeze(0), "classes": classes.unsqueeze(0)}
+    return tiled(net.loss_of, len(x), 4, rows, {}, "x", [net.wide.weight], output_unshard_dimension=0)
+
+
+def fused_by_trl(net: ChunkedHead, x: Tensor, classes: Tensor) -> Any:
+    fused = pytest.importorskip("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    return -fused.apply(x, net.wide.weight, None, classes, 1.0, 4)[0].mean()
+
+
+def whole_loss(net: ChunkedHead, x: Tensor, classes: Tensor) -> Any:
+    return net.loss_of(x, classes)
+
+
+class ChunkedHead(Net):
+    """A loss of many values for each number, with the weights of a module that is not called."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, VALUES, bias=False)
+        self.compute = compute
+
+    def loss_of(self, x: Tensor, classes: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, self.wide.weight).view(-1, VALUES), classes.view(-1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        many = self.head(self.run(x)).repeat(32, 1)
+        return {"loss": self.compute(self, many, torch.arange(len(many), device=x.device))}
+
+
+@pytest.mark.parametrize("compute", [checkpointed_in_chunks, fused_by_deepspeed, tiled_by_deepspeed, fused_by_trl])
+def test_losses_in_chunks_save_what_they_save_in_plain_pytorch(compute: Callable[..., Any]) -> None:
+    assert_equals_plain(lambda: ChunkedHead(compute), bitwise=True)
+    peaks = []
+    for one in (compute, whole_loss):
+        with training(partial(ChunkedHead, one)) as (_, engine):
+            for group in GROUPS:
+                engine.train_batch(iter(group))
+            report = engine.memory_report()
+            assert engine.swap_report().ratio == 1.0
+        assert report.device_peak_bytes == report.planned_peak_bytes
+        peaks.append(report.device_peak_bytes)
+    assert peaks[1] - peaks[0] > 2 * 32 * VALUES * 4
+
+
 @pytest.mark.parametrize("make", [lambda: Checkpointed("scaled", WAYS["reentrant"]), TiledNet], ids=["plain", "tiles"])
 def test_gradients_read_by_hand_are_those_of_plain_pytorch(make: Callable[[], nn.Module]) -> None:
     plain = built(make)
