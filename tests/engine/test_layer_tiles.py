@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from harmony_ds import HarmonyEngine
@@ -257,6 +258,34 @@ def test_an_output_that_no_backward_pass_reads_is_not_computed_again(read: bool)
     assert [3] * (tiles_of_forward + again + tiles_of_backward) == RUNS
     assert losses == pytest.approx(expected, rel=1e-5)
     assert_close(model, plain)
+
+
+INPUTS: list[StorageWeakRef] = []
+LEFT: list[int] = []
+
+
+class Remembering(Perceptron):
+    """Counts the inputs of earlier calls that are still there."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if type(hidden) is Tensor:  # no proof's
+            LEFT.append(sum(not one.expired() for one in INPUTS))
+            INPUTS.append(StorageWeakRef(hidden.untyped_storage()))
+        made: Tensor = self.down(self.up(hidden).tanh())  # whose graph saves its own result
+        return made
+
+
+def test_inputs_of_tiles_are_freed_tile_by_tile_in_measuring_and_in_steps() -> None:
+    model = ResidualNet()
+    for layer in model.layers:
+        layer.mlp = Remembering()
+    INPUTS.clear()
+    LEFT.clear()
+    with engine_for(model, sgd, config_of(1, harmony={"pack_layers": 1, "residency": "off"})) as engine:
+        in_tiles(engine)
+        loop_with(engine, batches(2), loss_of)
+    assert len(LEFT) > 2 * 3 * 2 * 4
+    assert {*LEFT} == {0}
 
 
 def test_gradients_of_tiles_are_added_up_in_the_accumulation_dtype() -> None:

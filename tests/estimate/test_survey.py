@@ -369,6 +369,25 @@ def test_a_row_whose_logits_do_not_fit_is_estimated_in_tiles(tmp_path: Path) -> 
     assert surveyed(tokens=512).costs.tail_bytes < found.costs.tail_bytes
 
 
+def test_a_row_whose_layers_do_not_fit_is_estimated_in_tiles_of_both(tmp_path: Path) -> None:
+    path = llama_file(tmp_path, 32000)
+
+    def surveyed(**harmony: Any) -> Survey:
+        block = {"device_memory_gib": 12.0, **harmony}
+        config = load_config(
+            {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0, "harmony": block}
+        )
+        return estimate(load_subject(str(path), "meta", 1, 65536), config, HARDWARE)
+
+    found, head_alone = surveyed(), surveyed(tokens=1024)
+
+    budget = found.request.budget_bytes
+    assert budget is not None
+    assert smallest_peak_bytes(found) <= budget < smallest_peak_bytes(head_alone)
+    policy = forecast(found).plan.policy
+    assert (policy.tile_tokens, policy.layer_tile_tokens) == (1024, 16384)
+
+
 def test_tiles_that_repeat_others_are_left_out_of_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = {"head": 1000, "layers": 700}
     config = load_config(
