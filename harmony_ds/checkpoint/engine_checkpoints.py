@@ -11,7 +11,6 @@ from typing import Any
 
 from harmony_ds import checkpoint
 from harmony_ds.errors import CheckpointError
-from harmony_ds.scheduler.tiles import Tiles
 from harmony_ds.step.steps import Steps
 
 _logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class Checkpoints:
             state.health.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
         if snapshot.plan is not None and not options.module_only:
-            state.planner.repeat_tiles(Tiles.from_policy(json.loads(snapshot.plan)["policy"]))
+            state.planner.repeat_cuts(json.loads(snapshot.plan)["policy"])
         return snapshot
 
     def _resume(self, progress: checkpoint.Progress | None) -> None:

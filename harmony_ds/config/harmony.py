@@ -59,8 +59,9 @@ class HarmonySettings:
     micro_batch: Annotated[
         Literal["config", "auto"] | Annotated[tuple[_Count, _Count], Strict()], BeforeValidator(_both_passes)
     ] = "config"
-    """Rows that go through a layer at a time: `"config"` (one micro-batch), `"auto"` (the fastest), a number of at
-    least 1, or `{"forward": 8, "backward": 4}`. See [planning.md](planning.md#batch-sizes-of-layer-calls)."""
+    """Rows that go through a layer at a time: `"config"` (one micro-batch, or fewer where nothing fits otherwise),
+    `"auto"` (the fastest), a number of at least 1, or `{"forward": 8, "backward": 4}`. See
+    [planning.md](planning.md#batch-sizes-of-layer-calls)."""
     tokens: Annotated[
         Literal["auto", "off"] | _Count | Annotated[tuple[_Count, _Count], Strict()], BeforeValidator(_head_and_layers)
     ] = "auto"

@@ -13,6 +13,7 @@ Costs that depend on values (how many tokens an expert gets) cannot be estimated
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -40,7 +41,6 @@ from harmony_ds.scheduler.plan import ALL_PACKS, Policy
 from harmony_ds.scheduler.profile import Machine, Profile
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes, combined, rank_sizes
-from harmony_ds.scheduler.tiles import Tiles
 from harmony_ds.step.engine_state import EngineState
 
 _MODEL_KEYS = ("model", "shapes", "dtypes", "torch")
@@ -287,7 +287,7 @@ def _survey(
 ) -> Survey:
     """Profile one micro-batch with an engine's parts, and return what was found.
 
-    Where no plan would fit, what takes most memory runs in tiles of tokens, unless the ds_config says otherwise.
+    Where no plan would fit, layer calls take fewer rows or tokens at a time, unless the ds_config says otherwise.
 
     Args:
         state: the parts of an engine that trains the subject's model.
@@ -298,38 +298,33 @@ def _survey(
     planner = state.planner
     planner.profiler.machine = machine
     sample = _sample_of(subject, config, state)
-    tiles: Tiles | None = planner.tiles
-    while tiles is not None:
-        planner.cut_into(tiles)
-        tried: list[CostTable] = []
-        try:
-            return _survey_that_fits(state, subject, config, sample, chooses_sizes, tried)
-        except DoesNotFitError:
-            tiles = planner.smaller_tiles(sample, tried[-1] if tried else None)
-    return _survey_in_tiles(state, subject, config, sample, chooses_sizes)
+    for _ in planner.cuts(sample):
+        with suppress(DoesNotFitError):
+            return _survey_that_fits(state, subject, config, sample, chooses_sizes)
+    return _survey_as_cut(state, subject, config, sample, chooses_sizes)
 
 
 def _survey_that_fits(
-    state: EngineState, subject: Subject, config: Config, sample: Sample, chooses_sizes: bool, tried: list[CostTable]
+    state: EngineState, subject: Subject, config: Config, sample: Sample, chooses_sizes: bool
 ) -> Survey:
-    """Do what `_survey_in_tiles` does; add costs to `tried`, and raise DoesNotFitError if no plan fits the device."""
+    """Do what `_survey_as_cut` does; raise DoesNotFitError if no plan fits the device."""
     planner = state.planner
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
 
     def check_bytes(costs: CostTable) -> None:
-        tried.append(costs)
+        planner.tried = costs
         graph = planner.graph_with(costs.calls)
         request = planner.request(graph, config.gradient_accumulation_steps, planner.sizes.wanted or WHOLE)
         peak_bytes = _smallest_peak_bytes(graph, costs, element, request, state.device.copies_overlap)
         if request.budget_bytes is not None and peak_bytes > request.budget_bytes:
             raise DoesNotFitError(f"the smallest plan takes {peak_bytes:,} bytes of {request.budget}.")
 
-    found = _survey_in_tiles(state, subject, config, sample, chooses_sizes, check_bytes)
+    found = _survey_as_cut(state, subject, config, sample, chooses_sizes, check_bytes)
     check_bytes(found.costs)
     return found
 
 
-def _survey_in_tiles(
+def _survey_as_cut(
     state: EngineState,
     subject: Subject,
     config: Config,
@@ -337,7 +332,7 @@ def _survey_in_tiles(
     chooses_sizes: bool,
     check_bytes: Callable[[CostTable], None] | None = None,
 ) -> Survey:
-    """Profile `sample` in the tiles of tokens that are set, and return what was found; `check_bytes`: of the profiler."""
+    """Profile `sample` in the slices and tiles that are set, and return what was found; `check_bytes`: of the profiler."""
     planner = state.planner
     wanted = planner.sizes.wanted
     joined = planner.sizes.joined(sample)

@@ -221,7 +221,8 @@ class Installation:
         raise ModelError(
             f"the parameter {name} was used outside the call of the layer that owns it, where it is not on the device. "
             "Name a module that contains both in harmony.layers. A loss that calls the model in its backward pass "
-            "(GradCache, the Cached... ones of sentence-transformers) cannot be run."
+            "(GradCache, the Cached... ones of sentence-transformers) cannot be run: take the one that is not cached "
+            "(MultipleNegativesRankingLoss), whose rows go through each layer a few at a time: docs/retrievers.md."
         )
 
     def remove(self) -> None:

@@ -38,7 +38,8 @@ def slicing_of(asked: Rows, layer: int, places: Places, tensors: list[Tensor], d
     if rows == 0 or not all(dim < tensor.dim() and tensor.shape[dim] % rows == 0 for tensor, dim in held):
         return None
     draws = draws or layer in asked.drawing
-    found = Slicing(dims, rows, (asked.backward if draws else asked.forward) or rows, asked.backward or rows, draws)
+    forward, backward = asked.forward * dims.per_row, asked.backward * dims.per_row
+    found = Slicing(dims, rows, (backward if draws else forward) or rows, backward or rows, draws)
     return found if min(found.forward, found.backward) < rows else None
 
 
@@ -169,16 +170,25 @@ def row_dims(
 
     Args:
         few, more: the shapes of inputs and of outputs in either call.
-        rows: the numbers of rows.
+        rows: the numbers of rows of the micro-batches. A call may have several times as many: of inputs that the model
+            has joined, or tokens.
     """
     if [len(shapes) for shapes in few] != [len(shapes) for shapes in more]:
         return None
     inputs = [_row_dim(a, b, rows) for a, b in zip(few[0], more[0], strict=True)]
     outputs = [_row_dim(a, b, rows) for a, b in zip(few[1], more[1], strict=True)]
-    counting = [i for i, dim in enumerate(inputs) if dim is not None and dim >= 0 and few[0][i][dim] == rows[0]]
-    if _UNCLEAR in (*inputs, *outputs) or not counting:
+    if _UNCLEAR in (*inputs, *outputs):
         return None
-    return RowDims(tuple(inputs), tuple(outputs), counting[0])
+    growing = [(few[0][i][dim], i) for i, dim in enumerate(inputs) if dim is not None]
+    if not growing:
+        return None
+    count, counting = min(growing)
+    several = [
+        shape[dim] for shape, dim in zip((*few[0], *few[1]), (*inputs, *outputs), strict=True) if dim is not None
+    ]
+    if any(length % count for length in several):
+        return None
+    return RowDims(tuple(inputs), tuple(outputs), counting, count // rows[0])
 
 
 _UNCLEAR = -1

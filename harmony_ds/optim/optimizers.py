@@ -61,7 +61,9 @@ class Masters:
         for parameter in parameters_in([{"params": parameters}]):
             if id(parameter) not in self._master_of:
                 raise OptimizerError(
-                    f"a parameter of shape {tuple(parameter.shape)} given to the optimizer is not one of the model's."
+                    f"a parameter of shape {tuple(parameter.shape)} given to the optimizer is not one of the model's. If "
+                    "it is of a model that only the loss calls (the guide of GISTEmbedLoss), freeze that: "
+                    "guide.requires_grad_(False)."
                 )
             master = self._master_of[id(parameter)]
             if master is not None and not any(master is known for known in masters):

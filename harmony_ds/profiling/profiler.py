@@ -216,18 +216,24 @@ class Profiler:
         few, more = (2, 3) if sample.rows > 2 else (1, 2)
         logged = self._row_probe.found[1]
         for alike in sample.masked_alike():
-            try:
-                # What the first look at a model finds (parameters between layers, inputs that are changed) comes first.
-                self._probed_calls = self._measure(alike.few(more), WHOLE).calls
-                self._row_probe.probe(alike, (few, more), self.unlayered)
-            except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces here
-                _logger.warning("the model does not take %d rows of a micro-batch, to find them: %r", more, error)
-                self._runtime.stash.order_streams()
-                release_frames(error)
+            if not any(self._takes_few_rows(reading, (few, more)) for reading in alike.readings()):
                 self._probed_calls = self._measure(sample, WHOLE).calls
         for layer, reason in self._row_probe.found[1].items():
             if reason and layer not in logged:
                 _logger.warning("layer %s runs with whole micro-batches: %s", self._layers[layer].name, reason)
+
+    def _takes_few_rows(self, sample: Sample, rows: tuple[int, int]) -> bool:
+        """Probe the first rows of `sample`; return whether the model takes so few."""
+        try:
+            # What the first look at a model finds (parameters between layers, inputs that are changed) comes first.
+            self._probed_calls = self._measure(sample.few(rows[1]), WHOLE).calls
+            self._row_probe.probe(sample, rows, self.unlayered)
+        except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces later
+            _logger.warning("the model does not take %d rows of a micro-batch, to find them: %r", rows[1], error)
+            self._runtime.stash.order_streams()
+            release_frames(error)
+            return False
+        return True
 
     # ---- what processes have found, and files
 

@@ -8,7 +8,7 @@ each other (batch normalization, capacities of experts, a loss over all rows) do
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from harmony_ds.model.slices import RowSlice, Slicing, TensorShapes, row_dims
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
+from harmony_ds.runtime.garbage import release_frames
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.rows import Places, RowDims, Rows
 
@@ -141,15 +142,26 @@ class RowProbe:
             refused[layer] = "it changes an input, a buffer or an object that it is given"
         elif dims is None:
             refused[layer] = "where its tensors hold the rows cannot be told from their shapes"
-        elif self._dims.setdefault(layer, {}).setdefault(more.places, dims) != dims:
+        elif not self._note_dims(layer, more.places, dims):
             refused[layer] = "its calls hold the rows in different places"
         elif self._runtime.device.has_values and not self._rows_are_independent(request, trial, dims, copies):
             refused[layer] = "its rows depend on each other"
 
+    def _note_dims(self, layer: int, places: Places, dims: RowDims) -> bool:
+        """Note where calls of a kind hold the rows; return False if others of that kind hold them elsewhere.
+
+        Of calls with different numbers of rows (queries, and several passages for each) the fewest count.
+        """
+        known = self._dims.setdefault(layer, {}).setdefault(places, dims)
+        fewest = min(known, dims, key=lambda one: one.per_row)
+        self._dims[layer][places] = fewest
+        return replace(known, per_row=1) == replace(dims, per_row=1)
+
     def _rows_are_independent(self, request: Request, trial: _Trial, dims: RowDims, copies: Leaves) -> bool:
         """Return whether a call's rows give the same in slices, and nothing to each other's gradients."""
-        slicing = Slicing(dims, self._rows, self._rows - 1, self._rows - 1)
-        all_but_last = next(slicing.slices(self._rows - 1))
+        rows = self._rows * dims.per_row
+        slicing = Slicing(dims, rows, rows - 1, rows - 1)
+        all_but_last = next(slicing.slices(rows - 1))
         # Without a gradient, a row gives none: also where a gradient is added on the way (a loss of the layer's own).
         input_gradients = self._propagate(trial, dims, copies, 1.0, zeroed=all_but_last)
         for gradient, dim in zip(input_gradients, dims.inputs, strict=True):
@@ -159,7 +171,14 @@ class RowProbe:
         # What draws random numbers is compared as it is without them: slices draw others than the whole does.
         modules = self._layers[request.layer].module.modules() if request.layer in self._drawing else ()
         with patched((vars(m), "training", False) for m in modules if m.training):  # `train` may be overridden
-            whole, sliced = self._trial(request, copies), self._trial(request, copies, slicing)
+            whole = self._trial(request, copies)
+            try:
+                sliced = self._trial(request, copies, slicing)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever a layer says to other rows than it is called with
+                release_frames(error)
+                return False
             if len(whole.outputs) != len(sliced.outputs) or not all(map(close, whole.outputs, sliced.outputs)):
                 return False
             trained = [leaf for leaf in copies.values() if leaf.requires_grad]

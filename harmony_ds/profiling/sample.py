@@ -29,6 +29,7 @@ class Sample:
         modes: the model's training and requires_grad flags, packed.
         trains: whether such micro-batches are propagated back from.
         inputs_beside: those of other forward passes that share its loss.
+        in_groups: whether matrices with several times its rows hold as many for each of them (passages of each query).
     """
 
     inputs: Any
@@ -38,6 +39,7 @@ class Sample:
     modes: bytes = b""
     trains: bool = True
     inputs_beside: Any = ()
+    in_groups: bool = False
 
     @property
     def rows(self) -> int:
@@ -52,13 +54,28 @@ class Sample:
         total = self.rows
 
         def some(tensor: Tensor) -> Tensor:
-            if not tensor.dim() or tensor.shape[0] != total or not total:
+            count = self._rows_for_each(tensor, total)
+            if not count:
                 return tensor
-            if rows <= total or tensor.dim() < 2 or _is_mask(tensor):
-                return tensor[torch.arange(rows, device=tensor.device) % total]
-            return torch.stack([tensor[row % total].roll(row // total, 0) for row in range(rows)])
+            has, wanted = total * count, rows * count
+            if wanted <= has or tensor.dim() < 2 or _is_mask(tensor):
+                return tensor[torch.arange(wanted, device=tensor.device) % has]
+            return torch.stack([tensor[row % has].roll(row // has, 0) for row in range(wanted)])
 
         return replace(self, inputs=map_tensors(some, self.inputs))
+
+    def _rows_for_each(self, tensor: Tensor, total: int) -> int:
+        """Return how many rows of `tensor` are for each of the `total` rows; 0: it does not hold rows."""
+        if not tensor.dim() or not total or not tensor.shape[0] or tensor.shape[0] % total:
+            return 0
+        count = tensor.shape[0] // total
+        return count if count == 1 or (self.in_groups and tensor.dim() > 1) else 0
+
+    def readings(self) -> list[Sample]:
+        """Return the sample with larger matrices in groups of rows, if it may have some; then with its own rows alone."""
+        total, grouped = self.rows, replace(self, in_groups=True)
+        may_have = total > 1 and any(grouped._rows_for_each(tensor, total) > 1 for tensor in tensors_in(self.inputs))
+        return [grouped, self] if may_have else [self]
 
     def masked_alike(self) -> list[Sample]:
         """Return the sample with masks that hide the end of each row, and with masks that hide nothing; or just itself.

@@ -12,13 +12,15 @@ class RowDims:
 
     Attributes:
         inputs, outputs: per tensor the dimension that holds the rows; None where all rows share the tensor.
-        counted_by: an input whose dimension is as long as there are rows (another's may be a multiple: tokens of all
+        counted_by: the input whose dimension is as long as the call has rows (another's may be a multiple: tokens of all
             rows in one dimension).
+        per_row: how many rows the call has for each row of the micro-batch: 2 where forward joins two inputs.
     """
 
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
     counted_by: int
+    per_row: int = 1
 
 
 Places = tuple[int, ...]
@@ -30,7 +32,8 @@ class Rows:
     """How layer calls are cut: a result of measuring.
 
     Attributes:
-        forward, backward: the most rows of a slice in either pass; 0: as many as there are.
+        forward, backward: the most rows of a slice in either pass, counted in rows of the micro-batch; 0: as many as there
+            are.
         dims: by layer and kind of call; calls that are not among them are never cut.
         drawing: layers that draw random numbers. Their slices are the same in both passes, so that a recomputation
             draws what the forward pass drew.

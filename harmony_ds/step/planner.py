@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce
@@ -50,6 +50,8 @@ _MOST_TILES = 3
 """Sizes of each that are tried, with which the model is measured: where none of them fits, smaller ones hardly do."""
 _TILES_OF_A_MICRO_BATCH = 4096
 """No more are tried: a micro-batch of more has many millions of tokens, and takes longer to measure than anyone waits."""
+_LESS = 0.9
+"""With half the rows, layer calls take less than this share of the memory; else still fewer rows help no more."""
 _GRAINS = 64
 """Part of the budget, by which the room for shared losses grows where it has been too small."""
 _LEAST_SHARE, _SAME_SHARE = 0.5, 0.95
@@ -83,8 +85,8 @@ class Planner:
         self.graph = graph
         """Layers, and their call order once a micro-batch has been seen."""
         self._set_tiles(Tiles.from_config(config.harmony.tokens) if saved is None else Tiles.from_policy(saved.policy))
-        self._tried: CostTable | None = None
-        """Costs that no plan was found for, as far as they could be measured."""
+        self.tried: CostTable | None = None
+        """Costs that no plan was found for, if they could be measured."""
         self._sized: SizedCosts | None = None
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
@@ -171,41 +173,94 @@ class Planner:
         return moved
 
     def _plan_that_fits(self, sample: Sample) -> tuple[int, ...]:
-        """Plan with whole calls; where nothing fits, with fewer tokens at a time where most memory is taken."""
-        before = self.tiles, self._sized, [*self._measured]
+        """Plan with whole calls; where nothing fits, with fewer rows at a time, or fewer tokens."""
+        before = self.sizes.wanted, self.tiles, self._sized, [*self._measured]
         failure: DoesNotFitError | None = None
-        tiles: Tiles | None = self.tiles
-        while tiles is not None:
-            self.cut_into(tiles)
-            self._tried = None
+        for _ in self.cuts(sample):
             try:
                 moved = self._plan_with(sample)
             except DoesNotFitError as error:
                 failure = failure or error.with_traceback(None)
-                tiles = self.smaller_tiles(sample, self._tried)
                 continue
-            if tiles != before[0]:
-                self._tell_of_tiles(sample)
+            if (self.sizes.wanted, self.tiles) != before[:2]:
+                self._tell_of_cuts(sample)
             return moved
-        self._set_tiles(before[0])
-        _, self._sized, self._measured = before
+        self.sizes.wanted, tiles, self._sized, self._measured = before
+        self._set_tiles(tiles)
         assert failure is not None
         raise failure
 
-    def _tell_of_tiles(self, sample: Sample) -> None:
-        """Log what runs in tiles."""
+    def cuts(self, sample: Sample) -> Iterator[None]:
+        """Cut layer calls further at each turn, as long as the caller finds no plan and the ds_config leaves it open.
+
+        Rows come first: slices of half of them, a quarter, and so on. Then tiles of tokens, beside whole rows and, last,
+        beside slices. The caller puts the costs of what it has tried into `tried`.
+        """
+        whole = self.sizes.wanted
+        self._begin_try()
+        yield
+        of_whole = self.tried
+        if of_whole is None or not head_takes_most(of_whole):  # the loss is over all rows
+            yield from self._in_slices(sample)
+            self._slice(whole)
+            self.tried = of_whole
+        while (tiles := self.smaller_tiles(sample, self.tried)) is not None:
+            self.cut_into(tiles)
+            self._begin_try()
+            yield
+        if self.tiles.cut:
+            yield from self._in_slices(sample)
+
+    def _begin_try(self) -> None:
+        self.tried = None
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether layer calls may take fewer rows or tokens than they do, where nothing fits."""
+        return self._saved is None and (
+            self._settings.micro_batch in ("config", "auto") or self._settings.tokens == "auto"
+        )
+
+    def _in_slices(self, sample: Sample) -> Iterator[None]:
+        """Cut layer calls into slices of fewer rows at each turn."""
+        if self._settings.micro_batch != "config" or self._saved is not None:
+            return
+        rows, most_bytes = self._runtime.world.max("rows to cut", sample.rows), float("inf")
+        now = self.sizes.wanted or WHOLE
+        size = min(now.forward or rows, rows)
+        while size > 1:
+            size = -(-size // 2)
+            self._slice(Sizes(size, size))
+            self._begin_try()
+            yield
+            if not self.profiler.rows(Sizes(size, size)).cuts:
+                return
+            if self.tried is not None:
+                if self.tried.working_bytes > _LESS * most_bytes:
+                    return
+                most_bytes = self.tried.working_bytes
+
+    def _slice(self, sizes: Sizes | None) -> None:
+        """Cut layer calls into slices of `sizes` from now on; forget what was measured in others."""
+        if sizes != self.sizes.wanted:
+            self.sizes.wanted = sizes
+            self._sized = None
+            self._measured.clear()
+
+    def _tell_of_cuts(self, sample: Sample) -> None:
+        """Log what runs in slices of rows or in tiles of tokens."""
         tiles, parts = self.tiles_in_use, []
+        if self.rows.cuts:
+            parts.append(f"layer calls take slices of {self.rows.backward} rows (harmony.micro_batch)")
         if tiles.head:
             heads = [layer for layer, is_head in self._runtime.layer_calls.tiles.heads.items() if is_head]
             names = ", ".join(self.graph.layers[layer].name for layer in heads)
-            parts.append(f"{names} and the loss run in tiles of {tiles.head} tokens")
+            parts.append(f"{names} and the loss run in tiles of {tiles.head} tokens (harmony.tokens)")
         if tiles.layers:
-            parts.append(f"parts of layers run in tiles of {tiles.layers} tokens")
-        _logger.warning(
-            "%s, since no plan for all %s of a micro-batch at once fits (harmony.tokens)",
-            ", ".join(parts),
-            f"{_most_tokens(sample):,}",
-        )
+            parts.append(f"parts of layers run in tiles of {tiles.layers} tokens (harmony.tokens)")
+        whole = f"{sample.rows:,} rows" if not tiles.cut else f"{_most_tokens(sample):,} tokens"
+        if parts:
+            _logger.warning("%s, since no plan for all %s of a micro-batch at once fits", ", ".join(parts), whole)
 
     @property
     def tiles(self) -> Tiles:
@@ -231,11 +286,16 @@ class Planner:
             self._sized = None
             self._measured.clear()
 
-    def repeat_tiles(self, tiles: Tiles) -> None:
-        """Run in `tiles`, if the ds_config leaves it open: as the run did that goes on here."""
-        if self._settings.tokens == "auto" and self._saved is None and tiles != self.tiles:
+    def repeat_cuts(self, policy: Mapping[str, Any]) -> None:
+        """Cut layer calls as the run did that goes on here, where the ds_config leaves it open; `policy`: of its plan."""
+        if self._saved is not None:
+            return
+        tiles, sizes = Tiles.from_policy(policy), Sizes(policy.get("forward_rows", 0), policy.get("backward_rows", 0))
+        if self._settings.tokens == "auto" and tiles != self.tiles:
             self._set_tiles(tiles)
             self._measured.clear()  # so that the next micro-batch is measured, and planned for
+        if self._settings.micro_batch == "config":
+            self._slice(sizes)
 
     def smaller_tiles(self, sample: Sample, costs: CostTable | None) -> Tiles | None:
         """Return the tiles to try where those in force do not fit; None: there are none, or the ds_config names them.
@@ -274,7 +334,7 @@ class Planner:
                     "forward uses their own parameters, and not take module.weight or those of an nn.ParameterList itself."
                 )
             graph = self.graph_with(table.calls)
-            self._tried = table
+            self.tried = table
             try:
                 choices = self._choose(graph, table, self._group_size, sized.sizes)
             except DoesNotFitError as error:
@@ -444,6 +504,7 @@ class Planner:
         if self._check_allocator and self._runtime.world.size == 1:  # of several, each would find something else
             self._outgrown |= not self._is_served(self.plan)
         self._check_allocator = False
+        self._group_size = max(self._group_size, micro_batches)
         if self._outgrown or micro_batches > self.plan.micro_batches * sizes.joined_count:
             size = max(micro_batches, self.plan.micro_batches * sizes.joined_count)
             self.choices = self._choose(self.graph, self.costs[0], size, sizes)

@@ -33,6 +33,7 @@ class ErrorKind(enum.Enum):
 
     USER_ERROR = "the model, a loss, a check or the planner raised an error"
     OFF_PLAN = "a layer call came that was not measured"
+    NO_PLAN = "no plan fits, or none beside a loss of several forward passes"
     OUT_OF_MEMORY = "the device ran out of memory"
     PEER_DIVERGED = "another process makes its run again"
     PEER_FAILED = "another process failed, or ended"
@@ -72,6 +73,14 @@ REMEDIES: dict[ErrorKind, tuple[Remedy, ...]] = {
         ),
         _ANOTHER_FORWARD,
         Remedy("refuse_another_way", "What has been read cannot be run again. The error says what to do."),
+    ),
+    ErrorKind.NO_PLAN: (
+        Remedy(
+            "measure_again",
+            "Measure and plan anew, with fewer rows or tokens in a layer call, and run again.",
+            "can_cut_further",
+        ),
+        _RAISE,
     ),
     ErrorKind.OUT_OF_MEMORY: (
         Remedy(
@@ -127,7 +136,9 @@ class Recovery:
             return ErrorKind.OFF_PLAN
         if isinstance(error, PeerDiverged):
             return ErrorKind.PEER_DIVERGED
-        if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DoesNotFitError):
+        if isinstance(error, DoesNotFitError):
+            return ErrorKind.NO_PLAN
+        if isinstance(error, torch.OutOfMemoryError):
             return ErrorKind.OUT_OF_MEMORY
         if isinstance(error, PeerFailedError):
             return ErrorKind.PEER_FAILED
@@ -166,6 +177,11 @@ class Recovery:
             return False  # those gradients are gone, and would be missing when the step runs again
         keeps_gradients = not run.follows_part or not self._context.executor.backward_begun
         return keeps_gradients and not run.cannot_repeat
+
+    @property
+    def can_cut_further(self) -> bool:
+        """Whether the run can be made again, and the ds_config leaves open how many rows and tokens a layer call takes."""
+        return self._context.planner.may_cut and self.can_run_again
 
     @property
     def can_plan_for_less(self) -> bool:

@@ -194,7 +194,7 @@ def test_auto_takes_slices_where_whole_micro_batches_do_not_fit() -> None:
         train_groups(engine, groups)
         small = engine.memory_report().planned_peak_bytes
     budget = {"device_memory_gib": (small + 2000) / 2**30}
-    whole = engine_for(LLAMA.build(0.0), summing, config_of(2, harmony=budget))
+    whole = engine_for(LLAMA.build(0.0), summing, config_of(2, harmony={"micro_batch": 16, "tokens": "off", **budget}))
     with whole as engine, pytest.raises(DoesNotFitError):
         train_groups(engine, groups)
     model = LLAMA.build(0.0)

@@ -69,13 +69,25 @@ def test_rows_are_found_where_they_are(sides: tuple[Kind, list[Kind], list[Kind]
 
 @pytest.mark.parametrize(
     ("few", "more"),
-    [((6,), (9,)), ((2, 4), (3, 5)), ((2, 4), (4, 4)), ((2, 5), (2, 6)), ((2,), (3, 1))],
-    ids=["nothing counts the rows", "two grow", "by two rows", "by something else", "another dimension"],
+    [((2, 4), (3, 5)), ((2, 4), (4, 4)), ((2, 5), (2, 6)), ((2,), (3, 1))],
+    ids=["two grow", "by two rows", "by something else", "another dimension"],
 )
 def test_one_tensor_that_grows_otherwise_is_enough_to_tell_nothing(few: tuple[int, ...], more: tuple[int, ...]) -> None:
-    rest = [] if few == (6,) else [torch.Size([2])], [] if few == (6,) else [torch.Size([3])]
+    rest = [torch.Size([2])], [torch.Size([3])]
     assert row_dims(([*rest[0], torch.Size(few)], []), ([*rest[1], torch.Size(more)], []), (2, 3)) is None
     assert row_dims((rest[0], [torch.Size(few)]), (rest[1], [torch.Size(more)]), (2, 3)) is None
+
+
+def test_a_call_may_have_several_rows_for_each_of_the_micro_batch() -> None:
+    """Two inputs joined along the rows, and a mask of all their tokens in one dimension."""
+    few, more = [torch.Size([4, 5]), torch.Size([20])], [torch.Size([6, 5]), torch.Size([30])]
+    assert row_dims((few, few[:1]), (more, more[:1]), (2, 3)) == RowDims((0, 0), (0,), 0, per_row=2)
+    halves = [torch.Size([2, 5])], [torch.Size([3, 5])]  # an output of both inputs together
+    assert row_dims((few, halves[0]), (more, halves[1]), (2, 3)) is None
+
+
+def test_a_call_that_is_given_nothing_with_rows_is_not_cut() -> None:
+    assert row_dims(([torch.Size([4])], [torch.Size([2])]), ([torch.Size([4])], [torch.Size([3])]), (2, 3)) is None
 
 
 @given(st.lists(kinds(), min_size=1, max_size=3), ROWS, SIZES)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from harmony_ds.distributed import PeerDiverged
-from harmony_ds.errors import EngineFailedError, PeerFailedError
+from harmony_ds.errors import DoesNotFitError, EngineFailedError, PeerFailedError
 from harmony_ds.runtime.micro_batch import OffPlanError
 from harmony_ds.step import recovery
+from harmony_ds.step.planner import Planner
 from harmony_ds.step.recovery import REMEDIES, ErrorKind, Recovery, Remedy, remedies, table
 from harmony_ds.step.transitions import StepState
 from tests.engine.drive import config_of, engine_for, sgd
@@ -23,11 +24,12 @@ K = ErrorKind
 ERRORS: dict[ErrorKind, Callable[[], BaseException]] = {
     K.USER_ERROR: lambda: ValueError("the model's own"),
     K.OFF_PLAN: OffPlanError,
+    K.NO_PLAN: lambda: DoesNotFitError("too many bytes"),
     K.OUT_OF_MEMORY: lambda: torch.OutOfMemoryError("out of memory"),
     K.PEER_DIVERGED: lambda: PeerDiverged("another process"),
     K.PEER_FAILED: lambda: PeerFailedError(1, "has ended"),
 }
-"""What a forward pass raises; an update that failed is no error of a forward pass."""
+"""What a forward pass raises, or a plan for it; an update that failed is no error of a forward pass."""
 AGAIN = ("measure_again", "plan_for_less")
 RUNS = ("alone", "at the boundary")
 
@@ -50,6 +52,8 @@ def prepare(drive: Drive, kind: ErrorKind, remedy: Remedy, run: str) -> None:
         drive.patch.setattr(recovery, "MOST_ATTEMPTS", 1)
     elif remedy.action == "plan_for_less":
         drive.engine._state.device.budget_bytes = GIB
+    elif kind is K.NO_PLAN and remedy.action == "raise_error":
+        drive.patch.setattr(Planner, "may_cut", False)
     elif run == "at the boundary" and remedy.action not in AGAIN and kind in (K.OFF_PLAN, K.PEER_DIVERGED):
         drive.another_has_read()
 
